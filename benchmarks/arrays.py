@@ -10,7 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polycephaly.demos.comparison import PAGE, Executors, noop, sum_of_pages, there_ms
+from polycephaly.demos.comparison import (
+    NUMBERS_PER_PAGE,
+    Executors,
+    noop,
+    sum_of_pages,
+    transfer_ms,
+)
 
 from .memory import available, pss_of_all
 from .peers import OURS, PEERS
@@ -45,7 +51,7 @@ def copy_ms(source: Any, target: Any) -> float:
 
 def back_ms(workers: Executors, array: Any) -> float:
     began = time.perf_counter()
-    other = workers.result(workers.submit(answer_with_another, workers.give(array)))
+    other = workers.result(workers.submit(answer_with_another, workers.prepare(array)))
     total = sum_of_pages(other)
     took = time.perf_counter() - began
     assert total == other[0] == sum_of_pages(array)
@@ -63,28 +69,28 @@ def array(peer: str, sizes: Sizes) -> Figures:
         it again."""
         return (
             np.random.default_rng()
-            .integers(0, 1000, PAGE)
+            .integers(0, 1000, NUMBERS_PER_PAGE)
             .astype(float)
-            .repeat(numbers // PAGE + 1)[:numbers]
+            .repeat(numbers // NUMBERS_PER_PAGE + 1)[:numbers]
         )
 
     with PEERS[peer].start(WORKERS) as workers:
         workers.result(workers.submit(noop, 7))
-        cold = there_ms(workers, fresh())
+        cold = transfer_ms(workers, fresh())
         for _ in range(WARM_UPS):
             for work in (
                 sum_of_pages,
                 answer_with_another,
             ):  # as many at once as there are workers: all get warm
                 workers.results(
-                    [workers.submit(work, workers.give(fresh())) for _ in range(WORKERS)]
+                    [workers.submit(work, workers.prepare(fresh())) for _ in range(WORKERS)]
                 )
         copy_ms(fresh(), target)
         there, back, copies = [], [], []
         for _ in range(sizes.repetitions):
             sent = fresh()
             copies.append(copy_ms(sent, target))
-            there.append(there_ms(workers, sent))
+            there.append(transfer_ms(workers, sent))
             sent = fresh()
             copies.append(copy_ms(sent, target))
             back.append(back_ms(workers, sent))
@@ -126,7 +132,7 @@ def share(peer: str, sizes: Sizes) -> Figures:
             for each in pool.everywhere("None"):
                 each.result()
             return _growth(
-                Executors(pool.promise, lambda promise: promise.result(), give=pool.share), sizes
+                Executors(pool.promise, lambda promise: promise.result(), prepare=pool.share), sizes
             )
     with PEERS[peer].start(sizes.holders) as workers:
         return _growth(workers, sizes)
@@ -136,7 +142,7 @@ def _growth(workers: Executors, sizes: Sizes) -> Figures:
     with tempfile.TemporaryDirectory() as place:
         array = np.ones(sizes.shared // 8)
         before = pss_of_all()
-        handle = workers.give(array)
+        handle = workers.prepare(array)
         holding = [workers.submit(hold, handle, place, sizes.holders) for _ in range(sizes.holders)]
         assert set(workers.results(holding)) == {sum_of_pages(array)}
         growth = pss_of_all() - before

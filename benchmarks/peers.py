@@ -92,7 +92,7 @@ def ray(workers: int) -> Iterator[Executors]:
             result=module.get,
             map=lambda fn, items: list(module.get([submit(fn, item) for item in items])),
             gather=module.get,
-            give=module.put,
+            prepare=module.put,
         )
     finally:
         module.shutdown()
@@ -116,7 +116,7 @@ def dask(workers: int) -> Iterator[Executors]:
             result=methodcaller("result"),
             map=lambda fn, items: list(client.gather(client.map(fn, items, pure=False))),
             gather=client.gather,
-            give=lambda array: client.scatter(array, hash=False),
+            prepare=lambda array: client.scatter(array, hash=False),
         )
 
 

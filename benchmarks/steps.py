@@ -113,7 +113,7 @@ def main(runs: int) -> None:
     clock.watch_method(dispatchers.Dispatcher, "dispatch", "  choosing a drone")
     clock.watch_method(drone_handle.DroneHandle, "load_batch", "  packing")
     clock.watch_method(LocalHandle, "send", "  sending")
-    clock.watch(reactor, "hear", "  unpacking")
+    clock.watch(reactor, "handle_message", "  unpacking")
     clock.watch(handlers, "_settle_values", "  settling")
     found: dict[str, list[float]] = defaultdict(list)
     with poly.Pool(DRONES) as pool:

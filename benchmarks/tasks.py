@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from polycephaly.demos.comparison import WARM, gather_us, map_us, noop, trip_us
+from polycephaly.demos.comparison import WARM_UP_TASKS, gather_us, map_us, noop, round_trip_us
 
 from .peers import PEERS
 from .suite import WORKERS, Figures, Sizes
@@ -61,7 +61,7 @@ def main_lambda(peer: str, sizes: Sizes) -> Figures:
 
 def trip(peer: str, sizes: Sizes) -> Figures:
     with PEERS[peer].start(WORKERS) as workers:
-        return {"us": trip_us(workers, min(sizes.trips, PEERS[peer].most))}
+        return {"us": round_trip_us(workers, min(sizes.trips, PEERS[peer].most))}
 
 
 def map_noops(peer: str, sizes: Sizes) -> Figures:
@@ -92,7 +92,7 @@ def mixed(peer: str, sizes: Sizes) -> Figures:
         tasks[place] = sizes.long
     with PEERS[peer].start(WORKERS) as workers:
         assert workers.map is not None
-        workers.map(noop, range(WARM))
+        workers.map(noop, range(WARM_UP_TASKS))
         began = time.perf_counter()
         took = workers.map(take, tasks)
         wall = time.perf_counter() - began

@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 if "t" in sys.abiflags:  # many operations are atomic only because one thread runs at a time
     raise ImportError(
         "polycephaly needs a CPython with the global interpreter lock, and this is a "
-        "free-threaded build of it "
-        "(sys.abiflags says so): use the usual build, python3.x instead of python3.xt"
+        "free-threaded build (see sys.abiflags): use the usual build, python3.x instead of "
+        "python3.xt"
     )
 
 __all__ = [
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from .store.shared import Shared
     from .timeline import Timeline
 
-_HOMES = {
+_MODULES = {
     "ChannelClosed": "errors",
     "Deadlock": "errors",
     "Drone": "pool.drone",
@@ -97,13 +97,13 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    path = _MODULES.get(name)
+    if path is None:
         raise AttributeError(f"module 'polycephaly' has no attribute {name!r}")
     from importlib import import_module
 
-    module = import_module(f"{__name__}.{home}")
-    value = globals()[name] = module if home == name else getattr(module, name)
+    module = import_module(f"{__name__}.{path}")
+    value = globals()[name] = module if path == name else getattr(module, name)
     return value
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = [
     "ChannelClosed", "Deadlock", "DroneDied", "ItemLost", "Lost", "NoSuchName", "PoreClosed",
-    "RemoteError", "another",
+    "RemoteError", "copy_error",
 ]  # fmt: skip
 
 
@@ -182,16 +182,16 @@ class Deadlock(RuntimeError):
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by Python code
 
 
-def another(error: BaseException) -> BaseException:
+def copy_error(error: BaseException) -> BaseException:
     """Return a fresh copy of `error`, or `error` itself if it cannot be copied faithfully. Never
     raises.
 
     Raising an error attaches a traceback, which holds the frames of the thread that raises it. So
     each waiter gets a copy, and the stored original is never raised.
     """
-    for copied in (copy.copy, _without_init):
+    for make_copy in (copy.copy, _copy_without_init):
         try:
-            twin = copied(error)
+            twin = make_copy(error)
             if type(twin) is type(error) and tuple(map(id, twin.args)) == tuple(
                 map(id, error.args)
             ):
@@ -205,7 +205,7 @@ def another(error: BaseException) -> BaseException:
     return error.with_traceback(None)
 
 
-def _without_init(error: BaseException) -> BaseException:
+def _copy_without_init(error: BaseException) -> BaseException:
     """Copy an error whose constructor takes other arguments than it passes on.
 
     Raise `TypeError` if the error has more state than `args` and `__dict__`: C fields, as an

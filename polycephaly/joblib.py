@@ -28,7 +28,7 @@ from .drone.child import call_as_imported
 from .pool.pool import Pool
 from .promises.promise import Promise
 from .store.shared import Contents
-from .wire.pickling import ATOMS, MainSnapshot, main_namespace
+from .wire.pickling import ATOMIC_TYPES, MainSnapshot, main_namespace
 
 try:
     import joblib
@@ -49,12 +49,12 @@ except ImportError as error:
 
 __all__ = ["PolycephalyBackend", "register"]
 
-KEPT = 8
+MAX_KEPT_ARRAYS = 8
 """Number of arrays that stay in shared memory for later calls."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-_OF_MEMMAPS = ("temp_folder", "mmap_mode", "verbose", "context", "prefer", "require")
+_MEMMAP_OPTIONS = ("temp_folder", "mmap_mode", "verbose", "context", "prefer", "require")
 """Options that joblib passes to every backend and that only its own backends use."""
 
 
@@ -112,10 +112,10 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._pool: Pool | None = None
-        self._shape: dict[str, Any] = {}
+        self._pool_options: dict[str, Any] = {}
         self._under_way: dict[Promise[Any], None] = {}  # in the order of submission
-        self._arrays = _Arrays(None)
-        self._newest: Callable[[], Any] = lambda: None
+        self._arrays = _SharedArrays(None)
+        self._newest_parallel: Callable[[], Any] = lambda: None
 
     @property
     def parallel(self) -> Any:
@@ -126,7 +126,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         and the pool alive. If an outer `Parallel` continues after a newer one is gone, the backend
         takes the place of the receiver, with its ``verbose = 0``.
         """
-        return self._newest() or self
+        return self._newest_parallel() or self
 
     # -- begin and end of a call of Parallel -------------------------------------------------------
 
@@ -134,7 +134,8 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         if n_jobs == 0:
             # The message begins as joblib's own backends' does, because callers may check for that.
             raise ValueError(
-                "n_jobs == 0 in Parallel has no meaning: -1 is all usable cores, 1 none but this"
+                "n_jobs == 0 in Parallel has no meaning: n_jobs=-1 uses all usable cores, "
+                "n_jobs=1 uses this process only"
             )
         if n_jobs is None:
             return 1
@@ -147,26 +148,26 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         if n_jobs == 1:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         options = {**self.backend_kwargs, **options}
-        shape = {
+        pool_options = {
             "n_jobs": n_jobs,
-            **{name: options[name] for name in options if name not in _OF_MEMMAPS},
+            **{name: options[name] for name in options if name not in _MEMMAP_OPTIONS},
         }
         if self._pool is not None and (
-            shape != self._shape or self._pool._dispatcher.refusal is not None
+            pool_options != self._pool_options or self._pool._dispatcher.refusal is not None
         ):
-            self._end()
+            self._end_pool()
         if self._pool is None:
-            self._pool, self._shape = self._start(**shape), shape
-        elif self._pool._dispatcher.config.start != "spawn" and _may_differ(
+            self._pool, self._pool_options = self._start_pool(**pool_options), pool_options
+        elif self._pool._dispatcher.config.start != "spawn" and _may_have_changed(
             self._pool._dispatcher.registry.snapshot
         ):
             self._pool.refresh()
         if parallel is not None:
-            self._newest = weakref.ref(parallel)
-        self._arrays = _Arrays(max_nbytes)
+            self._newest_parallel = weakref.ref(parallel)
+        self._arrays = _SharedArrays(max_nbytes)
         return n_jobs
 
-    def _start(
+    def _start_pool(
         self,
         n_jobs: int,
         env: Any = None,
@@ -177,18 +178,18 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         limits: dict[str, str] = self._prepare_worker_env(n_jobs)
         threads = int(limits["OMP_NUM_THREADS"].partition(",")[0])
         if callable(env):
-            own: Any = lambda index: {**limits, **env(index)}  # noqa: E731
+            drone_env: Any = lambda index: {**limits, **env(index)}  # noqa: E731
         else:
-            own = {**limits, **(env or {})}
+            drone_env = {**limits, **(env or {})}
         return Pool(
             n_jobs,
-            env=own,
+            env=drone_env,
             initializer=_prepare,
             initargs=(threads, initializer, initargs),
             **options,
         )
 
-    def _end(self) -> None:
+    def _end_pool(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
@@ -197,9 +198,9 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         """End the call of `Parallel`, or the ``with Parallel(...)`` block."""
         self.reset_batch_stats()
         # A fresh object, because an outer call continues to use `_arrays`.
-        self._arrays = _Arrays(self._arrays.least)
+        self._arrays = _SharedArrays(self._arrays.min_bytes)
         if joblib.parallel.get_active_backend()[0] is not self:
-            self._end()
+            self._end_pool()
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """Withdraw the waiting batches and interrupt the running ones. The pool continues."""
@@ -213,7 +214,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         promise: Promise[Any]
         try:
             assert self._pool is not None
-            func.items = self._arrays.replaced(self._pool, func.items)
+            func.items = self._arrays.replace_arrays(self._pool, func.items)
             promise = self._pool.submit(run_batch, func)
         # joblib submits from callbacks too, and no caller would see an error that is raised there.
         except Exception as error:
@@ -222,10 +223,10 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         self._under_way[promise] = None
         promise.add_done_callback(partial(self._under_way.pop, promise))
         if callback is not None:
-            promise.add_done_callback(partial(self._go_on, callback))
+            promise.add_done_callback(partial(self._dispatch_next, callback))
         return promise
 
-    def _go_on(self, callback: Any, promise: Promise[Any]) -> None:
+    def _dispatch_next(self, callback: Any, promise: Promise[Any]) -> None:
         """Call joblib's callback, which dispatches the next calls.
 
         The caller of `Parallel` waits for these. So if the callback fails, the caller must get the
@@ -235,8 +236,8 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
             callback(promise)
         except Exception as error:
             # Reporting may be the part that fails, and a dispatch reports as well.
-            self._newest = lambda: None
-            source = _raising(error)
+            self._newest_parallel = lambda: None
+            source = _calls_that_raise(error)
             # Batches that were read before come first.
             while callback.parallel.dispatch_one_batch(source):
                 pass
@@ -245,12 +246,12 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         return out.result()
 
 
-def _raising(error: Exception) -> Iterator[Call]:
+def _calls_that_raise(error: Exception) -> Iterator[Call]:
     raise error
     yield
 
 
-def _may_differ(snapshot: MainSnapshot) -> bool:
+def _may_have_changed(snapshot: MainSnapshot) -> bool:
     """Return whether names that functions of `__main__` use may have changed since `snapshot`.
 
     True if names have changed, or if one of these functions names a list, an array or the like.
@@ -269,10 +270,10 @@ def _may_differ(snapshot: MainSnapshot) -> bool:
         code = codes.pop()
         names.update(code.co_names)
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return any(not isinstance(main[name], _STAYS_AS_IT_IS) for name in names if name in main)
+    return any(not isinstance(main[name], _IMMUTABLE_TYPES) for name in names if name in main)
 
 
-_STAYS_AS_IT_IS = (ModuleType, FunctionType, BuiltinFunctionType, type, *ATOMS)
+_IMMUTABLE_TYPES = (ModuleType, FunctionType, BuiltinFunctionType, type, *ATOMIC_TYPES)
 
 
 def run_batch(batch: Callable[[], Any]) -> Any:
@@ -303,7 +304,7 @@ def _limit_threads(threads: int) -> None:
     threadpoolctl.threadpool_limits({"openmp": 1, "blas": threads})
 
 
-class _Mapped:
+class _MemmapReference:
     """Stands for an array that is, or is part of, a memory map of a file. Unpickled as the same
     map.
     """
@@ -315,7 +316,7 @@ class _Mapped:
         return self._reduced
 
 
-def _lies_in_a_file(array: Any) -> bool:
+def _is_file_backed(array: Any) -> bool:
     numpy = sys.modules.get("numpy")
     while numpy is not None and isinstance(array, numpy.ndarray):
         if isinstance(array, numpy.memmap) and isinstance(array.base, mmap):
@@ -324,19 +325,19 @@ def _lies_in_a_file(array: Any) -> bool:
     return False
 
 
-class _Arrays:
+class _SharedArrays:
     """The large arrays that calls of one `Parallel` are given, each in shared memory once.
 
-    Holds the last `KEPT` arrays, and each only as long as the caller has the array. As with
-    joblib's own backends, the drones do not see the caller's writes into an array during the call
-    of `Parallel`, and memory maps of files arrive as memory maps. Used under joblib's lock.
+    Holds the last `MAX_KEPT_ARRAYS` arrays, and each only as long as the caller has the array. As
+    with joblib's own backends, the drones do not see the caller's writes into an array during the
+    call of `Parallel`, and memory maps of files arrive as memory maps. Used under joblib's lock.
     """
 
-    def __init__(self, least: int | None) -> None:
-        self.least = least
+    def __init__(self, min_bytes: int | None) -> None:
+        self.min_bytes = min_bytes
         self._shared: dict[int, tuple[weakref.ref[Any], Contents]] = {}
 
-    def replaced(self, pool: Pool, calls: list[Call]) -> list[Call]:
+    def replace_arrays(self, pool: Pool, calls: list[Call]) -> list[Call]:
         kinds = {
             type(arg)
             for _, args, kwargs in calls
@@ -347,32 +348,32 @@ class _Arrays:
         return [
             (
                 fn,
-                tuple(self._stand_in(pool, arg) for arg in args),
-                {name: self._stand_in(pool, arg) for name, arg in kwargs.items()},
+                tuple(self._replace_argument(pool, arg) for arg in args),
+                {name: self._replace_argument(pool, arg) for name, arg in kwargs.items()},
             )
             for fn, args, kwargs in calls
         ]
 
-    def _stand_in(self, pool: Pool, arg: Any) -> Any:
-        if _lies_in_a_file(arg):
-            return _Mapped(arg)
+    def _replace_argument(self, pool: Pool, arg: Any) -> Any:
+        if _is_file_backed(arg):
+            return _MemmapReference(arg)
         size = getattr(arg, "nbytes", None)
         if (
-            self.least is None
+            self.min_bytes is None
             or not isinstance(size, int)
-            or size < self.least
+            or size < self.min_bytes
             or not type(arg).__weakrefoffset__
         ):
             return arg
         key, shared = id(arg), self._shared
-        known, contents = shared.pop(key, (None, None))
-        if known is None or contents is None or known() is not arg:
+        reference, contents = shared.pop(key, (None, None))
+        if reference is None or contents is None or reference() is not arg:
             try:
                 contents = Contents(pool.share(arg))
             except MemoryError:  # no room: the array is passed as any argument
                 return arg
-            known = weakref.ref(arg, lambda _: shared.pop(key, None))
-        shared[key] = known, contents
-        if len(shared) > KEPT:
+            reference = weakref.ref(arg, lambda _: shared.pop(key, None))
+        shared[key] = reference, contents
+        if len(shared) > MAX_KEPT_ARRAYS:
             shared.pop(next(iter(shared)), None)
         return contents

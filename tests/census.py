@@ -134,8 +134,8 @@ def native_threads() -> set[str]:
     each fork.)"""
     if ray_is_up():
         return set()
-    owners = {native._owner(thread)[0] for thread in native._others()}
-    harmless = (native._PYTHON, *native._HARMLESS)
+    owners = {native._find_owner(thread)[0] for thread in native._suspect_threads()}
+    harmless = (native._PYTHON, *native._HARMLESS_LIBRARIES)
     return {
         each for each in owners if each and not each.startswith(harmless) and "openblas" not in each
     }

@@ -411,7 +411,8 @@ def tell_of(phase: Phase) -> None:
     if phase.pool is not None:
         dispatcher = phase.pool._dispatcher
         print(
-            f"  {len(dispatcher.queue)} in the queue, hungry {dispatcher.hungry}", file=sys.stderr
+            f"  {len(dispatcher.queue)} in the queue, wants tasks {dispatcher.wants_tasks}",
+            file=sys.stderr,
         )
         for link in dispatcher.handles:
             print(

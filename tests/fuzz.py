@@ -58,54 +58,54 @@ from polycephaly.drone import executor as image_runner
 from polycephaly.drone import main as image_main
 from polycephaly.pool import task
 from polycephaly.pool.drone_handle import DroneHandle, State
-from polycephaly.store.arena import SPAN, Arena
+from polycephaly.store.arena import REGION_BYTES, Arena
 from polycephaly.store.blocks import Store
 from polycephaly.store.references import Received, RefTable, Serialized, load, load_joined
 from polycephaly.timeline import trail
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
-from polycephaly.wire.fast_transport import LARGEST, FastTransport
+from polycephaly.wire.fast_transport import MAX_PACKET_BYTES, FastTransport
 from polycephaly.wire.messages import (
     CALL,
     CALL_FILLED,
     CALL_KEYWORDS,
     CALL_SLICE,
     CALLS,
-    CAME_BACK,
     CANCEL,
     DEFINE_CALLABLE,
     DEFINE_CODE,
     DEFINE_OVERLAPPING,
     ERROR,
+    EVENT_LOG,
     FORGET,
     HELLO,
     LARGE,
-    LARGE_FROM,
-    LOAN_OVER,
+    MIN_LARGE_BYTES,
     OPEN,
     PROTOCOL,
+    RANGE_RELEASED,
     RECALL,
+    RELEASE_RANGE,
     RETURNED,
     SHARED,
     SPLIT,
     STOP,
-    TRAIL,
     VALUE,
     VALUES,
     WITHDRAWN,
     Malformed,
     TaskBatch,
-    head_type,
-    numbers,
+    message_type,
     pack_numbers,
     pack_outcome,
     pack_outcomes,
     pack_values,
+    unpack_lists,
+    unpack_numbers,
     unpack_outcomes,
-    unpack_together,
     unpack_work,
 )  # fmt: skip
-from polycephaly.wire.pickling import join
+from polycephaly.wire.pickling import join_payloads
 from polycephaly.wire.slices import (
     ENDED,
     FAILED,
@@ -134,13 +134,13 @@ def trail_of_one(number: int) -> bytes:
     """What a drone tells of its green threads, and of the work with that number."""
     made = trail.EventLog()
     made.events.append(trail.LoggedEvent(1, "a thread", "a function", 1.0, 2.0, 0.5, note="7"))
-    made.costs.append((number, 1000))
-    return made.take()
+    made.cpu_times.append((number, 1000))
+    return made.pop_packed()
 
 
 def read_trail(payload: Any) -> None:
     try:
-        trail.read(bytes(payload))
+        trail.unpack_events(bytes(payload))
     except ValueError as wrong:
         raise Malformed(str(wrong)) from None
 
@@ -202,7 +202,7 @@ def work_messages(store: Store, ledger: RefTable, first: int = UNLIKELY) -> list
     )
     single = TaskBatch()
     single.add(first + 2, CALL_KEYWORDS, abs_, pickle.dumps(((-1,), {"x": [1]}), 5))
-    filled = join([], (pickle.dumps(((-1,), {}), 5), pickle.dumps([1, 2], 5)), store)
+    filled = join_payloads([], (pickle.dumps(((-1,), {}), 5), pickle.dumps([1, 2], 5)), store)
     single.add(first + 3, CALL_FILLED, pow_, filled if isinstance(filled, bytes) else b"")
     single.add(first + 4, CALL, code, b"")
     slices = TaskBatch()
@@ -211,11 +211,11 @@ def work_messages(store: Store, ledger: RefTable, first: int = UNLIKELY) -> list
     told = TaskBatch()
     told.add(together, FORGET, 0, b"")
     for number in (1, 2, 3, first):
-        told.add(number, CAME_BACK, 0, b"")
+        told.add(number, RELEASE_RANGE, 0, b"")
     large = TaskBatch()
-    large.add(first + 7, CALL, abs_, bytes(LARGE_FROM))
+    large.add(first + 7, CALL, abs_, bytes(MIN_LARGE_BYTES))
     large.add(first + 8, CALL, abs_, pickle.dumps((1,), 5))
-    large.add(first + 9, CALL, abs_, bytes(LARGE_FROM + 1))
+    large.add(first + 9, CALL, abs_, bytes(MIN_LARGE_BYTES + 1))
     shared = TaskBatch()
     shared.add(first + 10, CALL | SHARED, abs_, shared_payload(store, ledger))
     shared.add(first + 11, DEFINE_CALLABLE | SHARED, 0, shared_payload(store, ledger))
@@ -225,7 +225,7 @@ def work_messages(store: Store, ledger: RefTable, first: int = UNLIKELY) -> list
 
 def shared_payload(store: Store, ledger: RefTable) -> bytes:
     segment, places = store.put([[pickle.dumps(("a", 1), 5)], [bytes(5000)]])
-    return Serialized(b"", [(segment, *place) for place in places]).waybill(ledger)
+    return Serialized(b"", [(segment, *place) for place in places]).pack_header(ledger)
 
 
 def order_messages(first: int = UNLIKELY) -> list[Frames]:
@@ -259,14 +259,14 @@ def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBOD
     entries = [
         [outcome(one, VALUE, b""), outcome(other, VALUE, value, b"printed\n")],
         [outcome(one, ERROR, failed)],
-        [outcome(other, WITHDRAWN, b""), outcome(one, LOAN_OVER, b"")],
+        [outcome(other, WITHDRAWN, b""), outcome(one, RANGE_RELEASED, b"")],
         [pack_values([one, other], [now, now], [now + 1e-5, now + 1e-4], [None, "text"])],
         [pack_values([*known, *range(UNLIKELY, UNLIKELY + 5)], *([0.5] * (len(known) + 5) for _ in range(3)))],
         [outcome(one, SPLIT, split_head(3, 0, ENDED) + answers)],
         [outcome(one, SPLIT, split_head(1, 2, RUNNING) + answers)],
         [outcome(other, SPLIT, split_head(0, 3, ENDED) + answers), outcome(one, VALUE, b"")],
         [outcome(one, SPLIT, split_head(1, 1, FAILED) + answers)],
-        [outcome(0, TRAIL, trail_of_one(one)), outcome(one, VALUE, value)],
+        [outcome(0, EVENT_LOG, trail_of_one(one)), outcome(one, VALUE, value)],
         [outcome(one, VALUE | SHARED, shared_payload(store, ledger))],
         [outcome(one, SPLIT | SHARED, split_head(3, 0, ENDED) + shared_payload(store, ledger))],
     ]  # fmt: skip
@@ -274,7 +274,7 @@ def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBOD
     return [
         *map(pack_outcomes, entries),
         pack_outcomes([each for entry in entries for each in entry]),
-        pack_outcomes(beside, [bytes(LARGE_FROM)]),
+        pack_outcomes(beside, [bytes(MIN_LARGE_BYTES)]),
         pack_numbers(RETURNED, known),
         pack_numbers(RETURNED, range(UNLIKELY, UNLIKELY + 4)),
         pack_numbers(HELLO, (PROTOCOL, os.getpid())),
@@ -285,7 +285,7 @@ def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBOD
 
 EXTREMES = [
     0, 1, 2, 7, 8, 9, 28, 29, 30, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1,
-    2**63, 2**64 - 1, SPAN, SPAN - 1,
+    2**63, 2**64 - 1, REGION_BYTES, REGION_BYTES - 1,
     *(int.from_bytes(struct.pack("<d", time), "little") for time in (math.nan, math.inf, -1.0, 1e300)),
 ]  # fmt: skip
 
@@ -389,7 +389,7 @@ def packet(frames: Sequence[bytes], dice: random.Random) -> bytes:
     whole = well_formed(frames)
     if dice.random() < 0.2:
         (whole,) = mutated([whole], dice)[:1]
-    return whole[: LARGEST + 1000]
+    return whole[: MAX_PACKET_BYTES + 1000]
 
 
 # -- stage: decoders -------------------------------------------------------------------------------
@@ -426,8 +426,8 @@ class Decoders:
         if heard is not None and not heard:
             raise Finding("the lane says that its other end was closed", [[sent]])
         for each in (frames, heard) if heard else (frames,):
-            if self._strictly(head_type, each) is not None:
-                self._strictly(numbers, each)
+            if self._strictly(message_type, each) is not None:
+                self._strictly(unpack_numbers, each)
                 self._work(self._strictly(unpack_work, each) or [])
                 self._results(self._strictly(unpack_outcomes, each) or [])
         for frame in frames[:2]:
@@ -442,7 +442,7 @@ class Decoders:
                 payload = self._strictly(Received, payload, self._ref_table)
             kind &= ~SHARED
             if kind == CALLS:
-                self._strictly(image_runner._calls, payload)
+                self._strictly(image_runner._unpack_calls, payload)
             elif kind == CALL_SLICE:
                 self._opened(unpack_calls, payload)
             elif kind == CALL_FILLED:
@@ -461,14 +461,14 @@ class Decoders:
             if shared:
                 payload = self._strictly(Received, payload, self._ref_table)
             if status == VALUES:
-                self._strictly(unpack_together, payload, 4)
+                self._strictly(unpack_lists, payload, 4)
             elif status == ERROR:
                 self._opened(lambda it: unpack_exception(bytes(it)), payload)
             elif status == SPLIT:
                 self._opened(lambda it: list(Answers(it)), payload)
             elif status == VALUE:
                 self._opened(load, payload)
-            elif status == TRAIL and not shared:
+            elif status == EVENT_LOG and not shared:
                 self._strictly(read_trail, payload)
 
     def _strictly(self, decode: Callable[..., Any], *args: Any, given: Any = None) -> Any:
@@ -544,7 +544,7 @@ class Heard(logging.Handler):
             if record.levelno >= logging.ERROR:
                 error = record.exc_info[1] if record.exc_info else None
                 self.bugs.append(Finding(f"{record.getMessage()}: {error!r}", _frames_in(error)))
-            elif "nobody's drone" in record.msg:
+            elif "unknown sender" in record.msg:
                 self.strangers += 1
             elif record.getMessage().startswith(
                 "a malformed message was dropped"
@@ -576,7 +576,8 @@ def _frames_in(error: BaseException | None) -> list[Frames]:
     found = []
     trace = error.__traceback__ if error is not None else None
     while trace is not None:
-        if trace.tb_frame.f_code.co_name in ("hear", "_hear", "hear_kept"):
+        names = ("handle_message", "_handle_message", "handle_unsent_results")
+        if trace.tb_frame.f_code.co_name in names:
             found = [[bytes(each) for each in trace.tb_frame.f_locals.get("frames", ())]]
         trace = trace.tb_next
     return found
@@ -692,7 +693,7 @@ def fuzz_strangers(
             poly.Pool(2, output=heard.line) as pool,
             contextlib.ExitStack() as ends,
         ):
-            address = f"{home_of_the_reactor()}/hub"
+            address = f"{home_of_the_reactor()}/zmq"
             context = ends.enter_context(zmq.Context())
             dice = random.Random(seed)
             strangers = [_stranger(context, address, None)]
@@ -765,17 +766,17 @@ def say(seed: int, by: str, first: int, last: int) -> int:
     drone = this_drone()
     known = (drone._current,) if first not in _said else (UNLIKELY,)
     _said.add(first)
-    with memory(drone._store._top // SPAN) as (store, ledger):
+    with memory(drone._store._top // REGION_BYTES) as (store, ledger):
         originals = result_messages(store, ledger, known)
         originals += work_messages(store, ledger)[:2]
         for number in range(first, last):
             frames = message(seed, number, originals)
-            with drone.socket_turn:
+            with drone.socket_lock:
                 if by == "bulk":
                     drone._send_by_bulk(frames)
                 else:
                     send_all(
-                        drone._fast_transport._end,
+                        drone._fast_transport._socket,
                         packet(frames, random.Random(~(seed << 32 | number))),
                     )
     return last - first
@@ -889,11 +890,11 @@ class ToDrones:
         assert link.fast_transport is not None
         if by == "lane":
             for each in said:
-                send_all(link.fast_transport._end, each)
+                send_all(link.fast_transport._socket, each)
             return
         reactor = self._pool._dispatcher.reactor
         if not link.bulk_open:
-            send_all(link.fast_transport._end, well_formed(pack_numbers(OPEN)))
+            send_all(link.fast_transport._socket, well_formed(pack_numbers(OPEN)))
             wait_for(lambda: link.bulk_open or not link.alive, SOON)
         for each in said:
             reactor.post(partial(reactor._router.send_multipart, [link.identity, *each]))
@@ -983,7 +984,7 @@ class Noise:
                 self._send(self._kept_back)
                 self._kept_back = None
             return went
-        if self._kind == "duplicated" and head_type(frames) != RETURNED:
+        if self._kind == "duplicated" and message_type(frames) != RETURNED:
             # What is given back twice may have been sent once more meanwhile, and would run twice:
             # no lane does so.
             self._send(frames)

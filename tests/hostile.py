@@ -66,10 +66,10 @@ def garbage(dice: random.Random) -> Iterator[Frames]:
 def malformed(dice: random.Random) -> Iterator[Frames]:
     good = [
         frames.pack_work([Item(1, 0, CALL, b"x" * 100)]),
-        frames.pack_note(frames.ASK, {"id": 1, "what": "status"}),
+        frames.pack_json(frames.REQUEST, {"id": 1, "what": "status"}),
         frames.pack_numbers(frames.CANCEL, [1, 2]),
-        frames.pack_numbers(frames.SEEN, [1]),
-        frames.pack_share(1, 2, [b"a pickle", bytes(100)]),
+        frames.pack_numbers(frames.OUTPUT_ACK, [1]),
+        frames.pack_shared_value(1, 2, [b"a pickle", bytes(100)]),
     ]
     while True:
         said = [bytearray(part) for part in dice.choice(good)]
@@ -101,7 +101,7 @@ def unread(dice: random.Random) -> Iterator[Frames]:
 
 def questions(dice: random.Random) -> Iterator[Frames]:
     while True:
-        yield frames.pack_note(frames.ASK, {"id": 1, "what": "timeline"})
+        yield frames.pack_json(frames.REQUEST, {"id": 1, "what": "timeline"})
 
 
 def forged(dice: random.Random) -> Iterator[Frames]:
@@ -110,7 +110,7 @@ def forged(dice: random.Random) -> Iterator[Frames]:
     record = '\x1epoly:L9.9+{"msg": "' + "a" * 4000 + "\x1e"
     while True:
         line = [record, "lab.0", "stderr", f"{dice.getrandbits(64):016x}"]
-        yield frames.pack_note(frames.OUTPUT, {"lines": [line] * 20})
+        yield frames.pack_json(frames.OUTPUT, {"lines": [line] * 20})
 
 
 def forged_in_drones(dice: random.Random) -> Iterator[Frames]:
@@ -151,7 +151,7 @@ class Attacker:
             if kind == "forged output"
             else {"output": True}
         )
-        end.send_multipart(frames.hello(1, **role))
+        end.send_multipart(frames.pack_hello(1, **role))
         self.says, self.most, _ = KINDS[kind]
         self.speech = self.says(random.Random(seed))
         self.said = 0

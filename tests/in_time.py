@@ -17,24 +17,24 @@ from polycephaly.engines.local.launcher import Launcher
 from polycephaly.pool.config import PoolConfig, TaskOptions
 from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
 from polycephaly.pool.drone_handle import State
-from polycephaly.pool.handlers import hear
+from polycephaly.pool.handlers import handle_message
 from polycephaly.runtime.timers import Timers
 from polycephaly.store.references import RefTable
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.messages import (
     VALUE,
-    head_type,
-    numbers,
+    message_type,
     pack_frames,
     pack_outcome,
     pack_outcomes,
     pack_values,
+    unpack_numbers,
 )
 from polycephaly.wire.pickling import MainSnapshot
 
 BEGINNING = 1000.0  # of the time: no 0, which could stand for something else
 PID = 7000  # and more, of drones
-WHY = "it is stopped by a signal"
+WHY = "the process is stopped by a signal"
 
 
 class FakeReactor:
@@ -46,7 +46,7 @@ class FakeReactor:
         self.timers = Timers()
         self.timers.now = lambda: self.now
         self.dispatchers = []
-        self.ending = []
+        self.end_promises = []
         self._set_now = (BEGINNING, 0)  # timers at one time
         self._inbox = deque()
         self._deliveries = []
@@ -74,11 +74,11 @@ class FakeReactor:
         while True:
             while self._inbox:
                 self._inbox.popleft()()
-            self.timers.fire()
+            self.timers.fire_due()
             for dispatcher in self.dispatchers[:]:
                 if dispatcher.queue or dispatcher.dedicated_waiting:
                     dispatcher.dispatch(self.now)
-                dispatcher.after_turn()
+                dispatcher.after_critical_section()
             acts, self._deliveries = self._deliveries, []
             for act in acts:
                 act()
@@ -87,7 +87,7 @@ class FakeReactor:
 
     # -- what crews use ----------------------------------------------------------------------------
 
-    def after(self, seconds, act):
+    def call_later(self, seconds, act):
         at, count = self._set_now
         count = count + 1 if at == self.now else 1
         self._set_now = self.now, count
@@ -100,13 +100,13 @@ class FakeReactor:
     def deliver(self, act):
         self._deliveries.append(act)
 
-    def serve(self, dispatcher):
+    def send_tasks(self, dispatcher):
         pass
 
     def wake(self):
         pass
 
-    def give_back(self):
+    def end_lease(self):
         pass
 
 
@@ -114,9 +114,9 @@ class FakeHandle(DroneHandle):
     """A drone that begins at once what heads its flight, and shows that it lives, unless the test
     says otherwise."""
 
-    def __init__(self, dispatcher, number, name, keeper):
+    def __init__(self, dispatcher, number, name, spawner):
         super().__init__(dispatcher, number, name)
-        self.keeper = keeper
+        self.spawner = spawner
         self.ref_table = RefTable(None, None, lambda: None)  # nothing is lent
         self.sent_to_it = []  # the messages that bring no work: type and numbers
         self.looks, self.felt, self.kills = (
@@ -136,11 +136,11 @@ class FakeHandle(DroneHandle):
 
     def starts(self):
         """It has a pid. It is ready when it `says_hello`."""
-        self.dispatcher.supervisor.started(self, PID + self.number)
+        self.dispatcher.supervisor.on_started(self, PID + self.number)
         self.dispatcher.reactor.turn()
 
     def says_hello(self):
-        self.dispatcher.supervisor.hello(self)
+        self.dispatcher.supervisor.on_hello(self)
         self.dispatcher.reactor.turn()
 
     def answer(self, work, value=None, together=False):
@@ -152,14 +152,14 @@ class FakeHandle(DroneHandle):
 
     def answers(self, work, value=None, together=False):
         """And this process reads it at once."""
-        hear(self, self.answer(work, value, together))
+        handle_message(self, self.answer(work, value, together))
         self.dispatcher.reactor.turn()
 
     def tells_frames(self, request, places):
-        hear(self, pack_frames(request, {"places": places}))
+        handle_message(self, pack_frames(request, {"places": places}))
 
     def dies(self):
-        self.dispatcher.supervisor.died(self, -9)
+        self.dispatcher.supervisor.on_died(self, -9)
         self.dispatcher.reactor.turn()
 
     def got(self, kind):
@@ -170,14 +170,14 @@ class FakeHandle(DroneHandle):
 
     def send(self, frames, works=()):
         if works:
-            self.started()
+            self.last_started()
         else:
-            self.sent_to_it.append((head_type(frames), numbers(frames)))
+            self.sent_to_it.append((message_type(frames), unpack_numbers(frames)))
 
     def catch_up(self):
         self.looks.append(self.dispatcher.reactor.passed)
         while self.unread:
-            hear(self, self.unread.popleft())
+            handle_message(self, self.unread.popleft())
 
     def kill(self, verdict=""):
         self.kill_reason = self.kill_reason or verdict
@@ -186,11 +186,11 @@ class FakeHandle(DroneHandle):
     def is_up(self):
         return self.alive and self.up
 
-    def started(self):
+    def last_started(self):
         self._begun = next(iter(self.in_flight), self._begun)
         return self._begun
 
-    def sent(self):
+    def last_answered(self):
         return 0
 
     def heartbeat(self):
@@ -199,16 +199,16 @@ class FakeHandle(DroneHandle):
             self._beat = next(self._beats)
         return self._beat, dict(self.threads)
 
-    def waits(self):
+    def is_waiting(self):
         return self.asleep
 
-    def why_quiet(self):
+    def stall_reason(self):
         return WHY
 
-    def worked(self, threads):
+    def activity(self, threads):
         return None if self.did is None else (self.did, threads)
 
-    def others_worked(self):
+    def children_activity(self):
         return self.others
 
     def system_call(self):
@@ -217,10 +217,10 @@ class FakeHandle(DroneHandle):
     def memory(self, enough):
         return self.held
 
-    def printed(self):
+    def take_output(self):
         return []
 
-    def last_words(self):
+    def collect_last_results(self):
         self.catch_up()
 
     def close(self):
@@ -245,8 +245,8 @@ class FakeZygote(Launcher):
 class FakeEngine:
     """And the engine: it starts drones, of which nothing is heard."""
 
-    def __init__(self, keeper=None):
-        self._keeper = keeper
+    def __init__(self, spawner=None):
+        self._keeper = spawner
 
     def check(self, size):
         pass
@@ -267,7 +267,7 @@ class FakeEngine:
     def start(self, number, name, index):
         return FakeHandle(self._dispatcher, number, name, self._keeper)
 
-    def released(self, link):
+    def reclaim(self, link):
         pass
 
     def end(self):
@@ -294,13 +294,13 @@ USUAL = {
 }
 
 
-def dispatcher_of(reactor, size, *, ready=True, keeper=None, **plan):
+def dispatcher_of(reactor, size, *, ready=True, spawner=None, **plan):
     """A crew whose drones are `ready`, or have not even a pid."""
-    if keeper is not None:
-        keeper.reactor = reactor
+    if spawner is not None:
+        spawner.reactor = reactor
     with mock.patch.object(polycephaly.pool.dispatcher, "lease_reactor", lambda: reactor):
         dispatcher = polycephaly.pool.dispatcher.Dispatcher(
-            PoolConfig(size=size, machine=FakeEngine(keeper), **(USUAL | plan))
+            PoolConfig(size=size, machine=FakeEngine(spawner), **(USUAL | plan))
         )
     reactor.turn()
     if ready:

@@ -17,26 +17,26 @@ import pytest
 from polycephaly.store import arena as arena_module
 from polycephaly.store import blocks as store_module
 from polycephaly.store.arena import Arena, Full, view
-from polycephaly.store.blocks import Store, place_of, pristine_view
+from polycephaly.store.blocks import Store, find_place, pristine_view
 from polycephaly.store.references import (
     ObjectRef,
     Received,
     RefTable,
     Serialized,
     load,
-    load_beside,
     load_joined,
+    load_with_buffers,
 )
 from polycephaly.wire.messages import Malformed
 from polycephaly.wire.pickling import (
-    LARGE_BUFFER,
+    MIN_LARGE_BUFFER_BYTES,
     MainSnapshot,
     capture,
-    join,
+    join_payloads,
     pack,
     pack_strictly,
     pickled_size,
-    stored,
+    store_pickle,
 )
 
 PAGE = mmap.PAGESIZE
@@ -48,7 +48,7 @@ def arena():
     yield made
     made.end()
     gc.collect()
-    assert not made._open, "something still looks at it"
+    assert not made._open_fds, "something still looks at it"
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def whole(length):
 
 
 def tidy(store):
-    store.tidy(0.0)
-    return store.tidy(0.0)
+    store.free_idle_memory(0.0)
+    return store.free_idle_memory(0.0)
 
 
 def refuse(*_):
@@ -117,7 +117,7 @@ def test_memory_in_use_is_counted_and_given_back_when_idle(arena, store):
     segments = [store.put([[bytes([i]) * 100_000]])[0] for i in range(5)]
     assert 500_000 <= arena.used() <= 5 * whole(100_000)
     del segments[1:]
-    assert store.tidy(1000.0)
+    assert store.free_idle_memory(1000.0)
     assert arena.used() >= 500_000
     assert not tidy(store)
     assert 100_000 <= arena.used() <= whole(100_000)
@@ -151,7 +151,7 @@ def test_beyond_the_ceiling_it_is_full_and_below_it_not():
     del two, three
     arena.end()
     gc.collect()
-    assert not arena._open
+    assert not arena._open_fds
 
 
 def test_a_ceiling_of_nothing():
@@ -215,7 +215,7 @@ def test_where_nothing_can_be_mapped_it_is_copied_also_at_the_end_of_the_file(
     monkeypatch.setattr(arena_module, "map_range", refuse)
     for look in (view, pristine_view):
         assert bytes(look(segment)[:size]) == b"1" * size
-    assert place_of(view(segment), arena) is None
+    assert find_place(view(segment), arena) is None
 
 
 def test_a_range_that_is_not_there_is_an_error(arena, store):
@@ -235,7 +235,7 @@ def test_each_writer_has_a_region_of_its_own(arena):
         assert bytes(view(segment)[:100_000]) == bytes([n]) * 100_000
     assert arena.used() <= 4 * whole(100_000)
     del segment
-    arena.clear(7 * arena_module.SPAN, 8 * arena_module.SPAN)
+    arena.clear(7 * arena_module.REGION_BYTES, 8 * arena_module.REGION_BYTES)
     assert [bytes(view(each)[:1]) for each in segments] == [
         b"\0",
         b"\1",
@@ -255,10 +255,10 @@ def test_the_end_leaves_what_is_looked_at_and_the_last_view_closes_it():
     assert arena.used() <= whole(100_000) and bytes(seen[:100_000]) == b"1" * 100_000
     with pytest.raises(Full):
         store.put([[b"3"]])
-    assert arena._open
+    assert arena._open_fds
     del seen
     gc.collect()
-    assert not arena._open
+    assert not arena._open_fds
 
 
 def clear_all(go, views):
@@ -284,7 +284,7 @@ def test_views_that_end_while_the_arena_ends_in_any_thread():
         for thread in threads:
             thread.join()
         gc.collect()
-        assert not arena._open
+        assert not arena._open_fds
         with pytest.raises(OSError):
             os.fstat(arena.fd)
 
@@ -305,11 +305,11 @@ class Link:
         self.rung += 1
 
     def carry(self, parcel):
-        return Received(parcel.waybill(self.sender), self.receiver)
+        return Received(parcel.pack_header(self.sender), self.receiver)
 
     def tell(self):
         for number in self.receiver.take_returned():
-            self.sender.came_back(number)
+            self.sender.release(number)
 
 
 @pytest.fixture
@@ -396,19 +396,20 @@ def test_small_things_take_no_shared_memory_and_large_ones_do(arena, store, snap
         "x" * 1000,
         np.arange(1000),
         bytes(20_000),
-        np.zeros(LARGE_BUFFER // 2, np.uint8)[:100],
+        np.zeros(MIN_LARGE_BUFFER_BYTES // 2, np.uint8)[:100],
     ):
         assert isinstance(pack(small, snapshot, store), bytes)
     assert arena.used() == 0
-    below, at = np.zeros(LARGE_BUFFER - 1, np.uint8), np.zeros(LARGE_BUFFER, np.uint8)
+    below = np.zeros(MIN_LARGE_BUFFER_BYTES - 1, np.uint8)
+    at = np.zeros(MIN_LARGE_BUFFER_BYTES, np.uint8)
     parcel = pack(at, snapshot, store)
     assert isinstance(parcel, Serialized) and parcel.inline and len(parcel.places) == 1
     parcel = pack(below, snapshot, store)
     assert (
         isinstance(parcel, Serialized) and not parcel.inline
     )  # its pickle is large, so it lies there itself
-    assert isinstance(stored(bytes(31_000), store), bytes) and isinstance(
-        stored(bytes(33_000), store), Serialized
+    assert isinstance(store_pickle(bytes(31_000), store), bytes) and isinstance(
+        store_pickle(bytes(33_000), store), Serialized
     )
 
 
@@ -425,7 +426,7 @@ def test_what_is_part_of_a_pristine_view_is_not_copied(arena, store, link, snaps
     copied = pack(PickleBuffer(view(segment)[at : at + length]), snapshot, store)
     assert copied.places[0][0] is not segment
     other = Arena(1 << 30)
-    assert place_of(whole_view, other) is None and place_of(memoryview(bytes(5)), arena) is None
+    assert find_place(whole_view, other) is None and find_place(memoryview(bytes(5)), arena) is None
     other.end()
     del again, copied, whole_view, parcel, segment
 
@@ -438,16 +439,16 @@ def test_parcels_joined_and_taken_apart(store, link, snapshot):
         [np.full(9_000, 1.0), np.full(9_000, 2.0)],
     ]
     for head in ("head", ["x" * 100_000]):
-        joined = join(head, [pack(value, snapshot, store) for value in values], store)
+        joined = join_payloads(head, [pack(value, snapshot, store) for value in values], store)
         got_head, parts = load_joined(link.carry(joined))
-        got = [load_beside(*part) for part in parts]
+        got = [load_with_buffers(*part) for part in parts]
         assert got_head == head and (got[0] == values[0]).all() and got[1:3] == values[1:3]
         assert (got[3][0] == 1).all() and (got[3][1] == 2).all()
         del got, parts
     head, parts = load_joined(
-        join(5, [pack(1, snapshot, store), pack("a", snapshot, store)], store)
+        join_payloads(5, [pack(1, snapshot, store), pack("a", snapshot, store)], store)
     )
-    assert head == 5 and [load_beside(*part) for part in parts] == [1, "a"]
+    assert head == 5 and [load_with_buffers(*part) for part in parts] == [1, "a"]
 
 
 def test_without_room_a_pickle_and_one_warning(snapshot):
@@ -459,7 +460,7 @@ def test_without_room_a_pickle_and_one_warning(snapshot):
             packed = pack(sent, snapshot, store)
             assert isinstance(packed, bytes)
             assert str(load(packed)) == str(sent)
-        assert stored(bytes(100_000), store) == bytes(100_000)
+        assert store_pickle(bytes(100_000), store) == bytes(100_000)
         with pytest.raises(Full):
             pack_strictly(np.arange(50_000), snapshot, store)
     assert [each.category for each in said] == [RuntimeWarning]
@@ -482,8 +483,8 @@ LOAN, PLACE, COUNTS = Struct("<QQQ"), Struct("<HQQ"), Struct("<HI")
         COUNTS.pack(1, 0) + LOAN.pack(1, 0, 0) + b"x",
         COUNTS.pack(1, 0) + LOAN.pack(1, 1 << 62, 10) + b"x",
         COUNTS.pack(1, 0) + LOAN.pack(1, 0, (1 << 64) - 1) + b"x",
-        COUNTS.pack(1, 0) + LOAN.pack(1, arena_module.SPAN, 10) + b"x",  # not in its region
-        COUNTS.pack(1, 0) + LOAN.pack(1, arena_module.SPAN - PAGE, PAGE + 1) + b"x",
+        COUNTS.pack(1, 0) + LOAN.pack(1, arena_module.REGION_BYTES, 10) + b"x",  # not in its region
+        COUNTS.pack(1, 0) + LOAN.pack(1, arena_module.REGION_BYTES - PAGE, PAGE + 1) + b"x",
         COUNTS.pack(1, 1)
         + LOAN.pack(1, 0, 10)
         + PLACE.pack(1, 0, 1)
@@ -534,7 +535,7 @@ def test_random_traffic_between_two_ends_changes_nobodys_data(arena, snapshot):
         elif action < 0.95:
             link.tell()
         else:
-            store.tidy(0.0)
+            store.free_idle_memory(0.0)
     for got, wanted in held:
         assert (got == wanted).all(), seed
     held.clear()
@@ -545,7 +546,9 @@ def test_random_traffic_between_two_ends_changes_nobodys_data(arena, snapshot):
         assert not link.sender.lent
         tidy(store)
     assert arena.used() == 0
-    assert all(store._top - link.number * arena_module.SPAN < 200 << 20 for store, link in ways)
+    assert all(
+        store._top - link.number * arena_module.REGION_BYTES < 200 << 20 for store, link in ways
+    )
 
 
 def test_nothing_keeps_an_arena_that_has_ended():

@@ -144,7 +144,7 @@ def test_async_for_raises_an_error_in_its_place_and_cancels_the_rest():
             with pytest.raises(ValueError, match="7"):
                 async for x in pool.map(fail_at_seven, itertools.count()):
                     seen.append(x)
-            wait_for(lambda: ", 0 pieces of work" in repr(pool))
+            wait_for(lambda: ", 0 tasks" in repr(pool))
         return seen
 
     assert asyncio.run(main()) == list(range(7))
@@ -162,7 +162,7 @@ def test_async_for_is_broken_off():
             async for x in pool.map(double, itertools.count()):
                 if x >= 10:
                     break
-            wait_for(lambda: ", 0 pieces of work" in repr(pool))
+            wait_for(lambda: ", 0 tasks" in repr(pool))
             gate = pool.map(block_for_ever)
             task = asyncio.create_task(consume(pool.map(lambda _: time.sleep(60), range(5)), []))
             await asyncio.sleep(0.05)

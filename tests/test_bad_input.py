@@ -87,7 +87,7 @@ def test_options_of_the_wrong_type_are_type_errors(how):
 )
 def test_an_option_that_another_library_has_is_a_type_error_that_names_ours(theirs, ours):
     for make in (poly.Pool, poly.Drone):
-        with pytest.raises(TypeError, match=f"{theirs} is here {ours}"):
+        with pytest.raises(TypeError, match=f"instead of {theirs}, use {ours}"):
             make(**{theirs: 4})
 
 
@@ -108,7 +108,7 @@ def test_a_directory_that_is_not_there_is_named(tmp_path):
 
 
 def test_an_env_callable_that_gives_no_mapping_is_a_type_error_that_says_which_drones():
-    with pytest.raises(TypeError, match="env gave None for the drone of index 1"):
+    with pytest.raises(TypeError, match=r"env\(1\) returned None, not a mapping"):
         poly.Pool(2, env=lambda index: None if index else {"A": 0})
 
 

@@ -26,10 +26,10 @@ def test_each_is_done_once_and_none_too_deep(deep):
         done.append(number)
         for follower in (2 * number, 2 * number + 1):
             if follower < MANY:
-                cascade.go(step, follower)
+                cascade.run(step, follower)
         depth -= 1
 
-    cascade.go(step, 1)
+    cascade.run(step, 1)
     assert sorted(done) == list(range(1, MANY))
     assert max(depths) == deep
 
@@ -41,13 +41,13 @@ def test_what_one_raises_comes_when_all_are_done(error):
     def step(number):
         done.append(number)
         if number < MANY:
-            cascade.go(step, number + 1)
+            cascade.run(step, number + 1)
         if number == MANY // 2:
             raise error
 
     for _ in range(2):  # and it is as good as new
         with pytest.raises(type(error)):
-            cascade.go(step, 1)
+            cascade.run(step, 1)
     assert done == list(range(1, MANY + 1)) * 2
 
 
@@ -55,7 +55,7 @@ def test_each_thread_has_its_own():
     cascade, done = Trampoline(1), []
 
     def in_a_thread():
-        cascade.go(done.append, "there")
+        cascade.run(done.append, "there")
 
     def step():
         thread = threading.Thread(target=in_a_thread)
@@ -63,7 +63,7 @@ def test_each_thread_has_its_own():
         thread.join()
         done.append("here")
 
-    cascade.go(step)
+    cascade.run(step)
     assert done == ["there", "here"]
 
 
@@ -84,16 +84,16 @@ def test_an_interrupt_at_any_moment_leaves_none_undone():
             def step(number, begun=begun, done=done):
                 begun.append(number)
                 if number < MANY:
-                    cascade.go(step, number + 1)
+                    cascade.run(step, number + 1)
                 done.append(number)
 
             try:
                 signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 3e-4))
-                cascade.go(step, 1)
+                cascade.run(step, 1)
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupted += 1
-            assert not cascade._later and not cascade._depth
+            assert not cascade._postponed and not cascade._depth
             assert len(begun) - len(done) <= 1  # the one in which it came
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -108,15 +108,15 @@ def test_a_fork_within_a_step_begins_anew(deep):
 
     def step(number):
         if number < deep:
-            cascade.go(step, number + 1)
+            cascade.run(step, number + 1)
             return
-        cascade.go(statuses.append, "put off")
+        cascade.run(statuses.append, "put off")
         pid = os.fork()
         if pid == 0:
             done = []
-            cascade.go(done.append, 1)
+            cascade.run(done.append, 1)
             os._exit(0 if done == [1] and not statuses else 1)
         statuses.append(os.waitpid(pid, 0)[1])
 
-    cascade.go(step, 1)
+    cascade.run(step, 1)
     assert statuses == [0, "put off"]

@@ -546,7 +546,7 @@ def let_the_ear_find_a_full_lane_once():
     real, times = FastTransport.send, []
 
     def send(self, frames):
-        if threading.current_thread().name == "polycephaly-ear" and not times:
+        if threading.current_thread().name == "polycephaly-control" and not times:
             times.append(1)
             return False
         return real(self, frames)

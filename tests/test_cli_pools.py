@@ -100,7 +100,7 @@ def end(card: Card) -> None:
     with suppress(ProcessLookupError):  # it may just be ending by itself
         pidfd = os.pidfd_open(card.pid)
         try:
-            if card.lives():
+            if card.is_server_alive():
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 select.select([pidfd], [], [])
         finally:
@@ -137,7 +137,7 @@ def test_a_pool_in_the_background_outlives_its_shell_and_ends_when_told_to(shell
         assert shell.say("doit", "lab", "6 * 7") == "42\n"
         done = shell.run("stop", "lab")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "lab has ended\n")
-        assert not card.lives()
+        assert not card.is_server_alive()
         assert "no pool is running" in shell.run("list").stderr
     finally:
         end(card)
@@ -252,9 +252,9 @@ def test_what_cannot_be_loaded_shows_its_traceback_from_the_first_line_of_ones_o
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (("--max-memory", "3X"), "'3X' is no size such as 500M or 2G"),
+        (("--max-memory", "3X"), "'3X' is not a size such as 500M or 2G"),
         (("--tcp", "here"), "'here' is not HOST:PORT"),
-        (("--tcp", "0.0.0.0:80"), "no address that others reach"),
+        (("--tcp", "0.0.0.0:80"), "is not an address that other hosts can reach"),
         (("-n", "0"), "0 is not in the range"),
     ],
 )
@@ -641,7 +641,7 @@ def test_top_ends_with_its_pool(shell: Shell) -> None:
 def test_top_without_a_terminal_says_what_to_do(lab: Shell) -> None:
     assert (
         lab.complaint("top", "lab")
-        == "Error: top needs a terminal; for one picture: polycephaly ps lab"
+        == "Error: top needs a terminal; for a single report use: polycephaly ps lab"
     )
 
 
@@ -682,10 +682,10 @@ FILL = """
 import sys
 from polycephaly.cli import journal
 from polycephaly.wire.output import Line
-journal.LARGEST = 4000
+journal.MAX_LOG_BYTES = 4000
 one = journal.Journal("lab", in_background=True)
 for number in range(300):
-    one.take(Line(f"line {number}", "lab.0", "stdout"))
+    one.write_line(Line(f"line {number}", "lab.0", "stdout"))
 print("to descriptor 1", flush=True)
 """
 
@@ -717,12 +717,12 @@ def test_drones_that_join_work_for_the_pool_until_they_leave(shell: Shell) -> No
         with shell.running("join", "./copied.json", "-n", "1", "--file", "here.py") as joined:
             assert joined.stdout is not None
             assert joined.stdout.readline().startswith(
-                "1 drone of this host work for lab at tcp://127.0.0.1:"
+                "1 drone of this host joined lab at tcp://127.0.0.1:"
             )
             said = shell.say("doit", "lab", "-e", "globals().get('where')").splitlines()
             assert [line.partition(" ")[2] for line in said] == ["'with the joined'"]
             joined.send_signal(signal.SIGTERM)
-            assert (joined.wait(), joined.communicate()[1]) == (0, "they have left\n")
+            assert (joined.wait(), joined.communicate()[1]) == (0, "the drones have left\n")
         assert shell.say("doit", "lab", "1 + 1") == "2\n"
 
 
@@ -790,7 +790,7 @@ def test_the_pool_of_another_user_is_refused(shell: Shell, words: tuple[str, ...
     with shell.pool("-n", "1") as card:
         os.chown(shell.runtime / "polycephaly" / "lab.json", 65534, 65534)
         assert "must be yours and of mode 0600" in shell.complaint(*words)
-        assert card.lives()
+        assert card.is_server_alive()
 
 
 def test_a_pool_that_does_not_answer_is_told_with_what_ends_it(
@@ -800,7 +800,7 @@ def test_a_pool_that_does_not_answer_is_told_with_what_ends_it(
         os.kill(card.pid, signal.SIGSTOP)
         try:
             assert shell.complaint("stop", "lab").endswith(
-                f"(kill -9 {card.pid} ends it, and its drones)"
+                f"(kill -9 {card.pid} ends the pool and its drones)"
             )
         finally:
             os.kill(card.pid, signal.SIGCONT)

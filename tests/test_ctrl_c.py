@@ -245,7 +245,7 @@ def test_in_a_terminals_repl_the_pool_stays_usable(tmp_path):
         terminal.type("tuning.grace_seconds = 100.0\n")  # no drone is killed for being slow
         terminal.type("pool = poly.Pool(2); pids = [d.pid for d in pool.drones]\n")
         terminal.type("def tell_when_it_waits(main=threading.get_ident()):\n")
-        terminal.type("  while main not in promises.waiting: time.sleep(0.01)\n")
+        terminal.type("  while main not in promises.waiting_threads: time.sleep(0.01)\n")
         terminal.type("  print('up' + '!')\n\n")
         for _ in range(3):
             terminal.type("p = pool.promise(time.sleep, 1000)\n")

@@ -362,8 +362,8 @@ def start_and_die(pids):
 def scribble_over_the_running_page():
     from polycephaly.drone import executor
 
-    (drone,) = executor._runners
-    drone._row._cells[2] = 500
+    (drone,) = executor._executors
+    drone._status_slot._cells[2] = 500
     os._exit(1)
 
 
@@ -387,7 +387,8 @@ def lose_large_messages():
     main.LocalDrone._send = lambda drone, frames: (
         sum(map(len, frames)) < 10_000 and sent(drone, frames)
     )
-    executor.BULK_ARRIVES = executor.FLUSH_AFTER = 60.0  # so that results wait for company
+    # So that results wait for company.
+    executor.BULK_DELIVERY_SECONDS = executor.FLUSH_INTERVAL_SECONDS = 60.0
 
 
 @local_only
@@ -396,7 +397,7 @@ def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_co
         if i == 2:
             from polycephaly.drone import executor
 
-            executor.FLUSH_AFTER = (
+            executor.FLUSH_INTERVAL_SECONDS = (
                 0.0  # so that this one goes, by the lane, while the others are in ZeroMQ's hands
             )
         elif i == 3:

@@ -41,7 +41,7 @@ def test_every_experiment_loads_exactly_the_files_rows() -> None:
     with loopback(SYMDIR) as site:
         outcomes = list(experiments.run(site, experiments.plan([1, 4], [1, 13])))
     assert [outcome.rows for outcome in outcomes] == [ROWS] * 7
-    assert [outcome.astray for outcome in outcomes] == [()] * 7
+    assert [outcome.differing for outcome in outcomes] == [()] * 7
 
 
 @pytest.mark.slow

@@ -168,7 +168,10 @@ def test_a_server_that_cannot_read_its_files_says_which(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="ended with status 1 before it served"), loopback():
+    with (
+        pytest.raises(RuntimeError, match="ended with status 1 before the server was ready"),
+        loopback(),
+    ):
         pytest.fail("the block must not be entered")
 
 
@@ -206,7 +209,7 @@ def test_the_live_site_cuts_the_same_pages_from_one_download(
         live = LiveSite(site.url)
         assert live.load_funds() == site.load_funds()
     assert live.load_letter("X") == []
-    live.forget()
+    live.clear_cache()
     with pytest.raises(SourceError, match="no answer"):
         live.load_letter("X")
 

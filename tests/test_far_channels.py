@@ -28,8 +28,8 @@ import polycephaly as poly
 from polycephaly import green
 from polycephaly.errors import ItemLost
 from polycephaly.green import Channel, ChannelClosed, select
-from polycephaly.green.distributed.ends import MOMENT
-from polycephaly.green.distributed.transport import the_post
+from polycephaly.green.distributed.ends import NEXT_HOLDER_GRACE_SECONDS
+from polycephaly.green.distributed.transport import get_transport
 from polycephaly.runtime.tuning import tuning
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 1, 4])
@@ -259,7 +259,7 @@ def test_what_a_drone_has_from_the_snapshot_is_the_same_channel(tmp_path):
             "True None",
             "closed",
             "from below own",
-            "was closed, or its home has no use for it any more",
+            "was closed, or its owning process has released it",
             "a channel of its own",
         ],
     )
@@ -582,7 +582,7 @@ def test_a_select_with_a_default_cannot_ask_another_image(pool):
     async def main():
         await select(made_in(pool.drones[0]).receiving(), default=None)
 
-    with pytest.raises(ValueError, match="lives in another image"):
+    with pytest.raises(ValueError, match="lives in another process"):
         run(main)
 
 
@@ -592,7 +592,7 @@ def test_a_select_with_a_skip_cannot_ask_another_image_either(pool):
 
     ch = made_in(pool.drones[0])
     for priority in (False, True):
-        with pytest.raises(ValueError, match="lives in another image"):
+        with pytest.raises(ValueError, match="lives in another process"):
             run(partial(main, ch.receiving(), Channel().receiving(), priority=priority))
     assert run(main, ch.receiving(when=False), Channel().receiving(when=False)).index == 2
 
@@ -683,11 +683,11 @@ def test_nothing_is_kept_of_channels_and_ends_that_are_closed(pool):
         await nothing_more_than(before)
 
     def kept():
-        from polycephaly.green.distributed.transport import the_post
+        from polycephaly.green.distributed.transport import get_transport
 
         return sum(
             len(each.credits) + len(each.accounts) + len(each.ends)
-            for each in the_post().peers.values()
+            for each in get_transport().peers.values()
         )
 
     async def nothing_more_than(before):
@@ -769,7 +769,7 @@ def test_the_death_of_the_home_is_told_to_all_who_wait_with_its_cause():
                 with pytest.raises(ChannelClosed, match="was killed by SIGKILL") as told:
                     await each
                 assert isinstance(told.value.__cause__, poly.DroneDied)
-            with pytest.raises(ItemLost, match="perhaps it had the item"):
+            with pytest.raises(ItemLost, match="may be lost, or may have arrived"):
                 await sending
             with pytest.raises(ChannelClosed, match="was killed by SIGKILL"):
                 await ch.send(1)
@@ -837,11 +837,9 @@ def test_who_was_told_that_a_channel_is_closed_sees_that_it_is_and_which(pool, c
         go.put(None, 30)
         before, after, name, error = asked.result(30)
         assert (before, after) == (False, True)
-        assert (
-            name
-            == f"<Channel{f' of {capacity}' if capacity else ''} closed made in the main image>"
-        )
-        assert error == f"{name} was closed, or its home has no use for it any more"
+        size = f" of {capacity}" if capacity else ""
+        assert name == f"<Channel{size} closed made in the controller process>"
+        assert error == f"{name} was closed, or its owning process has released it"
 
 
 @pytest.mark.guarantee("channel-2")
@@ -1066,7 +1064,7 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still():
         from polycephaly.green.distributed import ends
         from test_far_channels import first_of, give_by, keep, keep_from, put_here
 
-        ends.MOMENT = 2.0
+        ends.NEXT_HOLDER_GRACE_SECONDS = 2.0
         with poly.Pool(2, output="discard") as pool:
             before, after = pool.drones
             ch = Channel(4)
@@ -1626,7 +1624,7 @@ def die_then_send(end, path, tries):
 
 def begin_slowly(path):
     if lines(path):
-        time.sleep(3 * MOMENT)
+        time.sleep(3 * NEXT_HOLDER_GRACE_SECONDS)
 
 
 @pytest.mark.parametrize("tries", [2, 5])
@@ -1998,10 +1996,10 @@ def test_a_map_over_a_pool_that_is_left_leaves_nothing(pool):
             await green.sleep(0.05)
             return
 
-    known = len(the_post().channels)
+    known = len(get_transport().channels)
     for _ in range(3):
         green.run(leave)
-    wait_for(lambda: len(the_post().channels) <= known)
+    wait_for(lambda: len(get_transport().channels) <= known)
 
 
 class Kills:
@@ -2026,7 +2024,7 @@ def test_functions_over_a_pool_of_which_a_drone_dies_as_they_are_dealt_out_are_n
         with pytest.raises((poly.DroneDied, RuntimeError)):
             green.par(partial(wait, ch, Kills(second)), partial(wait, ch), over=pool)
         assert first.doit("1 + 1") == 2
-        known = len(the_post().channels)
+        known = len(get_transport().channels)
 
         async def main():
             spread = green.map(abs, range(3), over=pool)
@@ -2036,7 +2034,7 @@ def test_functions_over_a_pool_of_which_a_drone_dies_as_they_are_dealt_out_are_n
 
         with pytest.raises((poly.DroneDied, RuntimeError)):
             run(main)
-        wait_for(lambda: len(the_post().channels) <= known)
+        wait_for(lambda: len(get_transport().channels) <= known)
 
 
 def test_map_over_a_pool_does_not_wait_for_a_drone_that_has_never_begun(pool, tmp_path):
@@ -2110,7 +2108,7 @@ def test_the_handle_of_what_a_drone_keeps_does_not_go_through_a_channel(pool):
 
     ch = Channel()
     with pytest.raises(
-        TypeError, match=r"was to go through a channel: its handle goes .* home in a result"
+        TypeError, match=r"was sent through a channel: pass the handle .* in a result"
     ):
         pool.doit(send, ch)
 
@@ -2145,7 +2143,7 @@ def test_what_cannot_be_unpickled_is_told_to_its_receiver(pool):
             await ch.send(Unopenable())
             await ch.send("next")
             assert await p == [
-                "while unpickling an item that another image sent through a channel",
+                "while unpickling an item that another process sent through a channel",
                 "next",
             ]
 
@@ -2153,7 +2151,7 @@ def test_what_cannot_be_unpickled_is_told_to_its_receiver(pool):
 
 
 def test_without_a_pool_a_channel_can_go_nowhere():
-    with pytest.raises(RuntimeError, match=r"the local drones of a pool.*on Ray, have no way back"):
+    with pytest.raises(RuntimeError, match=r"the local drones of a pool.*on Ray, cannot reach it"):
         pickle.dumps(Channel())
 
 
@@ -2169,7 +2167,7 @@ def test_an_end_is_claimed_where_the_channel_lives(pool):
     def claim(ch):
         ch.claim()
 
-    with pytest.raises(RuntimeError, match="only in the image where it was made"):
+    with pytest.raises(RuntimeError, match="only in the process that made the channel"):
         pool.doit(claim, Channel())
 
 
@@ -2239,15 +2237,15 @@ def test_what_an_image_said_before_it_ended_is_heard_by_who_writes_to_it():
             pass
 
     async def produce(ch, back):
-        from polycephaly.green.distributed.transport import the_post
+        from polycephaly.green.distributed.transport import get_transport
 
         green.spawn(hear, back)
         await ch.send(-1)  # this one asks, and brings credit
-        while not any(peer.credits for peer in the_post().peers.values()):
+        while not any(peer.credits for peer in get_transport().peers.values()):
             await green.sleep(0.001)
         for i in range(20):
             await ch.send(i)
-        while any(peer.sent < peer.queued for peer in the_post().peers.values()):
+        while any(peer.sent < peer.queued for peer in get_transport().peers.values()):
             await green.sleep(0.001)
         os._exit(0)
 
@@ -2273,7 +2271,7 @@ def test_a_select_that_sends_is_told_that_its_item_may_be_lost_with_the_home(poo
         from polycephaly.green.distributed import connection as peer
         from polycephaly.green.distributed import opcodes
 
-        peer.OBEYED[opcodes.TAKE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        peer.HANDLERS[opcodes.TAKE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     async def main():
         home, receiver, _ = pool.drones
@@ -2380,12 +2378,12 @@ CREDITED = Channel(64)
 
 def test_a_channel_from_the_snapshot_has_credit_and_is_one_with_itself_as_an_argument():
     async def sends(n):
-        from polycephaly.green.distributed.transport import the_post
+        from polycephaly.green.distributed.transport import get_transport
 
         for i in range(n):
             await CREDITED.send(i)
         return CREDITED._extra.number in {
-            number for peer in the_post().peers.values() for number in peer.credits
+            number for peer in get_transport().peers.values() for number in peer.credits
         }
 
     async def main(pool):
@@ -2402,9 +2400,9 @@ def test_who_has_no_descriptor_for_a_caller_lets_it_in_later(pool):
     async def without_descriptors(ready):
         import resource
 
-        from polycephaly.green.distributed.transport import ACCEPT_AGAIN, the_post
+        from polycephaly.green.distributed.transport import ACCEPT_RETRY_SECONDS, get_transport
 
-        post, calls = the_post(), []
+        post, calls = get_transport(), []
         accept = post._accept
         await ready.send("this opens a connection")
         lowest = os.open(os.devnull, os.O_RDONLY)
@@ -2419,7 +2417,7 @@ def test_who_has_no_descriptor_for_a_caller_lets_it_in_later(pool):
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             post._accept = accept
-        return all(later - call >= ACCEPT_AGAIN for call, later in pairwise(calls))
+        return all(later - call >= ACCEPT_RETRY_SECONDS for call, later in pairwise(calls))
 
     async def main():
         home, caller, _ = pool.drones
@@ -2459,7 +2457,7 @@ def test_who_calls_a_home_with_a_full_backlog_calls_again():
         ch = made_in(home, 1)
         os.kill(home.pid, signal.SIGSTOP)
         try:
-            await caller.promise(send_to, home.pid, ch._extra.home, ch)
+            await caller.promise(send_to, home.pid, ch._extra.owner_address, ch)
         finally:
             os.kill(home.pid, signal.SIGCONT)
         assert await ch.receive() == "at last"

@@ -308,7 +308,7 @@ def test_what_depends_on_a_node_that_fails_is_rejected_with_its_error_and_its_na
             path.append(add(path[-1], path[-2]))
         error = path[-1].exception(30)
         assert isinstance(error, ZeroDivisionError) and error.__cause__ is bad.exception().__cause__
-        (note,) = [note for note in error.__notes__ if "promise" in note]
+        (note,) = [note for note in error.__notes__ if note.startswith("failed input: ")]
         assert "fail #" in note
         assert good.value == 1 and add(good, 1).value == 2
 
@@ -353,10 +353,7 @@ def test_each_that_depends_on_a_node_that_fails_has_an_error_of_its_own(wrong):
             assert [each["number"] for each in locals_in(error) if "node" in each] == [number]
             shown = "".join(traceback.format_exception(error))
             assert "_RemoteTraceback" in shown and ("1 // x" in shown or "raise OfItsCode" in shown)
-        assert (
-            not getattr(errors[0], "__notes__", ())
-            and "the promise that brought it" in errors[1].__notes__[0]
-        )
+        assert not getattr(errors[0], "__notes__", ()) and "failed input" in errors[1].__notes__[0]
         assert getattr(errors[1], "code", 0) == 0
 
 
@@ -378,7 +375,9 @@ def test_a_node_that_cannot_be_pickled_rejects_its_path_as_any_does():
         bad = poly.flow(lambda x: lock)(1)
         rest = add(bad, 1)
         error = rest.exception(30)
-    assert isinstance(error, TypeError) and "while pickling the work itself" in str(error.__notes__)
+    assert isinstance(error, TypeError) and "while pickling the function itself" in str(
+        error.__notes__
+    )
     assert f"#{bad.number}" in error.__notes__[-1]
     assert {node.state for node in poly.Graph(rest).nodes} == {"rejected"}
 
@@ -551,15 +550,16 @@ def test_a_program_that_hangs_by_what_nobody_can_know_is_told_so(monkeypatch):
 def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
     """In a turn of the hub: a long chain must not keep it for minutes."""
     visited = []
-    waits_for = Task._waits_for
-    monkeypatch.setattr(Task, "_waits_for", lambda work: visited.append(work) or waits_for(work))
+    waits_for = Task._dependencies
+    monkeypatch.setattr(Task, "_dependencies", lambda work: visited.append(work) or waits_for(work))
     with poly.Pool(1) as pool:
         last = first = poly.flow(time.sleep)(1000)
         for _ in range(300):
             last = add(last)
         seen = set()
         assert all(
-            stall_detection.by_hand_for(each, seen) is None for each in [*pool._dispatcher.waiting]
+            stall_detection.unsettled_root(each, seen) is None
+            for each in [*pool._dispatcher.waiting]
         )
         assert len(visited) == len(seen) == 301
         first.cancel()

@@ -219,4 +219,4 @@ def test_what_cancels_a_group_as_its_block_ends_hits_nothing_after_the_block():
         return group.cancel, leave
 
     for *_, place in every_meeting(pair, groups):
-        assert all(each.called_off for each in owner.interruptions), place
+        assert all(each.withdrawn for each in owner.interruptions), place

@@ -133,8 +133,8 @@ def test_an_empty_packet_is_malformed_and_is_not_the_end_of_the_lane():
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0])
 def test_a_time_that_is_none_is_not_believed(seconds):
     definition = RemoteFunction(1, DEFINE_CALLABLE, b"", "it")
-    definition.took(0.25, 1)
-    definition.took(seconds, 1)
+    definition.record_duration(0.25, 1)
+    definition.record_duration(seconds, 1)
     assert definition.seconds == 0.25
 
 
@@ -159,7 +159,7 @@ def test_a_stranger_who_never_stops_does_not_keep_others_waiting():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pool.doit(abs, -1)
         stranger = subprocess.Popen(
-            [sys.executable, "-c", FLOOD, f"ipc://{fuzz.home_of_the_reactor()}/hub"]
+            [sys.executable, "-c", FLOOD, f"ipc://{fuzz.home_of_the_reactor()}/zmq"]
         )
         try:
             assert heard.wait_for(lambda: heard.strangers > 1000)
@@ -178,11 +178,11 @@ def test_a_stranger_who_never_stops_does_not_keep_others_waiting():
 
 def say(frames, by="lane"):
     drone = fuzz.this_drone()
-    with drone.socket_turn:
+    with drone.socket_lock:
         if by == "bulk":
             drone._send_by_bulk(frames)
         elif isinstance(frames, bytes):
-            drone._fast_transport._end.send(frames)
+            drone._fast_transport._socket.send(frames)
         else:
             assert drone._fast_transport.send(frames)
 
@@ -250,7 +250,7 @@ def test_an_empty_packet_makes_the_reactor_deaf_to_nobody():
 def test_a_drone_whose_answer_was_no_message_is_not_waited_for_for_ever(by):
     with fuzz.Heard() as heard, poly.Pool(2, output=heard.line) as pool:
         promise = pool.promise(answer_with_nonsense, by)
-        with pytest.raises(poly.DroneDied, match="no message"):
+        with pytest.raises(poly.DroneDied, match="a malformed message"):
             promise.result(SOON)
         fuzz.answers(pool, heard)
 
@@ -315,7 +315,9 @@ FOR_DRONES = {
 
 def ear_of_this_drone():
     return [
-        thread.is_alive() for thread in threading.enumerate() if thread.name == "polycephaly-ear"
+        thread.is_alive()
+        for thread in threading.enumerate()
+        if thread.name == "polycephaly-control"
     ]
 
 
@@ -325,11 +327,11 @@ def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_ear(packe
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         (link,) = pool._dispatcher.handles
-        fuzz.send_all(link.fast_transport._end, packet)
+        fuzz.send_all(link.fast_transport._socket, packet)
         assert heard.wait_for(lambda: heard.refused == 1)
         held = pool.promise(hold_until, str(go), str(tmp_path / "started"))
         wait_for(lambda: lines(tmp_path / "started"))
-        fuzz.send_all(link.fast_transport._end, packet)
+        fuzz.send_all(link.fast_transport._socket, packet)
         assert heard.wait_for(lambda: heard.refused == 2), (
             heard.lines
         )  # it is still busy: this was its ear
@@ -363,7 +365,7 @@ def test_a_call_of_what_a_drone_does_not_know_is_answered_to_nobodys_harm():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         (link,) = pool._dispatcher.handles
-        fuzz.send_all(link.fast_transport._end, fuzz.well_formed(batch.frames()))
+        fuzz.send_all(link.fast_transport._socket, fuzz.well_formed(batch.frames()))
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) == pid and heard.dropped == 0
 
@@ -372,7 +374,7 @@ def test_a_drone_that_stops_though_nobody_asked_is_replaced():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         (link,) = pool._dispatcher.handles
-        fuzz.send_all(link.fast_transport._end, fuzz.well_formed(pack_numbers(STOP)))
+        fuzz.send_all(link.fast_transport._socket, fuzz.well_formed(pack_numbers(STOP)))
         wait_for(lambda: link.state is State.DEAD)
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) != pid
@@ -437,7 +439,8 @@ def test_no_promise_is_left_open_by_messages_that_were(kind, side):
                 assert promise.value == payload
                 kept += 1
             else:
-                lost = isinstance(error, poly.DroneDied) or "is not known here" in str(error)
+                unknown = "was not defined in this drone" in str(error)
+                lost = isinstance(error, poly.DroneDied) or unknown
                 assert lost and kind != "duplicated", error
         assert kept
         fuzz.answers(pool, heard)
@@ -497,7 +500,7 @@ def leave(seed, number):
     with fuzz.memory() as (store, ledger):
         known = (drone._current,)
         (_, *bodies) = fuzz.message(seed, number, fuzz.result_messages(store, ledger, known)[:12])
-    drone._row.keep((bodies or [b""])[0][:8000])
+    drone._status_slot.keep((bodies or [b""])[0][:8000])
     if dice.random() < 0.3:
-        drone._row._cells[2] = dice.choice(fuzz.EXTREMES)
+        drone._status_slot._cells[2] = dice.choice(fuzz.EXTREMES)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -98,7 +98,7 @@ def test_what_cannot_be_awaited_is_a_type_error():
         await green.aio(wrong)
 
     for wrong in (5, None, double, [double]):
-        with pytest.raises(TypeError, match=r"green\.aio takes something that asyncio can await"):
+        with pytest.raises(TypeError, match=r"green\.aio takes an asyncio awaitable"):
             run(main, wrong)
 
 
@@ -453,7 +453,7 @@ def test_a_green_thread_that_is_cancelled_as_it_leaves_a_pool_ends_the_pool():
         with pytest.raises(CancelledError):
             await thread
         pool, sleeping = pools[0]
-        return pool._dispatcher.over, pool._dispatcher.ended.cancelled(), sleeping.cancelled()
+        return pool._dispatcher.has_ended, pool._dispatcher.ended.cancelled(), sleeping.cancelled()
 
     assert run(main) == (True, False, True)
 

@@ -192,16 +192,16 @@ class Changing:
     [
         (
             lambda requests: requests[1:],
-            "gave 1 results for 2 requests: it must give a list of as many, or None",
+            "returned 1 results for 2 requests: return a list of 2 results, or None",
         ),
-        (lambda requests: (each for each in requests), "gave a generator for 2 requests"),
-        (lambda requests: 5, "gave a int for 2 requests"),
-        (lambda requests: {n: n for n in requests}, "gave a dict for 2 requests"),
-        (lambda requests: {"one", "two"}, "gave a set for 2 requests"),
-        (lambda requests: "ab", "gave a str for 2 requests"),
-        (lambda requests: b"ab", "gave a bytes for 2 requests"),
-        (lambda requests: Table(2), "gave a Table for 2 requests"),
-        (lambda requests: Changing(), "gave 3 results for 2 requests"),
+        (lambda requests: (each for each in requests), "returned a generator for 2 requests"),
+        (lambda requests: 5, "returned a int for 2 requests"),
+        (lambda requests: {n: n for n in requests}, "returned a dict for 2 requests"),
+        (lambda requests: {"one", "two"}, "returned a set for 2 requests"),
+        (lambda requests: "ab", "returned a str for 2 requests"),
+        (lambda requests: b"ab", "returned a bytes for 2 requests"),
+        (lambda requests: Table(2), "returned a Table for 2 requests"),
+        (lambda requests: Changing(), "returned 3 results for 2 requests"),
     ],
 )
 def test_another_number_of_results_is_an_error_of_all_and_says_so(fn, said):
@@ -243,7 +243,7 @@ def test_whatever_ends_who_crosses_nobody_waits_for_ever():
         threads = [green.spawn(fails, n) for n in (1, 2)]
         for each in threads:
             with pytest.raises(
-                RuntimeError, match="failed before it had served this request"
+                RuntimeError, match="failed before this request was served"
             ) as caught:
                 await each
             assert isinstance(caught.value.__cause__, KeyboardInterrupt)
@@ -266,14 +266,14 @@ async def coroutine_function(requests):
             TypeError,
             "a plain function of a list of requests, not <function coroutine_function",
         ),
-        (len, {"limit": 0}, ValueError, "at most 0 requests"),
+        (len, {"limit": 0}, ValueError, "at least 1 request, not 0"),
         (len, {"limit": True}, TypeError, "limit= takes a number of requests, not True"),
         (len, {"limit": "10"}, TypeError, "limit= takes a number of requests, not '10'"),
         (
             len,
             {"using": closing([])},
             TypeError,
-            "using= takes a function that gives a context manager, not",
+            "using= takes a function that returns a context manager, not",
         ),
     ],
 )
@@ -499,7 +499,7 @@ def test_closing_serves_all_who_wait_and_then_refuses():
         second = green.spawn(ferry.batched, 2)
         await turns()
         closed = ferry.batched.close()
-        with pytest.raises(RuntimeError, match=r"batch of Ferry\.cross after it was closed"):
+        with pytest.raises(RuntimeError, match=r"batch of Ferry\.cross was closed before"):
             await ferry.batched(3)
         ferry.may_go.set()
         await closed

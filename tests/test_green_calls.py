@@ -19,7 +19,7 @@ from faults import wait_for
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.green.history import history
-from polycephaly.green.scheduler import CEILING, scheduler
+from polycephaly.green.scheduler import MAX_NATIVE_THREADS, scheduler
 from polycephaly.green.watchdog import watchdog
 
 var = contextvars.ContextVar("var", default="unset")
@@ -31,7 +31,7 @@ def as_it_was():
     history.records.clear()
     yield
     history.records.clear()
-    green.configure(window=0.001, native_threads=CEILING)
+    green.configure(window=0.001, native_threads=MAX_NATIVE_THREADS)
 
 
 async def forever():
@@ -285,17 +285,17 @@ def test_functions_are_known_by_what_they_are_and_not_by_the_name_they_are_calle
         (Slow(), None),
     ):
         for _ in range(2):
-            history.was_long(fn)
+            history.record_long(fn)
         assert history.is_long(again or fn)
         for _ in range(2):
-            history.was_short(fn)
+            history.record_short(fn)
         assert not history.is_long(again or fn)
     assert not history.is_long(Slow())
 
 
 def test_what_calls_have_taught_does_not_grow_without_end():
     for i in range(5000):
-        history.was_long(eval(f"lambda: {i}"))
+        history.record_long(eval(f"lambda: {i}"))
     assert len(history.records) <= 1000
 
 
@@ -864,7 +864,7 @@ def test_random_calls_hand_overs_spawns_and_settlings_lose_nothing(seed):
         each.join()
     assert thread.result(45) == [sum(range(40)) + k for k in range(60)]
     assert sorted(each.result(30) for each in from_outside) == list(range(60))
-    assert scheduler.away == 0 and scheduler.outside == 0
+    assert scheduler.native_calls == 0 and scheduler.external_waits == 0
 
 
 def test_cancellations_at_random_moments_of_calls_lose_no_thread():
@@ -887,4 +887,4 @@ def test_cancellations_at_random_moments_of_calls_lose_no_thread():
         return [thread.exception() if not thread.cancelled() else None for thread in threads]
 
     assert green.spawn(main).result(30) == [None] * 100
-    assert scheduler.away == 0
+    assert scheduler.native_calls == 0

@@ -728,7 +728,7 @@ def test_ctrl_c_ends_a_get_and_a_put_and_nothing_is_lost(timeout):
     ch = Channel()
 
     def when_it_waits():
-        while threading.main_thread().ident not in promises.waiting:
+        while threading.main_thread().ident not in promises.waiting_threads:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 

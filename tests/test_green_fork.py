@@ -102,7 +102,7 @@ class Busy:
 def state():
     return (
         len(green.threads()), len(scheduler.live), len(scheduler.ready), scheduler.workers.count, scheduler.owner,
-        scheduler.away, scheduler.outside, len(scheduler.timers.heap), len(scheduler.drivers),
+        scheduler.native_calls, scheduler.external_waits, len(scheduler.timers.heap), len(scheduler.drivers),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ CAPACITIES = pytest.mark.parametrize("capacity", [0, 2])
 
 
 def timers_set():
-    return sum(not timer.off for _, _, timer in scheduler.timers.heap)
+    return sum(not timer.is_over for _, _, timer in scheduler.timers.heap)
 
 
 # -- what may be waited for ------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_a_promise_that_is_not_chosen_is_left_alone():
         selecting.cancel()
         assert await outcome(selecting) is CancelledError
         assert not promise.done() and not promise._hooks
-        assert scheduler.outside == 0
+        assert scheduler.external_waits == 0
 
     run(main)
 
@@ -312,9 +312,9 @@ def test_the_same_program_chooses_the_same_each_time():
         return chosen
 
     runs = []
-    luck = scheduler._luck
+    luck = scheduler._random_state
     for _ in range(2):
-        scheduler._luck = luck
+        scheduler._random_state = luck
         runs.append(run(main))
     assert runs[0] == runs[1] and set(runs[0]) == {0, 1, 2}
 
@@ -372,7 +372,7 @@ def test_a_guard_may_be_used_again_and_in_several_selects_at_a_time():
                 promise.set_result(None)
             assert (await second).index in (1, 2)
             assert nobody_waits(a, b)
-        assert timers_set() == 1 and scheduler.outside == 0
+        assert timers_set() == 1 and scheduler.external_waits == 0
 
     run(main)
 
@@ -470,12 +470,12 @@ def test_a_cancelled_select_leaves_no_offer_behind():
             not nobody_waits(a)
             and not nobody_waits(b)
             and timers_set() == 2
-            and scheduler.outside == 1
+            and scheduler.external_waits == 1
         )
         selecting.cancel()
         assert await outcome(selecting) is CancelledError
         assert nobody_waits(a, b) and not promise._hooks
-        assert timers_set() == 1 and scheduler.outside == 0
+        assert timers_set() == 1 and scheduler.external_waits == 0
 
     run(main)
 
@@ -526,7 +526,7 @@ def test_a_guard_that_never_fires_in_a_long_loop_costs_no_memory():
             )
             assert chosen == (3, i)
         assert nobody_waits(fast, never) and not promise._hooks
-        assert len(scheduler.timers.heap) < 300 and scheduler.outside == 0
+        assert len(scheduler.timers.heap) < 300 and scheduler.external_waits == 0
 
     run(main)
 

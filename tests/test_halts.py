@@ -9,13 +9,13 @@ import math
 import pytest
 from in_time import FakeReactor, dispatcher_of, give
 
-from polycephaly.pool.cancellation import LOOKS
+from polycephaly.pool.cancellation import GRACE_STEPS
 from polycephaly.pool.drone_handle import State
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import CANCEL
 
 GRACE = tuning.grace_seconds
-STEP = GRACE / LOOKS
+STEP = GRACE / GRACE_STEPS
 A_MOMENT = 1e-6
 
 
@@ -49,7 +49,7 @@ def run(link, timeout=None, what=abs):
 
 def known_to_be_short(link):
     """So that several calls are sent at once."""
-    link.dispatcher.registry.define(abs).took(1e-4, 1)
+    link.dispatcher.registry.define(abs).record_duration(1e-4, 1)
 
 
 def about(*times):
@@ -174,7 +174,7 @@ def test_a_limit_keeps_no_dispatcher_that_has_ended(reactor):
     dispatcher.kill()
     reactor.turn()
     link.dies()
-    assert all(timer.off for at, _, timer in reactor.timers.heap if at > reactor.now + 1e5)
+    assert all(timer.is_over for at, _, timer in reactor.timers.heap if at > reactor.now + 1e5)
 
 
 def test_no_limit_at_all_and_one_that_never_comes_set_no_timer(reactor, wide):
@@ -211,7 +211,7 @@ def test_who_does_not_heed_an_interrupt_is_killed_after_grace_in_steps(reactor, 
     reactor.pass_(GRACE - STEP / 2)
     assert not alone.kills
     reactor.pass_(STEP)
-    assert alone.looks == about(*(5.0 + STEP * step for step in range(1, LOOKS + 1)))
+    assert alone.looks == about(*(5.0 + STEP * step for step in range(1, GRACE_STEPS + 1)))
     assert alone.kills == about(5.0 + GRACE) and not alone.kill_reason
     reactor.pass_(10 * GRACE)
     assert len(alone.kills) == 1
@@ -233,7 +233,7 @@ def test_who_answers_within_grace_lives(reactor, alone):
     reactor.pass_(GRACE - STEP / 2)
     alone.answers(work)
     reactor.pass_(10 * GRACE)
-    assert not alone.kills and len(alone.looks) == LOOKS
+    assert not alone.kills and len(alone.looks) == GRACE_STEPS
 
 
 def test_an_answer_that_was_not_read_yet_counts(reactor, alone):
@@ -267,7 +267,7 @@ def test_what_waits_behind_other_work_in_its_drone_holds_nobody_up(reactor, alon
     behind.cancel()
     reactor.pass_(10 * GRACE)
     assert alone.got(CANCEL) == [behind.number] and not running.done()
-    assert not alone.kills and len(alone.looks) == LOOKS
+    assert not alone.kills and len(alone.looks) == GRACE_STEPS
 
 
 def test_what_holds_up_work_behind_it_is_killed(reactor, alone):
@@ -294,12 +294,12 @@ def test_beside_work_that_somebody_waits_for_the_hung_one_is_noted_and_looked_at
     hung, wanted = run(wide, None, overlapped), run(wide, None, overlapped)
     hung.cancel()
     reactor.pass_(GRACE - STEP / 2)
-    assert not wide.hung and wide.takes()
+    assert not wide.hung and wide.can_take()
     reactor.pass_(STEP)
-    assert wide.hung == {hung.number} and not wide.takes()
+    assert wide.hung == {hung.number} and not wide.can_take()
     reactor.pass_(10 * GRACE)
     assert not wide.kills and not wanted.done()
-    assert wide.looks == about(*(STEP * step for step in range(1, 11 * LOOKS + 1)))
+    assert wide.looks == about(*(STEP * step for step in range(1, 11 * GRACE_STEPS + 1)))
 
 
 @pytest.mark.parametrize(

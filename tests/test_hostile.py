@@ -17,7 +17,7 @@ from polycephaly.engines.remote.keys import Card
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server import admin
 from polycephaly.server.accepted import Accepted
-from polycephaly.server.fairness import FairTurns
+from polycephaly.server.fairness import FairOrder
 from polycephaly.server.flow_control import ClientFlow
 from polycephaly.server.server import Server
 from polycephaly.server.session import ClientSession
@@ -64,99 +64,100 @@ def test_a_client_that_reads_nothing_is_put_out_by_what_it_is_owed():
 
 def test_a_message_in_parts_is_one_and_counts_until_it_is_whole():
     flow = ClientFlow(0.0)
-    assert flow.whole([frames.PART, b"a"]) is None
-    assert flow.whole([frames.PART, b"b" * 1000]) is None
-    assert flow.held > 1000
-    assert flow.whole([b"c"]) == [b"a", b"b" * 1000, b"c"]
-    assert flow.held == 0
-    assert flow.whole([b"d"]) == [b"d"]
+    assert flow.reassemble([frames.PART, b"a"]) is None
+    assert flow.reassemble([frames.PART, b"b" * 1000]) is None
+    assert flow.held_bytes > 1000
+    assert flow.reassemble([b"c"]) == [b"a", b"b" * 1000, b"c"]
+    assert flow.held_bytes == 0
+    assert flow.reassemble([b"d"]) == [b"d"]
 
 
 def test_what_was_sent_before_a_ping_is_read_when_it_comes_back():
     flow = ClientFlow(0.0)
-    flow.sends([bytes(tuning.unread_bytes)])
-    assert flow.unread > tuning.unread_bytes and not flow.is_probed
+    flow.count_sent([bytes(tuning.unread_bytes)])
+    assert flow.unread_bytes > tuning.unread_bytes and not flow.is_probed
     ping = flow.probe()
     assert flow.is_probed
-    flow.sends([b"more"])
+    flow.count_sent([b"more"])
     assert not flow.is_probed
-    flow.came_back(ping)
-    assert 0 < flow.unread < 1000
+    flow.on_ping_returned(ping)
+    assert 0 < flow.unread_bytes < 1000
     for wrong in (ping, [frames.PING], [frames.PING, bytes(8)]):
         with pytest.raises(Malformed):
-            flow.came_back(wrong)
+            flow.on_ping_returned(wrong)
 
 
 def test_calls_questions_and_cancels_are_as_many_as_were_allowed():
     flow = ClientFlow(0.0)
-    for number in range(frames.AHEAD):
-        flow.call(number, 10)
+    for number in range(frames.MAX_UNANSWERED_CALLS):
+        flow.count_call(number, 10)
     with pytest.raises(Malformed, match="unanswered calls"):
-        flow.call(frames.AHEAD, 10)
-    flow.answered([0])
-    flow.cancels([1])
-    flow.call(frames.AHEAD, frames.BYTES_AHEAD)  # one more may pass the limit of bytes
+        flow.count_call(frames.MAX_UNANSWERED_CALLS, 10)
+    flow.count_answered([0])
+    flow.count_cancelled([1])
+    # One more may pass the limit of bytes.
+    flow.count_call(frames.MAX_UNANSWERED_CALLS, frames.MAX_UNANSWERED_BYTES)
     with pytest.raises(Malformed, match="bytes of unanswered calls"):
-        flow.call(frames.AHEAD + 1, 0)
-    flow.answered(list(flow.owed))
-    assert not flow.owed
-    flow.call(1, 0)
-    flow.cancels(list(range(frames.AHEAD + 1)))
+        flow.count_call(frames.MAX_UNANSWERED_CALLS + 1, 0)
+    flow.count_answered(list(flow.unanswered_calls))
+    assert not flow.unanswered_calls
+    flow.count_call(1, 0)
+    flow.count_cancelled(list(range(frames.MAX_UNANSWERED_CALLS + 1)))
     with pytest.raises(Malformed, match="cancelled"):
-        flow.cancels([1])
-    for _ in range(frames.ASKS):
-        flow.asks()
-    with pytest.raises(Malformed, match="questions"):
-        flow.asks()
+        flow.count_cancelled([1])
+    for _ in range(frames.MAX_UNANSWERED_REQUESTS):
+        flow.count_request()
+    with pytest.raises(Malformed, match="unanswered requests"):
+        flow.count_request()
 
 
 def test_the_pool_has_no_more_calls_of_a_client_than_give_as_much_as_may_lie_unread():
     flow = ClientFlow(0.0)
-    assert flow.room == 256
-    flow.gave(100)
-    assert flow.room == frames.AHEAD
-    flow.gave(tuning.unread_bytes // 4)
-    assert flow.room == 3
-    flow.gave(2 * tuning.unread_bytes)
-    assert flow.room == 0  # the server begins as many as it has drones
+    assert flow.credit == 256
+    flow.record_result_bytes(100)
+    assert flow.credit == frames.MAX_UNANSWERED_CALLS
+    flow.record_result_bytes(tuning.unread_bytes // 4)
+    assert flow.credit == 3
+    flow.record_result_bytes(2 * tuning.unread_bytes)
+    assert flow.credit == 0  # the server begins as many as it has drones
 
 
 def test_calls_begin_in_their_order_as_far_as_there_is_room():
     begun, settled = [], []
-    desk = ClientSession(
+    session = ClientSession(
         lambda _, item, __: begun.append(item.number) or poly.Promise(),
         lambda *of: settled.append(of),
         "",
     )
-    desk.take(frames.Item(7, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
+    session.add_item(frames.Item(7, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
     for number in range(5):
-        desk.take(frames.Item(number, 7, CALL))
-    desk.begin(2)
-    desk.begin(2)
-    assert begun == [0, 1] and [*desk.waiting] == [2, 3, 4]
+        session.add_item(frames.Item(number, 7, CALL))
+    session.submit_waiting(2)
+    session.submit_waiting(2)
+    assert begun == [0, 1] and [*session.waiting] == [2, 3, 4]
     with pytest.raises(Malformed):
-        desk.take(frames.Item(3, 7, CALL))
-    desk.cancel([0, 3], running=True)
+        session.add_item(frames.Item(3, 7, CALL))
+    session.cancel([0, 3], running=True)
     assert [(number, promise.cancelled()) for number, promise in settled] == [(0, True), (3, True)]
-    del desk.tasks[0], desk.tasks[3]  # their client was told
-    desk.take(frames.Item(7, 0, FORGET))
-    desk.begin()
+    del session.tasks[0], session.tasks[3]  # their client was told
+    session.add_item(frames.Item(7, 0, FORGET))
+    session.submit_waiting()
     assert begun == [0, 1, 2, 4]
-    desk.take(frames.Item(8, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
-    desk.take(frames.Item(9, 8, CALL))
-    assert desk.drop() == 4 and not desk.waiting and not desk.tasks
+    session.add_item(frames.Item(8, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
+    session.add_item(frames.Item(9, 8, CALL))
+    assert session.cancel_all() == 4 and not session.waiting and not session.tasks
 
 
 def test_signs_of_life_come_no_faster_than_the_time():
     client = ClientFlow(100.0)
-    client.lives(100.0)
+    client.count_alive(100.0)
     later = (
         100.0 + 10 * tuning.client_sign_seconds
     )  # the server stood still: all of these are heard at once
     for _ in range(20):
-        client.lives(later)
-    with pytest.raises(Malformed, match="signs of life"):
-        client.lives(later)
+        client.count_alive(later)
+    with pytest.raises(Malformed, match="heartbeats"):
+        client.count_alive(later)
 
 
 @contextmanager
@@ -173,19 +174,20 @@ def accepted_connection():
 
 def test_who_was_not_listened_to_is_not_shut():
     with accepted_connection() as (accepted, _, far):
-        assert [accepted.look(1.0, 0.5) for _ in range(2)] == [[], []]
-        accepted.hear(far.fileno())
-        assert [len(accepted.look(1.0, 0.5)) for _ in range(4)] == [0, 0, 0, 1]
+        assert [accepted.check(1.0, 0.5) for _ in range(2)] == [[], []]
+        accepted.record_message(far.fileno())
+        assert [len(accepted.check(1.0, 0.5)) for _ in range(4)] == [0, 0, 0, 1]
 
 
 def test_a_connection_accepted_later_is_not_taken_for_one_that_had_its_descriptor():
     with accepted_connection() as (accepted, near, far):
-        accepted.condemn(far.fileno(), known=0)  # a message of one that had that number before
-        accepted.look(60, 1)
+        # A message of one that had that descriptor's number before.
+        accepted.mark_for_shutdown(far.fileno(), max_number=0)
+        accepted.check(60, 1)
         near.sendall(b"x")
         assert far.recv(1) == b"x"
-        accepted.condemn(far.fileno(), known=1)
-        accepted.look(60, 1)
+        accepted.mark_for_shutdown(far.fileno(), max_number=1)
+        accepted.check(60, 1)
         assert near.recv(1) == b""
 
 
@@ -193,16 +195,17 @@ def test_a_connection_accepted_later_is_not_taken_for_one_that_had_its_descripto
 def test_a_client_may_ask_more_at_once_than_the_server_takes(tmp_path):
     card = str(tmp_path / "card")
     with poly.Pool(1) as pool, poly.serve(pool, file=card) as server, poly.connect(card) as remote:
-        asked = [remote._connection.ask("status") for _ in range(20 * frames.ASKS)]
+        count = 20 * frames.MAX_UNANSWERED_REQUESTS
+        asked = [remote._connection.request("status") for _ in range(count)]
         assert {each.result(60)["name"] for each in asked} == {server.name}
 
 
 def test_a_long_message_goes_in_parts_and_arrives_whole(tmp_path):
     card = str(tmp_path / "card")
     with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
-        assert remote.doit(len, bytes(20 * frames.PIECE + 7)) == 20 * frames.PIECE + 7
-        with remote.share(bytes(5 * frames.PIECE)) as shared:
-            assert remote.doit(len, shared) == 5 * frames.PIECE
+        assert remote.doit(len, bytes(20 * frames.CHUNK_BYTES + 7)) == 20 * frames.CHUNK_BYTES + 7
+        with remote.share(bytes(5 * frames.CHUNK_BYTES)) as shared:
+            assert remote.doit(len, shared) == 5 * frames.CHUNK_BYTES
 
 
 def test_a_call_before_a_hello_ends_the_connection(tmp_path):
@@ -237,20 +240,23 @@ def test_who_holds_most_of_what_all_may_hold_is_put_out(tmp_path):
         poly.connect(card) as large,
         poly.connect(card) as good,
     ):
-        server._ceiling = 10 * frames.PIECE
+        server._max_held_bytes = 10 * frames.CHUNK_BYTES
         held = large.promise(hold_until, gate)
         wait_for(held.running)
-        calls = [large.promise(len, bytes(4 * frames.PIECE)) for _ in range(2)]
+        calls = [large.promise(len, bytes(4 * frames.CHUNK_BYTES)) for _ in range(2)]
         wait_for(
-            lambda: max(client.owed_bytes for client in server._clients.values()) > 8 * frames.PIECE
+            lambda: (
+                max(client.unanswered_bytes for client in server._clients.values())
+                > 8 * frames.CHUNK_BYTES
+            )
         )
-        mine = good.promise(len, bytes(3 * frames.PIECE))
+        mine = good.promise(len, bytes(3 * frames.CHUNK_BYTES))
         with pytest.raises(
             ConnectionError, match="holds more than 10,485,760 bytes of its clients"
         ):
             calls[0].result(60)
         append(gate, "open")
-        assert mine.result(60) == 3 * frames.PIECE
+        assert mine.result(60) == 3 * frames.CHUNK_BYTES
         assert server.clients == 1
 
 
@@ -260,10 +266,10 @@ def test_answers_that_wait_for_a_client_to_read_count(tmp_path, monkeypatch):
         (client,) = server._clients.values()
         monkeypatch.setattr(tuning, "unread_bytes", -1)
         promise = remote.promise(bytes, 1000)
-        wait_for(lambda: client.held > 1000)
+        wait_for(lambda: client.held_bytes > 1000)
         monkeypatch.undo()
         assert promise.result(60) == bytes(1000)
-        assert client.held < 1000 and client.outbox_bytes == 0
+        assert client.held_bytes < 1000 and client.outbox_bytes == 0
 
 
 # -- clients take turns ----------------------------------------------------------------------------
@@ -285,11 +291,12 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
         mine = [one.promise(append, told, "one") for _ in range(2)]
         clients = server._clients.values()
         tag = wait_for(
-            lambda: next((client.tag for client in clients if len(client.desk.tasks) == 2), "")
+            lambda: next((client.tag for client in clients if len(client.session.tasks) == 2), "")
         )
         queued = wait_for(
             lambda: (
-                (found := [work.party for work in [*pool._dispatcher.queue]][:4]).count(tag) == 2
+                (found := [each.client_tag for each in [*pool._dispatcher.queue]][:4]).count(tag)
+                == 2
                 and found
             )
         )
@@ -302,27 +309,27 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
 
 def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
     dispatcher = Mock(
-        over=False,
-        queue=deque(Mock(party=party, number=n) for n, party in enumerate("aaaabab" + "c" * 100)),
+        has_ended=False,
+        queue=deque(Mock(client_tag=tag, number=n) for n, tag in enumerate("aaaabab" + "c" * 100)),
     )
     dispatcher.reactor.post.side_effect = lambda act: (
-        dispatcher.queue.append(Mock(party="late", number=-1)),
+        dispatcher.queue.append(Mock(client_tag="late", number=-1)),
         act(),
     )
-    works, turns = [*dispatcher.queue], FairTurns(dispatcher)
-    turns.look()  # nothing is due
+    works, turns = [*dispatcher.queue], FairOrder(dispatcher)
+    turns.order_if_due()  # nothing is due
     assert [*dispatcher.queue] == works
     turns.due = True
-    turns.look()
-    assert "".join(work.party for work in dispatcher.queue).startswith("abclateabcacacac")
+    turns.order_if_due()
+    assert "".join(work.client_tag for work in dispatcher.queue).startswith("abclateabcacacac")
     assert {id(work) for work in works} < {id(work) for work in dispatcher.queue} and len(
         dispatcher.queue
     ) == len(works) + 1
     for party in "abc":
-        numbers = [work.number for work in dispatcher.queue if work.party == party]
+        numbers = [work.number for work in dispatcher.queue if work.client_tag == party]
         assert numbers == sorted(numbers)
-    turns.due = turns._asked = True  # the hub has not come to it yet
-    turns.look()
+    turns.due = turns._is_posted = True  # the hub has not come to it yet
+    turns.order_if_due()
     assert turns.due
 
 
@@ -342,11 +349,12 @@ def test_many_questions_of_one_client_delay_it_alone(tmp_path, monkeypatch):
 
         monkeypatch.setattr(Server, "status", status)
         with poly.connect(card) as many, poly.connect(card) as one:
-            asked = [many._connection.ask("status") for _ in range(10)]
+            asked = [many._connection.request("status") for _ in range(10)]
             wait_for(lambda: going)
-            mine = one._connection.ask("status")
-            wait_for(lambda: len(server._questions._asides) == 11)
-            wait_for(lambda: all(client.asking.locked() for client in server._clients.values()))
+            mine = one._connection.request("status")
+            wait_for(lambda: len(server._admin._reply_threads) == 11)
+            clients = server._clients
+            wait_for(lambda: all(each.long_request_lock.locked() for each in clients.values()))
             assert len(going) == 1
             gate.set()
             assert {each.result(60)["name"] for each in [*asked, mine]} == {server.name}
@@ -354,14 +362,14 @@ def test_many_questions_of_one_client_delay_it_alone(tmp_path, monkeypatch):
 
 def test_a_long_answer_is_packed_outside_of_the_servers_turn(tmp_path, monkeypatch):
     card, threads = str(tmp_path / "card"), []
-    real = admin.pack_note
+    real = admin.pack_json
 
-    def pack_note(kind, note):
+    def pack_json(kind, note):
         threads.append(threading.current_thread().name)
         return real(kind, note)
 
-    monkeypatch.setattr(admin, "pack_note", pack_note)
+    monkeypatch.setattr(admin, "pack_json", pack_json)
     with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
         assert remote.timeline.spans == []
         remote.status()
-    assert threads == ["polycephaly-aside"] * 2
+    assert threads == ["polycephaly-request"] * 2

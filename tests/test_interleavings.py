@@ -15,7 +15,7 @@ from polycephaly.drone.executor import DroneExecutor
 from polycephaly.drone.overlap import Overlap
 from polycephaly.drone.slices import SliceRun
 from polycephaly.pool import task as work
-from polycephaly.pool.handlers import _hear_special
+from polycephaly.pool.handlers import _handle_special_outcome
 from polycephaly.runtime import fork_guard
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import CANCEL, SPLIT, pack_numbers
@@ -57,7 +57,7 @@ def test_a_pool_ends_though_work_comes_when_all_others_was_called_off(how, input
     if how == "kill":
         dispatcher.kill()
     else:
-        dispatcher.reactor.post(lambda: dispatcher.break_(RuntimeError("broken")))
+        dispatcher.reactor.post(lambda: dispatcher.break_pool(RuntimeError("broken")))
 
     def let_go():  # in the same turn: its drone is not known to be dead
         called_off.set()
@@ -78,7 +78,7 @@ def test_who_submits_while_it_is_looked_whether_all_are_stuck_breaks_nothing(mon
     class Elsewhere(poly.Promise):
         """Of something that is not settled by hand."""
 
-        def _waits_for(self):
+        def _dependencies(self):
             if not looked.is_set():
                 works.append(pool.promise(abs, self))
                 looked.set()
@@ -109,7 +109,7 @@ def test_work_that_waits_for_promises_and_then_for_what_it_takes_is_called_off_w
             30
         )  # or what comes now could be sent there, where it waits for the packing
         pool.doit(abs, -1)
-        wait_for(lambda: pool._dispatcher.hungry)
+        wait_for(lambda: pool._dispatcher.wants_tasks)
         by_hand = poly.Promise()
         work = pool.promise(lambda *both: both, kept, by_hand)
         by_hand.set_result([1])
@@ -135,7 +135,7 @@ def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
             link = dispatcher.handles[0]
             before, link.dedicated = link.dedicated, Meanwhile()
             dispatcher.dedicated_waiting = False
-            dispatcher.supervisor._ready(link)
+            dispatcher.supervisor._mark_ready(link)
             link.dedicated = before
             said = dispatcher.dedicated_waiting
             dispatcher.reactor.deliver(lambda: seen.set_result(said))
@@ -150,8 +150,8 @@ class _BeginsAsTheEarParks:
 
     def __init__(self):
         self.busy, self.looks = False, 0
-        self.socket_turn = threading.Lock()
-        self.news_fd = os.eventfd(0)
+        self.socket_lock = threading.Lock()
+        self.epoll_fd = os.eventfd(0)
         self.there, self.heard = threading.Event(), threading.Event()
         self.ear = ControlThread(self)
         self.there.set()
@@ -165,18 +165,18 @@ class _BeginsAsTheEarParks:
             self.ear.wake()
         return 7 if self.looks > 2 else 0  # it is set a little later
 
-    def has_ear(self, thread):
+    def set_control_thread_id(self, thread):
         pass
 
     def beat(self):
         if self.heard.is_set():
             raise SystemExit  # of the ear's thread
 
-    def hear_if_free(self):
+    def receive_if_free(self):
         self.heard.set()
-        os.eventfd_write(self.news_fd, 1)
+        os.eventfd_write(self.epoll_fd, 1)
 
-    def pack_wanted(self):
+    def send_requested_values(self):
         pass
 
 
@@ -185,14 +185,14 @@ class _BeginsAsTheEarParks:
 )  # by which its thread ends
 def test_a_task_that_begins_as_the_ear_parks_is_listened_for():
     drone = _BeginsAsTheEarParks()
-    ear = next(each for each in fork_guard._turns if each.name == "polycephaly-ear")
+    ear = next(each for each in fork_guard._thread_locks if each.name == "polycephaly-control")
     try:
         assert drone.heard.wait(30)
         ear.join(30)
         assert not ear.is_alive()
     finally:
-        fork_guard.remove_turn(ear)
-        os.close(drone.news_fd)
+        fork_guard.remove_thread_lock(ear)
+        os.close(drone.epoll_fd)
 
 
 def told_to_cancel(number, begin):
@@ -206,14 +206,14 @@ def told_to_cancel(number, begin):
             return super().__ior__(others)
 
     runner = SimpleNamespace(
-        _todo=deque(), _calls=None, _overlap=Overlap(), _current=0, _target=0, _missed=Missed(),
-        _main_thread=threading.get_ident(),
+        _todo=deque(), _calls=None, _overlap=Overlap(), _current=0, _interrupt_target=0,
+        _pending_interrupts=Missed(), _main_thread=threading.get_ident(),
     )  # fmt: skip
-    runner._is_missed = lambda number: DroneExecutor._is_missed(runner, number)
+    runner._claim_interrupt = lambda number: DroneExecutor._claim_interrupt(runner, number)
     try:
-        DroneExecutor._hear_cancel(runner, pack_numbers(CANCEL, (number,)))
+        DroneExecutor._on_cancel(runner, pack_numbers(CANCEL, (number,)))
     finally:
-        os.close(runner._overlap.bell)
+        os.close(runner._overlap.wakeup_fd)
     return runner
 
 
@@ -221,14 +221,15 @@ def test_a_task_that_begins_as_it_is_cancelled_is_interrupted(monkeypatch):
     told = []
     monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: told.append(number))
     runner = told_to_cancel(7, lambda runner: setattr(runner, "_current", 7))
-    assert (told, runner._target, runner._missed) == ([signal.SIGINT], 7, set())
+    assert (told, runner._interrupt_target) == ([signal.SIGINT], 7)
+    assert runner._pending_interrupts == set()
 
 
 def test_a_coroutine_that_begins_as_it_is_cancelled_is_interrupted_once():
     told = []
     thread = SimpleNamespace(_interrupt=told.append)
     runner = told_to_cancel(7, lambda runner: runner._overlap.running.update({7: thread}))
-    assert len(told) == 1 and not DroneExecutor._is_missed(runner, 7)
+    assert len(told) == 1 and not DroneExecutor._claim_interrupt(runner, 7)
 
 
 class _InterruptedBetween(deque):
@@ -248,7 +249,7 @@ def end_of(run):
     whether there is an error."""
     outcomes = SimpleNamespace(pack_error=lambda error: b"error")
     runner = SimpleNamespace(
-        socket_turn=threading.Lock(), _slice=run, _store=None, _outcomes=outcomes
+        socket_lock=threading.Lock(), _slice=run, _store=None, _outcomes=outcomes
     )
     _, head, answers = DroneExecutor._end_slice(runner, run)
     done, rest, state, _ = unpack_split(head + b".")
@@ -261,7 +262,7 @@ def end_of(run):
 def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form, rows, cut, at):
     run = SliceRun(7, pack_calls(form, False, rows), lambda fresh: abs, None)
     left = 4 - cut
-    run.calls, run._taken_away = _InterruptedBetween(rows[:left]), cut  # by the ear
+    run.calls, run._cut_calls = _InterruptedBetween(rows[:left]), cut  # by the ear
     run.calls.left = at
     run.run()
     if at == 0 or at > left:  # all were done: it is nobody's
@@ -295,7 +296,7 @@ def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
     for there, heard in ((whole, whole), (running, None)):
         dispatcher = SimpleNamespace(split=lambda *told: None)
         assert (
-            _hear_special(
+            _handle_special_outcome(
                 SimpleNamespace(in_flight={7: there}, dispatcher=dispatcher), 7, SPLIT, cut
             )[0]
             is heard

@@ -414,7 +414,7 @@ def test_arrays_of_one_call_each_do_not_stay():
 
         backend_of = backend()
         assert Parallel(batch_size=1)(source()) == list(range(30))
-        assert max(most) <= poly.joblib.KEPT
+        assert max(most) <= poly.joblib.MAX_KEPT_ARRAYS
         assert not backend_of._arrays._shared
 
 

@@ -157,7 +157,7 @@ def test_options(notebook):
         ("%%doit pool --timeout soon\n1", "--timeout takes seconds, not 'soon'"),
         (
             "%%doit pool --what\n1",
-            "not understood: '--what'; options are --drone NAME, --timeout SECONDS and --async",
+            "unknown argument: '--what'; options are --drone NAME, --timeout SECONDS and --async",
         ),
         ("%doit", "there is no code to run"),
     ]:

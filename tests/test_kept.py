@@ -51,8 +51,9 @@ def deep(value):
 
 def on_shelf():
     """In a drone: the types of what it keeps."""
-    shelf = placeholders.shelf
-    return sorted(type(each).__name__ for each in [*shelf._values.values(), *shelf._boxes.values()])
+    store = placeholders.local_store
+    values = [*store._values.values(), *store._packed.values()]
+    return sorted(type(each).__name__ for each in values)
 
 
 def drone_of(pool, kept):
@@ -334,7 +335,7 @@ def test_a_kept_value_with_handles_in_it_stays_where_it_is_and_says_so(pool):
         lambda kept: kept.value,
         lambda kept: [drone.doit(len, kept) for drone in pool.drones],
     ):
-        with pytest.raises(TypeError, match="has a handle in it"):
+        with pytest.raises(TypeError, match="contains the handle of another"):
             refused(kept)
     assert pool.doit(len, kept) == 2
     odd_even = pool.doit(list, kept)
@@ -388,7 +389,7 @@ def test_handles_in_the_results_of_a_map(pool):
 
 
 def test_a_handle_made_where_no_drone_runs_is_refused():
-    with pytest.raises(RuntimeError, match=r"no drone: pool.share\(value\)"):
+    with pytest.raises(RuntimeError, match=r"no drone: .*pool.share\(value\)"):
         Kept(3)
 
 
@@ -399,7 +400,7 @@ def test_a_handle_of_another_pool_is_refused_with_what_and_where(pool):
     kept = pool.promise(filled, 10, keep=True).value
     with poly.Pool(1, name="other") as other:
         with pytest.raises(
-            TypeError, match=f"what filled gave in pool-.* is kept in {kept.drone}.*a call of other"
+            TypeError, match=f"value of filled in pool-.* is kept in {kept.drone}.*a call of other"
         ) as e:
             other.doit(total, [kept])
         assert "while pickling the arguments of total: argument 0, a list" in str(e.value.__notes__)
@@ -407,7 +408,7 @@ def test_a_handle_of_another_pool_is_refused_with_what_and_where(pool):
             other.doit(lambda: kept.sum())
         with pytest.raises(TypeError, match="a call of other"):
             list(other.map(total, [kept]))
-    with pytest.raises(TypeError, match="was to be pickled elsewhere"):
+    with pytest.raises(TypeError, match="was pickled outside a call"):
         pickle.dumps(kept)
 
 
@@ -416,7 +417,7 @@ def test_a_drones_own_handle_does_not_go_to_its_own_pools(pool):
         with poly.Pool(1, name="inner") as inner:
             return str(inner.promise(len, Kept([1])).exception())
 
-    assert "was given to a call of inner" in pool.doit(nested)
+    assert "was passed to a call of inner" in pool.doit(nested)
 
 
 def test_a_served_pool_keeps_nothing_and_says_so(pool, tmp_path):
@@ -438,7 +439,7 @@ def test_when_its_drone_dies_the_value_is_lost(pool):
     holder = drone_of(pool, kept)
     holder.kill()
     with pytest.raises(
-        Lost, match=rf"what filled gave was lost: drone {holder.name} .*SIGKILL"
+        Lost, match=rf"the value of filled was lost: drone {holder.name} .*SIGKILL"
     ) as lost:
         _ = kept.value
     assert (
@@ -538,15 +539,15 @@ def test_what_a_message_was_to_bring_or_to_drop_is_said_again_where_it_did_not_a
     assert (kept.value == 1).all()  # so it is packed
     (other,) = [each for each in pool.drones if each.name != kept.drone]
     link = other._handle
-    custody = kept._custody
-    number, nothing = dropped._custody.number, []
+    custody = kept._owner
+    number, nothing = dropped._owner.number, []
 
     def lose():
         message = TaskBatch()
-        link._bring([custody], message)
+        link._add_kept_values([custody], message)
         message.add(number, DROP, 2, b"")
         link.drop = lambda *said: nothing.append(said)
-        link.unheard(message.frames())
+        link.undo_batch(message.frames())
         del link.drop
 
     pool._dispatcher.reactor.post(lose)
@@ -589,7 +590,7 @@ def test_after_the_pools_end_only_what_was_fetched_is_there():
         fetched, not_fetched = [pool.promise(filled, 100_000, keep=True).value for _ in range(2)]
         assert (fetched.value == 1).all()
     assert (fetched.value == 1).all()
-    with pytest.raises(Lost, match=r"pool-.* has ended.*read `value` before"):
+    with pytest.raises(Lost, match=r"lost when pool-.* ended: read `value` before"):
         _ = not_fetched.value
     not_fetched.release()
 
@@ -603,7 +604,7 @@ def test_who_waits_for_a_value_as_the_pool_is_killed_is_told(tmp_path):
         waiting = pool.promise(here, kept)
         raise RuntimeError
     assert waiting.cancelled()
-    with pytest.raises(Lost, match="has ended"):
+    with pytest.raises(Lost, match=r"lost when pool-.* ended"):
         _ = kept.value
 
 
@@ -671,14 +672,14 @@ def test_killed_at_random_every_value_is_right_or_lost(retries):
         gc.collect()  # an error that a promise has holds the frames it went through, and so what is in them
         wait_for(lambda: nothing_is_kept(pool))
         arena = pool._dispatcher.supervisor.engine._arena
-        wait_for(lambda: not arena._keeps and arena.used() == 0)
+        wait_for(lambda: not arena._range_refs and arena.used() == 0)
 
 
 def test_where_shared_memory_is_full_values_travel_as_bytes(monkeypatch):
     monkeypatch.setattr("polycephaly.engines.local.engine.shared_memory_ceiling", lambda: 0)
     with poly.Pool(2, output="discard") as full:
         kept = full.promise(filled, 100_000, keep=True).value
-        with pytest.warns(RuntimeWarning, match="goes through a socket"):
+        with pytest.warns(RuntimeWarning, match="is sent through a socket"):
             assert [each.doit(total, kept) for each in full.drones] == [100_000] * 2
         assert (kept.value == 1).all()
         kept.release()

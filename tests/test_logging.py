@@ -17,7 +17,7 @@ from faults import kill_myself, segfault
 from scripts import run_script
 
 from polycephaly import green
-from polycephaly.wire.chunks import LONGEST
+from polycephaly.wire.chunks import MAX_BODY_BYTES
 
 pytestmark = on_each_engine
 
@@ -438,13 +438,13 @@ def test_long_records_of_many_threads_at_once_all_come(pool, records):
 
 def test_records_about_as_long_as_can_be_sent_come(pool, records):
     def work():
-        for size in range(LONGEST - 400, LONGEST, 20):
+        for size in range(MAX_BODY_BYTES - 400, MAX_BODY_BYTES, 20):
             log.warning("y" * size)
-        log.warning("\x7f" * (LONGEST // 3))
+        log.warning("\x7f" * (MAX_BODY_BYTES // 3))
         try:
-            raise ValueError("\U0001f600" * LONGEST)
+            raise ValueError("\U0001f600" * MAX_BODY_BYTES)
         except ValueError:
-            log.warning("\U0001f600" * LONGEST, exc_info=True)
+            log.warning("\U0001f600" * MAX_BODY_BYTES, exc_info=True)
 
     pool.doit(work)
     assert len(records.records) == 22

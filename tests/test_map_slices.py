@@ -1203,7 +1203,7 @@ def test_a_call_that_was_sent_as_the_interrupt_came_is_cancelled_with_the_others
 
     list(pool.map(type, range(5000)))  # known as short
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        for name in ("start", "submit"):
+        for name in ("submit_task", "submit"):
             patched.setattr(Dispatcher, name, interrupted(getattr(Dispatcher, name)))
         list(pool.map(type, map(item, range(10**6)) if item is not abs else range(10**6)))
     assert len(sent) == 10 and all(work.done() for work in sent)

@@ -152,9 +152,9 @@ def test_threads_of_python_are_known_for_such():
 def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
     """Of a thread that runs the kernel does not tell where its stack is."""
     before = native_threads._raw_threads()  # of which some may be ending
-    monkeypatch.setattr(native_threads, "_owner", lambda thread: (None, 0))
+    monkeypatch.setattr(native_threads, "_find_owner", lambda thread: (None, 0))
     one_more = lambda: dict.fromkeys(range(len(before & native_threads._raw_threads()) + 1), "a")  # noqa: E731
-    monkeypatch.setattr(native_threads, "_others", one_more)
+    monkeypatch.setattr(native_threads, "_suspect_threads", one_more)
     monkeypatch.setattr(tuning, "thread_settle_seconds", 0.0)
     with pytest.raises(native_threads.UnsafeFork, match="of an unknown library"):
         native_threads.check_after_fork()
@@ -188,9 +188,9 @@ def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
     ],
 )
 def test_what_makes_a_fork_unsafe(monkeypatch, owner, name, before, after):
-    monkeypatch.setattr(native_threads, "_owner", lambda thread: (owner, 0))
-    monkeypatch.setattr(native_threads, "_others", lambda: {1: name})
-    monkeypatch.setattr(native_threads, "_usual_names", lambda: {"python"})
+    monkeypatch.setattr(native_threads, "_find_owner", lambda thread: (owner, 0))
+    monkeypatch.setattr(native_threads, "_suspect_threads", lambda: {1: name})
+    monkeypatch.setattr(native_threads, "_python_thread_names", lambda: {"python"})
     for check, refuses in (
         (native_threads.check_before_fork, before),
         (native_threads.check_after_fork, after),
@@ -208,7 +208,7 @@ def test_the_owner_of_a_native_thread():
     before = {int(each) for each in os.listdir("/proc/self/task")}
     libc.pthread_create(ctypes.byref(thread), None, libc.eventfd_read, ctypes.c_void_p(fd))
     (its,) = {int(each) for each in os.listdir("/proc/self/task")} - before
-    while (owner := native_threads._owner(its)[0]) is None:  # it has not come to its wait yet
+    while (owner := native_threads._find_owner(its)[0]) is None:  # it has not come to its wait yet
         pass
     assert owner.startswith("libc.so")
     libc.pthread_cancel(thread)
@@ -226,15 +226,15 @@ def test_a_thread_of_cpp_is_of_its_outermost_call_and_never_pythons(monkeypatch)
         5: "libstdc++.so.6",
     }
     monkeypatch.setattr(
-        native_threads, "_read", lambda path: "202 0x0 0x0 0x0 0x0 0x0 0x0 0x1000 0x2000"
+        native_threads, "_read_file", lambda path: "202 0x0 0x0 0x0 0x0 0x0 0x0 0x1000 0x2000"
     )
-    monkeypatch.setattr(native_threads, "_library", libraries.get)
+    monkeypatch.setattr(native_threads, "_find_library", libraries.get)
     monkeypatch.setattr(
         native_threads,
-        "_up_to_the_description",
+        "_read_up_to_descriptor",
         lambda memory, start: ((1, 2, 3, 0, 4, 0, 5, 4), 5),
     )
-    assert native_threads._owner(7)[0] == "libouter.so"
+    assert native_threads._find_owner(7)[0] == "libouter.so"
 
 
 # -- what fresh drones have ------------------------------------------------------------------------
@@ -293,14 +293,15 @@ def test_what_cannot_be_pickled_is_named_when_it_is_needed_with_the_cure():
     """)
     first, second = output_of(text, python_args=QUIET).splitlines()
     assert first.startswith(
-        "NameError name 'lock' is not defined: the drones have it not, as they are no forks"
+        "NameError name 'lock' is not defined: the drones do not have this name, because they are "
+        "not forks"
     )
     assert (
         "cannot pickle '_thread.lock' object" in first
         and "initializer" in first
         and "start='fork'" in first
     )
-    assert "pool.refresh() takes a new one" in second
+    assert "pool.refresh() takes a new snapshot" in second
 
 
 def test_names_that_begin_with_two_underscores_are_there_too():
@@ -476,7 +477,7 @@ class Thread:
     def __init__(self, monkeypatch, state, uses, looks=10**9):
         self.looks, self.left = 0, looks
         for name, stand_in in {
-            "_others": self.others, "_owner": lambda thread: (None, 0), "_raw_threads": set,
+            "_suspect_threads": self.others, "_find_owner": lambda thread: (None, 0), "_raw_threads": set,
             "state_of": lambda pid, thread: state, "processor_times": lambda pid, thread: (uses * self.looks, 0.0),
             "sleep": lambda seconds: None,
         }.items():  # fmt: skip
@@ -494,7 +495,7 @@ def test_a_thread_that_is_about_to_end_is_waited_for_however_busy_the_machine_is
 
 
 @pytest.mark.parametrize(
-    ("state", "uses", "looks"), [("R", 0.01, 26), ("S", 0.0, native_threads.LOOKS)]
+    ("state", "uses", "looks"), [("R", 0.01, 26), ("S", 0.0, native_threads.MAX_ASLEEP_CHECKS)]
 )
 def test_a_thread_that_neither_ends_nor_tells_its_library_makes_a_fork_unsafe(
     monkeypatch, state, uses, looks

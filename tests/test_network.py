@@ -23,7 +23,7 @@ from scripts import Script, run_script
 import polycephaly as poly
 from polycephaly.engines.remote import connection as connection_module
 from polycephaly.engines.remote import messages, pool_registry
-from polycephaly.engines.remote.keys import Card, new_pair
+from polycephaly.engines.remote.keys import Card, new_key_pair
 from polycephaly.engines.remote.messages import Item
 from polycephaly.pool import handlers
 from polycephaly.runtime.tuning import tuning
@@ -293,14 +293,14 @@ def test_a_client_to_which_much_is_on_its_way_is_no_silent_one(server, card, mon
     monkeypatch.setattr(tuning, "client_sign_seconds", 1e-3)
     context = zmq.Context()
     with of_a_key_holder(context, card) as end:
-        end.send_multipart(messages.hello())
+        end.send_multipart(messages.pack_hello())
         wait_for(lambda: server.clients == 1)
         (client,) = server._clients.values()
         monkeypatch.setattr(tuning, "client_silence_seconds", 2.0)  # 40 looks
         for sign in range(60):
-            wait_for(lambda: client.silent or not server.clients)
-            end.send_multipart([messages.LIVES], zmq.NOBLOCK)
-            wait_for(lambda sign=sign: client._signs > sign or not server.clients)
+            wait_for(lambda: client.silent_checks or not server.clients)
+            end.send_multipart([messages.ALIVE], zmq.NOBLOCK)
+            wait_for(lambda sign=sign: client._alive_count > sign or not server.clients)
         assert server.clients == 1
     context.term()
 
@@ -309,7 +309,7 @@ def test_a_client_tells_by_itself_that_it_lives(server, card, monkeypatch):
     monkeypatch.setattr(tuning, "client_sign_seconds", 1e-3)
     with poly.connect(card):
         (client,) = server._clients.values()
-        wait_for(lambda: client._signs > 3)
+        wait_for(lambda: client._alive_count > 3)
 
 
 def test_a_server_that_stood_still_lets_nobody_go(server, card, remote, monkeypatch):
@@ -336,7 +336,7 @@ def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(
     held = remote.promise(hold_until, gate).then(hold_the_connection)
     append(gate, "open")
     held.result(30)
-    with pytest.raises((ConnectionError, RuntimeError), match="not heard of"):
+    with pytest.raises((ConnectionError, RuntimeError), match="received no message for"):
         for _ in range(1000):
             remote.promise(abs, -2).result(SOON)
     remote.shutdown()
@@ -494,14 +494,14 @@ def test_its_directory_gets_no_other_file_and_an_old_one_is_replaced(pool, card,
 
 
 def test_a_key_on_the_allow_list_comes_in_until_it_is_taken_off(pool):
-    public, secret = new_pair()
+    public, secret = new_key_pair()
     with poly.serve(pool, allow=[public]) as server:
         where = {"server_key": server.key, "keys": (public, secret)}
         with poly.connect(server.address, **where) as remote:
             assert remote.doit(abs, -1) == 1
             server.forbid(public)
             assert remote.doit(abs, -2) == 2
-        with pytest.raises(ConnectionError, match="does not know our key"):
+        with pytest.raises(ConnectionError, match="does not allow the key of this process"):
             poly.connect(server.address, **where)
         server.allow(public)
         with poly.connect(server.address, **where) as remote:
@@ -510,47 +510,48 @@ def test_a_key_on_the_allow_list_comes_in_until_it_is_taken_off(pool):
 
 @pytest.mark.guarantee("remote-1", "command-3")
 def test_a_key_that_is_not_on_the_list_is_told_so(server):
-    with pytest.raises(ConnectionError, match="does not know our key"):
-        poly.connect(server.address, server_key=server.key, keys=new_pair())
+    with pytest.raises(ConnectionError, match="does not allow the key of this process"):
+        poly.connect(server.address, server_key=server.key, keys=new_key_pair())
 
 
 def test_a_key_that_is_refused_at_once_leaves_nobody_waiting(pool, monkeypatch):
     """libzmq gives a connection up whose handshake has failed: what is sent by it then would wait
     for ever."""
     with poly.serve(pool) as server:
-        hello = messages.hello
+        hello = messages.pack_hello
 
         def late(**who):
-            wait_for(lambda: server._turned_away)
+            wait_for(lambda: server._refused_connections)
             time.sleep(0.1)  # for libzmq to do so, of which it tells nothing
             return hello(**who)
 
-        monkeypatch.setattr(connection_module, "hello", late)
-        with pytest.raises(ConnectionError, match="does not know our key"):
-            poly.connect(server.address, server_key=server.key, keys=new_pair())
+        monkeypatch.setattr(connection_module, "pack_hello", late)
+        with pytest.raises(ConnectionError, match="does not allow the key of this process"):
+            poly.connect(server.address, server_key=server.key, keys=new_key_pair())
 
 
 def test_a_server_that_is_another_gets_nothing_of_ours(server, card):
     found = Card.read(card)
-    with pytest.raises(ConnectionError, match="has not the server's key"):
-        poly.connect(server.address, server_key=new_pair()[0], keys=(found.public, found.secret))
+    keys = (found.public, found.secret)
+    with pytest.raises(ConnectionError, match="does not hold the expected server key"):
+        poly.connect(server.address, server_key=new_key_pair()[0], keys=keys)
 
 
 def test_nobody_there_is_told_with_the_address():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConnectionError, match=f"nobody answered at {where} within 0.3 s"):
-            poly.connect(where, server_key=new_pair()[0], keys=new_pair(), timeout=0.3)
+        with pytest.raises(ConnectionError, match=f"no server answered at {where} within 0.3 s"):
+            poly.connect(where, server_key=new_key_pair()[0], keys=new_key_pair(), timeout=0.3)
 
 
 @pytest.mark.guarantee("remote-12", "command-3")
 @pytest.mark.parametrize("version", [1, 77])
 def test_another_version_is_told_by_which(version, server, card, monkeypatch, caplog):
     monkeypatch.setattr(messages, "PROTOCOL", version)
-    hello = messages.hello()
+    hello = messages.pack_hello()
     monkeypatch.undo()
-    monkeypatch.setattr(connection_module, "hello", lambda **who: hello)
+    monkeypatch.setattr(connection_module, "pack_hello", lambda **who: hello)
     which = f"the client speaks protocol {version} and the server protocol {messages.PROTOCOL}"
     older, newer = sorted(
         [("the client", version), ("the server", messages.PROTOCOL)], key=lambda each: each[1]
@@ -569,9 +570,9 @@ def test_another_version_is_told_by_which(version, server, card, monkeypatch, ca
 @pytest.mark.guarantee("remote-12")
 def test_a_server_of_another_version_is_told_by_which(server, card, monkeypatch):
     monkeypatch.setattr(messages, "PROTOCOL", 1)
-    hello = messages.hello()
+    hello = messages.pack_hello()
     monkeypatch.undo()
-    monkeypatch.setattr(server_module, "hello", lambda *drones, **who: hello)
+    monkeypatch.setattr(server_module, "pack_hello", lambda *drones, **who: hello)
     told = f"the server speaks protocol 1 and this client protocol {messages.PROTOCOL}"
     with pytest.raises(ConnectionError, match=told):
         poly.connect(card)
@@ -604,7 +605,7 @@ def test_a_file_that_is_no_connection_file_is_told(tmp_path, text):
     path = tmp_path / "x"
     path.write_text(text)
     path.chmod(0o600)
-    with pytest.raises(ValueError, match="is no connection file"):
+    with pytest.raises(ValueError, match="is not a connection file"):
         poly.connect(path)
     with pytest.raises(FileNotFoundError):
         poly.connect(tmp_path / "none")
@@ -629,8 +630,8 @@ def test_a_connection_file_that_is_a_pipe_or_has_no_end_keeps_nobody_waiting(
 ):
     """Whoever may write into a directory may have put them there; nobody writes into the pipe."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    pool_registry.folder(make=True)
-    for pipe in (tmp_path / "card", pool_registry.path_of("lab")):
+    pool_registry.registry_directory(make=True)
+    for pipe in (tmp_path / "card", pool_registry.card_path("lab")):
         os.mkfifo(pipe)
         pipe.chmod(mode)
     long = tmp_path / "long"
@@ -638,11 +639,11 @@ def test_a_connection_file_that_is_a_pipe_or_has_no_end_keeps_nobody_waiting(
     os.truncate(long, 1 << 40)
     done = run_script(WAITS_FOR_NOBODY, str(tmp_path / "card"), "/dev/zero", str(long), "lab")
     pipe, zeros, end, name = done.stdout.splitlines()
-    assert pipe.startswith(f"ValueError {tmp_path / 'card'} is no regular file (p"), done.stderr
-    assert zeros.startswith("ValueError /dev/zero is no regular file (c")
+    assert pipe.startswith(f"ValueError {tmp_path / 'card'} is not a regular file (p"), done.stderr
+    assert zeros.startswith("ValueError /dev/zero is not a regular file (c")
     assert end == f"ValueError {long} has more than 1,048,576 bytes"
-    assert name.startswith("ValueError") and "is no regular file" in name
-    assert pool_registry.running() == []
+    assert name.startswith("ValueError") and "is not a regular file" in name
+    assert pool_registry.running_cards() == []
 
 
 # -- strangers -------------------------------------------------------------------------------------
@@ -724,7 +725,7 @@ def test_a_stranger_gets_the_greeting_of_every_zeromq_socket_and_nothing_else(
     bomb = pickle.dumps(Bomb(fuse))
     definition = messages.pack_definition("x", bomb)
     work = messages.pack_work([Item(1, 0, DEFINE_CALLABLE, definition), Item(2, 1, CALL, bomb)])
-    speech = [message(*messages.hello()), message(*work), message(b"C", b"12345678")]
+    speech = [message(*messages.pack_hello()), message(*work), message(b"C", b"12345678")]
     curve = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + os.urandom(32 + 8 + 80)
     greeting = {
         "NULL": [zmtp(b"NULL"), ready(), *speech],
@@ -768,7 +769,7 @@ def test_one_with_the_servers_key_alone_gets_no_answer(server, tmp_path):
     )
     stranger.connect(server.address)
     with suppress(zmq.Again):  # it may have been refused by now
-        stranger.send_multipart(messages.hello(), zmq.NOBLOCK)
+        stranger.send_multipart(messages.pack_hello(), zmq.NOBLOCK)
     from zmq.utils.monitor import recv_monitor_message
 
     assert monitor.poll(10_000)
@@ -789,29 +790,29 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
     print("seed", seed)
     rnd = random.Random(seed)
     good = [
-        messages.hello(),
+        messages.pack_hello(),
         messages.pack_work(
             [
                 Item(1, 0, DEFINE_CALLABLE, messages.pack_definition("x", b"not a pickle")),
                 Item(2, 1, CALL, b"nor this", 0, 0.5, 3),
             ]
         ),
-        messages.pack_note(messages.ASK, {"id": 1, "what": "drones"}),
-        messages.pack_note(messages.ASK, {"id": 2, "what": "kill", "drone": 99}),
-        messages.pack_note(messages.ASK, {"id": [], "what": {}, "drone": ""}),
-        messages.hello(1, role="worker", name="far", host="x"),
-        messages.pack_note(
-            messages.NEWS, {"drones": [{"number": 1, "name": "x", "pid": 1, "host": "x"}]}
+        messages.pack_json(messages.REQUEST, {"id": 1, "what": "drones"}),
+        messages.pack_json(messages.REQUEST, {"id": 2, "what": "kill", "drone": 99}),
+        messages.pack_json(messages.REQUEST, {"id": [], "what": {}, "drone": ""}),
+        messages.pack_hello(1, role="worker", name="far", host="x"),
+        messages.pack_json(
+            messages.HOST_STATUS, {"drones": [{"number": 1, "name": "x", "pid": 1, "host": "x"}]}
         ),
-        messages.pack_note(messages.NEWS, {"drones": [{"number": ""}]}),
-        messages.pack_note(messages.TELL, {"id": 1}),
-        messages.pack_note(messages.OUTPUT, {"lines": [["x", "far.0", "stdout", ""]]}),
-        messages.pack_numbers(messages.SEEN, [1 << 40]),
-        messages.pack_share(1, 2, [b"a pickle", bytes(100)]),
+        messages.pack_json(messages.HOST_STATUS, {"drones": [{"number": ""}]}),
+        messages.pack_json(messages.REPLY, {"id": 1}),
+        messages.pack_json(messages.OUTPUT, {"lines": [["x", "far.0", "stdout", ""]]}),
+        messages.pack_numbers(messages.OUTPUT_ACK, [1 << 40]),
+        messages.pack_shared_value(1, 2, [b"a pickle", bytes(100)]),
         messages.pack_work(
-            [Item(3, 1, CALL | messages.SHARES, messages.pack_shares([1, 5], b"x"))]
+            [Item(3, 1, CALL | messages.WITH_SHARED, messages.pack_shared_numbers([1, 5], b"x"))]
         ),
-        messages.pack_numbers(messages.GIVE_UP, [1]),
+        messages.pack_numbers(messages.RELEASE, [1]),
         messages.pack_numbers(messages.WINDOW, [5]),
         messages.pack_numbers(messages.RETURNED, [1, 2]),
         messages.pack_results([(1, 1, b"x", "said")]),
@@ -883,9 +884,9 @@ def of_a_key_holder(context, card):
         messages.read_work,
         messages.read_results,
         messages.read_numbers,
-        messages.read_note,
-        messages.read_share,
-        lambda parts: [messages.read_shares(part) for part in parts],
+        messages.read_json,
+        messages.read_shared_value,
+        lambda parts: [messages.read_shared_numbers(part) for part in parts],
         lambda parts: messages.read_lines(parts, 3),
         lambda parts: messages.read_hello(parts, "it", "we"),
         lambda parts: [messages.read_definition(part) for part in parts],

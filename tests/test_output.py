@@ -10,7 +10,7 @@ from engines import local_only, on_each_engine, poly
 from faults import wait_for
 from scripts import run_script
 
-from polycephaly.drone.console import tag
+from polycephaly.drone.console import set_tag
 from polycephaly.wire.chunks import ChunkParser, chunk
 
 pytestmark = on_each_engine
@@ -202,14 +202,14 @@ def test_a_line_without_an_end_is_told_in_pieces_and_nothing_of_it_is_lost():
 
 
 def tagged(name, text, end="\n"):
-    tag(name)
+    set_tag(name)
     try:
         print(text, end=end)
         print(text, file=sys.stderr, end=end)
         sys.stdout.flush()
         subprocess.run(["sh", "-c", "echo of a program"])
     finally:
-        tag("")
+        set_tag("")
 
 
 def test_lines_know_on_whose_behalf_they_were_printed(pool, lines):
@@ -229,8 +229,8 @@ def test_lines_know_on_whose_behalf_they_were_printed(pool, lines):
 
 def test_a_chunk_amid_a_line_does_not_break_it(pool, lines):
     pool.doit(
-        "import sys; from polycephaly.drone.console import STDOUT, note\n"
-        "print('one', end=' '); sys.stdout.flush(); note(STDOUT, 'O', '0'); print('line')"
+        "import sys; from polycephaly.drone.console import STDOUT, write_record\n"
+        "print('one', end=' '); sys.stdout.flush(); write_record(STDOUT, 'O', '0'); print('line')"
     )
     assert lines.of("stdout") == ["one line"]
 
@@ -238,7 +238,8 @@ def test_a_chunk_amid_a_line_does_not_break_it(pool, lines):
 def test_another_tag_ends_a_line_that_was_begun(pool, lines):
     """Or what one prints would be told to another."""
     pool.doit(
-        "from polycephaly.drone.console import tag; print('one', end=' '); tag('x'); print('two', end='')"
+        "from polycephaly.drone.console import set_tag; "
+        "print('one', end=' '); set_tag('x'); print('two', end='')"
     )
     pool.doit("print('three')")
     assert [(line.text, line.tag) for line in lines] == [("one ", ""), ("two", "x"), ("three", "")]
@@ -279,7 +280,7 @@ def test_a_made_up_mark_of_order_loses_nothing(lines):
 @pytest.mark.parametrize("name", ["x" * 129, "line\nend", "é", "\x1e"])
 def test_a_tag_is_a_short_ascii_name(pool, name):
     error = pool.promise(
-        "from polycephaly.drone.console import tag; tag(" + ascii(name) + ")"
+        "from polycephaly.drone.console import set_tag; set_tag(" + ascii(name) + ")"
     ).exception()
     assert isinstance(
         error, ValueError
@@ -289,7 +290,7 @@ def test_a_tag_is_a_short_ascii_name(pool, name):
 def sorted_out(data, cuts):
     sorter, out = ChunkParser(), []
     for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-        for each in sorter.sort(data[start:end], last=end == len(data)):
+        for each in sorter.parse(data[start:end], last=end == len(data)):
             if isinstance(each, bytes) and out and isinstance(out[-1], bytes):
                 out[-1] += each
             else:
@@ -325,8 +326,8 @@ def test_chunks_come_out_whole_wherever_the_reads_fall():
 def test_parts_whose_rest_never_comes_are_forgotten():
     sorter = ChunkParser()
     for i in range(10_000):
-        assert list(sorter.sort(b"\x1epoly:L%x.1+aaa\x1e" % i, last=False)) == []
+        assert list(sorter.parse(b"\x1epoly:L%x.1+aaa\x1e" % i, last=False)) == []
     assert 16 < len(sorter._parts) < 5000
     for _ in range(10_000):
-        assert list(sorter.sort(b"\x1epoly:Lf.2+%s\x1e" % (b"a" * 4000), last=False)) == []
+        assert list(sorter.parse(b"\x1epoly:Lf.2+%s\x1e" % (b"a" * 4000), last=False)) == []
     assert sum(len(part) for parts in sorter._parts.values() for part in parts) < 2 << 20

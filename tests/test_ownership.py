@@ -64,7 +64,10 @@ def test_what_ended_with_its_owner_says_with_whom_and_names_the_cure(owner):
         drone, promise = in_thread(make)
     else:
         drone, promise = asyncio.run(main()) if owner == "asyncio task" else green.run(main)
-    said = rf"its owner, {owner} '.+', has ended \(Drone\(detached=True\), or a Pool, would go on\)"
+    said = (
+        rf"its owner, {owner} '.+', has ended "
+        r"\(use Drone\(detached=True\) or a Pool to outlive the owner\)"
+    )
     with pytest.raises(poly.DroneDied, match=said):
         promise.result(20)
     with pytest.raises(RuntimeError, match=said):

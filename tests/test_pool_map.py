@@ -321,4 +321,4 @@ def test_results_that_are_taken_after_the_pool_has_ended_say_how_to_take_them():
         results = pool.map(time.sleep, [0.001] * 10_000)
     with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown") as told:
         list(results)
-    assert "take them all before the pool ends" in told.value.__notes__[0]
+    assert "take all results before the pool ends" in told.value.__notes__[0]

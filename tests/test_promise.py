@@ -17,7 +17,7 @@ from scripts import output_of
 
 import polycephaly as poly
 from polycephaly import Promise
-from polycephaly.errors import another
+from polycephaly.errors import copy_error
 
 ROUNDS = 2000
 
@@ -779,7 +779,7 @@ def test_another_is_like_it_or_itself():
         KeyError("k"),
         OSError(2, "no", "/y"),
     ):
-        twin = another(error)
+        twin = copy_error(error)
         assert type(twin) is type(error) and str(twin) == str(error) and repr(twin) == repr(error)
         for name in ("errno", "filename", "why", "one"):
             assert getattr(twin, name, None) == getattr(error, name, None)

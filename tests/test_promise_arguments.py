@@ -206,7 +206,7 @@ def noted_sum(path, a, b):
 class OfAny(Promise):
     """As those of shared values on Ray."""
 
-    _may_be_anywhere = True
+    _may_be_inside_objects = True
 
 
 @pytest.mark.local_only

@@ -98,14 +98,14 @@ def headers(status):
         (SETTINGS + headers(b"\x48\x03503"), "another protocol"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "another protocol"),
         (b"-ERR unknown command", "another protocol"),
-        (SETTINGS, "hung up"),
-        (b"", "hung up"),
+        (SETTINGS, "closed the connection"),
+        (b"", "closed the connection"),
         (None, "timed out"),
         (SETTINGS + headers(b"\x88"), None),
     ],
 )
 def test_who_answers_in_a_clusters_place_is_found_out(answer, said):
-    from polycephaly.engines.ray.probe import knock
+    from polycephaly.engines.ray.probe import check_grpc_server
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -122,10 +122,10 @@ def test_who_answers_in_a_clusters_place_is_found_out(answer, said):
         thread = threading.Thread(target=serve)
         thread.start()
         if said is None:
-            knock(address, 60)
+            check_grpc_server(address, 60)
         else:
             with pytest.raises(ConnectionError, match=f"at {address}: .*{said}"):
-                knock(address, 1 if said == "timed out" else 60)
+                check_grpc_server(address, 1 if said == "timed out" else 60)
         thread.join()
 
 
@@ -170,9 +170,9 @@ def test_labels_are_matched_as_ray_does_it(wanted, fits):
 )  # fmt: skip
 def test_amounts_are_counted_as_ray_does_it(name, there, amount, drones):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    from polycephaly.engines.ray.cluster import _room
+    from polycephaly.engines.ray.cluster import _count_fitting
 
-    assert _room(name, there, amount) == drones
+    assert _count_fitting(name, there, amount) == drones
 
 
 @pytest.mark.ray
@@ -246,7 +246,7 @@ def test_drones_for_which_there_is_no_room_are_told_of_replacements_too(monkeypa
     others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
     with poly.Pool(1, num_cpus=1) as pool:
         assert pool.doit(abs, -1) == 1 and ray.get([each.ping.remote() for each in others])
-        wait_for(lambda: not pool._dispatcher.supervisor.engine._says_what_is_awaited)
+        wait_for(lambda: not pool._dispatcher.supervisor.engine._wait_check_scheduled)
         others.append(other.remote())
         has_a_place = others[-1].ping.remote()
         while not ray.wait([has_a_place], timeout=0)[0]:
@@ -266,14 +266,14 @@ def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(mon
     from polycephaly.engines.ray import engine
     from polycephaly.runtime.reactor import Reactor
 
-    after, asked = Reactor.after, []
+    after, asked = Reactor.call_later, []
 
     def note_and_set(reactor, seconds, act):
-        if getattr(act, "__func__", None) is engine.RayEngine._say_what_is_awaited:
+        if getattr(act, "__func__", None) is engine.RayEngine._warn_of_waiting_drones:
             asked.append(seconds)
         after(reactor, seconds, act)
 
-    monkeypatch.setattr(Reactor, "after", note_and_set)
+    monkeypatch.setattr(Reactor, "call_later", note_and_set)
     monkeypatch.setattr(tuning, "start_report_seconds", 6.0)
     other = ray.remote(num_cpus=1)(Other)
     others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
@@ -337,23 +337,23 @@ def test_processors_and_devices_may_stand_among_resources():
     with pytest.raises(ValueError, match="no drone of 1,000 GPU fits into a node"):
         poly.Pool(1, resources={"GPU": 1000})
     with pytest.raises(
-        ValueError, match=r"num_cpus=2 and resources=\{'CPU': 1\} are the same thing"
+        ValueError, match=r"num_cpus=2 and resources=\{'CPU': 1\} are the same option"
     ):
         poly.Pool(1, resources={"CPU": 1}, num_cpus=2)
 
 
 def test_a_device_among_resources_is_a_device_to_ray():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    from polycephaly.engines.ray.cluster import _as_ray_wants
+    from polycephaly.engines.ray.cluster import _normalize_resources
 
     given = {"resources": {"GPU": 1, "disk": 2, "memory": 5}, "num_cpus": 3}
-    assert _as_ray_wants(given) == {
+    assert _normalize_resources(given) == {
         "resources": {"disk": 2},
         "num_gpus": 1,
         "memory": 5,
         "num_cpus": 3,
     }
-    assert _as_ray_wants({"num_cpus": 3}) == {"num_cpus": 3}
+    assert _normalize_resources({"num_cpus": 3}) == {"num_cpus": 3}
 
 
 @on_ray
@@ -390,7 +390,7 @@ def test_a_promise_as_an_argument_does_not_pass_through_the_controller(pool):
     taken = other.promise(len, made)
     assert taken.value == NUMBERS
     assert (
-        made.exception() is None and made._lies and not made._opened
+        made.exception() is None and made._is_lazy and not made._is_loaded
     )  # nobody has looked at it here
     assert len(made.value) == NUMBERS
 
@@ -471,7 +471,9 @@ def test_the_death_of_a_drone_that_only_waits_for_what_it_overlaps_is_noticed(tm
         tasks = [pool.promise(sleep_long, path) for _ in range(2)]
         wait_for(lambda: len(lines(path)) == 2)
         wait_for(lambda: pool.drones[0].pid)
-        wait_for(lambda: not pool._dispatcher.handles[0].calls)  # so that no answer is due
+        wait_for(
+            lambda: not pool._dispatcher.handles[0].unanswered_calls
+        )  # so that no answer is due
         os.kill(pool.drones[0].pid, signal.SIGKILL)
         assert [type(each.exception(30)) for each in tasks] == [poly.DroneDied] * 2
 
@@ -483,7 +485,7 @@ def drone_with_a_page(diary, lives):
     child = os.fork()
     if not child:
         folder = diary.open_folder()
-        diary.ExitRecord(folder).start(7)
+        diary.ExitRecord(folder).mark_started(7)
         os.write(writes, folder.encode())
         while lives:
             signal.pause()
@@ -497,7 +499,7 @@ def drone_with_a_page(diary, lives):
 def test_what_is_too_large_is_left_out_be_it_data_or_what_a_function_holds():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     done = run_script("""
-        from polycephaly.wire.main_snapshot import take
+        from polycephaly.wire.main_snapshot import take_snapshot
 
         large = bytes(17 << 20)
         small = 1
@@ -508,13 +510,13 @@ def test_what_is_too_large_is_left_out_be_it_data_or_what_a_function_holds():
         def light():
             return small
 
-        taken = take()
+        taken = take_snapshot()
         print(sorted(taken.left_out), sorted(taken.definitions), "small" in taken.data)
         print({why.partition("(")[0] for why in taken.left_out.values()})
     """)
     first, second = done.stdout.splitlines()
     assert first == "['heavy', 'large'] ['light'] True", done.stderr
-    assert second == "{'it is too large to be copied to every drone '}"
+    assert second == "{'the value is too large to be copied to every drone '}"
 
 
 @pytest.mark.guarantee("cluster-2")
@@ -525,23 +527,23 @@ def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
     page = diary.ExitRecord(str(tmp_path))
     try:
         assert page.keep(b"a") and page.keep(b"b")
-        before = page.entries()
+        before = page.count_entries()
         assert page.keep(b"c")  # by the main thread, while its ear makes a report of the others
-        page.reported(1, before)
-        page.reported(2, before)
-        page.acknowledged(0)
+        page.add_report(1, before)
+        page.add_report(2, before)
+        page.acknowledge(0)
         assert page._status_table.kept(0) == b"abc"
-        page.acknowledged(1)
+        page.acknowledge(1)
         assert page._status_table.kept(0) == b"c"
         assert page.keep(b"d")
-        page.acknowledged(2)
+        page.acknowledge(2)
         assert page._status_table.kept(0) == b"cd"
-        page.reported(3, page.entries())
-        page.acknowledged(3)
+        page.add_report(3, page.count_entries())
+        page.acknowledge(3)
         assert page._status_table.kept(0) == b""
     finally:
         page._cells.release()
-        page._room.release()
+        page._buffer.release()
         page._status_table.close()
 
 
@@ -567,7 +569,7 @@ def test_of_a_dead_drones_output_is_told_what_is_there(tmp_path):
     from polycephaly.engines.ray import exit_record as diary
 
     with open(tmp_path / diary.OUT, "ab", buffering=0) as file:
-        printed = diary.Printed(str(tmp_path), diary.OUT)
+        printed = diary.OutputFile(str(tmp_path), diary.OUT)
         lengths = []
         for _ in range(15):
             file.write(b"x" * (1 << 20))
@@ -576,10 +578,11 @@ def test_of_a_dead_drones_output_is_told_what_is_there(tmp_path):
         file.write(b"y")
         assert printed.has_more() and (printed.read(10), printed.read(10)) == (b"y", b"")
     end = 15 << 20
-    assert diary._rest(str(tmp_path), diary.OUT, 5) == b"x" * diary.MOST  # not what is in a hole
+    tail = diary._read_final_output(str(tmp_path), diary.OUT, 5)
+    assert tail == b"x" * diary.MAX_FINAL_OUTPUT_BYTES  # not what is in a hole
     assert (
-        diary._rest(str(tmp_path), diary.OUT, end) == b"y"
-        and diary._rest(str(tmp_path), diary.OUT, end + 1) == b""
+        diary._read_final_output(str(tmp_path), diary.OUT, end) == b"y"
+        and diary._read_final_output(str(tmp_path), diary.OUT, end + 1) == b""
     )
     printed._file.close()
 
@@ -591,13 +594,13 @@ def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     from polycephaly.engines.ray import exit_record as diary
 
-    monkeypatch.setattr(diary, "_session", lambda: str(tmp_path))
+    monkeypatch.setattr(diary, "_session_dir", lambda: str(tmp_path))
     child, folder = drone_with_a_page(diary, lives=False)
     os.waitpid(child, 0)
     own = diary.open_folder()  # of the next drone on that node
-    remains = diary.read_remains(folder, 0, 0)
+    remains = diary.read_exit_record(folder, 0, 0)
     assert remains is not None and remains.started == 7
-    assert diary.read_remains(folder, 0, 0) is None  # then nobody can tell what had begun
+    assert diary.read_exit_record(folder, 0, 0) is None  # then nobody can tell what had begun
     os.rmdir(own)
 
 
@@ -608,9 +611,9 @@ def test_a_drone_that_ray_has_lost_though_it_lives_runs_nothing_after_its_page_w
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     from polycephaly.engines.ray import exit_record as diary
 
-    monkeypatch.setattr(diary, "_session", lambda: str(tmp_path))
+    monkeypatch.setattr(diary, "_session_dir", lambda: str(tmp_path))
     child, folder = drone_with_a_page(diary, lives=True)
-    remains = diary.read_remains(folder, 0, 0)
+    remains = diary.read_exit_record(folder, 0, 0)
     assert os.waitpid(child, os.WNOHANG) == (child, signal.SIGKILL)
     assert remains is not None and remains.started == 7
 
@@ -623,7 +626,7 @@ def test_the_switch_has_room_for_more_drones_than_it_may_have_calls():
 
     switch = ray.remote(Switch).options(num_cpus=0, max_concurrency=2).remote()
     for number in range(4):
-        waiting = switch.orders.remote(number)
+        waiting = switch.get_orders.remote(number)
         ray.get(switch.forget.remote(number), timeout=30)
         assert ray.get(waiting, timeout=30) == []
     ray.kill(switch)
@@ -827,7 +830,7 @@ def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(
 
         def runs_work(pid):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as told:
-                return told.read().startswith("ray::DroneActor.take")
+                return told.read().startswith("ray::DroneActor.handle_message")
 
         def kill_in_the_middle(node):
             while not any(map(runs_work, processes(node))):
@@ -838,13 +841,14 @@ def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(
 
         with cluster(2, 4) as nodes, loopback(latency=0.15, host=ray.util.get_node_ip_address()) as site:
             everywhere = {"engine": "ray", "retries": 3, "scheduling_strategy": "SPREAD"}
-            plan = [each for each in experiments.plan([4], [], how=everywhere) if each.name in ("sequential", "II")]
+            planned = experiments.plan([4], [], pool_options=everywhere)
+            plan = [each for each in planned if each.name in ("sequential", "II")]
             outcomes = []
             for outcome in experiments.run(site, plan):
                 outcomes.append(outcome)
                 if not killed:
                     threading.Thread(target=kill_in_the_middle, args=nodes[-1:], daemon=True).start()
-        print(len(killed) > 2, [(each.experiment.name, each.astray) for each in outcomes])
+        print(len(killed) > 2, [(each.experiment.name, each.differing) for each in outcomes])
     """,
         timeout=150,
     )

@@ -159,9 +159,9 @@ def test_who_leaves_gives_back_what_has_not_begun(remote, joined, far, server, t
     warm_up(remote)
     promises = [remote.promise(note_and_hold, ran, i, gate) for i in range(60)]
     wait_for(lambda: len(lines(ran)) == 2)
-    wait_for(lambda: far._dispatcher.queue or len(joined._desk.tasks) == 1)
+    wait_for(lambda: far._dispatcher.queue or len(joined._session.tasks) == 1)
     leaving = poly.green.spawn(joined.leave)
-    wait_for(lambda: len(joined._desk.tasks) == 1)  # what it runs
+    wait_for(lambda: len(joined._session.tasks) == 1)  # what it runs
     append(gate, "open")
     assert [p.result(SOON) for p in promises] == list(range(60))
     leaving.result(SOON)
@@ -189,7 +189,7 @@ def test_who_leaves_at_once_has_what_it_runs_rejected(remote, joined, tmp_path):
     wait_for(lambda: any(p.done() for p in promises))
     died = next(p for p in promises if p.done())
     with pytest.raises(
-        poly.DroneDied, match=r"worker far on .* was lost with block_for_ever, .*: it has left"
+        poly.DroneDied, match=r"host far on .* was lost with block_for_ever, .*: the host has left"
     ):
         died.result()
     for each in promises:
@@ -224,7 +224,7 @@ def test_the_servers_end_is_told(far, card, tmp_path):
             joined.run()
         joined.leave()
     assert far.doit(abs, -1) == 1
-    with pytest.raises(ConnectionError, match=r"nobody answered at .* within 0\.3 s"):
+    with pytest.raises(ConnectionError, match=r"no server answered at .* within 0\.3 s"):
         join(far, card, timeout=0.3)
 
 
@@ -286,7 +286,7 @@ def test_a_worker_that_is_told_to_end_gives_back_and_finishes(
         promises = [remote.promise(note_and_hold, ran, i, gate) for i in range(50)]
         wait_for(lambda: len(lines(ran)) == 3)
         script.signal(number)
-        wait_for(lambda: not any(worker.window for worker in server._workers))
+        wait_for(lambda: not any(worker.window for worker in server._joined_hosts))
         append(gate, "open")
         assert [p.result(SOON) for p in promises] == list(range(50))
         script.read_until("left")
@@ -305,7 +305,8 @@ def test_a_worker_that_is_silent_is_given_up(remote, server, card, tmp_path, mon
         wait_for(lambda: len(lines(started)) == 3)
         script.signal(signal.SIGSTOP)
         wait_for(lambda: sum(p.done() for p in promises) == 2)
-        assert sum("not heard of for 3 s" in str(p.exception()) for p in promises if p.done()) == 2
+        errors = [str(p.exception()) for p in promises if p.done()]
+        assert sum("received no message for 3 s" in each for each in errors) == 2
         assert len(remote.drones) == 1
         script.signal(signal.SIGCONT)
         assert script.wait() != 0  # its `run` raises

@@ -15,8 +15,8 @@ from scripts import Script
 
 import polycephaly as poly
 from polycephaly.engines.remote import pool_registry
-from polycephaly.engines.remote.keys import Card, new_pair
-from polycephaly.runtime.procfs import birth_of
+from polycephaly.engines.remote.keys import Card, new_key_pair
+from polycephaly.runtime.procfs import start_time_of
 from polycephaly.server.join import join
 
 
@@ -33,9 +33,10 @@ def pool():
 
 
 def a_card(name, pid=None):
-    key = new_pair()[0]
+    key = new_key_pair()[0]
     pid = os.getpid() if pid is None else pid
-    return Card("tcp://127.0.0.1:1", key, *new_pair(), name=name, pid=pid, birth=birth_of(pid))
+    pair, birth = new_key_pair(), start_time_of(pid)
+    return Card("tcp://127.0.0.1:1", key, *pair, name=name, pid=pid, birth=birth)
 
 
 SERVER = """
@@ -56,13 +57,13 @@ SERVER = """
 def test_a_served_pool_is_found_by_its_name(pool, runtime):
     with poly.serve(pool, name="lab") as server, poly.connect("lab") as remote:
         assert remote.doit("6 * 7") == 42
-        assert [card.name for card in pool_registry.running()] == ["lab"]
+        assert [card.name for card in pool_registry.running_cards()] == ["lab"]
         assert server.card.pid == os.getpid()
-        assert pool_registry.path_of("lab") == runtime / "polycephaly" / "lab.json"
-        assert stat.S_IMODE(os.stat(pool_registry.path_of("lab")).st_mode) == 0o600
-        assert stat.S_IMODE(os.stat(pool_registry.folder()).st_mode) == 0o700
-    assert pool_registry.running() == []
-    assert os.listdir(pool_registry.folder()) == [".lock"]
+        assert pool_registry.card_path("lab") == runtime / "polycephaly" / "lab.json"
+        assert stat.S_IMODE(os.stat(pool_registry.card_path("lab")).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(pool_registry.registry_directory()).st_mode) == 0o700
+    assert pool_registry.running_cards() == []
+    assert os.listdir(pool_registry.registry_directory()) == [".lock"]
 
 
 def test_a_pool_that_has_a_name_here_is_found_by_its_address_too(pool):
@@ -72,7 +73,7 @@ def test_a_pool_that_has_a_name_here_is_found_by_its_address_too(pool):
         with poly.Pool(2) as more, join(more, server.card.address) as joined:
             assert joined.name == "lab"
     with pytest.raises(
-        ValueError, match=r"no pool of yours runs here at tcp://127\.0\.0\.1:1, .*server_key="
+        ValueError, match=r"no pool of yours .* is at tcp://127\.0\.0\.1:1, .*server_key="
     ):
         poly.connect("tcp://127.0.0.1:1")
     with pytest.raises(ValueError, match="an address is tcp://HOST:PORT"):
@@ -98,7 +99,7 @@ def test_a_name_that_is_none_is_refused(pool, wrong):
     with pytest.raises(ValueError, match="a pool's name is"):
         poly.serve(pool, name=wrong)
     with pytest.raises(ValueError, match="a pool's name is"):
-        pool_registry.path_of(wrong)
+        pool_registry.card_path(wrong)
 
 
 @pytest.mark.guarantee("remote-7")
@@ -122,44 +123,45 @@ def test_a_second_start_is_refused_while_the_first_lives(pool):
 def test_what_a_killed_server_has_left_is_dropped(pool):
     with Script(SERVER) as script:
         script.read_until("up")
-        assert [card.pid for card in pool_registry.running()] == [script.process.pid]
+        assert [card.pid for card in pool_registry.running_cards()] == [script.process.pid]
         script.signal(signal.SIGKILL)
         script.wait()
-        assert pool_registry.path_of("lab").exists()
+        assert pool_registry.card_path("lab").exists()
         with pytest.raises(ConnectionError, match="no pool named 'lab' is running"):
             poly.connect("lab")
-        assert not pool_registry.path_of("lab").exists()
+        assert not pool_registry.card_path("lab").exists()
         assert not script.left()
 
 
 @pytest.mark.guarantee("remote-7")
 def test_a_pid_that_another_process_has_got_since_misleads_nobody():
     stale = replace(a_card("lab"), birth="another boot:12345")
-    pool_registry.claim(stale)
-    assert pool_registry.running() == []
-    assert not pool_registry.path_of("lab").exists()
+    pool_registry.register(stale)
+    assert pool_registry.running_cards() == []
+    assert not pool_registry.card_path("lab").exists()
 
 
 def test_an_old_server_that_closes_late_leaves_the_new_ones_file():
     old, new = replace(a_card("lab"), birth="gone"), a_card("lab")
-    pool_registry.claim(old)
-    pool_registry.claim(new)
-    pool_registry.leave(old)
-    assert pool_registry.running() == [new]
-    pool_registry.leave(new)
-    pool_registry.leave(new)
-    assert pool_registry.running() == []
+    pool_registry.register(old)
+    pool_registry.register(new)
+    pool_registry.unregister(old)
+    assert pool_registry.running_cards() == [new]
+    pool_registry.unregister(new)
+    pool_registry.unregister(new)
+    assert pool_registry.running_cards() == []
 
 
 def test_what_is_being_written_stays_and_what_a_dead_one_began_goes():
     dead = subprocess.Popen(["true"])
     dead.wait()
     living, left = (
-        pool_registry.folder(make=True) / f".lab.json.{pid}" for pid in (os.getpid(), dead.pid)
+        pool_registry.registry_directory(make=True) / f".lab.json.{pid}"
+        for pid in (os.getpid(), dead.pid)
     )
     living.touch()
     left.touch()
-    pool_registry.running()
+    pool_registry.running_cards()
     assert living.exists() and not left.exists()
 
 
@@ -174,7 +176,7 @@ RACER = """
     for line in sys.stdin:
         card = replace(mine, name=line.strip())
         try:
-            places.claim(card)
+            places.register(card)
             print("won", flush=True)
         except FileExistsError as error:
             assert "running already" in str(error)
@@ -202,35 +204,35 @@ def test_of_those_that_start_at_once_under_one_name_one_wins():
         stale = replace(a_card("stale"), birth="long gone")
         for turn in range(50):
             name = f"race-{turn}"
-            pool_registry.claim(replace(stale, name=name))
+            pool_registry.register(replace(stale, name=name))
             for racer in racers:
                 racer.stdin.write(f"{name}\n")
-            pool_registry.running()
+            pool_registry.running_cards()
             said = [racer.stdout.readline().strip() for racer in racers]
             assert sorted(said) == ["lost", "lost", "won"], (turn, said)
             winner = racers[said.index("won")]
             assert (
-                next(card.pid for card in pool_registry.running() if card.name == name)
+                next(card.pid for card in pool_registry.running_cards() if card.name == name)
                 == winner.pid
             )
             if turn < 45:  # or each turn would read all those before it
-                pool_registry.path_of(name).unlink()
+                pool_registry.card_path(name).unlink()
     finally:
         for racer in racers:
             racer.communicate()
-    wait_for(lambda: not pool_registry.running())
+    wait_for(lambda: not pool_registry.running_cards())
 
 
 def test_the_directory_is_ours_alone_or_refused(runtime):
     with pytest.raises(ConnectionError):
         poly.connect("lab")
-    assert not pool_registry.folder().exists()  # who looks for a pool makes nothing
-    place = pool_registry.folder(make=True)
+    assert not pool_registry.registry_directory().exists()  # who looks for a pool makes nothing
+    place = pool_registry.registry_directory(make=True)
     place.chmod(0o770)
     with pytest.raises(
         PermissionError, match="must be a directory of yours and of mode 0700, not drwxrwx---"
     ):
-        pool_registry.running()
+        pool_registry.running_cards()
     place.rmdir()
     place.symlink_to(tempfile.gettempdir())
     with pytest.raises(PermissionError, match="must be a directory of yours"):
@@ -242,13 +244,13 @@ def test_where_no_runtime_directory_is_a_private_one_in_the_temporary_directory_
 ):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
     if os.path.isdir(f"/run/user/{os.getuid()}"):
-        assert pool_registry.folder(make=True) == pool_registry.Path(
+        assert pool_registry.registry_directory(make=True) == pool_registry.Path(
             f"/run/user/{os.getuid()}/polycephaly"
         )
         return
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert pool_registry.folder(make=True) == tmp_path / f"polycephaly-{os.getuid()}"
-    assert stat.S_IMODE(pool_registry.folder().stat().st_mode) == 0o700
+    assert pool_registry.registry_directory(make=True) == tmp_path / f"polycephaly-{os.getuid()}"
+    assert stat.S_IMODE(pool_registry.registry_directory().stat().st_mode) == 0o700
 
 
 @pytest.mark.guarantee("remote-8")
@@ -257,7 +259,7 @@ def test_the_runtime_directory_of_another_user_is_not_used(runtime, monkeypatch,
     """sudo may leave his in the environment."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     os.chown(runtime, 12345, 12345)
-    assert runtime not in pool_registry.folder(make=True).parents
+    assert runtime not in pool_registry.registry_directory(make=True).parents
     assert os.listdir(runtime) == []
 
 
@@ -265,16 +267,16 @@ def test_the_runtime_directory_of_another_user_is_not_used(runtime, monkeypatch,
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_the_files_of_another_user_are_refused_and_left_alone(pool, runtime):
     card = a_card("lab")
-    pool_registry.claim(card)
-    os.chown(pool_registry.path_of("lab"), 12345, 12345)
+    pool_registry.register(card)
+    os.chown(pool_registry.card_path("lab"), 12345, 12345)
     with pytest.raises(
         PermissionError, match="must be yours and of mode 0600, not 0600 of user 12345"
     ):
         poly.connect("lab")
     with pytest.raises(PermissionError, match="user 12345"):
         poly.serve(pool, name="lab")
-    assert pool_registry.running() == []
-    assert pool_registry.path_of("lab").exists()
-    os.chown(pool_registry.folder(), 12345, 12345)
+    assert pool_registry.running_cards() == []
+    assert pool_registry.card_path("lab").exists()
+    os.chown(pool_registry.registry_directory(), 12345, 12345)
     with pytest.raises(PermissionError, match="user 12345"):
         poly.connect("lab")

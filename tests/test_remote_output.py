@@ -143,12 +143,12 @@ def test_a_client_that_does_not_read_is_left_out_of_some_and_told_how_many(
         work = remote.promise(speak, str(tmp_path / "go"))
         assert blocked.wait(SOON)
         append(str(tmp_path / "go"), "on")
-        wait_for(lambda: any(client.left_out for client in server._clients.values()))
+        wait_for(lambda: any(client.omitted_lines for client in server._clients.values()))
         gate.set()
         work.result(SOON)
         remote.doit("print('last')")
         assert lines[0] == "first" and lines[-1] == "last"
-        told = [line for line in lines if "lines were left out here" in line]
+        told = [line for line in lines if "lines were omitted here" in line]
         left_out = sum(int(line[1:].split()[0]) for line in told)
         assert left_out and len(lines) - len(told) + left_out == 5002
 

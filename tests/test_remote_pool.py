@@ -92,7 +92,7 @@ def test_a_drone_is_interrupted_and_killed(remote, pool, tmp_path):
         promise.result(SOON)
     assert not one.alive and two.alive
     for use in (lambda: one.doit("1"), one.kill, one.interrupt, lambda: one.unresponsive):
-        with pytest.raises(RuntimeError, match="the drone has ended: lab has none"):
+        with pytest.raises(RuntimeError, match="the drone has ended: lab has no drone"):
             use()
     wait_for(lambda: len(pool.drones) == 2)
     assert sorted(remote.map(abs, range(5), ordered=False)) == list(range(5))
@@ -166,7 +166,7 @@ def test_a_drone_that_does_not_respond_is_told(remote, pool, tmp_path):
     wait_for(lambda: lines(started))
     busy = next(each for each in remote.status()["drones"] if each["running"])
     os.kill(busy["pid"], signal.SIGSTOP)
-    wait_for(lambda: "unresponsive: it is stopped by a signal" in str(remote.status()))
+    wait_for(lambda: "unresponsive: the process is stopped by a signal" in str(remote.status()))
     os.kill(busy["pid"], signal.SIGCONT)
     promise.cancel()
 
@@ -215,7 +215,7 @@ def test_who_may_stop_it_asks_its_owner(pool, card):
 
 
 def test_an_owner_who_lets_nobody_stop_it_says_so(remote):
-    with pytest.raises(RuntimeError, match="the owner of lab does not let clients stop it"):
+    with pytest.raises(RuntimeError, match="the owner of lab does not let clients stop the pool"):
         remote.stop()
 
 
@@ -226,13 +226,13 @@ def test_an_owner_whose_answer_fails_is_told(pool, card):
     with poly.serve(pool, file=card, on_stop=on_stop), poly.connect(card) as remote:
         with pytest.raises(RuntimeError, match="OSError: not today"):
             remote.stop()
-        with pytest.raises(RuntimeError, match="does not know what 'nonsense' is"):
-            remote._connection.ask("nonsense").result(SOON)
+        with pytest.raises(RuntimeError, match="does not know the request 'nonsense'"):
+            remote._connection.request("nonsense").result(SOON)
 
 
 def test_a_server_ends_while_the_thread_of_an_answer_is_about_to_start(pool, card):
     server = poly.serve(pool, file=card)
-    server._questions._asides.add(threading.Thread())
+    server._admin._reply_threads.add(threading.Thread())
     server.close()
 
 
@@ -240,7 +240,7 @@ def test_what_was_asked_is_rejected_when_the_server_ends(pool, card):
     gate = threading.Event()
     server = poly.serve(pool, file=card, on_stop=lambda now: gate.wait())
     remote = poly.connect(card)
-    asked = remote._connection.ask("stop")
+    asked = remote._connection.request("stop")
     server.close()
     with pytest.raises(ConnectionError):
         asked.result(SOON)

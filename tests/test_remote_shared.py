@@ -43,11 +43,11 @@ def remote(server, card):
 
 
 def held(server):
-    return sum(len(client.desk.shared) for client in server._clients.values())
+    return sum(len(client.session.shared) for client in server._clients.values())
 
 
 def used(pool):
-    pool._dispatcher.registry.store.tidy(0.0)
+    pool._dispatcher.registry.store.free_idle_memory(0.0)
     return pool._dispatcher.registry.store.arena.used()
 
 
@@ -121,7 +121,7 @@ def test_a_handle_goes_nowhere_else(remote, card):
             lambda: poly.doit(len, shared),
         ):
             with pytest.raises(
-                TypeError, match="goes to that pool's calls only, and among their arguments"
+                TypeError, match="can only be used as an argument of its own pool's calls"
             ):
                 use()
         assert remote.doit(len, shared) == 1
@@ -129,7 +129,7 @@ def test_a_handle_goes_nowhere_else(remote, card):
 
 def test_what_is_too_large_is_refused_and_what_cannot_be_pickled_too(remote, monkeypatch, pool):
     monkeypatch.setattr(pool._dispatcher.registry.store.arena, "ceiling", 1 << 20)
-    with pytest.raises(MemoryError, match="would be too much"):
+    with pytest.raises(MemoryError, match="shared memory is full"):
         remote.share(bytes(2 << 20))
     with pytest.raises(TypeError, match="cannot pickle"):
         remote.share(threading.Lock())
@@ -166,5 +166,5 @@ def test_calls_that_share_are_run_by_the_servers_own_drones(remote, server, card
         with remote.share(bytes(1_000_000)) as shared:
             promises = [remote.promise(lambda s: (len(s), os.getpid()), shared) for _ in range(100)]
             assert {p.result(SOON)[1] for p in promises} <= {drone.pid for drone in pool.drones}
-            with pytest.raises(RuntimeError, match="a shared value lies in the memory of"):
+            with pytest.raises(RuntimeError, match="the shared value is in the memory of"):
                 remote.drones[-1].doit(len, shared)

@@ -833,7 +833,7 @@ def test_any_view_of_a_view_keeps_it(kind):
 
 def live_keeps(pool):
     """What this image has or looks at in the pool's arena."""
-    return [key for key in arena_of(pool)._keeps if key]
+    return [key for key in arena_of(pool)._range_refs if key]
 
 
 def test_of_many_arrays_in_one_value_one_keeps_all_and_the_last_lets_go(impatient):
@@ -901,13 +901,13 @@ def test_an_array_outlives_the_pool():
             other.doit(echo, b), 2
         )
     gc.collect()
-    assert arena._open
+    assert arena._open_fds
     del b
     gc.collect()
-    assert is_full(part, 5) and arena._open and arena.used() <= 204_800
+    assert is_full(part, 5) and arena._open_fds and arena.used() <= 204_800
     del part
     gc.collect()
-    assert not arena._open
+    assert not arena._open_fds
 
 
 def test_an_array_outlives_a_pool_that_is_broken_off():
@@ -1195,7 +1195,7 @@ def test_in_another_pool_it_arrives_as_well_also_after_its_own_has_ended():
             pool.share(full(5))
         shared.release()
         gc.collect()
-        assert not arena._open
+        assert not arena._open_fds
 
 
 def test_a_handle_can_be_pickled_as_anything():
@@ -1737,13 +1737,13 @@ def what_is_used(pool):
         while True:
             start = os.lseek(arena.fd, at, os.SEEK_DATA)
             at = os.lseek(arena.fd, start, os.SEEK_HOLE)
-            regions.setdefault(start // arena_module.SPAN, []).append(
-                (start % arena_module.SPAN, at - start)
+            regions.setdefault(start // arena_module.REGION_BYTES, []).append(
+                (start % arena_module.REGION_BYTES, at - start)
             )
     lent = [
         (link.number, link.state, len(link.ref_table.lent)) for link in pool._dispatcher.handles
     ]
-    return {"used": arena.used(), "regions": regions, "keeps": arena._keeps, "lent": lent}
+    return {"used": arena.used(), "regions": regions, "keeps": arena._range_refs, "lent": lent}
 
 
 @pytest.mark.parametrize("turn", range(SOAKS))

@@ -365,7 +365,7 @@ def divide(n):
 
 def test_a_drone_forgets_what_its_controller_did():
     green.map(nap, [0.001], width=1)
-    assert trail.trail.events
+    assert trail.event_log.events
     with poly.Drone() as drone:
         assert drone.doit(lambda: len(green.timeline().spans)) == 0
         assert not [span for span in drone.timeline.spans if span.thread]
@@ -384,7 +384,7 @@ def test_many_green_threads_are_counted_where_they_are_too_many_to_be_kept():
     items = [span for span in timeline.spans if span.name == "quick" and not span.whole]
     assert items
     assert len(items) + timeline.threads_lost <= 6000 + 200
-    assert all(span.finished - span.started >= trail.SHORTEST - 2e-6 for span in items)
+    assert all(span.finished - span.started >= trail.MIN_EVENT_SECONDS - 2e-6 for span in items)
 
 
 @pytest.mark.parametrize(
@@ -402,17 +402,17 @@ def test_many_green_threads_are_counted_where_they_are_too_many_to_be_kept():
 )  # fmt: skip
 def test_a_trail_that_is_none_is_refused(sent):
     with pytest.raises(ValueError):
-        trail.read(sent)
+        trail.unpack_events(sent)
 
 
 def test_a_malformed_trail_is_told_and_harms_nothing(caplog):
     def tell():
-        trail.trail.take = lambda: b"no trail"
+        trail.event_log.pop_packed = lambda: b"no trail"
         return 42
 
     with poly.Drone(name="teller") as drone:
         assert drone.doit(tell) == 42
-    assert {record.message.partition(":")[0] for record in caplog.records} == {"teller"}
+    assert {record.message.partition(":")[0] for record in caplog.records} == {"drone teller"}
 
 
 def test_times_that_cannot_be_are_held_against_what_is_known():
@@ -457,7 +457,7 @@ def test_the_text_has_a_row_for_each_drone_a_table_and_the_bottleneck():
         ["load", "1", "1", "s", "1", "s", "100", "ms", "100", "ms", "100", "ms", "0", "B", "0", "B"]
     ]
     assert "green: page" in str(timeline)
-    assert lines[-1].startswith("The longest drone, one, was busy 77 % of the time with load")
+    assert lines[-2].startswith("The busiest drone, one, was busy 77 % of the time with load")
 
 
 def test_the_text_keeps_its_width_whatever_names_are_like():
@@ -478,8 +478,8 @@ def test_the_text_keeps_its_width_whatever_names_are_like():
 
 def test_nothing_done_is_no_error(tmp_path):
     empty = poly.Timeline()
-    assert str(empty) == "Timeline: nothing has been done yet."
-    assert not empty and empty.bottleneck == "No work has been done."
+    assert str(empty) == "Timeline: nothing has run yet."
+    assert not empty and empty.bottleneck == "No tasks have run."
     for suffix in ("html", "svg", "png", "json"):
         empty.save(tmp_path / f"empty.{suffix}")
     with poly.Pool(2) as pool:
@@ -623,6 +623,6 @@ def test_names_without_end_are_added_up_together(monkeypatch):
     with poly.Pool(1) as pool:
         for n in range(60):
             pool.doit(f"x = {n}")
-        (folded, _), sums = pool._dispatcher.record.look(), pool.timeline.sums()
+        (folded, _), sums = pool._dispatcher.record.snapshot(), pool.timeline.sums()
     assert len(folded.sums) <= 6 and folded.spans > 6
     assert sum(each.calls for each in sums.values()) == 60

@@ -44,22 +44,22 @@ THREADS = [Span("page", "a", n, n + 1.0, thread=f"map page #{n}") for n in range
 RUNS = {
     "one call takes all the time": (
         one_long(),
-        "The longest drone, a, was busy 100 % of the time with load_funds: more drones will not help; split that.",
+        "The busiest drone, a, was busy 100 % of the time with load_funds: more drones will not help; split the call.",
     ),
     "one call waits all the time": (
         one_long(cpu=0.1),
-        "The longest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of that: more drones "
-        "will not help; split that, or overlap its waiting by green threads (green.map).",
+        "The busiest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of that: more drones "
+        "will not help; split the call, or overlap its waiting by green threads (green.map).",
     ),
     "its green threads wait": (
         [*one_long(cpu=0.1), *THREADS],
-        "The longest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of that: more drones "
-        "will not help; split that, or let more than its 4 green threads wait at once.",
+        "The busiest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of that: more drones "
+        "will not help; split the call, or let more than its 4 green threads wait at once.",
     ),
     "all wait": (
         full(3, cpu=0.001),
-        "All 3 drones were busy 99 % of the time, mostly with load, but computed in 1 % of that: it waits; green "
-        "threads (green.map) or more drones would overlap the waiting.",
+        "All 3 drones were busy 99 % of the time, mostly with load, but computed in 1 % of that: the calls wait "
+        "most of the time; green threads (green.map) or more drones would overlap the waiting.",
     ),
     "all compute on all cores": (
         full(CORES, cpu=0.099),
@@ -73,22 +73,22 @@ RUNS = {
     ),
     "too few pieces": (
         [work("a", 0.0, 1.0), work("b", 0.0, 0.5), work("a", 1.0, 1.9), work("c", 0.0, 0.2)],
-        "4 pieces of work are too few to keep 3 drones busy (46 % of the time): smaller ones would share more evenly.",
+        "4 tasks are too few to keep 3 drones busy (46 % of the time): smaller tasks would be shared more evenly.",
     ),
     "the queue was empty": (
         [work(f"d{n % 2}", n, n + 0.4, queued=n - 0.2) for n in range(20)],
-        "The queue was empty 80 % of the time, and the drones were busy in 20 %: they waited for the program to give "
-        "them more work.",
+        "The queue was empty 80 % of the time, and the drones were busy in 20 %: they waited for the program to submit "
+        "more tasks.",
     ),
     "too large": (
         [work("a", n, n + 0.1, bytes_sent=50_000_000, on_the_way=0.45) for n in range(20)],
-        "Transport: a call had 50 MB to carry, and was on its way for 877 ms, to run for 100 ms: send less, or share "
-        "it once (pool.share).",
+        "Transport: a call moved 50 MB in 877 ms, and ran for 100 ms: send less data, or share the data once "
+        "(pool.share).",
     ),
     "too short": (
         [work("a", n / 1000, n / 1000 + 2e-5, calls=20) for n in range(400)],
-        "The controller: calls of 1 µs are too short for it to keep the drones busy (2 % of the time); pool.map sends "
-        "many at once, larger ones cost it less.",
+        "The controller: calls of 1 µs are too short for the controller to keep the drones busy (2 % of the time): "
+        "send many at once with pool.map, or make the calls larger.",
     ),
 }  # fmt: skip
 
@@ -139,8 +139,8 @@ def test_a_real_run_with_one_long_call_names_it(tmp_path):
         held.result()
     said = pool.timeline.bottleneck
     assert "with long_one, and computed in" in said
-    assert said.endswith("split that, or overlap its waiting by green threads (green.map).")
+    assert said.endswith("split the call, or overlap its waiting by green threads (green.map).")
 
 
 def test_no_figures_no_sentence():
-    assert sentence(figures(poly.Timeline())) == "No work has been done."
+    assert sentence(figures(poly.Timeline())) == "No tasks have run."

@@ -113,10 +113,10 @@ def warnings_of(caplog):
 def pulses_of(drone, times):
     """Feels for a pulse as the watch does, `times` times; gives how often there was one. The first
     time there is."""
-    patient = health._Patient(time.monotonic())
+    patient = health._ActivityTracker(time.monotonic())
     felt = 0
     for _ in range(times):
-        felt += patient.quiet_for(time.monotonic(), *drone._handle.heartbeat()) == 0
+        felt += patient.inactive_seconds(time.monotonic(), *drone._handle.heartbeat()) == 0
         time.sleep(0.2)
     return felt
 
@@ -265,9 +265,10 @@ def test_threads_that_wait_for_the_interpreter_are_no_sign_of_life(quick, starte
 def test_what_other_processes_take_of_a_busy_machine_is_not_held_against_a_thread(
     ran, waited, computes
 ):
-    patient = health._Patient(10.0)
-    assert patient.quiet_for(10.0, "beat", {"7": (1.0, 2.0)}) == 0
-    assert (patient.quiet_for(11.0, "beat", {"7": (1.0 + ran, 2.0 + waited)}) == 0) == computes
+    patient = health._ActivityTracker(10.0)
+    assert patient.inactive_seconds(10.0, "beat", {"7": (1.0, 2.0)}) == 0
+    inactive = patient.inactive_seconds(11.0, "beat", {"7": (1.0 + ran, 2.0 + waited)})
+    assert (inactive == 0) == computes
 
 
 @pytest.mark.guarantee("death-8")
@@ -276,7 +277,8 @@ def test_what_does_not_respond_is_killed_after_hang_timeout_and_the_pool_goes_on
         hung = pool.promise(sleep_holding_the_gil, started, 1000)
         behind = [pool.promise(abs, -i) for i in range(5)]
         with pytest.raises(
-            poly.DroneDied, match=r"not respond for [\d.]+ s: it holds.*while running sleep_holding"
+            poly.DroneDied,
+            match=r"not respond for [\d.]+ s: the process holds.*while running sleep_holding",
         ):
             hung.result(30)
         assert [p.value for p in behind] == list(range(5))
@@ -372,8 +374,8 @@ def test_a_controller_that_was_stopped_itself_blames_nobody(tmp_path):
             print("up", flush=True)
             hold_until(sys.argv[1])
             for _ in range(3):
-                looked = pool._dispatcher.watch._looked
-                wait_for(lambda: pool._dispatcher.watch._looked != looked)
+                looked = pool._dispatcher.health_monitor._checked_at
+                wait_for(lambda: pool._dispatcher.health_monitor._checked_at != looked)
             open(sys.argv[1] + " to the end", "w").close()
             p.result()
             print("done", flush=True)
@@ -407,7 +409,7 @@ def test_a_wait_is_counted_since_the_last_moment_in_which_anything_ran():
     def others(ran):
         return lambda: asked.append(ran) or ran
 
-    wait = health._WaitingDrone(0.0)
+    wait = health._WaitTracker(0.0)
     assert wait.seconds(0.0, ("started 1", {}), others(0.0)) == 0.0
     assert wait.seconds(30.0, ("started 1", {}), others(0.0)) == 0.0 and asked == [
         0.0
@@ -425,7 +427,7 @@ def test_a_wait_is_counted_since_the_last_moment_in_which_anything_ran():
 
 
 def test_a_thread_that_looks_up_is_none_that_computes():
-    wait = health._WaitingDrone(0.0)
+    wait = health._WaitTracker(0.0)
     steps = "steps 7"
     for second in range(1, 61):
         waited = wait.seconds(second, (steps, {"main": (second * 0.01, 0.0)}), dict)
@@ -643,15 +645,15 @@ def test_a_pipeline_with_more_stages_than_drones_is_told_as_a_deadlock(caplog):
         feeding = threading.Thread(target=feed, args=(channels[0].sender(),))
         feeding.start()
         wait_for(
-            lambda: any("that is a deadlock" in record.getMessage() for record in caplog.records)
+            lambda: any("this is a deadlock" in record.getMessage() for record in caplog.records)
         )
         (told,) = (
             each.getMessage()
             for each in caplog.records
-            if "that is a deadlock" in each.getMessage()
+            if "this is a deadlock" in each.getMessage()
         )
-        assert f"all drones of {pool.name} wait (2)" in told and "(3, first of all stage)" in told
-        assert "takes a Pool of 5 drones" in told
+        assert f"all drones of {pool.name} (2) wait" in told and "(3, the first is stage)" in told
+        assert "use a Pool of at least 5 drones" in told
         assert {drone.waiting.task for drone in pool.drones} == {"stage"}
         assert {drone.waiting.file for drone in pool.drones} == {__file__}
         for each in stages:
@@ -732,7 +734,7 @@ def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
 def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
     """Its memory goes bit by bit, and a look may come in between: the drones before it were too
     large all the same."""
-    supervisor = SimpleNamespace(too_large_so_far=1)
+    supervisor = SimpleNamespace(too_large_in_a_row=1)
     dispatcher = SimpleNamespace(
         config=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None),
         supervisor=supervisor,
@@ -740,8 +742,8 @@ def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
     dying = SimpleNamespace(
         kill_reason="it held too much", memory=lambda enough: 0, state=State.READY
     )
-    health.HealthMonitor(dispatcher)._look_at_memory(dying, 100)
-    assert supervisor.too_large_so_far == 1
+    health.HealthMonitor(dispatcher)._check_memory(dying, 100)
+    assert supervisor.too_large_in_a_row == 1
 
 
 @pytest.mark.guarantee("death-13")

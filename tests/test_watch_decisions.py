@@ -15,8 +15,8 @@ from in_time import WHY, FakeReactor, FakeZygote, dispatcher_of, give, make_read
 from polycephaly.pool import health
 from polycephaly.pool.config import TaskOptions
 from polycephaly.pool.drone_handle import State
-from polycephaly.pool.health import BUSY, LOOK_AT_MEMORY, NEAR
-from polycephaly.pool.supervisor import START_TRIES
+from polycephaly.pool.health import BUSY_FRACTION, MEMORY_CHECK_SECONDS, NEAR_LIMIT_FRACTION
+from polycephaly.pool.supervisor import MAX_FAILED_STARTS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP, Malformed
 
@@ -101,8 +101,8 @@ def test_no_timer_runs_while_there_is_nothing_to_look_at(reactor):
         ({"hang_timeout": 1.0}, 0.25),
         ({"report_waiting": 60.0}, LOOK),
         ({"report_waiting": 0.4}, 0.1),
-        ({"max_memory": LIMIT}, LOOK_AT_MEMORY),
-        ({"max_memory": LIMIT, "hang_timeout": 60.0, "report_waiting": 60.0}, LOOK_AT_MEMORY),
+        ({"max_memory": LIMIT}, MEMORY_CHECK_SECONDS),
+        ({"max_memory": LIMIT, "hang_timeout": 60.0, "report_waiting": 60.0}, MEMORY_CHECK_SECONDS),
         ({"hang_timeout": 1.0, "report_waiting": 0.4}, 0.1),
         ({"hang_timeout": 0.5, "report_waiting": 4.0}, 0.125),
     ],
@@ -139,14 +139,14 @@ def test_with_a_limit_of_memory_idle_drones_are_looked_at_too_till_the_dispatche
     dispatcher.kill()
     reactor.turn()
     dispatcher.handles[0].dies()
-    assert dispatcher.over
+    assert dispatcher.has_ended
     reactor.pass_(60)
     assert not reactor.timers.heap
 
 
 def test_a_bug_in_a_look_breaks_its_dispatcher(reactor):
     dispatcher = dispatcher_of(reactor, 1)
-    dispatcher.watch.fail(ValueError("bug"))
+    dispatcher.health_monitor.fail(ValueError("bug"))
     with pytest.raises(BrokenProcessPool, match="bug"):
         dispatcher.submit(sleep, (1,), {})
 
@@ -163,7 +163,7 @@ def test_one_without_a_pulse_is_told_once_when_it_was_quiet_for_so_long(reactor,
     assert link.unresponsive == WHY
     reactor.pass_(HOUR)
     assert told(caplog) == [
-        f"drone pool.0 (pid {link.pid}) does not respond: {WHY}; it was running sleep"
+        f"drone pool.0 (pid {link.pid}) does not respond: {WHY}; its running task is sleep"
     ]
 
 
@@ -173,10 +173,10 @@ def test_of_several_tasks_the_warning_names_the_one_that_was_begun_last(
     dispatcher = dispatcher_of(reactor, 1, width=3)
     (link,) = dispatcher.handles
     _, last = [give(dispatcher, what, 1) for what in (overlapped, overlapped_too)]
-    monkeypatch.setattr(link, "started", lambda: last.number)
+    monkeypatch.setattr(link, "last_started", lambda: last.number)
     link.quiet = True
     reactor.pass_(3)
-    assert told(caplog)[0].endswith("; it was running overlapped_too")
+    assert told(caplog)[0].endswith("; its running task is overlapped_too")
 
 
 def test_one_that_runs_nothing_yet_is_told_without_what_it_was_running(reactor, caplog):
@@ -206,7 +206,7 @@ def test_one_that_is_idle_is_not_told_whatever_it_does(reactor, caplog):
 
 def test_one_that_is_quiet_is_given_nothing_till_it_has_a_pulse_again(reactor, caplog):
     link, _ = busy(reactor)
-    link.dispatcher.registry.define(sleep).took(
+    link.dispatcher.registry.define(sleep).record_duration(
         1e-4, 1
     )  # known to be short: it would be sent ahead
     link.load, link.unknown = 1e-4, 0
@@ -246,7 +246,8 @@ def test_one_that_answers_and_has_nothing_more_to_do_counts_as_responsive(reacto
 
 def test_what_is_queued_goes_to_others_while_one_is_quiet(reactor):
     dispatcher = dispatcher_of(reactor, 2)
-    dispatcher.registry.define(abs).took(1e-4, 1)  # known to be short: it would be sent ahead
+    # Known to be short: it would be sent ahead.
+    dispatcher.registry.define(abs).record_duration(1e-4, 1)
     held, other = (give(dispatcher, abs, each) for each in "12")
     held.handle.quiet = True
     reactor.pass_(FIRST + QUIET + A_MOMENT)
@@ -328,7 +329,7 @@ def test_only_with_hang_timeout_it_is_killed_and_after_that(hang, reactor):
     else:
         assert (
             link.kills == about(FIRST + 3.0)
-            and link.kill_reason == f"it did not respond for 3.0 s: {WHY}"
+            and link.kill_reason == f"the drone did not respond for 3.0 s: {WHY}"
         )
 
 
@@ -350,7 +351,7 @@ def test_one_that_is_being_killed_for_something_else_keeps_its_verdict(reactor):
 
 
 def test_one_whose_start_hangs_is_killed_too(reactor, zygote):
-    (link,) = dispatcher_of(reactor, 1, ready=False, keeper=zygote, hang_timeout=3.0).handles
+    (link,) = dispatcher_of(reactor, 1, ready=False, spawner=zygote, hang_timeout=3.0).handles
     link.quiet = True
     reactor.pass_(HOUR)
     assert not link.felt  # it has no pid
@@ -426,11 +427,11 @@ def compute(reactor, link, seconds, ran, waited=0.0):
     ("ran", "waited", "lives"),
     [
         (1.0, 0.0, True),
-        (BUSY * 1.05, 0.0, True),
-        (BUSY * 0.95, 0.0, False),  # it looks up for the interpreter
+        (BUSY_FRACTION * 1.05, 0.0, True),
+        (BUSY_FRACTION * 0.95, 0.0, False),  # it looks up for the interpreter
         (0.0, 0.0, False),
-        (BUSY * 0.55, 0.5, True),  # of what other processes have left it
-        (BUSY * 0.45, 0.5, False),
+        (BUSY_FRACTION * 0.55, 0.5, True),  # of what other processes have left it
+        (BUSY_FRACTION * 0.45, 0.5, False),
         (0.01, 0.99, True),
         (0.0, 1.0, False),
         (0.01, 1.5, True),  # reckoned by two clocks
@@ -473,7 +474,7 @@ def test_a_new_thread_that_computes_is_a_sign_of_life(reactor):
 
 
 def test_who_is_being_started_is_awaited_by_its_zygote(reactor, zygote, caplog):
-    (link,) = dispatcher_of(reactor, 1, ready=False, keeper=zygote).handles
+    (link,) = dispatcher_of(reactor, 1, ready=False, spawner=zygote).handles
     zygote.state = "T"
     reactor.pass_(FIRST + QUIET - A_MOMENT)
     assert not told(caplog) and not link.felt
@@ -484,7 +485,7 @@ def test_who_is_being_started_is_awaited_by_its_zygote(reactor, zygote, caplog):
 
 @pytest.mark.parametrize("state", ["S", "R", "D", ""])
 def test_a_zygote_that_is_not_stopped_may_do_nothing_for_ever(state, reactor, zygote, caplog):
-    dispatcher_of(reactor, 1, ready=False, keeper=zygote, hang_timeout=3.0)
+    dispatcher_of(reactor, 1, ready=False, spawner=zygote, hang_timeout=3.0)
     zygote.state = state
     reactor.pass_(HOUR)
     assert not zygote.told and not caplog.records
@@ -492,7 +493,7 @@ def test_a_zygote_that_is_not_stopped_may_do_nothing_for_ever(state, reactor, zy
 
 @pytest.mark.parametrize("state", ["T", "t"])
 def test_a_stopped_zygote_is_let_go_on(state, reactor, zygote):
-    dispatcher_of(reactor, 1, ready=False, keeper=zygote, hang_timeout=60.0)
+    dispatcher_of(reactor, 1, ready=False, spawner=zygote, hang_timeout=60.0)
     zygote.state = state
     reactor.pass_(FIRST + STOPPED - A_MOMENT)
     assert not zygote.told
@@ -505,7 +506,7 @@ def test_a_stopped_zygote_is_let_go_on(state, reactor, zygote):
 
 
 def test_each_stop_of_a_zygote_is_told(reactor, zygote, caplog):
-    dispatcher_of(reactor, 1, ready=False, keeper=zygote)
+    dispatcher_of(reactor, 1, ready=False, spawner=zygote)
     for state in "TSTS":
         zygote.state = state
         reactor.pass_(QUIET + 3 * LOOK)
@@ -513,14 +514,14 @@ def test_each_stop_of_a_zygote_is_told(reactor, zygote, caplog):
 
 
 def test_without_hang_timeout_a_stopped_zygote_is_never_killed(reactor, zygote):
-    dispatcher_of(reactor, 1, ready=False, keeper=zygote)
+    dispatcher_of(reactor, 1, ready=False, spawner=zygote)
     zygote.state = "T"
     reactor.pass_(HOUR)
     assert {what for what, _ in zygote.told} == {"continued"}
 
 
 def test_with_a_short_hang_timeout_a_stopped_zygote_is_killed(reactor, zygote, caplog):
-    dispatcher_of(reactor, 1, ready=False, keeper=zygote, hang_timeout=3.0)
+    dispatcher_of(reactor, 1, ready=False, spawner=zygote, hang_timeout=3.0)
     zygote.state = "T"
     reactor.pass_(FIRST + 3.0 - A_MOMENT)
     assert told(caplog) and not zygote.told
@@ -529,7 +530,7 @@ def test_with_a_short_hang_timeout_a_stopped_zygote_is_killed(reactor, zygote, c
 
 
 def test_a_zygote_that_was_stopped_for_moments_is_not_told(reactor, zygote, caplog):
-    dispatcher_of(reactor, 1, ready=False, keeper=zygote)
+    dispatcher_of(reactor, 1, ready=False, spawner=zygote)
     for state in "TSTSTST":
         zygote.state = state
         reactor.pass_(QUIET - LOOK)
@@ -538,7 +539,7 @@ def test_a_zygote_that_was_stopped_for_moments_is_not_told(reactor, zygote, capl
 
 @pytest.mark.parametrize("why", ["it is quiet", "it is killed", "it is to stop"])
 def test_a_zygote_is_looked_at_where_it_has_to_tell_of_an_end(why, reactor, zygote, caplog):
-    dispatcher = dispatcher_of(reactor, 1, keeper=zygote)
+    dispatcher = dispatcher_of(reactor, 1, spawner=zygote)
     (link,) = dispatcher.handles
     zygote.state = "T"
     reactor.pass_(LOOK + QUIET)
@@ -576,13 +577,13 @@ def test_who_holds_more_than_its_limit_is_killed(idle, on_death, reactor):
     if not idle:
         give(link.dispatcher, sleep, 1)
     link.held = LIMIT + 1
-    reactor.pass_(LOOK_AT_MEMORY - A_MOMENT)
+    reactor.pass_(MEMORY_CHECK_SECONDS - A_MOMENT)
     assert not link.kills
     reactor.pass_(10)
-    assert link.kills == about(LOOK_AT_MEMORY)
-    assert (
-        link.kill_reason
-        == "it and what it had started held 1,000 MiB, more than max_memory=1,048,576,000 bytes"
+    assert link.kills == about(MEMORY_CHECK_SECONDS)
+    assert link.kill_reason == (
+        "the drone and the processes that it started held 1,000 MiB, "
+        "more than max_memory=1,048,576,000 bytes"
     )
 
 
@@ -593,14 +594,14 @@ def test_one_that_is_being_started_is_killed_too_if_it_holds_too_much(reactor):
     assert not link.kills  # it has no pid yet
     link.starts()
     reactor.pass_(1)
-    assert len(link.kills) == 1 and link.dispatcher.supervisor.too_large_so_far == 0
+    assert len(link.kills) == 1 and link.dispatcher.supervisor.too_large_in_a_row == 0
 
 
-@pytest.mark.parametrize("held", [math.ceil(LIMIT * NEAR), LIMIT])
+@pytest.mark.parametrize("held", [math.ceil(LIMIT * NEAR_LIMIT_FRACTION), LIMIT])
 def test_who_comes_near_its_limit_is_replaced(held, reactor, caplog):
     link = worked(reactor)
     link.held = held
-    reactor.pass_(LOOK_AT_MEMORY + A_MOMENT)
+    reactor.pass_(MEMORY_CHECK_SECONDS + A_MOMENT)
     assert not link.kills and link.state is State.STOPPING
     (new,) = [each for each in link.dispatcher.handles if each is not link]
     assert told(caplog, logging.INFO) == [
@@ -609,8 +610,8 @@ def test_who_comes_near_its_limit_is_replaced(held, reactor, caplog):
     assert new.name == link.name and new.state is State.STARTING
     reactor.pass_(2)
     assert not link.kills and len(caplog.records) == 1
-    assert [timer.go_off for *_, timer in reactor.timers.heap].count(
-        link.dispatcher.watch._look
+    assert [timer.fire for *_, timer in reactor.timers.heap].count(
+        link.dispatcher.health_monitor._check
     ) == 1  # though two asked for one
 
 
@@ -625,7 +626,7 @@ def test_who_comes_near_while_it_works_is_replaced_after_its_work(reactor):
 
 def test_who_is_not_near_its_limit_stays(reactor, caplog):
     link = worked(reactor)
-    link.held = math.ceil(LIMIT * NEAR) - 1
+    link.held = math.ceil(LIMIT * NEAR_LIMIT_FRACTION) - 1
     reactor.pass_(10)
     assert link.state is State.READY and not caplog.records
 
@@ -663,8 +664,8 @@ def test_no_more_is_measured_than_is_needed(reactor):
     link = worked(reactor)
     asked = []
     link.memory = lambda enough: asked.append(enough) or 0
-    reactor.pass_(LOOK_AT_MEMORY)
-    assert asked == [int(LIMIT * NEAR)]
+    reactor.pass_(MEMORY_CHECK_SECONDS)
+    assert asked == [int(LIMIT * NEAR_LIMIT_FRACTION)]
 
 
 def too_large(reactor, dispatcher, held=LIMIT):
@@ -672,7 +673,7 @@ def too_large(reactor, dispatcher, held=LIMIT):
     link = dispatcher.handles[-1]
     make_ready(dispatcher)
     link.held = held
-    reactor.pass_(LOOK_AT_MEMORY + A_MOMENT)
+    reactor.pass_(MEMORY_CHECK_SECONDS + A_MOMENT)
     if link.kills:
         link.dies()
     return link
@@ -680,15 +681,15 @@ def too_large(reactor, dispatcher, held=LIMIT):
 
 def test_a_limit_that_no_drone_keeps_breaks_the_pool(reactor):
     dispatcher = dispatcher_of(reactor, 1, ready=False, max_memory=LIMIT)
-    for _ in range(START_TRIES):
+    for _ in range(MAX_FAILED_STARTS):
         assert dispatcher.refusal is None
         assert (
-            "before it had done anything, of max_memory=1,048,576,000 bytes"
+            "before its first task; the limit is max_memory=1,048,576,000 bytes"
             in too_large(reactor, dispatcher).kill_reason
         )
     assert isinstance(dispatcher.refusal, BrokenProcessPool)
     assert str(dispatcher.refusal).startswith(
-        "no drone of pool fits: it and what it had started held 1,000 MiB before"
+        "no drone of pool fits: the drone and the processes that it started held 1,000 MiB before"
     )
 
 
@@ -696,9 +697,9 @@ def test_one_that_keeps_the_limit_shows_that_it_can_be_kept(reactor):
     dispatcher = dispatcher_of(reactor, 1, ready=False, max_memory=LIMIT)
     for held in [LIMIT, LIMIT, 0]:
         kept = too_large(reactor, dispatcher, held)
-    assert dispatcher.supervisor.too_large_so_far == 0 and not kept.kills
+    assert dispatcher.supervisor.too_large_in_a_row == 0 and not kept.kills
     kept.dies()
-    for _ in range(START_TRIES - 1):
+    for _ in range(MAX_FAILED_STARTS - 1):
         too_large(reactor, dispatcher)
     assert dispatcher.refusal is None
 
@@ -709,11 +710,11 @@ def test_one_that_is_being_started_or_killed_does_not_show_that_the_limit_can_be
     (link,) = dispatcher.handles
     link.starts()
     reactor.pass_(2)
-    assert dispatcher.supervisor.too_large_so_far == 1
+    assert dispatcher.supervisor.too_large_in_a_row == 1
     link.kill("it held too much")
     link.says_hello()
     reactor.pass_(2)
-    assert dispatcher.supervisor.too_large_so_far == 1
+    assert dispatcher.supervisor.too_large_in_a_row == 1
 
 
 # -- waits -----------------------------------------------------------------------------------------
@@ -812,7 +813,7 @@ def test_a_wait_that_was_told_is_over_when_it_works_again_and_the_next_is_told_t
         reactor.pass_(LOOK)
         assert link.waiting is None
     assert len(told(caplog)) == 2
-    assert told(caplog, logging.INFO) == [f"drone pool.0 (pid {link.pid}) waits no more"] * 2
+    assert told(caplog, logging.INFO) == [f"drone pool.0 (pid {link.pid}) no longer waits"] * 2
     first, second = link.got(FRAMES)
     assert first != second
 
@@ -822,10 +823,10 @@ def test_a_wait_is_over_when_it_owes_nothing_any_more(reactor, caplog):
     reactor.pass_(62)
     assert link.waiting
     link.answers(work)
-    assert link.waiting is None and link.told_waiting
+    assert link.waiting is None and link.reported_wait
     reactor.pass_(LOOK)
-    assert link.told_waiting is None and not reactor.timers.heap
-    assert told(caplog, logging.INFO) == [f"drone pool.0 (pid {link.pid}) waits no more"]
+    assert link.reported_wait is None and not reactor.timers.heap
+    assert told(caplog, logging.INFO) == [f"drone pool.0 (pid {link.pid}) no longer waits"]
     give(link.dispatcher, sleep, 1)
     reactor.pass_(60)
     assert len(link.got(FRAMES)) == 1  # counted anew
@@ -873,7 +874,7 @@ def test_an_answer_about_one_that_does_not_wait_is_passed_over(reactor):
 @pytest.mark.parametrize("places", [None, [], "file.py"])
 def test_an_answer_that_tells_no_places_is_malformed(places, reactor):
     link, _ = waiting(reactor)
-    with pytest.raises(Malformed, match=r"pool\.0 did not tell where its tasks are"):
+    with pytest.raises(Malformed, match=r"drone pool\.0 did not report where its tasks are"):
         link.tells_frames(1, places)
 
 
@@ -892,9 +893,9 @@ def test_of_several_tasks_the_one_is_told_that_was_begun_last(reactor, monkeypat
     (link,) = dispatcher.handles
     works = [give(dispatcher, overlapped, each) for each in "123"]
     link.did = 1
-    monkeypatch.setattr(link, "started", lambda: works[1].number)
+    monkeypatch.setattr(link, "last_started", lambda: works[1].number)
     reactor.pass_(70)
-    assert link.told_waiting[0] == works[1].number
+    assert link.reported_wait[0] == works[1].number
     link.tells_frames(
         link.got(FRAMES)[0], {str(work.number): ["f", work.number, "x"] for work in works}
     )
@@ -906,9 +907,9 @@ def test_where_it_is_not_known_what_was_begun_last_the_first_is_told(reactor, mo
     (link,) = dispatcher.handles
     works = [give(dispatcher, overlapped, each) for each in "12"]
     link.did = 1
-    monkeypatch.setattr(link, "started", lambda: 0)
+    monkeypatch.setattr(link, "last_started", lambda: 0)
     reactor.pass_(70)
-    assert link.told_waiting[0] == works[0].number
+    assert link.reported_wait[0] == works[0].number
 
 
 @pytest.mark.parametrize(("count", "item"), [(1, 5), (2, None)])
@@ -924,11 +925,11 @@ def test_one_whose_start_waits_is_told_without_a_task(reactor, caplog):
     link.up, link.did = False, 0  # nobody is there yet to be asked
     link.starts()
     reactor.pass_(70)
-    assert not link.got(FRAMES) and link.told_waiting[0] == 0
+    assert not link.got(FRAMES) and link.reported_wait[0] == 0
     assert "its start has waited for" in told(caplog)[0]
     link.says_hello()
     reactor.pass_(LOOK)
-    assert link.told_waiting is None
+    assert link.reported_wait is None
 
 
 # -- all of them wait ------------------------------------------------------------------------------
@@ -954,8 +955,8 @@ def test_where_all_wait_and_calls_are_queued_that_is_told_once(reactor, caplog):
     queued = [give(dispatcher, abs, each) for each in "123"]
     reactor.pass_(LOOK)
     (said,) = deadlocks(caplog)
-    assert said.startswith("all drones of pool wait (2), and calls are queued")
-    assert "(3, first of all abs)" in said and said.endswith("takes a Pool of 5 drones")
+    assert said.startswith("all drones of pool (2) wait, and tasks are queued")
+    assert "(3, the first is abs)" in said and said.endswith("use a Pool of at least 5 drones")
     reactor.pass_(HOUR)
     assert len(deadlocks(caplog)) == 1 and not any(work.done() for work in queued)
 
@@ -966,7 +967,7 @@ def test_what_only_one_of_them_may_run_is_queued_too(reactor, caplog):
     dispatcher.locality.add(give_to_none(dispatcher), dispatcher.handles[0])
     reactor.pass_(LOOK)
     (said,) = deadlocks(caplog)
-    assert "(2, first of all " in said
+    assert "(2, the first is " in said
 
 
 def give_to_none(dispatcher):
@@ -1011,7 +1012,7 @@ def test_the_dead_are_not_waited_for(reactor, caplog):
     dispatcher.handles[1].state = State.DEAD
     reactor.pass_(LOOK)
     (said,) = deadlocks(caplog)
-    assert "all drones of pool wait (1)" in said
+    assert "all drones of pool (1) wait" in said
 
 
 def test_the_dead_do_not_wait_and_none_is_no_deadlock(reactor, caplog):
@@ -1029,7 +1030,7 @@ def test_what_is_retried_keeps_its_order_and_goes_before_what_was_queued_later(r
     handle = dispatcher_of(reactor, 1, width=9).handles[0]
     begun = [give(handle.dispatcher, overlapped, each, retries=1) for each in range(4)]
     assert [*handle.in_flight] == [task.number for task in begun]
-    handle.begun = len(begun)
+    handle.highest_answered = len(begun)
     later = handle.dispatcher.submit(sleep, (1,), {}, task_options=TaskOptions(None, 0))
     handle.dies()
     assert [*handle.dispatcher.queue] == [*begun, later]

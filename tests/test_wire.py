@@ -21,19 +21,19 @@ from polycephaly.wire import messages
 from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.messages import (
     HELLO,
-    LARGE_FROM,
+    MIN_LARGE_BYTES,
     PROTOCOL,
     RESULTS,
     VALUE,
     Malformed,
     TaskBatch,
-    head_type,
-    numbers,
+    message_type,
     pack_frames,
     pack_numbers,
     pack_outcome,
     pack_outcomes,
     unpack_frames,
+    unpack_numbers,
     unpack_outcomes,
     unpack_work,
 )  # fmt: skip
@@ -42,7 +42,7 @@ u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
 payloads = st.one_of(
     st.binary(max_size=100),
-    st.sampled_from([LARGE_FROM - 1, LARGE_FROM, LARGE_FROM + 1]).map(bytes),
+    st.sampled_from([MIN_LARGE_BYTES - 1, MIN_LARGE_BYTES, MIN_LARGE_BYTES + 1]).map(bytes),
 )
 items = st.lists(st.tuples(u64, st.integers(1, 6), u32, payloads), max_size=20)
 times = st.floats(allow_nan=False)
@@ -72,7 +72,7 @@ def test_outcomes_survive_the_way(batch):
 @at_any_pace
 @given(st.lists(u64))
 def test_numbers_survive_the_way(values):
-    assert list(numbers(pack_numbers(HELLO, values))) == values
+    assert list(unpack_numbers(pack_numbers(HELLO, values))) == values
 
 
 def pack_work(batch):
@@ -88,11 +88,11 @@ def pack_results(batch):
 
 def decode_any(message):
     """As both receivers do: the head first, then by its type; here by every type."""
-    for decode in (head_type, unpack_work, unpack_outcomes, numbers):
+    for decode in (message_type, unpack_work, unpack_outcomes, unpack_numbers):
         try:
             decode(message)
         except Malformed:
-            if decode is head_type:
+            if decode is message_type:
                 return
 
 
@@ -209,7 +209,7 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
             stranger.linger = 1000
             if identity:
                 stranger.setsockopt(zmq.IDENTITY, identity)
-            stranger.connect(f"ipc://{home_of_the_reactor()}/hub")
+            stranger.connect(f"ipc://{home_of_the_reactor()}/zmq")
             stranger.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
             for number in range(2000):
                 stranger.send_multipart(
@@ -233,7 +233,7 @@ def say_nonsense(by):
     drone = next(each for each in gc.get_objects() if isinstance(each, image_main.LocalDrone))
     bulk = drone.open_bulk()
     dice = random.Random(7)
-    with drone.socket_turn:
+    with drone.socket_lock:
         for _ in range(200):
             if by == "bulk":
                 bulk.send_multipart(
@@ -241,7 +241,7 @@ def say_nonsense(by):
                 )
             elif by == "lane":
                 try:
-                    drone._fast_transport._end.send(dice.randbytes(dice.randrange(1, 50)))
+                    drone._fast_transport._socket.send(dice.randbytes(dice.randrange(1, 50)))
                 except BlockingIOError:
                     break
             else:
@@ -294,7 +294,7 @@ def test_payloads_of_every_size_travel_whole():
      [b"F12345678\xff"], [b"F12345678" + b"[" * 100_000]],
 )  # fmt: skip
 def test_an_answer_about_frames_that_is_none_is_refused(frames):
-    with pytest.raises(Malformed, match="about frames"):
+    with pytest.raises(Malformed, match="malformed reply to FRAMES"):
         unpack_frames(frames)
 
 

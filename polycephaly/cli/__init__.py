@@ -51,7 +51,7 @@ class PoliteGroup(click.Group):
 Examples:
   polycephaly start lab -n 4 --daemonize      a pool of four drones, in the background
   polycephaly doit lab "sum(range(10))"       45
-  polycephaly ps lab                          what its drones do
+  polycephaly ps lab                          the state of its drones
   polycephaly stop lab
 
 From Python: polycephaly.connect("lab")
@@ -59,7 +59,7 @@ From Python: polycephaly.connect("lab")
 )
 @click.version_option(__version__, prog_name="polycephaly", message="%(prog)s %(version)s")
 def main() -> None:
-    """One Python image grows more heads: forked drones, promises, and code that travels."""
+    """Run Python functions and code in forked copies of a process, called drones."""
 
 
 for command in (start, list_pools, ps, top, doit, logs, stop, join, bench, demo, completion):

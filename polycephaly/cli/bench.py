@@ -21,10 +21,10 @@ from .tables import Column, as_json, show
 if TYPE_CHECKING:
     from ..demos.comparison import Sizes
 
-MOST_WORKERS = 4
-MOST_RUNS = 5
-ENOUGH = 15  # seconds after which no run is begun, unless runs were requested
-PATIENCE = 120  # seconds for one contender's figures
+MAX_WORKERS = 4
+MAX_RUNS = 5
+MAX_DEFAULT_SECONDS = 15  # then no run is begun, unless a number of runs was requested
+CONTENDER_TIMEOUT_SECONDS = 120
 
 ROWS = (
     ("gather", "submit and gather, µs"),
@@ -51,78 +51,81 @@ Examples:
   polycephaly bench --json
 
 \b
-The tasks do nothing: what is measured is what a pool adds to work. Medians of all runs, with the smallest and the
-largest; ratios are of the same run. Slow pools get fewer tasks. loky is measured where it is installed, and where numpy
-is, an array that is sent to a worker, which reads a number of each page.
+The tasks do nothing, so the figures show the cost that a pool adds to a task.
+Figures are medians of all runs, with minimum and maximum; ratios are taken within
+the same run. Slow pools get fewer tasks. loky is measured if it is installed. If
+numpy is installed, an array is sent to a worker, which reads one number per page.
 """
 )
 @click.option(
     "--runs",
     type=click.IntRange(1),
-    help="How often each is measured.  [default: what 15 s allow, at most 5]",
+    help="Number of runs.  [default: as many as fit into 15 s, at most 5]",
 )
 @click.option(
     "-n",
     "--workers",
     type=click.IntRange(1),
-    help=f"[default: usable cores, at most {MOST_WORKERS}]",
+    help=f"Workers of each pool.  [default: usable cores, at most {MAX_WORKERS}]",
 )
-@click.option("--quick", is_flag=True, help="Tiny sizes: does it run at all?")
-@click.option(
-    "--json", "in_json", is_flag=True, help="For programs: JSON, with the figures of each run."
-)
+@click.option("--quick", is_flag=True, help="Use tiny sizes, to check that the command runs.")
+@click.option("--json", "in_json", is_flag=True, help="Print JSON, with the figures of each run.")
 @click.pass_context
 def bench(
     ctx: click.Context, runs: int | None, workers: int | None, quick: bool, in_json: bool
 ) -> None:
-    """Compare Pool with the alternatives, here.
+    """Compare Pool with alternative pools on this machine.
 
-    They are the standard library's multiprocessing.Pool and ProcessPoolExecutor, and loky.
+    The alternatives are the standard library's multiprocessing.Pool and ProcessPoolExecutor, and
+    loky.
 
-    The exit status is 1 when one of them failed.
+    The exit status is 1 if the measurement of one pool failed.
     """
     from ..demos.comparison import CONTENDERS, QUICK, SIZES
 
     cores = len(os.sched_getaffinity(0))
-    workers = workers or min(cores, MOST_WORKERS)
+    workers = workers or min(cores, MAX_WORKERS)
     names = [name for name, contender in CONTENDERS.items() if contender.installed]
     failed: dict[str, str] = {}
-    taken: list[Run] = []
-    began = monotonic()
+    completed: list[Run] = []
+    started_at = monotonic()
     with click.progressbar(
-        length=(runs or MOST_RUNS) * len(names), file=sys.stderr, label="measuring"
+        length=(runs or MAX_RUNS) * len(names), file=sys.stderr, label="measuring"
     ) as progress:
-        for turn in range(runs or MOST_RUNS):
-            if runs is None and taken and monotonic() - began > ENOUGH:
+        for number in range(runs or MAX_RUNS):
+            if runs is None and completed and monotonic() - started_at > MAX_DEFAULT_SECONDS:
                 break
             run: Run = {}
-            first = turn % len(names)  # each run begins with another contender
+            first = number % len(names)  # each run begins with another contender
             for name in names[first:] + names[:first]:
                 try:
-                    run[name] = _figures(name, workers, QUICK if quick else SIZES)
+                    run[name] = _measure(name, workers, QUICK if quick else SIZES)
                 except RuntimeError as error:
                     failed[name] = str(error)
                 progress.update(1)
-            taken.append(run)
+            completed.append(run)
 
-    about = {
+    machine = {
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cores": cores,
         "workers": workers,
     }
     if in_json:
-        as_json({"machine": about, "runs": taken, "failed": failed})
+        as_json({"machine": machine, "runs": completed, "failed": failed})
     else:
-        much = f"{len(taken)} run{'s' * (len(taken) != 1)}, {workers} worker{'s' * (workers != 1)}"
-        click.echo(f"{much}, {cores} cores, CPython {about['python']}, Linux {about['kernel']}\n")
-        show(COLUMNS, _rows(taken, names))
-    for name, why in failed.items():
-        click.echo(f"{CONTENDERS[name].title} failed: {why}", err=True)
+        click.echo(
+            f"{len(completed)} run{'s' * (len(completed) != 1)}, "
+            f"{workers} worker{'s' * (workers != 1)}, {cores} cores, "
+            f"CPython {machine['python']}, Linux {machine['kernel']}\n"
+        )
+        show(COLUMNS, _rows(completed, names))
+    for name, reason in failed.items():
+        click.echo(f"{CONTENDERS[name].title} failed: {reason}", err=True)
     ctx.exit(1 if failed else 0)
 
 
-def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
+def _measure(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
     """Measure one contender. Raise `RuntimeError`, with the reason, if there are no figures."""
     import json
     import signal
@@ -133,38 +136,37 @@ def _figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
     from ..demos.comparison import command
 
     with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,
+        tempfile.TemporaryFile("w+", errors="replace") as stderr_file,
         subprocess.Popen(
             command(name, workers, sizes),
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr_file,
             text=True,
             start_new_session=True,
         ) as process,
     ):
         try:
-            answer, _ = process.communicate(timeout=PATIENCE)
+            output, _ = process.communicate(timeout=CONTENDER_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"no figures after {PATIENCE} s") from None
+            raise RuntimeError(f"no figures after {CONTENDER_TIMEOUT_SECONDS} s") from None
         finally:  # after Ctrl-C too, because the process is in another session
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.returncode:
-            said.seek(0)
-            raise RuntimeError(
-                said.read().strip().rpartition("\n")[2] or f"exit status {process.returncode}"
-            )
-    found: dict[str, float] = json.loads(answer)
-    return found
+            stderr_file.seek(0)
+            last_line = stderr_file.read().strip().rpartition("\n")[2]
+            raise RuntimeError(last_line or f"exit status {process.returncode}")
+    figures: dict[str, float] = json.loads(output)
+    return figures
 
 
-def _rows(taken: list[Run], names: list[str]) -> list[tuple[str, ...]]:
+def _rows(completed: list[Run], names: list[str]) -> list[tuple[str, ...]]:
     from ..demos.comparison import CONTENDERS, OURS
 
     rows: list[tuple[str, ...]] = []
     for measurement, title in ROWS:
         for name in names:
-            runs = [run for run in taken if measurement in run.get(name, {})]
+            runs = [run for run in completed if measurement in run.get(name, {})]
             ours = [run for run in runs if measurement in run.get(OURS, {})]
             if runs:
                 cost = _spread([run[name][measurement] for run in runs])
@@ -178,11 +180,12 @@ def _spread(figures: list[float]) -> str:
     if not figures:
         return "?"
     if len(figures) == 1:
-        return _number(figures[0])
-    return f"{_number(statistics.median(figures))} ({_number(min(figures))} to {_number(max(figures))})"
+        return _format(figures[0])
+    lowest, highest = _format(min(figures)), _format(max(figures))
+    return f"{_format(statistics.median(figures))} ({lowest} to {highest})"
 
 
-def _number(figure: float) -> str:
+def _format(figure: float) -> str:
     return (
         f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
     )

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from io import TextIOWrapper
 from typing import Protocol
 
-from .reach import said
+from .reach import error_text
 
-__all__ = ["Tell", "detached", "here"]
+__all__ = ["ReportStart", "run_in_background", "run_in_foreground"]
 
 
-class Tell(Protocol):
+class ReportStart(Protocol):
     """Report the outcome of the start, once. Status 0: the command is up.
 
     Later text goes to the log.
@@ -34,16 +34,16 @@ class Tell(Protocol):
     def __call__(self, text: str, status: int = 0) -> None: ...
 
 
-def here(serve: Callable[[Tell], int]) -> int:
+def run_in_foreground(serve: Callable[[ReportStart], int]) -> int:
     """Run `serve` in the foreground."""
 
-    def tell(text: str, status: int = 0) -> None:
+    def report_start(text: str, status: int = 0) -> None:
         print(text, file=sys.stderr if status else sys.stdout, flush=True)
 
-    return serve(tell)
+    return serve(report_start)
 
 
-def detached(serve: Callable[[Tell], int]) -> int:
+def run_in_background(serve: Callable[[ReportStart], int]) -> int:
     """Run `serve` in a daemon. Return the status after the daemon has reported its start.
 
     The daemon itself never returns.
@@ -63,25 +63,25 @@ def detached(serve: Callable[[Tell], int]) -> int:
             os.setsid()
             if os.fork():
                 os._exit(0)
-            _be_daemon(serve, writing)
+            _run_daemon(serve, writing)
         finally:
             os._exit(1)
     os.close(writing)
     os.waitpid(leader, 0)
     with open(reading) as answer:
-        said = answer.readline()
-    if not said:
+        report = answer.readline()
+    if not report:
         print(
-            "Error: the pool's process ended before it was up; its log may tell why",
+            "Error: the pool's process ended during its start; see its log (polycephaly logs NAME)",
             file=sys.stderr,
         )
         return 1
-    text, status = json.loads(said)
+    text, status = json.loads(report)
     print(text, file=sys.stderr if status else sys.stdout)
     return int(status)
 
 
-def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
+def _run_daemon(serve: Callable[[ReportStart], int], writing: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
@@ -94,9 +94,10 @@ def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
 
     from ..runtime import parent_death
 
-    answer = parent_death.own(os.fdopen(3, "w"))  # a drone's copy would keep the reader waiting
+    # A drone's copy would keep the reader waiting.
+    answer = parent_death.close_in_child(os.fdopen(3, "w"))
 
-    def tell(text: str, status: int = 0) -> None:
+    def report_start(text: str, status: int = 0) -> None:
         if not answer.closed:
             answer.write(json.dumps((text, status)) + "\n")
             answer.flush()  # raises BrokenPipeError if the reader is gone
@@ -104,9 +105,9 @@ def _be_daemon(serve: Callable[[Tell], int], writing: int) -> None:
 
     status = 1
     try:
-        status = serve(tell)
+        status = serve(report_start)
     except BaseException as error:
         if answer.closed or not isinstance(error, (OSError, ValueError, RuntimeError)):
             traceback.print_exc()  # to the log, if it exists already
-        tell(f"Error: {said(error)}", 1)
+        report_start(f"Error: {error_text(error)}", 1)
     os._exit(status)

@@ -26,8 +26,8 @@ LIVE_THREADS = "13"
 EXAMPLES = """\b
 Examples:
   polycephaly demo securities                     generated data, less than a minute
-  polycephaly demo securities --drones 1,8,20     II with these numbers of drones only
-  polycephaly demo securities --threads 13        III with this number of green threads only
+  polycephaly demo securities --drones 1,8,20     II with only these numbers of drones
+  polycephaly demo securities --threads 13        III with only this number of green threads
   polycephaly demo securities --data ./symdir     real symbol-directory files, plain or .gz
   polycephaly demo securities --plot run.html     with a page of bars and a Gantt chart
   polycephaly demo securities --live --drones 8   the exchange's own site
@@ -82,25 +82,28 @@ def demo() -> None:
     "--drones",
     callback=_counts,
     metavar="N,N,...",
-    help=f"Numbers of drones for experiment II.  [default: {DEFAULT_DRONES}; with --live: {LIVE_DRONES}]",
+    help="Numbers of drones for experiment II.  "
+    f"[default: {DEFAULT_DRONES}; with --live: {LIVE_DRONES}]",
 )
 @click.option(
     "--threads",
     callback=_counts,
     metavar="N,N,...",
-    help=f"Numbers of green threads for experiment III.  [default: {DEFAULT_THREADS}; with --live: {LIVE_THREADS}]",
+    help="Numbers of green threads for experiment III.  "
+    f"[default: {DEFAULT_THREADS}; with --live: {LIVE_THREADS}]",
 )
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     default="local",
     is_eager=True,
-    help="What runs the drones; with ray, work that a lost node ran is run again.  [default: local]",
+    help="Engine of the drones. With ray, tasks that ran on a lost node run again.  "
+    "[default: local]",
 )
 @click.option(
     "--address",
     metavar="ADDRESS",
-    help="With --engine ray: of the cluster.  [default: one started here]",
+    help="With --engine ray: address of the cluster.  [default: start a cluster here]",
 )
 @click.option(
     "--json",
@@ -129,20 +132,20 @@ def securities(
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Load five lists of securities, with one head and with many, and compare the times.
+    """Load five lists of securities, with one process and with many, and compare the times.
 
     NYSE, AMEX, NASDAQ and ETFs come from the exchange's symbol-directory files, mutual funds page
     by page, all over HTTP. By default a server on the loopback serves generated files and waits
-    before each answer, as a distant one would.
+    before each answer, as a distant server would.
 
-    The exit status is 0 when all experiments loaded the same lists, and 1 when they did not or a
+    The exit status is 0 if all experiments loaded the same lists, and 1 if they did not or if a
     source failed."""
     if live and (data is not None or latency is not None):
         raise click.UsageError(
-            "--live loads from the real site: it goes with neither --data nor --latency."
+            "--live loads from the real site, so --data and --latency cannot be given with it."
         )
     if address is not None and engine != "ray":
-        raise click.UsageError("--address is that of a Ray cluster: it goes with --engine ray.")
+        raise click.UsageError("--address names a Ray cluster: give --engine ray with it.")
     for file, option in ((json_file, "--json"), (plot_file, "--plot")):
         if file is not None and not file.parent.is_dir():
             raise click.BadParameter(f"no such directory: {file.parent}", param_hint=option)
@@ -155,15 +158,16 @@ def securities(
     from ..demos.securities.source import loopback
 
     seconds = DEFAULT_LATENCY if latency is None else latency
-    how = {} if engine == "local" else {"engine": engine, "address": address, "retries": 3}
-    host = _start_ray(address) if engine == "ray" else "127.0.0.1"
+    pool_options = {} if engine == "local" else {"engine": engine, "address": address, "retries": 3}
+    host = _connect_to_ray(address) if engine == "ray" else "127.0.0.1"
     outcomes: list[experiments.ExperimentOutcome] = []
     timelines: list[Timeline] = []
     try:
         with nullcontext(LiveSite()) if live else loopback(data, seconds, host) as site:
             wait = "" if live else f", {seconds:g} s before each answer"
             click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.HEADER}")
-            for outcome in experiments.run(site, experiments.plan(drones, threads, timelines, how)):
+            plan = experiments.plan(drones, threads, timelines, pool_options)
+            for outcome in experiments.run(site, plan):
                 outcomes.append(outcome)
                 click.echo(report.row(outcome, baseline=outcomes[0]))
     except SourceError as error:
@@ -178,12 +182,12 @@ def securities(
         ctx.exit(1)
 
 
-def _start_ray(address: str | None) -> str:
+def _connect_to_ray(address: str | None) -> str:
     """Connect to Ray before times are measured; return this machine's address for the drones."""
-    from ..pool.engine import machine
+    from ..pool.engine import find_machine
 
     try:
-        machine("ray", {"address": address})
+        find_machine("ray", {"address": address})
     except (ImportError, ValueError, ConnectionError) as error:
         raise click.ClickException(str(error)) from error
     from ray.util import get_node_ip_address

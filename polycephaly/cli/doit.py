@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import complete_pool, one_line, reached
+from .reach import complete_pool, connect_to, one_line_errors
 from .tables import as_json
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ Examples:
   polycephaly doit lab --json "2 ** 100" | jq -r .value
 
 \b
-Exit status: 0; 1 after an error; n after sys.exit(n) in the code; 130 after Ctrl-C, which interrupts the work.
+Exit status: 0 after success; 1 after an error; n after sys.exit(n) in the code;
+130 after Ctrl-C, which interrupts the task.
 """
 
 
@@ -44,13 +45,13 @@ Exit status: 0; 1 after an error; n after sys.exit(n) in the code; 130 after Ctr
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Run this file.",
 )
-@click.option("--timeout", type=float, metavar="SECONDS", help="Interrupt it after so long.")
-@click.option("-e", "--everywhere", is_flag=True, help="Once in each drone.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Interrupt the code after so long.")
+@click.option("-e", "--everywhere", is_flag=True, help="Run the code once in each drone.")
 @click.option(
     "--json",
     "in_json",
     is_flag=True,
-    help="One JSON object of value, output and error; a list with -e.",
+    help="Print a JSON object with value, output and error; with -e a list of these.",
 )
 def doit(
     name: str,
@@ -62,44 +63,44 @@ def doit(
 ) -> None:
     """Run CODE, or a file, in a drone of pool NAME.
 
-    It runs in the drone's __main__, and what it defines stays there. With several drones, whichever
-    is free is taken. What it prints comes here, line by line. The value of a last expression is
-    printed as Python's prompt does, unless it is a file's. ARGS become sys.argv[1:]."""
+    The code runs in the __main__ of any free drone, and names that it defines stay there. Its
+    output appears here, line by line. The value of a last expression is printed as at Python's
+    prompt, but not the value of a file's last expression. ARGS become sys.argv[1:]."""
     from queue import SimpleQueue
 
     from ..drone.program import Program
 
     if file is not None:
-        with one_line():
+        with one_line_errors():
             program = Program(file.read_text(encoding="utf-8-sig"), str(file), [str(file), *code])
     elif not code:
-        raise click.UsageError("what is to be done? Give CODE, - (the standard input) or --file.")
+        raise click.UsageError("No code: give CODE, - (for the standard input) or --file.")
     else:
         source = sys.stdin.read() if code[0] == "-" else code[0]
         program = Program(source, None, ["-" if code[0] == "-" else "-c", *code[1:]])
 
     lines: SimpleQueue[Line | None] = SimpleQueue()
-    kept: list[Line] = []
-    with one_line(), reached(name, lines.put) as pool:
+    captured: list[Line] = []
+    with one_line_errors(), connect_to(name, lines.put) as pool:
         drones = pool.drones if everywhere else []
         names = [drone.name for drone in drones] if everywhere else [""]
-        doers: list[TaskTarget] = [*drones] if everywhere else [pool]
+        targets: list[TaskTarget] = [*drones] if everywhere else [pool]
         promises = [
             (each if timeout is None else each.options(timeout=timeout)).promise(program)
-            for each in doers
+            for each in targets
         ]
         for promise in promises:
             promise.add_done_callback(lambda _: lines.put(None))
         for _ in promises:
             while (line := lines.get()) is not None:
                 if in_json:
-                    kept.append(line)
+                    captured.append(line)
                 else:
                     click.echo(line if everywhere else line.text, err=line.stream == "stderr")
         outcomes = [Outcome(drone, promise) for drone, promise in zip(names, promises, strict=True)]
     if in_json:
-        found = [outcome.plain(kept) for outcome in outcomes]
-        as_json(found if everywhere else found[0])
+        results = [outcome.to_json(captured) for outcome in outcomes]
+        as_json(results if everywhere else results[0])
     else:
         for outcome in outcomes:
             outcome.show(with_value=file is None)
@@ -114,7 +115,7 @@ class Outcome:
         self.value: str | None = None
         self.error: BaseException | None = None
         self.status = 0
-        self.said = ""  # for stderr
+        self.stderr_text = ""
         try:
             self.value = promise.result()
         except SystemExit as end:
@@ -123,24 +124,25 @@ class Outcome:
             self.status = (
                 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
             )
-            self.said = "" if end.code is None or isinstance(end.code, int) else str(end.code)
+            if end.code is not None and not isinstance(end.code, int):
+                self.stderr_text = str(end.code)
         except BaseException as error:
             self.error = error
             self.status = 1
-            self.said = text_of(error)
+            self.stderr_text = traceback_text(error)
 
     def show(self, with_value: bool) -> None:
         prefix = f"[{self.drone}] " if self.drone else ""
         if self.value is not None and with_value:
             click.echo(prefix + self.value)
-        if self.said:
-            click.echo(prefix + self.said, err=True)
+        if self.stderr_text:
+            click.echo(prefix + self.stderr_text, err=True)
 
-    def plain(self, printed: list[Line]) -> dict[str, Any]:
-        """Return data for JSON, with those lines of `printed` that belong to this outcome."""
-        own = [line for line in printed if not self.drone or line.drone == self.drone]
+    def to_json(self, captured: list[Line]) -> dict[str, Any]:
+        """Return data for JSON, with those lines of `captured` that belong to this outcome."""
+        own_lines = [line for line in captured if not self.drone or line.drone == self.drone]
         streams = {
-            stream: "".join(f"{line.text}\n" for line in own if line.stream == stream)
+            stream: "".join(f"{line.text}\n" for line in own_lines if line.stream == stream)
             for stream in ("stdout", "stderr")
         }
         error = None
@@ -148,13 +150,13 @@ class Outcome:
             error = {
                 "type": type(self.error).__name__,
                 "message": str(self.error),
-                "traceback": self.said,
+                "traceback": self.stderr_text,
             }
         drone = {"drone": self.drone} if self.drone else {}
         return {**drone, "value": self.value, "status": self.status, "error": error, **streams}
 
 
-def text_of(error: BaseException) -> str:
+def traceback_text(error: BaseException) -> str:
     """Return the traceback from the drone, or the error's own text if there is none.
 
     There is none after the death of a drone, for instance.

@@ -24,14 +24,14 @@ from ..wire.output import Line, forward
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
-__all__ = ["Journal", "older", "path_of"]
+__all__ = ["Journal", "log_path", "rotated_path"]
 
-LARGEST = 8 << 20  # bytes
-_IN_FILE = "%(asctime)s %(levelname)s %(message)s"
-_ON_TERMINAL = "%(levelname)s: %(message)s"
+MAX_LOG_BYTES = 8 << 20
+_FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+_TERMINAL_FORMAT = "%(levelname)s: %(message)s"
 
 
-def path_of(name: str) -> Path:
+def log_path(name: str) -> Path:
     """Return the path of the log of the pool `name`, whether or not there is one.
 
     Raise `ValueError` if `name` is malformed.
@@ -41,11 +41,11 @@ def path_of(name: str) -> Path:
     return base / "polycephaly" / f"{check_name(name)}.log"
 
 
-def older(path: Path) -> Path:
+def rotated_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
-class _File(RotatingFileHandler):
+class _LogFile(RotatingFileHandler):
     """A rotating log file.
 
     With ``streams``, descriptors 1 and 2 go to the file as well: output of C code, or of an
@@ -55,7 +55,7 @@ class _File(RotatingFileHandler):
     def __init__(self, path: Path, streams: bool) -> None:
         self._streams = streams
         super().__init__(
-            path, maxBytes=LARGEST, backupCount=1, encoding="utf-8", errors="backslashreplace"
+            path, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace"
         )
 
     def _open(self) -> TextIOWrapper:
@@ -79,27 +79,27 @@ class Journal:
     """
 
     def __init__(self, name: str, in_background: bool) -> None:
-        self.path = path_of(name)
+        self.path = log_path(name)
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._in_background = in_background
-        self._file = _File(self.path, streams=in_background)
-        self._file.setFormatter(logging.Formatter(_IN_FILE))
+        self._file = _LogFile(self.path, streams=in_background)
+        self._file.setFormatter(logging.Formatter(_FILE_FORMAT))
         self._handlers: list[logging.Handler] = [self._file]
         if not in_background:
             terminal = logging.StreamHandler(sys.stderr)
-            terminal.setFormatter(logging.Formatter(_ON_TERMINAL))
+            terminal.setFormatter(logging.Formatter(_TERMINAL_FORMAT))
             self._handlers.append(terminal)
         for handler in self._handlers:
             logging.getLogger().addHandler(handler)
         logging.getLogger("polycephaly").setLevel(logging.INFO)
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._remove_handlers)
 
-    def take(self, line: Line) -> None:
+    def write_line(self, line: Line) -> None:
         """Write a line of a drone. Any thread may call this."""
         self._file.handle(logging.makeLogRecord({"levelname": f"[{line.drone}]", "msg": line.text}))
         if not self._in_background:
             forward(line)
 
-    def _forget(self) -> None:
+    def _remove_handlers(self) -> None:
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import complete_pool, one_line, reached
+from .reach import complete_pool, connect_to, one_line_errors
 from .tables import Column, as_json, duration, mebibytes, show
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["DRONES", "drone_row", "list_pools", "ps", "status_of"]
 
 POOLS = (
-    Column("NAME"), Column("PID", right=True), Column("DRONES", right=True), Column("BUSY", right=True),
-    Column("QUEUED", right=True), Column("CLIENTS", right=True), Column("UP", right=True), Column("ADDRESS", cut=True),
+    Column("NAME"), Column("PID", right=True), Column("DRONES", right=True),
+    Column("BUSY", right=True), Column("QUEUED", right=True), Column("CLIENTS", right=True),
+    Column("UP", right=True), Column("ADDRESS", cut=True),
 )  # fmt: skip
 DRONES = (
     Column("DRONE"), Column("PID", right=True), Column("STATE"), Column("FOR", right=True),
@@ -26,7 +27,7 @@ DRONES = (
 )  # fmt: skip
 
 JSON = click.option(
-    "--json", "in_json", is_flag=True, help="For programs: JSON, with all that is known."
+    "--json", "in_json", is_flag=True, help="Print JSON with all fields, for programs."
 )
 
 
@@ -46,17 +47,19 @@ def list_pools(in_json: bool) -> None:
     """
     from ..engines.remote import pool_registry
 
-    with one_line():
-        asked = [(card, *_asked(card)) for card in pool_registry.running()]
-    found = [
-        (card, status, error) for card, status, error in asked if status is not None or card.lives()
+    with one_line_errors():
+        queried = [(card, *_query(card)) for card in pool_registry.running_cards()]
+    pools = [
+        (card, status, error)
+        for card, status, error in queried
+        if status is not None or card.is_server_alive()
     ]
     if in_json:
-        as_json([status or _known(card) | {"error": error} for card, status, error in found])
-    elif found:
-        show(POOLS, [_pool_row(card, status, error) for card, status, error in found])
+        as_json([status or _card_fields(card) | {"error": error} for card, status, error in pools])
+    elif pools:
+        show(POOLS, [_pool_row(card, status, error) for card, status, error in pools])
     else:
-        click.echo("no pool is running: polycephaly start NAME", err=True)
+        click.echo("no pool is running; start one with: polycephaly start NAME", err=True)
 
 
 @click.command(
@@ -67,15 +70,17 @@ Examples:
   polycephaly ps ./lab.json         a pool of another host, by its connection file
 
 \b
-STATE is idle, busy, starting, retiring (ends after what it runs) or unresponsive: why. FOR tells for how long.
-RUNNING tells, too, in what a drone has waited without processor time, if it was for long (a minute, by default).
-MEMORY is what the drone and its own processes hold for themselves, without what they share with the image.
+STATE is idle, busy, starting, retiring (the drone ends after its running tasks) or
+unresponsive, with the reason. FOR is the time since that state began. RUNNING also
+shows where a drone waits, if it has waited long without processor time (by default,
+for a minute). MEMORY is the memory that the drone and its own processes hold for
+themselves, without memory that is shared with the pool's process.
 """
 )
 @click.argument("name", shell_complete=complete_pool)
 @JSON
 def ps(name: str, in_json: bool) -> None:
-    """Show what the drones of pool NAME do."""
+    """Show the state of the drones of pool NAME."""
     status = status_of(name)
     if in_json:
         as_json(status)
@@ -85,8 +90,8 @@ def ps(name: str, in_json: bool) -> None:
 
 def status_of(name: str) -> dict[str, Any]:
     """Return `RemotePool.status` without this command among the clients."""
-    with one_line(), closing(_Leaving(name)) as asking:
-        return asking.status()
+    with one_line_errors(), closing(_ShortConnection(name)) as connection:
+        return connection.status()
 
 
 def drone_row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
@@ -104,21 +109,21 @@ def drone_row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
 
 
 def _running(drone: dict[str, Any]) -> str:
-    told = drone.get("waiting")
-    if told is None:
+    fields = drone.get("waiting")
+    if fields is None:
         return drone["running"] or ""
     from ..pool.waiting import Waiting
 
-    known = {name: told[name] for name in told.keys() - {"seconds"}}
+    attributes = {name: fields[name] for name in fields.keys() - {"seconds"}}
     # Count from this host's clock: the drone's may differ.
-    return str(Waiting(**known | {"since": time() - told["seconds"]}))
+    return str(Waiting(**attributes | {"since": time() - fields["seconds"]}))
 
 
-class _Leaving:
+class _ShortConnection:
     """A connection for one request."""
 
     def __init__(self, where: str) -> None:
-        self._pool = reached(where)
+        self._pool = connect_to(where)
 
     def status(self) -> dict[str, Any]:
         status = self._pool.status()
@@ -128,14 +133,14 @@ class _Leaving:
         self._pool.shutdown()
 
 
-def _asked(card: Card) -> tuple[dict[str, Any] | None, str]:
+def _query(card: Card) -> tuple[dict[str, Any] | None, str]:
     try:
         return status_of(card.name), ""
     except click.ClickException as error:
         return None, error.message
 
 
-def _known(card: Card) -> dict[str, Any]:
+def _card_fields(card: Card) -> dict[str, Any]:
     return {"name": card.name, "pid": card.pid, "address": card.address, "started": card.started}
 
 

@@ -1,7 +1,7 @@
 """Loading modules and a file into a fresh `__main__`, from which a command's drones are forked.
 
-    start: modules, file ── Setup.read ──> load      join: the server's setup, by ASK ──┐
-                               └── Server.setup            its own modules, file ───────┴──> load
+    start: modules, file ── Setup.read ──> load     join: the server's setup, by REQUEST ──┐
+                               └── Server.setup           its own modules, file ───────────┴──> load
 
 The fresh `__main__` contains none of the command's own names.
 """
@@ -38,7 +38,7 @@ class Setup(NamedTuple):
         """Read the file. Raise `OSError`."""
         return cls(modules) if file is None else cls(modules, str(file), file.read_bytes())
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """Return the setup as data that JSON can hold."""
         return {
             "modules": list(self.modules),
@@ -47,7 +47,7 @@ class Setup(NamedTuple):
         }
 
     @classmethod
-    def of_plain(cls, plain: dict[str, Any] | None) -> Setup:
+    def from_plain(cls, plain: dict[str, Any] | None) -> Setup:
         """Restore a setup; None stands for a pool that was not started by a command."""
         return (
             cls()
@@ -79,10 +79,10 @@ def load(*setups: Setup) -> None:
                     linecache.cache[setup.file] = len(setup.text), None, lines, setup.file
                 exec(code, names)
     except (Exception, SystemExit) as error:
-        raise CannotLoad(_from_theirs(error)) from None
+        raise CannotLoad(_user_traceback(error)) from None
 
 
-def _from_theirs(error: BaseException) -> str:
+def _user_traceback(error: BaseException) -> str:
     """Return the traceback from the first frame outside this module and the import machinery."""
     trace = error.__traceback__
     while trace is not None and (

@@ -11,12 +11,12 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from .reach import complete_pool, one_line
+from .reach import complete_pool, one_line_errors
 
 if TYPE_CHECKING:
     from ..engines.remote.keys import Card
 
-LOOK = 0.2  # seconds between looks for new lines
+CHECK_INTERVAL_SECONDS = 0.2  # between checks for new lines
 
 
 @click.command(
@@ -24,7 +24,7 @@ LOOK = 0.2  # seconds between looks for new lines
 Examples:
   polycephaly logs lab
   polycephaly logs lab -n 1000 | grep ERROR
-  polycephaly logs lab -f           goes on until the pool ends, or Ctrl-C
+  polycephaly logs lab -f           continues until the pool ends, or Ctrl-C
 """
 )
 @click.argument("name", shell_complete=complete_pool)
@@ -34,27 +34,29 @@ Examples:
     type=click.IntRange(0),
     default=50,
     show_default=True,
-    help="So many of the last ones.",
+    help="Number of last lines to print.",
 )
-@click.option("-f", "--follow", is_flag=True, help="Then wait for more.")
+@click.option("-f", "--follow", is_flag=True, help="Then wait for further lines.")
 def logs(name: str, lines: int, follow: bool) -> None:
     """Print the log of pool NAME.
 
-    It is in $XDG_STATE_HOME/polycephaly (by default ~/.local/state/polycephaly), 8 MiB of it and as
-    much of an older generation, and is still there when the pool has ended."""
-    with one_line():
+    The log is in $XDG_STATE_HOME/polycephaly (by default ~/.local/state/polycephaly). It has up to
+    8 MiB, and so has one older generation. The log stays when the pool has ended."""
+    with one_line_errors():
         from ..engines.remote import pool_registry
-        from .journal import older, path_of
+        from .journal import log_path, rotated_path
 
-        path = path_of(name)
+        path = log_path(name)
         if not path.exists():
-            pool_registry.find(name)  # if no such pool runs, the error lists those that do
-            raise click.ClickException(f"{name} has no log: it was not begun by polycephaly start")
-        card = next((card for card in pool_registry.running() if card.name == name), None)
+            pool_registry.find_card(name)  # if no such pool runs, the error lists those that do
+            raise click.ClickException(
+                f"{name} has no log: the pool was not started by polycephaly start"
+            )
+        card = next((card for card in pool_registry.running_cards() if card.name == name), None)
         last: deque[str] = deque(maxlen=lines)
-        with suppress(FileNotFoundError), _opened(older(path)) as file:
+        with suppress(FileNotFoundError), _open(rotated_path(path)) as file:
             last.extend(file)
-        file = _opened(path)
+        file = _open(path)
         last.extend(file)
         for line in last:
             click.echo(line, nl=False)
@@ -64,19 +66,19 @@ def logs(name: str, lines: int, follow: bool) -> None:
 
 def _follow(file: IO[str], path: Path, card: Card) -> None:
     while True:
-        lives = card.lives()  # ask first, so that the last lines are read
+        is_alive = card.is_server_alive()  # ask first, so that the last lines are read
         for line in file:
             click.echo(line, nl=False)
         with suppress(FileNotFoundError):  # between two generations
             if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                 for line in file:
                     click.echo(line, nl=False)
-                file = _opened(path)
+                file = _open(path)
                 continue
-        if not lives:
+        if not is_alive:
             return
-        time.sleep(LOOK)
+        time.sleep(CHECK_INTERVAL_SECONDS)
 
 
-def _opened(path: Path) -> IO[str]:
+def _open(path: Path) -> IO[str]:
     return open(path, encoding="utf-8", errors="replace", newline="\n")

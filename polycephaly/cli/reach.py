@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ..engines.remote.client import RemotePool
     from ..wire.output import Line
 
-__all__ = ["complete_pool", "one_line", "reached", "said", "size"]
+__all__ = ["complete_pool", "connect_to", "error_text", "one_line_errors", "parse_size"]
 
-PATIENCE = 5.0  # seconds to wait for an answer
+CONNECT_TIMEOUT_SECONDS = 5.0
 
 
 def complete_pool(
@@ -30,25 +30,25 @@ def complete_pool(
     try:
         return [
             CompletionItem(card.name)
-            for card in pool_registry.running()
+            for card in pool_registry.running_cards()
             if card.name.startswith(incomplete)
         ]
     except OSError:
         return []
 
 
-def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Convert a size such as 500M to bytes."""
     if value is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
     if found is None:
-        raise click.BadParameter(f"{value!r} is no size such as 500M or 2G (of 1,024 each)")
+        raise click.BadParameter(f"{value!r} is not a size such as 500M or 2G (in powers of 1,024)")
     return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
 
 
 @contextmanager
-def one_line() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Report an `OSError`, `ValueError` or `RuntimeError` as one line, with status 1.
 
     Such an error means that a pool or file cannot be reached, read or written, and is no bug.
@@ -58,10 +58,10 @@ def one_line() -> Iterator[None]:
     except BrokenPipeError:  # the reader of the output is gone: click ends quietly
         raise
     except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError is an OSError
-        raise click.ClickException(said(error)) from error
+        raise click.ClickException(error_text(error)) from error
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.strerror:
@@ -69,9 +69,9 @@ def said(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def reached(where: str, output: str | Callable[[Line], object] = "discard") -> RemotePool:
+def connect_to(where: str, output: str | Callable[[Line], object] = "discard") -> RemotePool:
     """Connect to a pool. Raise `click.ClickException` if no pool answers."""
-    with one_line():
+    with one_line_errors():
         from ..engines.remote.client import connect
 
-        return connect(where, timeout=PATIENCE, output=output)
+        return connect(where, timeout=CONNECT_TIMEOUT_SECONDS, output=output)

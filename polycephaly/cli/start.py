@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 
 import click
 
-from .reach import one_line, size
+from .reach import one_line_errors, parse_size
 
 EXAMPLES = """\b
 Examples:
   polycephaly start                               as many drones as usable cores, named "default"
-  polycephaly start lab -n 4 --daemonize          in the background; the prompt is back when it answers
-  polycephaly start lab --import numpy            loaded once, before the drones are forked from it
-  polycephaly start lab --file setup.py           its names are there in every drone
+  polycephaly start lab -n 4 --daemonize          in the background
+  polycephaly start lab --import numpy            imported once, before the drones are forked
+  polycephaly start lab --file setup.py           every drone has the names of the file
   polycephaly start lab --max-memory 2G           a drone that holds more is replaced
   polycephaly start lab --tcp bighost:5555        for other hosts too
 
 \b
-Ctrl-C or SIGTERM: what runs is finished, then it ends. Twice: at once.
+Ctrl-C or SIGTERM: running tasks are finished, then the pool ends. Twice: the pool ends at once.
 """
 
 
@@ -36,7 +36,8 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> s
         raise click.BadParameter(f"{value!r} is not HOST:PORT")
     if host in ("*", "0.0.0.0", "::", "[::]"):
         raise click.BadParameter(
-            f"{host!r} is no address that others reach: give this host's name or number"
+            f"{host!r} is not an address that other hosts can reach: give this host's name or "
+            "number"
         )
     return f"tcp://{host}:{port}"
 
@@ -44,7 +45,7 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> s
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 
-def of_drones(command: _Command) -> _Command:
+def drone_options(command: _Command) -> _Command:
     """Add the options that configure the drones."""
     for option in reversed(
         (
@@ -52,50 +53,50 @@ def of_drones(command: _Command) -> _Command:
                 "-n",
                 "--drones",
                 type=click.IntRange(1),
-                help="How many drones.  [default: usable cores]",
+                help="Number of drones.  [default: usable cores]",
             ),
             click.option(
                 "--import",
                 "modules",
                 multiple=True,
                 metavar="MODULE",
-                help="Import it before they are forked. Repeatable.",
+                help="Import MODULE before the drones are forked. Repeatable.",
             ),
             click.option(
                 "--file",
                 type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                help="Run this file as __main__ before they are forked.",
+                help="Run this file as __main__ before the drones are forked.",
             ),
             click.option(
                 "--width",
                 type=click.IntRange(1),
                 default=1,
-                help="Coroutines a drone runs at once.  [default: 1]",
+                help="Coroutines that a drone runs at once.  [default: 1]",
             ),
             click.option(
                 "--timeout",
                 type=float,
                 metavar="SECONDS",
-                help="Work that runs longer is interrupted.",
+                help="Interrupt a task that runs longer.",
             ),
             click.option(
                 "--hang-timeout",
                 type=float,
                 metavar="SECONDS",
-                help="Kill a drone that shows no sign of life.",
+                help="Kill a drone that does not respond for so long.",
             ),
             click.option(
                 "--report-waiting",
                 type=float,
                 default=60.0,
                 metavar="SECONDS",
-                help="Say in what a drone has waited for so long.  [default: 60; inf: never]",
+                help="Report where a drone has waited for so long.  [default: 60; inf: never]",
             ),
             click.option(
                 "--max-memory",
-                callback=size,
+                callback=parse_size,
                 metavar="SIZE",
-                help="What a drone may hold for itself: 500M, 2G.",
+                help="Replace a drone that holds more memory for itself: 500M, 2G.",
             ),
             click.option(
                 "--max-tasks",
@@ -107,7 +108,7 @@ def of_drones(command: _Command) -> _Command:
                 "--retries",
                 type=click.IntRange(0),
                 default=0,
-                help="Run work again whose drone died.  [default: 0]",
+                help="Run a task again whose drone has died, at most so often.  [default: 0]",
             ),
         )
     ):
@@ -118,15 +119,15 @@ def of_drones(command: _Command) -> _Command:
 @click.command(epilog=EXAMPLES)
 @click.argument("name", default="default")
 @click.option(
-    "-d", "--daemonize", is_flag=True, help="Go on in the background; return when the pool answers."
+    "-d", "--daemonize", is_flag=True, help="Run in the background; return when the pool answers."
 )
 @click.option(
     "--tcp",
     metavar="HOST:PORT",
     callback=_address,
-    help="Listen there, for other hosts too. Port 0: any.",
+    help="Listen at this address, for other hosts too. Port 0: any free port.",
 )
-@of_drones
+@drone_options
 def start(
     name: str,
     daemonize: bool,
@@ -136,19 +137,20 @@ def start(
     file: Path | None,
     **options: Any,
 ) -> None:
-    """Start a pool that is found by NAME.
+    """Start a pool under NAME.
 
-    The other commands find it, and polycephaly.connect(NAME) in Python. Its drones are forked from
-    this process after MODULEs and the file have been loaded, so they have them without loading
-    anything. The current directory is theirs, and on their sys.path. What they print goes to
-    whoever gave them the work; anything else goes to the log (see `logs`), and to this terminal
-    while it is in the foreground."""
+    The other commands find the pool by NAME, and so does polycephaly.connect(NAME) in Python. The
+    drones are forked from this process after the MODULEs and the file have been loaded, so they
+    need not load these again. The current directory is that of the drones, and is on their
+    sys.path. The output of a task goes to the client that submitted the task. All other output goes
+    to the log (see `logs`), and to this terminal if the pool runs in the foreground."""
     from . import daemon
 
-    def serve(tell: daemon.Tell) -> int:
+    def serve(report_start: daemon.ReportStart) -> int:
         from .serving import Serving
 
-        return Serving(name, drones, tcp, modules, file, options, daemonize).run(tell)
+        return Serving(name, drones, tcp, modules, file, options, daemonize).run(report_start)
 
-    with one_line():
-        sys.exit(daemon.detached(serve) if daemonize else daemon.here(serve))
+    with one_line_errors():
+        run = daemon.run_in_background if daemonize else daemon.run_in_foreground
+        sys.exit(run(serve))

@@ -7,36 +7,36 @@ import select
 
 import click
 
-from .reach import complete_pool, one_line, reached
+from .reach import complete_pool, connect_to, one_line_errors
 
 
 @click.command(
     epilog="""\b
 Examples:
-  polycephaly stop lab              what runs is finished; what waits is cancelled
-  polycephaly stop lab --now        what runs is interrupted
+  polycephaly stop lab              running tasks are finished, waiting tasks are cancelled
+  polycephaly stop lab --now        running tasks are interrupted
 """
 )
 @click.argument("names", shell_complete=complete_pool, nargs=-1, required=True, metavar="NAME...")
-@click.option("--now", is_flag=True, help="Do not wait for what runs.")
+@click.option("--now", is_flag=True, help="Do not wait for running tasks.")
 def stop(names: tuple[str, ...], now: bool) -> None:
     """End pools and their drones.
 
-    What the drones have started ends too. Returns when they have ended. Ctrl-C ends the waiting
-    only."""
+    Processes that the drones have started end too. The command returns when the pools have ended.
+    Ctrl-C ends only the command."""
     for name in names:
         _stop(name, now)
 
 
 def _stop(name: str, now: bool) -> None:
-    with one_line():
+    with one_line_errors():
         from ..engines.remote import pool_registry
 
-        card = pool_registry.card_of(name)
-        pidfd = os.pidfd_open(card.pid) if card.lives() else None
+        card = pool_registry.resolve_card(name)
+        pidfd = os.pidfd_open(card.pid) if card.is_server_alive() else None
     try:
-        with one_line():
-            pool = reached(name)
+        with one_line_errors():
+            pool = connect_to(name)
             try:
                 pool.stop(now)
             finally:
@@ -50,7 +50,7 @@ def _stop(name: str, now: bool) -> None:
         if pidfd is None:
             raise
         raise click.ClickException(
-            f"{error.message} (kill -9 {card.pid} ends it, and its drones)"
+            f"{error.message} (kill -9 {card.pid} ends the pool and its drones)"
         ) from None
     finally:
         if pidfd is not None:

@@ -25,8 +25,8 @@ _COLOURS = {
     "unresponsive": "bold red",
 }
 
-BETWEEN = 3  # characters from one column to the next
-LEAST = 10  # minimal width of a column that is cut
+COLUMN_GAP = 3  # characters between two columns
+MIN_CUT_WIDTH = 10  # of a column that is cut
 
 
 class Column(NamedTuple):
@@ -65,7 +65,7 @@ def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
         return
     cells = [
         [column.title for column in columns],
-        *([_plain(cell) for cell in row] for row in rows),
+        *([_printable(cell) for cell in row] for row in rows),
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -82,12 +82,13 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], width: int
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[_plain(cell) for cell in row] for row in rows]
+    cells = [[_printable(cell) for cell in row] for row in rows]
     widest = [
-        max(map(len, (column.title, *of))) for column, *of in zip(columns, *cells, strict=True)
+        max(map(len, (column.title, *texts)))
+        for column, *texts in zip(columns, *cells, strict=True)
     ]
-    others = sum(size for size, column in zip(widest, columns, strict=True) if not column.cut)
-    left = max(LEAST, width - others - BETWEEN * (len(columns) - 1))
+    fixed_width = sum(size for size, column in zip(widest, columns, strict=True) if not column.cut)
+    remaining = max(MIN_CUT_WIDTH, width - fixed_width - COLUMN_GAP * (len(columns) - 1))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         table.add_column(
@@ -95,14 +96,14 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], width: int
             justify="right" if column.right else "left",
             no_wrap=True,
             overflow="ellipsis",
-            max_width=left if column.cut else None,
+            max_width=remaining if column.cut else None,
         )
     for row in cells:
         table.add_row(*(Text(word, _COLOURS.get(word.partition(":")[0], "")) for word in row))
     return table
 
 
-def _plain(cell: object) -> str:
+def _printable(cell: object) -> str:
     return "".join(
         each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(cell)
     )

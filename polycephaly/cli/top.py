@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .listing import DRONES, drone_row
-from .reach import complete_pool, one_line, reached
+from .reach import complete_pool, connect_to, one_line_errors
 from .tables import duration, grid, mebibytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Examples:
   polycephaly top lab --every 0.2
 
 \b
-Keys: q or Ctrl-C leaves. For one picture, or for programs: polycephaly ps.
+Keys: q or Ctrl-C ends the command. For a single report, or for programs, use polycephaly ps.
 """
 )
 @click.argument("name", shell_complete=complete_pool)
@@ -46,13 +46,15 @@ Keys: q or Ctrl-C leaves. For one picture, or for programs: polycephaly ps.
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Look so often.",
+    help="Time between two updates.",
 )
 def top(name: str, every: float) -> None:
-    """Watch what the drones of pool NAME do."""
+    """Show the state of the drones of pool NAME, live."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise click.ClickException(f"top needs a terminal; for one picture: polycephaly ps {name}")
-    with one_line(), suppress(KeyboardInterrupt), reached(name) as pool:
+        raise click.ClickException(
+            f"top needs a terminal; for a single report use: polycephaly ps {name}"
+        )
+    with one_line_errors(), suppress(KeyboardInterrupt), connect_to(name) as pool:
         from rich.console import Console
         from rich.live import Live
 
@@ -61,26 +63,26 @@ def top(name: str, every: float) -> None:
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 live.update(
-                    _picture(status, rate.of(status["tasks_done"]), console.size), refresh=True
+                    _render(status, rate.update(status["tasks_done"]), console.size), refresh=True
                 )
-                if _wants_to_leave(keys, every):
+                if _quit_requested(keys, every):
                     return
                 status = pool.status()
 
 
 class Rate:
-    """Tasks per second between two looks."""
+    """Tasks per second between two updates."""
 
     def __init__(self) -> None:
-        self._before: tuple[float, int] | None = None
+        self._previous: tuple[float, int] | None = None
 
-    def of(self, done: int) -> float:
+    def update(self, done: int) -> float:
         now = monotonic()
-        before, self._before = self._before, (now, done)
-        return 0.0 if before is None else (done - before[1]) / max(now - before[0], 1e-3)
+        previous, self._previous = self._previous, (now, done)
+        return 0.0 if previous is None else (done - previous[1]) / max(now - previous[0], 1e-3)
 
 
-def _picture(status: dict[str, Any], rate: float, size: ConsoleDimensions) -> RenderableType:
+def _render(status: dict[str, Any], rate: float, size: ConsoleDimensions) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -88,28 +90,27 @@ def _picture(status: dict[str, Any], rate: float, size: ConsoleDimensions) -> Re
     drones = status["drones"]
     busy = sum(drone["state"] == "busy" for drone in drones)
     others = status["clients"] - 1
+    up = duration(time() - status["started"])
     memory = mebibytes(sum(drone["memory"] for drone in drones))
     shown = drones[: max(1, height - 6)]
-    more = f"... and {len(drones) - len(shown)} more drones" if len(shown) < len(drones) else ""
+    omitted = f"... and {len(drones) - len(shown)} more drones" if len(shown) < len(drones) else ""
     return Group(
-        Text(
-            f"{status['name']}  process {status['pid']} on {status['host']}, up {duration(time() - status['started'])}",
-            "bold",
-        ),
+        Text(f"{status['name']}  process {status['pid']} on {status['host']}, up {up}", "bold"),
         Text(
             f"{busy} of {len(drones)} drones busy, {status['queued']} queued, "
-            f"{others} other client{'s' * (others != 1)}, {status['tasks_done']:,} done, {rate:,.0f}/s, {memory}"
+            f"{others} other client{'s' * (others != 1)}, {status['tasks_done']:,} done, "
+            f"{rate:,.0f}/s, {memory}"
         ),
         Text(),
         grid(DRONES, [drone_row(drone, status["host"]) for drone in shown], width),
-        Text(more),
+        Text(omitted),
     )
 
 
-def _wants_to_leave(keys: int, seconds: float) -> bool:
-    """Wait so many seconds for a key; return whether the user wants to leave."""
-    end = monotonic() + seconds
-    while (left := end - monotonic()) > 0:
+def _quit_requested(keys: int, seconds: float) -> bool:
+    """Wait so many seconds for a key; return whether it asks to end the command."""
+    deadline = monotonic() + seconds
+    while (left := deadline - monotonic()) > 0:
         if select.select([keys], [], [], left)[0] and os.read(keys, 64)[:1] in (
             b"q",
             b"Q",
@@ -124,19 +125,21 @@ def _wants_to_leave(keys: int, seconds: float) -> bool:
 def _keys() -> Iterator[int]:
     """Yield the terminal's descriptor, set to deliver each key at once without echo."""
     fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
-    handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = termios.tcgetattr(fd)
+    handlers = {
+        number: signal.signal(number, _exit_on_signal) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         tty.setcbreak(fd)
-        own = termios.tcgetattr(fd)
-        own[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on this screen
-        termios.tcsetattr(fd, termios.TCSANOW, own)
+        raw = termios.tcgetattr(fd)
+        raw[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on this screen
+        termios.tcsetattr(fd, termios.TCSANOW, raw)
         yield fd
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        termios.tcsetattr(fd, termios.TCSADRAIN, previous)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _end(number: int, frame: object) -> None:
+def _exit_on_signal(number: int, frame: object) -> None:
     sys.exit(128 + number)

@@ -27,7 +27,7 @@ __all__ = [
     "OURS",
     "QUICK",
     "SIZES",
-    "WARM",
+    "WARM_UP_TASKS",
     "Contender",
     "Executors",
     "Sizes",
@@ -38,15 +38,15 @@ __all__ = [
     "noop",
     "polycephaly_pool",
     "process_pool_executor",
+    "round_trip_us",
     "sum_of_pages",
-    "there_ms",
-    "trip_us",
+    "transfer_ms",
 ]  # fmt: skip
 
 OURS = "polycephaly"
-WARM = 100
-TIMES = 3  # runs, of which the median counts: the first of a fresh process is slower
-PAGE = 4096 // 8  # numbers
+WARM_UP_TASKS = 100
+RUNS = 3  # of these, the median counts: the first of a fresh process is slower
+NUMBERS_PER_PAGE = 4096 // 8
 
 
 def _itself(anything: Any) -> Any:
@@ -66,7 +66,7 @@ class Executors:
     # The pool's own way to wait for many results.
     gather: Callable[[list[Any]], list[Any]] | None = None
     # Applied to a large argument before it is submitted.
-    give: Callable[[Any], Any] = _itself
+    prepare: Callable[[Any], Any] = _itself
 
     def results(self, pending: list[Any]) -> list[Any]:
         return (
@@ -116,7 +116,7 @@ class Contender:
     title: str
     module: str
     start: Callable[[int], AbstractContextManager[Executors]]
-    most: int = 1_000_000  # tasks; slow contenders get fewer
+    max_tasks: int = 1_000_000  # slow contenders get fewer
 
     @property
     def installed(self) -> bool:
@@ -129,9 +129,9 @@ CONTENDERS = {
         "multiprocessing.Pool", "multiprocessing.pool", multiprocessing_pool
     ),
     "futures": Contender(
-        "ProcessPoolExecutor", "concurrent.futures.process", process_pool_executor, most=2_000
+        "ProcessPoolExecutor", "concurrent.futures.process", process_pool_executor, max_tasks=2_000
     ),
-    "loky": Contender("loky", "loky", loky, most=2_000),
+    "loky": Contender("loky", "loky", loky, max_tasks=2_000),
 }
 
 
@@ -147,28 +147,28 @@ def sum_of_pages(array: Any) -> float:
 
     The whole array must be present, and hardly any time goes into computing.
     """
-    return float(array[::PAGE].sum())
+    return float(array[::NUMBERS_PER_PAGE].sum())
 
 
 def gather_us(workers: Executors, fn: Callable[[int], int], tasks: int) -> float:
     """Return microseconds a task, if many are submitted at once."""
     submit = workers.submit
 
-    def once() -> float:
+    def run_once() -> float:
         began = time.perf_counter()
         got = workers.results([submit(fn, i) for i in range(tasks)])
         seconds = time.perf_counter() - began
         assert got == list(range(tasks))
         return seconds / tasks * 1e6
 
-    workers.results([submit(fn, i) for i in range(WARM)])
-    return statistics.median(once() for _ in range(TIMES))
+    workers.results([submit(fn, i) for i in range(WARM_UP_TASKS)])
+    return statistics.median(run_once() for _ in range(RUNS))
 
 
-def trip_us(workers: Executors, trips: int) -> float:
+def round_trip_us(workers: Executors, trips: int) -> float:
     """Return the median of microseconds a task, if one is submitted at a time."""
     submit, result = workers.submit, workers.result
-    for i in range(WARM):
+    for i in range(WARM_UP_TASKS):
         assert result(submit(noop, i)) == i
     took = []
     for i in range(trips):
@@ -182,22 +182,22 @@ def map_us(workers: Executors, items: int) -> float:
     """Return microseconds an item of `map`, without a given chunk size."""
     assert workers.map is not None
     run = workers.map
-    run(noop, range(WARM))
+    run(noop, range(WARM_UP_TASKS))
 
-    def once() -> float:
+    def run_once() -> float:
         began = time.perf_counter()
         got = run(noop, range(items))
         seconds = time.perf_counter() - began
         assert got == list(range(items))
         return seconds / items * 1e6
 
-    return statistics.median(once() for _ in range(TIMES))
+    return statistics.median(run_once() for _ in range(RUNS))
 
 
-def there_ms(workers: Executors, array: Any) -> float:
+def transfer_ms(workers: Executors, array: Any) -> float:
     """Return milliseconds from a large array to a number that proves that a worker has it."""
     began = time.perf_counter()
-    total = workers.result(workers.submit(sum_of_pages, workers.give(array)))
+    total = workers.result(workers.submit(sum_of_pages, workers.prepare(array)))
     took = time.perf_counter() - began
     assert total == sum_of_pages(array)
     return took * 1e3
@@ -220,17 +220,17 @@ QUICK = Sizes(tasks=50, trips=20, items=100, array=1_000_000, arrays=1)
 
 
 def figures(name: str, workers: int, sizes: Sizes) -> dict[str, float]:
-    most = CONTENDERS[name].most
+    max_tasks = CONTENDERS[name].max_tasks
     with CONTENDERS[name].start(workers) as pool:
         found = {
-            "gather": gather_us(pool, noop, min(sizes.tasks, most)),
-            "trip": trip_us(pool, sizes.trips),
-            "map": map_us(pool, min(sizes.items, most)),
+            "gather": gather_us(pool, noop, min(sizes.tasks, max_tasks)),
+            "trip": round_trip_us(pool, sizes.trips),
+            "map": map_us(pool, min(sizes.items, max_tasks)),
         }
         if find_spec("numpy") is not None:
             numpy = import_module("numpy")
             took = [
-                there_ms(pool, numpy.full(sizes.array // 8, number, float))
+                transfer_ms(pool, numpy.full(sizes.array // 8, number, float))
                 for number in range(sizes.arrays + 1)
             ]
             found["array"] = statistics.median(took[1:])  # the first one is slower

@@ -23,21 +23,25 @@ from contextlib import suppress
 from pickle import loads
 from typing import Any
 
-from ..runtime.connections import Search
+from ..runtime.connections import InheritanceSearch
 from ..wire.pickling import main_namespace
 
 __all__ = [
-    "become_child", "call_as_imported", "goes_only_with_the_start", "leave_exit_handlers", "with_heirloom",
-]  # fmt: skip
+    "call_as_imported",
+    "call_with_inherited_args",
+    "clear_exit_handlers",
+    "needs_inheritance",
+    "prepare_child",
+]
 
 _inherited_args: tuple[Any, ...] | bytes = ()
 
 
-def become_child(name: str, inherited_args: tuple[Any, ...] | bytes | None) -> None:
+def prepare_child(name: str, inherited_args: tuple[Any, ...] | bytes | None) -> None:
     """Prepare a drone that was just forked."""
     global _inherited_args
     _inherited_args = inherited_args or ()
-    leave_exit_handlers()
+    clear_exit_handlers()
     process: Any = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process().name = name
@@ -48,7 +52,7 @@ def become_child(name: str, inherited_args: tuple[Any, ...] | bytes | None) -> N
     _seed_numpy()
 
 
-def leave_exit_handlers() -> None:
+def clear_exit_handlers() -> None:
     """In any forked child: drop the exit handlers of the parent.
 
     The processes for which `multiprocessing`'s own exit handler waits are the parent's, too.
@@ -72,7 +76,7 @@ def _seed_numpy() -> None:
             mtrand.seed()
 
 
-def with_heirloom(initializer: Callable[..., Any]) -> Any:
+def call_with_inherited_args(initializer: Callable[..., Any]) -> Any:
     return call_as_imported(
         initializer,
         *(loads(_inherited_args) if isinstance(_inherited_args, bytes) else _inherited_args),
@@ -94,16 +98,16 @@ def call_as_imported(initializer: Callable[..., Any], *initargs: Any) -> Any:
     return (own if same else initializer)(*initargs)
 
 
-def goes_only_with_the_start(initargs: tuple[Any, ...]) -> bool:
+def needs_inheritance(initargs: tuple[Any, ...]) -> bool:
     """Return True if `initargs` can reach a drone only when it starts.
 
     That is so if they contain an open file, or a lock, queue or similar of `multiprocessing`, whose
     pickling reports that.
     """
     for arg in initargs:
-        search = Search()
+        search = InheritanceSearch()
         with suppress(Exception):  # the real pickling reports the error
             search.dump(arg)
-        if search.inherits or search.found:
+        if search.must_inherit or search.found:
             return True
     return False

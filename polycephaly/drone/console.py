@@ -4,7 +4,7 @@
                  └── output tail (4 KiB) ──> sent with the result
 
 Output of C code and child processes goes through the same pipes, but not into the tail. Records of
-`note` (wire/chunks.py) go through the pipes too, in order with the printed text. They use
+`write_record` (wire/chunks.py) go through the pipes too, in order with the printed text. They use
 descriptors of their own, because a task may put files on 1 and 2.
 """
 
@@ -21,13 +21,21 @@ from contextlib import suppress
 from ..wire.chunks import LOG, ORDER, TAG, chunk
 
 __all__ = [
-    "STDERR", "STDOUT", "OutputTail", "has_printed", "note", "open_console", "send_record", "stay_behind",
-    "tag", "tagged",
-]  # fmt: skip
+    "STDERR",
+    "STDOUT",
+    "OutputTail",
+    "current_tag",
+    "disable_record_order",
+    "has_printed",
+    "open_console",
+    "send_log_record",
+    "set_tag",
+    "write_record",
+]
 
-TAIL = 4096  # characters
+MAX_TAIL_CHARS = 4096
 STDOUT, STDERR = 0, 1
-_LONGEST_TAG = 128  # characters
+_MAX_TAG_CHARS = 128
 
 _pipes: list[int] = []  # stdout's and stderr's, in a drone
 _tag = ""
@@ -43,11 +51,11 @@ class OutputTail:
         self._size = 0
 
     def add(self, text: str) -> None:
-        self.pieces.append(text[-TAIL:])
+        self.pieces.append(text[-MAX_TAIL_CHARS:])
         self._size += len(text)
-        if self._size > 4 * TAIL:
-            self.pieces = ["".join(self.pieces)[-TAIL:]]
-            self._size = TAIL
+        if self._size > 4 * MAX_TAIL_CHARS:
+            self.pieces = ["".join(self.pieces)[-MAX_TAIL_CHARS:]]
+            self._size = MAX_TAIL_CHARS
 
     def take(self) -> bytes:
         """Return the text added since the last call.
@@ -57,7 +65,7 @@ class OutputTail:
         if not self.pieces:
             return b""
         _flush()
-        text = "".join(self.pieces)[-TAIL:]
+        text = "".join(self.pieces)[-MAX_TAIL_CHARS:]
         self.pieces.clear()
         self._size = 0
         return text.encode("utf-8", "replace")
@@ -71,13 +79,13 @@ class Console(io.TextIOWrapper):
         )
         self._tail = tail
         self._is_stdout = fd == 1
-        self._after = _last_record
+        self._last_order = _last_record
 
     def write(self, text: str, /) -> int:
         self._tail.add(text)
-        if self._is_stdout and self._after != _last_record:
-            self._after = _last_record  # also ends a line that was begun
-            note(STDOUT, ORDER, str(self._after))
+        if self._is_stdout and self._last_order != _last_record:
+            self._last_order = _last_record  # also ends a line that was begun
+            write_record(STDOUT, ORDER, str(self._last_order))
         return super().write(text)
 
 
@@ -102,7 +110,7 @@ _inherited: list[object] = []
 _tail = OutputTail()
 
 
-def stay_behind() -> None:
+def disable_record_order() -> None:
     """In a child that a task has forked: take its log records out of the drone's order."""
     global _record_numbers
     _record_numbers = itertools.repeat(0)
@@ -115,7 +123,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def note(pipe: int, kind: str, body: str) -> None:
+def write_record(pipe: int, kind: str, body: str) -> None:
     """Send a record to the controller by `pipe`, after the text written to that pipe.
 
     `pipe` is `STDOUT` or `STDERR`. Any thread may call it. Outside a drone, or if the controller is
@@ -126,36 +134,36 @@ def note(pipe: int, kind: str, body: str) -> None:
             _write(_pipes[pipe], piece)
 
 
-def send_record(record: str) -> None:
+def send_log_record(record: str) -> None:
     """Send a log record, in order with the text that this process prints on either stream.
 
     Any thread may call it.
     """
     global _last_record
     number = next(_record_numbers)
-    note(STDERR, LOG, f"{number} {record}")
+    write_record(STDERR, LOG, f"{number} {record}")
     _last_record = number
 
 
-def tag(name: str) -> None:
+def set_tag(name: str) -> None:
     """Mark further output of this drone as printed on behalf of `name`.
 
     The controller sees the tag as `Line.tag`. `name` is short and ASCII; "" removes the mark. The
     code that sets a tag also removes it. A new tag ends a line that was begun. The tag holds for
     all output: of other threads, C code and subprocesses. Raises `ValueError` for an invalid name.
     """
-    if len(name) > _LONGEST_TAG or not (name.isascii() and name.isprintable()):
+    if len(name) > _MAX_TAG_CHARS or not (name.isascii() and name.isprintable()):
         raise ValueError(
-            f"a tag is at most {_LONGEST_TAG} printable ASCII characters, not {name[:80]!r}"
+            f"a tag is at most {_MAX_TAG_CHARS} printable ASCII characters, not {name[:80]!r}"
         )
     global _tag
     _flush()
     _tag = name
     for pipe in (STDOUT, STDERR):
-        note(pipe, TAG, name)
+        write_record(pipe, TAG, name)
 
 
-def tagged() -> str:
+def current_tag() -> str:
     """Return the tag that was set last."""
     return _tag
 

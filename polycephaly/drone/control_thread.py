@@ -1,8 +1,8 @@
 """The control thread of a drone, which receives messages while the main thread runs a long task.
 
-The thread begins to receive when one task has run for longer than `WINDOW`, and its heartbeat shows
-that the drone is alive. The thread ticks while there are tasks and is parked otherwise, so an idle
-drone has no thread that wakes up.
+The thread begins to receive when one task has run for longer than `TAKEOVER_SECONDS`, and its
+heartbeat shows that the drone is alive. The thread ticks while there are tasks and is parked
+otherwise, so an idle drone has no thread that wakes up.
 
 No task runs without the control thread. To park, the control thread sets `_parked`, then checks
 whether the main thread is busy, then waits for a token. Before each task, the main thread sets
@@ -27,10 +27,12 @@ from ..runtime import fork_guard
 if TYPE_CHECKING:
     from .main import LocalDrone
 
-__all__ = ["BEAT", "ControlThread"]
+__all__ = ["HEARTBEAT_SECONDS", "ControlThread"]
 
-WINDOW = 0.005  # seconds that a task runs before the control thread begins to receive
-BEAT = 0.1  # seconds between checks if the same task still runs and no message arrives
+TAKEOVER_SECONDS = 0.005
+"""Time that a task runs before the control thread begins to receive."""
+HEARTBEAT_SECONDS = 0.1
+"""Time between checks if the same task still runs and no message arrives."""
 
 
 class ControlThread:
@@ -38,8 +40,8 @@ class ControlThread:
         self._drone = drone
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._parked = False
-        thread = threading.Thread(target=self._live, name="polycephaly-ear", daemon=True)
-        fork_guard.add_turn(thread, drone.socket_turn)  # a drone may fork drones of its own
+        thread = threading.Thread(target=self._run, name="polycephaly-control", daemon=True)
+        fork_guard.add_thread_lock(thread, drone.socket_lock)  # a drone may fork drones of its own
         thread.start()
 
     def wake(self) -> None:
@@ -47,11 +49,11 @@ class ControlThread:
             self._parked = False
             self._tokens.put(None)
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         readable = select.poll()
-        readable.register(self._drone.news_fd, select.POLLIN)
+        readable.register(self._drone.epoll_fd, select.POLLIN)
         seen = 0
-        self._drone.has_ear(threading.get_native_id())
+        self._drone.set_control_thread_id(threading.get_native_id())
         while True:
             current = self._drone.current
             if current == 0:
@@ -61,13 +63,13 @@ class ControlThread:
                     self._parked = False
                 else:
                     self._parked = False
-                    sleep(WINDOW)
+                    sleep(TAKEOVER_SECONDS)
             elif current == seen:
                 # The descriptor reports new messages only; earlier ones must be looked for.
                 self._drone.beat()
                 try:
-                    self._drone.hear_if_free()
-                    self._drone.pack_wanted()
+                    self._drone.receive_if_free()
+                    self._drone.send_requested_values()
                 except BaseException:
                     # A message or result that was taken would be lost, and a caller would wait for
                     # ever. So the drone ends: the status table shows which tasks are done, which
@@ -75,7 +77,7 @@ class ControlThread:
                     with suppress(BaseException):
                         os.write(2, traceback.format_exc().encode())
                     os._exit(1)
-                readable.poll(BEAT * 1000)
+                readable.poll(HEARTBEAT_SECONDS * 1000)
                 continue
             seen = current
-            sleep(WINDOW)
+            sleep(TAKEOVER_SECONDS)

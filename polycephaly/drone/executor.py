@@ -1,11 +1,11 @@
 """Receive tasks in batches, run them in the main thread of a drone, and send the outcomes.
 
-    WORK ── _hear ──> _todo ──main thread: _run──> _outcomes ── _flush ──> RESULTS
+    WORK ── _on_work ──> _todo ──main thread: _run──> _outcomes ── _flush ──> RESULTS
       RECALL: returns the tasks in _todo      CANCEL: withdraws, or interrupts
 
 The drone of each engine is a `DroneExecutor` that receives and sends in its own way, and has a
 thread, the *control thread*, that does so while the main thread is busy. A thread that receives or
-sends holds `socket_turn`. `_todo` is a deque: the main thread takes from its left, the control
+sends holds `socket_lock`. `_todo` is a deque: the main thread takes from its left, the control
 thread from its right or the middle. Each of these steps is atomic, so a task is either run or
 returned, never both.
 
@@ -28,14 +28,12 @@ from typing import Any
 
 from ..engines.local.status_table import Slot
 from ..promises import promise
-from ..store.placeholders import here
+from ..store.placeholders import pickling_state
 from ..store.references import RefTable, Serialized
-from ..timeline.trail import trail
+from ..timeline.trail import event_log
 from ..wire.messages import (
-    BRING,
     CALL_SLICE,
     CALLS,
-    CAME_BACK,
     CANCEL,
     DEFINES,
     DROP,
@@ -46,27 +44,37 @@ from ..wire.messages import (
     NOT_PACKED,
     PACKED,
     RECALL,
+    RELEASE_RANGE,
     RETURNED,
     SHARED,
     SPLIT,
     STOP,
+    STORE,
     VALUE,
     WITHDRAWN,
     WORK,
     Malformed,
-    head_type,
-    numbers,
+    message_type,
     pack_frames,
     pack_numbers,
     pack_outcome,
     pack_outcomes,
-    unpack_together,
+    unpack_lists,
+    unpack_numbers,
     unpack_work,
 )  # fmt: skip
 from ..wire.pickling import MainSnapshot
-from ..wire.slices import ENDED, FAILED, RUNNING, SHORT, SMALL, pack_answers, split_head
-from .child import leave_exit_handlers
-from .console import OutputTail, stay_behind, tag, tagged
+from ..wire.slices import (
+    ENDED,
+    FAILED,
+    MIN_SEPARATE_LENGTH,
+    RUNNING,
+    SMALL_TYPES,
+    pack_answers,
+    split_head,
+)
+from .child import clear_exit_handlers
+from .console import OutputTail, current_tag, disable_record_order, set_tag
 from .frames import frames_now
 from .functions import LoadedFunction, define
 from .inbox import Calls, ReceivedTask
@@ -75,28 +83,32 @@ from .result_buffer import ResultBuffer
 from .slices import SliceRun
 from .store import DroneStore
 
-__all__ = ["DroneExecutor", "dropped"]
+__all__ = ["DroneExecutor", "log_malformed"]
 
 log = logging.getLogger(__name__)
 
-BRIEF = 0.001  # seconds: for a shorter task, measuring the processor time is not worth while
-BULK_ARRIVES = 0.25  # seconds that ZeroMQ's thread may take to write a message
-FLUSH_AFTER = 0.001  # seconds that an outcome may wait for others to be sent with
-FLUSH_SLICE_AFTER = 0.0002  # seconds; short, so that fewer results are unpickled at once
+BRIEF_TASK_SECONDS = 0.001
+"""For a shorter task, measuring the processor time is not worth while."""
+BULK_DELIVERY_SECONDS = 0.25
+"""Time that ZeroMQ's thread may take to write a message."""
+FLUSH_INTERVAL_SECONDS = 0.001
+"""Time that an outcome may wait for others to be sent with."""
+SLICE_FLUSH_INTERVAL_SECONDS = 0.0002
+"""The same for a slice: short, so that fewer results are unpickled at once."""
 
 
 class DroneExecutor:
     def __init__(
         self,
         name: str,
-        row: Slot,
+        status_slot: Slot,
         snapshot: MainSnapshot,
         store: Any,
         ref_table: RefTable,
         tail: OutputTail,
     ) -> None:
         """Create the executor in the main thread, whose handler for SIGINT is replaced."""
-        self._row = row
+        self._status_slot = status_slot
         self._definitions: dict[int, LoadedFunction] = {}
         self._todo: deque[ReceivedTask | Calls] = deque()
         self._calls: Calls | None = None  # being run
@@ -104,45 +116,48 @@ class DroneExecutor:
         self._slice: SliceRun | None = None
         self._split_by_bulk = False
         self._last_done = 0
-        self._flushed = 0.0
-        self._by_bulk = -BULK_ARRIVES  # time when results last went by bulk
+        self._last_flush = 0.0
+        self._last_bulk_send = -BULK_DELIVERY_SECONDS  # time when results last went by bulk
         self._stopping = False
-        self._current = self._target = 0
-        self._missed: set[int] = set()
+        self._current = self._interrupt_target = 0
+        self._pending_interrupts: set[int] = set()
         self._main_thread = threading.get_ident()
-        self.socket_turn = threading.Lock()
+        self.socket_lock = threading.Lock()
         self._store = store
         self._ref_table = ref_table
-        self._shelf = DroneStore(name)
-        self._keeping: set[int] = set()  # overlapped tasks whose values are to stay in this drone
-        self._outcomes = ResultBuffer(row, snapshot, store, ref_table, tail, self._shelf)
+        self._drone_store = DroneStore(name)
+        # Overlapped tasks whose values are to stay in this drone.
+        self._keeping_numbers: set[int] = set()
+        self._outcomes = ResultBuffer(
+            status_slot, snapshot, store, ref_table, tail, self._drone_store
+        )
         signal.signal(signal.SIGINT, self._on_sigint)
-        _runners[:] = [self]  # a drone from which this one was forked has nothing left to do
+        _executors[:] = [self]  # a drone from which this one was forked has nothing left to do
 
     # -- implemented by the drone of each engine ---------------------------------------------------
 
     def _send(self, frames: list[bytes]) -> bool:
-        """Send a message, holding `socket_turn`. Return True if no later one can overtake."""
+        """Send a message, holding `socket_lock`. Return True if no later one can overtake."""
         raise NotImplementedError
 
     def _send_by_bulk(self, frames: list[bytes]) -> None:
         """Send a message as `_send` does, behind all bulk messages before."""
         raise NotImplementedError
 
-    def _listen(self, wait: bool) -> None:
+    def _receive(self, wait: bool) -> None:
         """In the main thread: handle the messages that have come; if `wait`, first wait for one."""
         raise NotImplementedError
 
-    def _ring(self) -> None:
+    def _wake_main_thread(self) -> None:
         """Wake the main thread, if it waits, to send or check something. Any thread may call it."""
 
-    def _overlaps(self, overlap: Overlap) -> None:
+    def _watch_overlap(self, overlap: Overlap) -> None:
         """Called once, before the first task that runs beside others."""
         raise NotImplementedError
 
     # -- a child that a task has forked ------------------------------------------------------------
 
-    def stay_behind(self) -> None:
+    def disable_after_fork(self) -> None:
         """Make this object do nothing. Its connections were closed by `parent_death`.
 
         The queues are emptied, so that a slice ends with the call that has forked, and no call is
@@ -156,14 +171,15 @@ class DroneExecutor:
 
     # -- the main thread ---------------------------------------------------------------------------
 
-    def _take_next(self) -> bool:
+    def _run_next(self) -> bool:
         """Run the next task; return False if the control thread has just returned it."""
         try:
             task = self._todo.popleft()
         except IndexError:
             return False
-        if tagged() and not task.definition.relays():  # a client's tag stays on between its calls
-            tag("")
+        # A client's tag stays on between its calls.
+        if current_tag() and not task.definition.sets_tag():
+            set_tag("")
         self._run(task)
         return True  # the task's objects are freed before the thread waits for more
 
@@ -171,36 +187,40 @@ class DroneExecutor:
         if isinstance(task, Calls):
             self._calls = task
             try:
-                self._do_calls(task)
+                self._run_calls(task)
             finally:
                 self._calls = None
         elif task.definition.overlaps:
-            self._begin(task)
+            self._start_overlapped(task)
         else:
-            self._do(task)
+            self._run_task(task)
 
-    def _do_calls(self, calls: Calls) -> None:
-        """Run many tasks as `_do` does; values that are small and immutable are sent together."""
-        take, call, start = calls.queue.popleft, calls.definition.call_with, self._row.start
+    def _run_calls(self, calls: Calls) -> None:
+        """Run many tasks as `_run_task` does.
+
+        Values that are small and immutable are sent together.
+        """
+        take, call = calls.queue.popleft, calls.definition.call_with
+        mark_started = self._status_slot.mark_started
         outcomes = self._outcomes
-        note_value = outcomes.note_value
+        add_value = outcomes.add_value
         finished = monotonic()
         while True:
             try:
                 number, args = take()
             except IndexError:
                 return
-            start(number)
+            mark_started(number)
             started = finished
             try:
                 try:
                     self._current = number
-                    if number in self._missed:
+                    if number in self._pending_interrupts:
                         raise KeyboardInterrupt("interrupted by the controller")
                     value = call(args)
                     kind = type(value)
-                    together = kind in SMALL or (
-                        (kind is str or kind is bytes) and len(value) < SHORT
+                    together = kind in SMALL_TYPES or (
+                        (kind is str or kind is bytes) and len(value) < MIN_SEPARATE_LENGTH
                     )
                     if not together:
                         payload = outcomes.pack(value)
@@ -210,34 +230,34 @@ class DroneExecutor:
             except BaseException as error:
                 self._current = 0
                 finished = monotonic()
-                outcomes.note(number, ERROR, started, finished, outcomes.pack_error(error))
-                kept = outcomes.keep()
+                outcomes.add(number, ERROR, started, finished, outcomes.pack_error(error))
+                kept = outcomes.save_last()
             else:
                 finished = monotonic()
                 if together:
-                    kept = note_value(number, started, finished, value)
+                    kept = add_value(number, started, finished, value)
                 else:
-                    outcomes.note(number, VALUE, started, finished, payload)
-                    kept = outcomes.keep()
+                    outcomes.add(number, VALUE, started, finished, payload)
+                    kept = outcomes.save_last()
             self._last_done = number
-            if not kept or finished - self._flushed > FLUSH_AFTER:
+            if not kept or finished - self._last_flush > FLUSH_INTERVAL_SECONDS:
                 self._flush()
-                self._listen(wait=False)
+                self._receive(wait=False)
                 finished = monotonic()
 
-    def _do(self, task: ReceivedTask) -> None:
+    def _run_task(self, task: ReceivedTask) -> None:
         outcomes = self._outcomes
         number = task.number
-        self._row.start(number)
+        self._status_slot.mark_started(number)
         status = VALUE
         payload: bytes | Serialized = b""
         definition = task.definition
-        used = 0.0 if definition.brief else process_time()
+        cpu_start = 0.0 if definition.brief else process_time()
         started = monotonic()
         try:
             try:
                 self._current = number
-                if number in self._missed:
+                if number in self._pending_interrupts:
                     raise KeyboardInterrupt("interrupted by the controller")
                 if task.kind == CALL_SLICE:
                     self._slice = SliceRun(
@@ -247,7 +267,7 @@ class DroneExecutor:
                 else:
                     value = task.definition.call(task.kind, task.payload)
                     if task.keeps:
-                        payload = self._shelf.keep(number, value)
+                        payload = self._drone_store.keep(number, value)
                     elif value is not None:
                         payload = outcomes.pack(value)
                     del value
@@ -257,25 +277,25 @@ class DroneExecutor:
             self._current = 0
             status, payload = ERROR, outcomes.pack_error(error)
             if task.keeps:  # interrupted while the value was stored
-                self._shelf.drop(number)
+                self._drone_store.drop(number)
         finished = monotonic()
-        brief = finished - started < BRIEF
+        brief = finished - started < BRIEF_TASK_SECONDS
         if not brief and not definition.brief:
-            trail.costs.append((number, round((process_time() - used) * 1e6)))
+            event_log.cpu_times.append((number, round((process_time() - cpu_start) * 1e6)))
         definition.brief = brief
         head = b""
         if self._slice is not None:
             status, head, payload = self._end_slice(self._slice)
-        outcomes.note(number, status, started, finished, payload, head)
+        outcomes.add(number, status, started, finished, payload, head)
         self._last_done = number
-        late = finished - self._flushed > (
-            FLUSH_AFTER if task.kind != CALL_SLICE else FLUSH_SLICE_AFTER
+        flush_due = finished - self._last_flush > (
+            FLUSH_INTERVAL_SECONDS if task.kind != CALL_SLICE else SLICE_FLUSH_INTERVAL_SECONDS
         )
         # The last part of a slice must not outlive this drone if the part before may not.
-        kept = not self._split_by_bulk and outcomes.keep()
-        if not kept or (late and self._todo):
+        kept = not self._split_by_bulk and outcomes.save_last()
+        if not kept or (flush_due and self._todo):
             self._flush()
-            self._listen(wait=False)
+            self._receive(wait=False)
 
     def _end_slice(self, run: SliceRun) -> tuple[int, bytes, bytes | Serialized]:
         """Return status, head and payload for the unsent part of a slice.
@@ -284,21 +304,21 @@ class DroneExecutor:
         """
         error = None
         if run.error is not None:
-            with self.socket_turn:
-                run.blame()
+            with self.socket_lock:
+                run.attribute_error()
             if run.error is not None:
                 error = self._outcomes.pack_error(run.error)
-        with self.socket_turn:
+        with self.socket_lock:
             self._slice = None
             answers = pack_answers(run.done[run.sent :], run.packed, error, self._store)
             rest = run.cut()
         done = len(run.done) - run.sent + (error is not None)
         return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
 
-    def _send_what_waits(self) -> None:
+    def _send_waiting_outcomes(self) -> None:
         """Send the outcomes of the tasks before the long one.
 
-        Called by the control thread, holding `socket_turn`.
+        Called by the control thread, holding `socket_lock`.
         """
         self._send_outcomes()
 
@@ -308,20 +328,20 @@ class DroneExecutor:
         If a part of a slice went by bulk, these go by bulk too, because the last part, which must
         not overtake it, may be among them.
         """
-        frames = self._outcomes.take()
+        frames = self._outcomes.take_message()
         if not frames:
             return False
         if self._split_by_bulk:
             self._send_by_bulk(frames)
         elif self._send(frames):
             return True
-        self._by_bulk = monotonic()
+        self._last_bulk_send = monotonic()
         return False
 
     def _cut_slice(self) -> None:
         """Cut a slice that takes too long. See slices.py.
 
-        Called by the control thread, holding `socket_turn`.
+        Called by the control thread, holding `socket_lock`.
         """
         run = self._slice
         if run is None or run.was_cut:
@@ -333,139 +353,143 @@ class DroneExecutor:
             answers = pack_answers(run.done[: run.sent], run.packed, None, self._store)
             head = split_head(run.sent, rest, RUNNING)
             # Before the answers, which may contain these handles.
-            given = self._outcomes.given(run.number)
+            kept_values = self._outcomes.kept_value_entries(run.number)
             entry, large = self._outcomes.entry(
                 run.number, SPLIT, run.started, monotonic(), answers, head
             )
-            self._split_by_bulk = not self._send(pack_outcomes([*given, entry], large))
+            self._split_by_bulk = not self._send(pack_outcomes([*kept_values, entry], large))
 
-    def _begin(self, task: ReceivedTask) -> None:
+    def _start_overlapped(self, task: ReceivedTask) -> None:
         """Start a task that runs beside others."""
         overlap = self._overlap
         if overlap is None:
             overlap = self._overlap = Overlap()
-            self._overlaps(overlap)
-        self._row.start(task.number)
+            self._watch_overlap(overlap)
+        self._status_slot.mark_started(task.number)
         started = monotonic()
         try:
-            if task.number in self._missed:
+            if task.number in self._pending_interrupts:
                 raise KeyboardInterrupt("interrupted by the controller")
             if task.keeps:
-                self._keeping.add(task.number)
+                self._keeping_numbers.add(task.number)
             overlap.begin(task.number, task.definition.begin(task.kind, task.payload))
-            if self._is_missed(task.number):  # since the look before
+            if self._claim_interrupt(task.number):  # since the check before
                 overlap.interrupt({task.number})
         except BaseException as error:
-            self._keeping.discard(task.number)
-            self._note_overlapped(
+            self._keeping_numbers.discard(task.number)
+            self._add_overlapped_outcome(
                 task.number, ERROR, started, monotonic(), self._outcomes.pack_error(error)
             )
 
-    def _take_ended(self, overlap: Overlap) -> None:
+    def _collect_ended(self, overlap: Overlap) -> None:
         for number, thread, started, finished in overlap.take_ended():
             status = VALUE
             payload: bytes | Serialized = b""
             try:
                 value = thread.result()
-                if number in self._keeping:
-                    payload = self._shelf.keep(number, value)
+                if number in self._keeping_numbers:
+                    payload = self._drone_store.keep(number, value)
                 elif value is not None:
                     payload = self._outcomes.pack(value)
             except BaseException as error:
                 status, payload = ERROR, self._outcomes.pack_error(error)
             finally:
                 del thread  # no cycle through the error's traceback, which would keep the arguments
-            self._keeping.discard(number)
-            self._note_overlapped(number, status, started, finished, payload)
+            self._keeping_numbers.discard(number)
+            self._add_overlapped_outcome(number, status, started, finished, payload)
             if not overlap.running:
                 self._last_done = number
 
-    def _note_overlapped(
+    def _add_overlapped_outcome(
         self, number: int, status: int, started: float, finished: float, payload: bytes | Serialized
     ) -> None:
-        self._outcomes.note(number, status, started, finished, payload)
-        if not self._outcomes.keep():
+        self._outcomes.add(number, status, started, finished, payload)
+        if not self._outcomes.save_last():
             self._flush()
 
     def _flush(self) -> None:
-        with self.socket_turn:
-            by_lane = self._send_outcomes()
-            self._flushed = monotonic()
+        with self.socket_lock:
+            by_fast_transport = self._send_outcomes()
+            self._last_flush = monotonic()
             self._split_by_bulk = False
+            since_bulk = self._last_flush - self._last_bulk_send
             # With overlapped tasks, `_last_done` is the last task before them.
-            self._row.sent(
-                self._last_done, by_lane and self._flushed - self._by_bulk >= BULK_ARRIVES
+            self._status_slot.mark_all_sent(
+                self._last_done, by_fast_transport and since_bulk >= BULK_DELIVERY_SECONDS
             )
 
-    def pack_wanted(self) -> None:
+    def send_requested_values(self) -> None:
         """Send the kept values that other processes have requested.
 
         Called by the main thread between tasks, or by the control thread.
         """
-        outcomes, wanted = self._outcomes, self._shelf.wanted
-        while wanted:
+        outcomes, requested = self._outcomes, self._drone_store.requested
+        while requested:
             try:
-                number = wanted.popleft()
+                number = requested.popleft()
             except IndexError:  # the other thread has just taken it
                 return
             status = PACKED
             payload: bytes | Serialized
             try:
-                here.asked_for = True
-                payload = outcomes.pack(self._shelf.value(number))
+                pickling_state.for_other_process = True
+                payload = outcomes.pack(self._drone_store.value(number))
             except BaseException as error:
                 status, payload = NOT_PACKED, outcomes.pack_error(error)
             finally:
-                here.asked_for = False
+                pickling_state.for_other_process = False
             entry, large = outcomes.entry(number, status, 0.0, 0.0, payload)
-            with self.socket_turn:
+            with self.socket_lock:
                 self._send(pack_outcomes([entry], large))
             # A bulk send may have consumed the report of new messages, for which the main thread
             # waits.
-            self._ring()
+            self._wake_main_thread()
 
-    # -- either thread, holding `socket_turn` ------------------------------------------------------
+    # -- either thread, holding `socket_lock` ------------------------------------------------------
 
-    def _hear(self, frames: list[bytes]) -> None:
+    def _handle_message(self, frames: list[bytes]) -> None:
         try:
-            self._HEARD[head_type(frames)](self, frames)
-        except (Malformed, KeyError) as wrong:
-            dropped(wrong)
+            self._HANDLERS[message_type(frames)](self, frames)
+        except (Malformed, KeyError) as error:
+            log_malformed(error)
 
-    def _hear_work(self, frames: list[bytes]) -> None:
+    def _on_work(self, frames: list[bytes]) -> None:
         definitions, todo = self._definitions, self._todo
         for number, kind, definition, payload in unpack_work(frames):
             if kind & SHARED:
                 kind &= ~SHARED
-                payload = self._ref_table.arrived(payload)
+                payload = self._ref_table.receive(payload)
             if kind in DEFINES:
                 definitions[number] = define(kind, payload)
             elif kind == FORGET:
                 definitions.pop(number, None)
             elif kind == CALLS and definition in definitions:
-                todo.append(Calls(definitions[definition], *_calls(payload)))
-            elif kind == CAME_BACK:
-                self._ref_table.came_back(number)
-            elif kind == BRING:
-                self._shelf.bring(number, payload)
+                todo.append(Calls(definitions[definition], *_unpack_calls(payload)))
+            elif kind == RELEASE_RANGE:
+                self._ref_table.release(number)
+            elif kind == STORE:
+                self._drone_store.add_packed(number, payload)
             elif kind == FETCH:
-                self._shelf.wanted.append(number)
+                self._drone_store.requested.append(number)
             elif kind == DROP:
-                self._shelf.drop(number, definition)
+                self._drone_store.drop(number, definition)
             elif definition in definitions:
                 todo.append(ReceivedTask(number, kind, definitions[definition], payload))
             else:
-                self._not_defined(definition, _calls(payload)[0] if kind == CALLS else [number])
+                unknown = _unpack_calls(payload)[0] if kind == CALLS else [number]
+                self._on_undefined(definition, unknown)
 
-    def _not_defined(self, definition: int, unknown: list[int]) -> None:
-        """Report an error for calls of a function that is not known here."""
-        bug = RuntimeError(f"a bug in polycephaly: definition {definition} is not known here")
+    def _on_undefined(self, definition: int, unknown: list[int]) -> None:
+        """Report an error for calls of a function that was not defined here."""
+        bug = RuntimeError(
+            f"a bug in polycephaly: function {definition} was not defined in this drone"
+        )
         error = self._outcomes.pack_error(bug)
         self._send(
             pack_outcomes([pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown])
         )
 
-    def _hear_recall(self, frames: list[bytes]) -> None:
+    def _on_recall(self, frames: list[bytes]) -> None:
         returned: list[int] = []
         with suppress(IndexError):
             while True:
@@ -478,8 +502,8 @@ class DroneExecutor:
             returned += self._calls.take_from_end()
         self._send(pack_numbers(RETURNED, returned[::-1]))
 
-    def _hear_cancel(self, frames: list[bytes]) -> None:
-        targets = set(numbers(frames))
+    def _on_cancel(self, frames: list[bytes]) -> None:
+        targets = set(unpack_numbers(frames))
         withdrawn = []
         tasks = list(self._todo)
         if self._calls is not None:
@@ -498,45 +522,48 @@ class DroneExecutor:
                     [pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]
                 )
             )
-        self._missed |= targets - {0}
+        self._pending_interrupts |= targets - {0}
         current, overlap = self._current, self._overlap
         if overlap is not None:
-            begun = {each for each in targets if each in overlap.running and self._is_missed(each)}
+            begun = {
+                each for each in targets if each in overlap.running and self._claim_interrupt(each)
+            }
             overlap.interrupt(begun | (targets & {0}))
         if current and (current in targets or 0 in targets):
-            self._missed.discard(current)
-            self._target = current
+            self._pending_interrupts.discard(current)
+            self._interrupt_target = current
             signal.pthread_kill(self._main_thread, signal.SIGINT)
 
-    def _is_missed(self, number: int) -> bool:
+    def _claim_interrupt(self, number: int) -> bool:
         """Return True to exactly one of the callers that ask; that one interrupts the task."""
         try:
-            self._missed.remove(number)
+            self._pending_interrupts.remove(number)
         except KeyError:
             return False
         return True
 
-    def _hear_frames(self, frames: list[bytes]) -> None:
-        asked = numbers(frames)
-        if len(asked) != 1:
-            raise Malformed(f"a request for frames with {len(asked)} numbers")
+    def _on_frames(self, frames: list[bytes]) -> None:
+        requests = unpack_numbers(frames)
+        if len(requests) != 1:
+            raise Malformed(f"a request for frames with {len(requests)} numbers")
         overlapped = {} if self._overlap is None else dict(self._overlap.running)
-        self._send(pack_frames(asked[0], frames_now(self._main_thread, self._current, overlapped)))
+        report = frames_now(self._main_thread, self._current, overlapped)
+        self._send(pack_frames(requests[0], report))
 
-    def _hear_stop(self, frames: list[bytes]) -> None:
+    def _on_stop(self, frames: list[bytes]) -> None:
         self._stopping = True
 
-    _HEARD: dict[bytes, Callable[[Any, list[bytes]], None]] = {  # noqa: RUF012 - a table, never changed
-        WORK: _hear_work,
-        RECALL: _hear_recall,
-        CANCEL: _hear_cancel,
-        FRAMES: _hear_frames,
-        STOP: _hear_stop,
+    _HANDLERS: dict[bytes, Callable[[Any, list[bytes]], None]] = {  # noqa: RUF012 - not changed
+        WORK: _on_work,
+        RECALL: _on_recall,
+        CANCEL: _on_cancel,
+        FRAMES: _on_frames,
+        STOP: _on_stop,
     }
 
     def _on_sigint(self, signum: int, frame: Any) -> None:
-        if self._target and self._target == self._current:
-            self._target = 0
+        if self._interrupt_target and self._interrupt_target == self._current:
+            self._interrupt_target = 0
             raise KeyboardInterrupt("interrupted by the controller")
 
     @property
@@ -545,43 +572,43 @@ class DroneExecutor:
         return self._current or (-1 if self._calls is not None else 0)
 
     def beat(self) -> None:
-        self._row.beat()
-        beside = self._overlap is not None and bool(self._overlap.running)
-        if beside or self._main_thread in promise.waiting:
+        self._status_slot.beat()
+        has_overlapped = self._overlap is not None and bool(self._overlap.running)
+        if has_overlapped or self._main_thread in promise.waiting_threads:
             green = sys.modules.get("polycephaly.green.scheduler")
-            self._row.steps(1 if green is None else 1 + green.scheduler.bouts)
+            self._status_slot.set_steps(1 if green is None else 1 + green.scheduler.busy_periods)
         else:
-            self._row.steps(0)
+            self._status_slot.set_steps(0)
 
-    def has_ear(self, thread: int) -> None:
-        self._row.ear(thread)
-
-
-_runners: list[DroneExecutor] = []
+    def set_control_thread_id(self, thread: int) -> None:
+        self._status_slot.set_control_thread(thread)
 
 
-def _stay_behind() -> None:
+_executors: list[DroneExecutor] = []
+
+
+def _disable_after_fork() -> None:
     """In a forked child: disable the executor.
 
     Exit handlers registered before belong to the drone. Signals are the child's own.
     """
-    for runner in _runners:
-        runner.stay_behind()
-        stay_behind()
-        leave_exit_handlers()
+    for executor in _executors:
+        executor.disable_after_fork()
+        disable_record_order()
+        clear_exit_handlers()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    _runners.clear()
+    _executors.clear()
 
 
-os.register_at_fork(after_in_child=_stay_behind)
+os.register_at_fork(after_in_child=_disable_after_fork)
 
 
-def _calls(payload: Any) -> tuple[list[int], list[tuple[Any, ...]]]:
-    numbers, calls = unpack_together(payload, 2)
+def _unpack_calls(payload: Any) -> tuple[list[int], list[tuple[Any, ...]]]:
+    numbers, calls = unpack_lists(payload, 2)
     if set(map(type, calls)) != {tuple} or min(numbers) < 0 or max(numbers) >= 1 << 64:
-        raise Malformed("calls that are none")
+        raise Malformed("a malformed list of calls")
     return numbers, calls
 
 
-def dropped(wrong: Exception) -> None:
-    log.warning("a malformed message was dropped: %s", wrong)
+def log_malformed(error: Exception) -> None:
+    log.warning("a malformed message was dropped: %s", error)

@@ -16,29 +16,29 @@ from ..wire.pickling import MainSnapshot, capture
 from . import console
 from .functions import LoadedFunction, define
 
-__all__ = ["NOTHING", "ForwardedFunction", "lent", "pack_error", "relayed"]
+__all__ = ["NO_SHARED_NAMES", "ForwardedFunction", "pack_error", "run_client_call", "shared_value"]
 
-NOTHING = MainSnapshot(())
+NO_SHARED_NAMES = MainSnapshot(())
 """The names that the client's `__main__` and this one have in common: none."""
 
-_lent: tuple[Any, ...] = ()
+_shared_values: tuple[Any, ...] = ()
 
 
-def lent(index: int) -> Any:
+def shared_value(index: int) -> Any:
     """Return one of the shared values that are sent beside a client's arguments.
 
     A client's pickled arguments contain calls of this function.
     """
-    return _lent[index]
+    return _shared_values[index]
 
 
 class ForwardedFunction(partial[tuple[int, bytes]]):
-    """`relayed`, bound to a client's tag and to the kind and bytes of its function.
+    """`run_client_call`, bound to a client's tag and to the kind and bytes of its function.
 
     The drone unpickles the function once, and keeps it as long as this object.
     """
 
-    relays = True
+    sets_tag = True
     _definition: LoadedFunction | None = None
 
     def __call__(self, kind: int, payload: bytes, *shared: Any) -> tuple[int, bytes]:
@@ -48,7 +48,7 @@ class ForwardedFunction(partial[tuple[int, bytes]]):
         return self.func(tag, self._definition, kind, payload, *shared)
 
 
-def relayed(
+def run_client_call(
     tag: str, definition: LoadedFunction, kind: int, payload: bytes, *shared: Any
 ) -> tuple[int, bytes]:
     """Run a client's call and return status and payload for the client.
@@ -57,33 +57,33 @@ def relayed(
     stays on for the client's next call, unless something was printed: then it is removed, so that a
     line that was begun is not held back. The drone removes the tag before other tasks.
     """
-    global _lent
+    global _shared_values
     generation = forked.generation
     try:
-        if console.tagged() != tag:
-            console.tag(tag)
-        _lent = shared
+        if console.current_tag() != tag:
+            console.set_tag(tag)
+        _shared_values = shared
         value = definition.call(kind, payload)
-        forked.leave_if_forked(generation)
-        return VALUE, b"" if value is None else _packed(value)
+        forked.exit_if_forked(generation)
+        return VALUE, b"" if value is None else _pack_result(value)
     except BaseException as error:
         # All errors are caught, because a raised one would be rebuilt in the server's process.
-        forked.leave_if_forked(generation, error)
+        forked.exit_if_forked(generation, error)
         return ERROR, pack_error(error)
     finally:
-        _lent = ()
+        _shared_values = ()
         if console.has_printed():
-            console.tag("")
+            console.set_tag("")
 
 
 def pack_error(error: BaseException) -> bytes:
     """Serialize an error for a client."""
-    return pack_exception(error, partial(capture, snapshot=NOTHING))
+    return pack_exception(error, partial(capture, snapshot=NO_SHARED_NAMES))
 
 
-def _packed(value: object) -> bytes:
+def _pack_result(value: object) -> bytes:
     try:
-        return capture(value, NOTHING)
+        return capture(value, NO_SHARED_NAMES)
     except BaseException as error:
         error.add_note(f"while pickling the result, a {type(value).__qualname__}")
         raise

@@ -24,11 +24,12 @@ __all__ = ["frames_now"]
 Place = tuple[str, int, str]
 """File, line and function."""
 
-MAX_FRAMES = 200  # innermost frames of one thread: a deep recursion would fill megabytes
+MAX_FRAMES = 200
+"""Innermost frames of one thread: a deep recursion would fill megabytes."""
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_INSTALLED = tuple(_LIBRARY + name + os.sep for name in ("site-packages", "dist-packages"))
+_PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARY_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED_DIRS = tuple(_LIBRARY_DIR + name + os.sep for name in ("site-packages", "dist-packages"))
 
 
 def frames_now(main: int, current: int, overlapped: Mapping[int, Any]) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def frames_now(main: int, current: int, overlapped: Mapping[int, Any]) -> dict[s
     ]
     places = {number: _place_of_green(thread) for number, thread in overlapped.items()}
     if current > 0:
-        awaited, _ = promise.waiting.get(main, (None, None))
+        awaited, _ = promise.waiting_threads.get(main, (None, None))
         places[current] = _place_of_green(awaited) or _place_of(list(_places(frames.get(main))))
     return {"threads": threads, "places": places}
 
@@ -72,15 +73,15 @@ def _places(frame: FrameType | None) -> Iterator[Place]:
 
 
 def _place_of(places: list[Place]) -> Place | None:
-    beyond_us = [each for each in places if not each[0].startswith(_OURS)]
+    outside_package = [each for each in places if not each[0].startswith(_PACKAGE_DIR)]
     return next(
-        (each for each in beyond_us if not _is_library(each[0])),
-        beyond_us[0] if beyond_us else None,
+        (each for each in outside_package if not _is_library(each[0])),
+        outside_package[0] if outside_package else None,
     )
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith(("<frozen ", _LIBRARY)) and not file.startswith(_INSTALLED)
+    return file.startswith(("<frozen ", _LIBRARY_DIR)) and not file.startswith(_INSTALLED_DIRS)
 
 
 def _place_of_green(awaited: object) -> Place | None:
@@ -91,6 +92,6 @@ def _place_of_green(awaited: object) -> Place | None:
     """
     green = sys.modules.get("polycephaly.green.report")
     info = None if green is None else green.info_of(awaited)
-    return (
-        None if info is None or info.file.startswith(_OURS) else (info.file, info.line, info.doing)
-    )
+    if info is None or info.file.startswith(_PACKAGE_DIR):
+        return None
+    return info.file, info.line, info.doing

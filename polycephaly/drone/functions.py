@@ -16,26 +16,27 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from ..runtime.coroutines import is_coroutine
-from ..store.references import load, load_beside, load_joined
+from ..store.references import load, load_joined, load_with_buffers
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 from ..wire.pickling import looked_up, main_namespace
-from ..wire.slices import TOGETHER
+from ..wire.slices import BATCHED_TYPES
 
-__all__ = ["LoadedFunction", "compiled", "define", "filled", "finished"]
+__all__ = ["LoadedFunction", "compile_source", "define", "promised_value", "run_if_coroutine"]
 
-_CODE_SHOWN = 1000
+MAX_KEPT_SOURCES = 1000
 """Number of code strings whose source lines are kept for tracebacks."""
 
 
-_values: Sequence[Any] = ()  # values of promises among the arguments, while these are unpickled
+# Values of promises among the arguments, while these are unpickled.
+_promised_values: Sequence[Any] = ()
 
 
-def filled(index: int) -> Any:
+def promised_value(index: int) -> Any:
     """Return the value of a promise that is sent beside the arguments.
 
     Pickled arguments contain calls of this function.
     """
-    return _values[index]
+    return _promised_values[index]
 
 
 class LoadedFunction:
@@ -50,13 +51,13 @@ class LoadedFunction:
     brief = False
     """True if the last call was brief: then only measurements that cost nothing are made."""
 
-    def relays(self) -> bool:
+    def sets_tag(self) -> bool:
         """Return True if calls set the output tag of a client themselves: see forwarded.py."""
         return False
 
     def call(self, kind: int, payload: Any) -> Any:
         """Return the value of a call; a coroutine is run to its end, as a green thread."""
-        return finished(self.begin(kind, payload))
+        return run_if_coroutine(self.begin(kind, payload))
 
     def call_with(self, args: tuple[Any, ...]) -> Any:
         """Return the value of a call with unpickled arguments."""
@@ -73,10 +74,10 @@ class LoadedFunction:
 
 class _Callable(LoadedFunction):
     _function: Callable[..., Any] | None = None
-    _free: tuple[str, ...] = ()
+    _main_names: tuple[str, ...] = ()
 
-    def relays(self) -> bool:
-        return getattr(self._function, "relays", False) is True
+    def sets_tag(self) -> bool:
+        return getattr(self._function, "sets_tag", False) is True
 
     def begin(self, kind: int, payload: Any) -> Any:
         function = self.function(False)
@@ -91,17 +92,17 @@ class _Callable(LoadedFunction):
 
     def call_with(self, args: tuple[Any, ...]) -> Any:
         function = self._function
-        if function is None or self._free:
+        if function is None or self._main_names:
             function = self.function(False)
         value = function(*args)
-        return value if type(value) in TOGETHER else finished(value)
+        return value if type(value) in BATCHED_TYPES else run_if_coroutine(value)
 
     def function(self, fresh: bool) -> Callable[..., Any]:
         function = self._function
         if function is None or fresh:
             function = self._open()
-        if self._free:
-            _graft(function, self._free)
+        if self._main_names:
+            _update_main_names(function, self._main_names)
         return function
 
     def _open(self) -> Callable[..., Any]:
@@ -109,15 +110,15 @@ class _Callable(LoadedFunction):
         try:
             function: Callable[..., Any] = load(self._payload)
         except BaseException as error:
-            error.add_note("while unpickling the work itself")
+            error.add_note("while unpickling the function itself")
             raise
         if type(function) is FunctionType and function.__module__ == "__main__":
-            self._free = tuple({*_free_names(function), *looked_up})
+            self._main_names = tuple({*_find_free_names(function), *looked_up})
         self._function = function
         return function
 
 
-def finished(value: Any) -> Any:
+def run_if_coroutine(value: Any) -> Any:
     """Return `value`, or, for a coroutine, its result after a run as a green thread."""
     if is_coroutine(value):
         from ..green import run
@@ -142,52 +143,54 @@ class _Code(LoadedFunction):
 
     def _compile(self) -> None:
         source = self._payload.decode("utf-8", "surrogatepass")
-        self._body, self._last = compiled(source)
+        self._body, self._last = compile_source(source)
         self._payload = b""
 
 
-def compiled(source: str, file: str | None = None) -> tuple[CodeType, CodeType | None]:
+def compile_source(source: str, file: str | None = None) -> tuple[CodeType, CodeType | None]:
     """Return the compiled statements, and the last expression if there is one.
 
     Tracebacks will show the lines of `source`. A code string (without `file`) may be indented as a
     whole, and the ``from __future__ import`` of earlier ones holds for it too, as at a prompt.
     """
-    global _features
-    name = file or f"<doit {next(_doits)}>"
-    flags = _features if file is None else 0
+    global _future_flags
+    name = file or f"<doit {next(_source_numbers)}>"
+    flags = _future_flags if file is None else 0
     try:
-        tree = _parsed(source, name, flags)
+        tree = _parse(source, name, flags)
     except IndentationError:
         if file is not None or not source[:1].isspace():
             raise
         tree = None
-    tree = tree or _parsed(textwrap.dedent(source), name, flags)
+    tree = tree or _parse(textwrap.dedent(source), name, flags)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
         tree.body.pop()
     body = compile(tree, name, "exec", flags, dont_inherit=True)
-    flags |= body.co_flags & _FUTURE
+    flags |= body.co_flags & _ALL_FUTURE_FLAGS
     if file is None:
-        _features = flags
+        _future_flags = flags
     if not isinstance(last, ast.Expr):
         return body, None
     return body, compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True)
 
 
-def _parsed(source: str, name: str, flags: int) -> ast.Module:
+def _parse(source: str, name: str, flags: int) -> ast.Module:
     if name not in linecache.cache:
-        _shown.append(name)
-        if len(_shown) > _CODE_SHOWN:
-            linecache.cache.pop(_shown.pop(0), None)
+        _kept_sources.append(name)
+        if len(_kept_sources) > MAX_KEPT_SOURCES:
+            linecache.cache.pop(_kept_sources.pop(0), None)
     linecache.cache[name] = (len(source), None, [f"{line}\n" for line in source.split("\n")], name)
     tree: ast.Module = compile(source, name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
     return tree
 
 
-_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-_features = 0  # the features among these that code strings have requested
-_doits = itertools.count(1)
-_shown: list[str] = []
+_ALL_FUTURE_FLAGS = sum(
+    {getattr(__future__, name).compiler_flag for name in __future__.all_feature_names}
+)
+_future_flags = 0  # those that code strings have requested
+_source_numbers = itertools.count(1)
+_kept_sources: list[str] = []
 
 
 def define(kind: int, payload: Any) -> LoadedFunction:
@@ -199,23 +202,23 @@ def define(kind: int, payload: Any) -> LoadedFunction:
 
 
 def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    global _values
+    global _promised_values
     if kind == CALL:
         return (load(payload) if len(payload) else ()), {}
     if kind == CALL_KEYWORDS:
         args, kwargs = load(payload)
         return args, kwargs
     assert kind == CALL_FILLED
-    beside, (outer, inner, *parts) = load_joined(payload)
-    values = load_beside(*inner)
+    separate, (outer, inner, *parts) = load_joined(payload)
+    values = load_with_buffers(*inner)
     # Of values that did not pass through the controller.
-    for index, part in zip(beside, parts, strict=True):
-        values[index] = load_beside(*part)
-    _values = values
+    for index, part in zip(separate, parts, strict=True):
+        values[index] = load_with_buffers(*part)
+    _promised_values = values
     try:
-        args, kwargs = load_beside(*outer)
+        args, kwargs = load_with_buffers(*outer)
     finally:
-        _values = ()
+        _promised_values = ()
     return args, kwargs
 
 
@@ -224,14 +227,14 @@ def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 # `__main__` of this process at each call.
 
 
-def _graft(function: Any, names: tuple[str, ...]) -> None:
+def _update_main_names(function: Any, names: tuple[str, ...]) -> None:
     namespace, main = function.__globals__, main_namespace()
     for name in names:
         if name in main:
             namespace[name] = main[name]
 
 
-def _free_names(function: FunctionType) -> Iterator[str]:
+def _find_free_names(function: FunctionType) -> Iterator[str]:
     namespace = function.__globals__
     if namespace is main_namespace():
         return

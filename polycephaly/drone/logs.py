@@ -1,16 +1,17 @@
 """Send log records of a drone to the loggers of the controller.
 
-    log.warning(...) ── level and filters, as in the snapshot ──> Courier ── chunk ──> stderr's pipe
+    log.warning(...) ── level, filters, as in the snapshot ──> LogForwarder ── chunk ──> stderr pipe
     reactor ── after releasing its lock ──> getLogger(record.name).handle(record), with record.drone
 
 The handlers that a drone has inherited write to files and streams of the controller, so they are
-neither used nor flushed nor closed here. A `Courier` replaces them: at the root, and at each logger
-that does not propagate and had handlers. Handlers that tasks add in the drone belong to the drone
-and work in addition. Code that removes the root's handlers (`logging.basicConfig(force=True)`,
-`logging.config`) removes the courier too; records are then just printed.
+neither used nor flushed nor closed here. A `LogForwarder` replaces them: at the root, and at each
+logger that does not propagate and had handlers. Handlers that tasks add in the drone belong to the
+drone and work in addition. Code that removes the root's handlers
+(`logging.basicConfig(force=True)`, `logging.config`) removes the forwarder too; records are then
+just printed.
 
-A courier takes no lock and uses no stream: a record is one write to a pipe (more, if the record is
-long). So a signal handler or a finalizer may log at any point, and records logged before a crash
+A forwarder takes no lock and uses no stream: a record is one write to a pipe (more, if the record
+is long). So a signal handler or a finalizer may log at any point, and records logged before a crash
 have arrived.
 """
 
@@ -20,14 +21,14 @@ import logging
 from typing import Any
 
 from ..wire.log_records import pack_record
-from .console import send_record
+from .console import send_log_record
 
-__all__ = ["send_logs_home"]
+__all__ = ["install_log_forwarding"]
 
 _inherited: list[Any] = []
 
 
-class Courier(logging.Handler):
+class LogForwarder(logging.Handler):
     """Handler that sends each record to the controller."""
 
     def createLock(self) -> None:
@@ -41,13 +42,13 @@ class Courier(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            send_record(pack_record(record))
+            send_log_record(pack_record(record))
         except Exception:  # for example, arguments that do not fit the message
             self.handleError(record)
 
 
-def send_logs_home() -> None:
-    """Install the couriers in a new drone, after its console."""
+def install_log_forwarding() -> None:
+    """Install the forwarders in a new drone, after its console."""
     module: Any = logging
     _inherited.extend((module._handlerList[:], dict(module._handlers)))
     # Otherwise `logging.config` and `logging.shutdown` would flush and close the inherited
@@ -57,10 +58,10 @@ def send_logs_home() -> None:
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         if isinstance(logger, logging.Logger):
             _inherited.extend(logger.handlers)
-            courier = Courier()
+            forwarder = LogForwarder()
             # The formatter is not used here, but code that starts processes copies the formatter of
             # multiprocessing's logger.
             formatters = (handler.formatter for handler in logger.handlers)
-            courier.setFormatter(next(filter(None, formatters), logging.Formatter()))
-            takes = logger is logging.root or (logger.handlers and not logger.propagate)
-            logger.handlers = [courier] if takes else []
+            forwarder.setFormatter(next(filter(None, formatters), logging.Formatter()))
+            forwards = logger is logging.root or (logger.handlers and not logger.propagate)
+            logger.handlers = [forwarder] if forwards else []

@@ -4,8 +4,8 @@
                          └──> control thread: receives while the main thread is busy
 
 The main thread reads the sockets (the fast transport's, and ZeroMQ's) itself while it is idle or
-between tasks, so a short task crosses no thread. Only if one task has run for `WINDOW` seconds does
-the control thread begin to receive. A thread that uses the sockets holds `socket_turn`.
+between tasks, so a short task crosses no thread. Only if one task has run for `TAKEOVER_SECONDS`
+does the control thread begin to receive. A thread that uses the sockets holds `socket_lock`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ..store.references import RefTable
 from ..wire import addresses, endpoint
 from ..wire.fast_transport import FastTransport
 from ..wire.messages import HELLO, OPEN, PROTOCOL, Malformed, pack_numbers  # fmt: skip
-from ..wire.pickling import MainSnapshot, shared_with
-from .child import become_child
+from ..wire.pickling import MainSnapshot, shared_snapshots
+from .child import prepare_child
 from .console import open_console
-from .control_thread import BEAT, ControlThread
-from .executor import DroneExecutor, dropped
-from .logs import send_logs_home
-from .notebook import leave_the_kernel
+from .control_thread import HEARTBEAT_SECONDS, ControlThread
+from .executor import DroneExecutor, log_malformed
+from .logs import install_log_forwarding
+from .notebook import replace_kernel_input
 from .overlap import Overlap
 
 __all__ = ["drone_main"]
@@ -58,14 +58,14 @@ def drone_main(
 
     `control` is used if the drone reports its own start.
     """
-    addresses.home_of_parent, addresses.name_here = spec.home, order.name
+    addresses.parent_directory, addresses.own_name = spec.directory, order.name
     channel = sys.modules.get("polycephaly.green.channel")
-    if channel is not None and addresses.address_of_parent is not None:
-        channel.lineage.append((channel.oldest, addresses.address_of_parent))
-    become_child(order.name, spec.inherited_args)
+    if channel is not None and addresses.parent_address is not None:
+        channel.lineage.append((channel.oldest_generation, addresses.parent_address))
+    prepare_child(order.name, spec.inherited_args)
     if spec.main is not None:
         snapshot = spec.main.make(arena)
-    shared_with[:] = [lambda: snapshot]
+    shared_snapshots[:] = [lambda: snapshot]
     if spec.imports_main():
         _report_start(order, snapshot, control)
     drone = LocalDrone(order, spec, fast_transport, status_table, arena, snapshot)
@@ -95,33 +95,33 @@ class LocalDrone(DroneExecutor):
         snapshot: MainSnapshot,
     ) -> None:
         tail = open_console()
-        send_logs_home()
-        leave_the_kernel()
+        install_log_forwarding()
+        replace_kernel_input()
         faulthandler.enable(file=2)
         store = Store(arena, order.number)
         super().__init__(
             order.name,
-            status_table.row(order.slot),
+            status_table.writer(order.slot),
             snapshot,
             store,
-            RefTable(arena, None, self._ring),
+            RefTable(arena, None, self._wake_main_thread),
             tail,
         )
-        self._home, self._identity = spec.home, bytes.fromhex(order.identity)
-        self._fast_transport = parent_death.own(FastTransport(fast_transport))
+        self._directory, self._identity = spec.directory, bytes.fromhex(order.identity)
+        self._fast_transport = parent_death.close_in_child(FastTransport(fast_transport))
         self._bulk: zmq.Socket[bytes] | None = None
-        self._bulk_may_hide = self._waiting = False
+        self._bulk_may_have_messages = self._waiting = False
         self.busy = False
         """True if the main thread has a task to run, or is about to look for one."""
-        self._news = parent_death.own(select.epoll())
-        self._news.register(self._fast_transport.fileno(), select.EPOLLIN)
-        self._bell = parent_death.own(
+        self._epoll = parent_death.close_in_child(select.epoll())
+        self._epoll.register(self._fast_transport.fileno(), select.EPOLLIN)
+        self._wakeup = parent_death.close_in_child(
             parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         )
-        self._news.register(self._bell.fd, select.EPOLLIN)
+        self._epoll.register(self._wakeup.fd, select.EPOLLIN)
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
         # Before the HELLO: a drone that cannot start a thread never reports that it is up.
-        self._ear = ControlThread(self)
+        self._control_thread = ControlThread(self)
         self._send(self._hello)
 
     # -- the main thread ---------------------------------------------------------------------------
@@ -131,55 +131,55 @@ class LocalDrone(DroneExecutor):
         while True:
             overlap = self._overlap
             if overlap is not None:
-                self._take_ended(overlap)
-            self.pack_wanted()
+                self._collect_ended(overlap)
+            self.send_requested_values()
             if not todo:
                 self.busy = False
                 self._flush()
-                self._let_ends_go()
-                if self._may_end():
+                self._free_channel_ends()
+                if self._can_end():
                     return
-                self._listen(wait=not todo)
+                self._receive(wait=not todo)
                 continue
             self.busy = True  # set before the next line: see control_thread.py
-            self._ear.wake()
-            self._take_next()
+            self._control_thread.wake()
+            self._run_next()
 
-    def _let_ends_go(self) -> None:
+    def _free_channel_ends(self) -> None:
         """Free channel ends that came with a call that is over.
 
         An error that ends a loop over a channel is in a cycle with its traceback. From CPython 3.12
         on, the traceback keeps the frames of all callers, and so the ends.
         """
         ends: Any = sys.modules.get("polycephaly.green.distributed.ends")
-        if ends is not None and ends.some_arrived:
-            ends.some_arrived = False
+        if ends is not None and ends.ends_arrived:
+            ends.ends_arrived = False
             gc.collect()
 
-    def _may_end(self) -> bool:
+    def _can_end(self) -> bool:
         busy = (
             self._todo
-            or self._shelf.wanted
+            or self._drone_store.requested
             or (self._overlap is not None and self._overlap.running)
         )
         return self._stopping and not busy
 
-    def stay_behind(self) -> None:
-        super().stay_behind()
+    def disable_after_fork(self) -> None:
+        super().disable_after_fork()
         self._waiting = False  # no thread waits in this child
 
-    def _overlaps(self, overlap: Overlap) -> None:
-        self._news.register(overlap.bell, select.EPOLLIN)
+    def _watch_overlap(self, overlap: Overlap) -> None:
+        self._epoll.register(overlap.wakeup_fd, select.EPOLLIN)
 
-    def _ring(self) -> None:
+    def _wake_main_thread(self) -> None:
         """In any thread: an object reference was returned, so wake the main thread if it waits.
 
         Otherwise the main thread checks before it waits.
         """
         if self._waiting:
-            os.eventfd_write(self._bell.fd, 1)
+            os.eventfd_write(self._wakeup.fd, 1)
 
-    def _listen(self, wait: bool) -> None:
+    def _receive(self, wait: bool) -> None:
         """Handle the messages that have arrived; if `wait`, first wait for one.
 
         Messages that the control thread handled before `_waiting` was set are seen here, under the
@@ -187,36 +187,38 @@ class LocalDrone(DroneExecutor):
         thread waits.
         """
         if wait:
-            with self.socket_turn:
-                if self._todo or self._shelf.wanted or self._may_end():
+            with self.socket_lock:
+                if self._todo or self._drone_store.requested or self._can_end():
                     return
-                if self._bulk_may_hide:
-                    self.hear_all()
+                if self._bulk_may_have_messages:
+                    self.receive_all()
                     return
-                self._missed.clear()  # no call is between queue and start now
+                self._pending_interrupts.clear()  # no call is between queue and start now
                 self._waiting = True
-            if not self._ref_table.returned:  # checked after `_waiting` was set: see `_ring`
-                self._sleep()
-        with self.socket_turn:
+            # Checked after `_waiting` was set: see `_wake_main_thread`.
+            if not self._ref_table.returned:
+                self._wait()
+        with self.socket_lock:
             self._waiting = False
-            self.hear_all()
+            self.receive_all()
 
-    def _sleep(self) -> None:
-        """Wait for news. If none comes for a while, give back warm memory.
+    def _wait(self) -> None:
+        """Wait for an event. If none comes for a while, give back warm memory.
 
         Overlapped tasks run on meanwhile, and the heartbeat shows that the drone is alive.
         """
-        news: list[tuple[int, int]] = []
+        events: list[tuple[int, int]] = []
         overlap = self._overlap
-        while not news and (
-            (beside := overlap is not None and bool(overlap.running)) or self._store.is_untidy()
+        while not events and (
+            (has_overlapped := overlap is not None and bool(overlap.running))
+            or self._store.has_idle_memory()
         ):
-            news = self._news.poll(BEAT if beside else tuning.warm_seconds)
+            events = self._epoll.poll(HEARTBEAT_SECONDS if has_overlapped else tuning.warm_seconds)
             self.beat()
-            if not news:
-                self._store.tidy()
-        for fd, _ in news or self._news.poll():
-            if fd == self._bell.fd:
+            if not events:
+                self._store.free_idle_memory()
+        for fd, _ in events or self._epoll.poll():
+            if fd == self._wakeup.fd:
                 os.eventfd_read(fd)
 
     def close(self) -> None:
@@ -224,44 +226,44 @@ class LocalDrone(DroneExecutor):
         generation = forked.generation
         with suppress(BaseException):
             atexit._run_exitfuncs()
-        forked.leave_if_forked(generation)
+        forked.exit_if_forked(generation)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        with self.socket_turn:
+        with self.socket_lock:
             self._waiting = True  # from now on the control thread leaves the sockets alone
             if self._bulk is not None:
                 self._bulk.close()
                 self._context.term()
 
-    # -- either thread, holding `socket_turn` ------------------------------------------------------
+    # -- either thread, holding `socket_lock` ------------------------------------------------------
 
-    def hear_all(self) -> None:
+    def receive_all(self) -> None:
         """Handle all messages that have arrived.
 
         The fast transport comes first, and again before each bulk message: see
         wire/fast_transport.py.
         """
-        self._hear_lane()
+        self._receive_fast()
         bulk = self._bulk
-        self._bulk_may_hide = False
-        while bulk is not None and endpoint.has_news(bulk):
+        self._bulk_may_have_messages = False
+        while bulk is not None and endpoint.has_input(bulk):
             frames = bulk.recv_multipart(zmq.NOBLOCK)
-            self._hear_lane()
-            self._hear(frames)
+            self._receive_fast()
+            self._handle_message(frames)
 
-    def _hear_lane(self) -> None:
+    def _receive_fast(self) -> None:
         while True:
             try:
                 frames = self._fast_transport.receive()
-            except Malformed as wrong:
-                dropped(wrong)
+            except Malformed as error:
+                log_malformed(error)
                 continue
             if frames is None:
                 return
             if not frames:  # the reactor has closed the connection
                 os._exit(0)
-            self._hear(frames)
+            self._handle_message(frames)
 
     def _send(self, frames: list[bytes]) -> bool:
         """Send a message; return True if it went by the fast transport."""
@@ -274,33 +276,33 @@ class LocalDrone(DroneExecutor):
         self.open_bulk().send_multipart(frames)
         # The descriptor reports new messages only, and this call may have consumed the report. So
         # the socket must be checked before the next wait.
-        self._bulk_may_hide = True
+        self._bulk_may_have_messages = True
 
     def open_bulk(self) -> zmq.Socket[bytes]:
         if self._bulk is None:
-            self._context, self._bulk = endpoint.connect(self._home, self._identity)
+            self._context, self._bulk = endpoint.connect(self._directory, self._identity)
             self._bulk.send_multipart(self._hello)
-            self._bulk_may_hide = True
-            self._news.register(endpoint.news_fd(self._bulk), select.EPOLLIN)
+            self._bulk_may_have_messages = True
+            self._epoll.register(endpoint.input_fd(self._bulk), select.EPOLLIN)
         return self._bulk
 
-    def _hear_open(self, frames: list[bytes]) -> None:
+    def _on_open(self, frames: list[bytes]) -> None:
         self.open_bulk()
 
-    _HEARD = {**DroneExecutor._HEARD, OPEN: _hear_open}  # noqa: RUF012 - a table, never changed
+    _HANDLERS = {**DroneExecutor._HANDLERS, OPEN: _on_open}  # noqa: RUF012 - a table, never changed
 
     # -- used by the control thread ----------------------------------------------------------------
 
-    def hear_if_free(self) -> None:
-        if self.socket_turn.acquire(blocking=False):
+    def receive_if_free(self) -> None:
+        if self.socket_lock.acquire(blocking=False):
             try:
                 if not self._waiting:
-                    self._send_what_waits()
+                    self._send_waiting_outcomes()
                     self._cut_slice()
-                    self.hear_all()
+                    self.receive_all()
             finally:
-                self.socket_turn.release()
+                self.socket_lock.release()
 
     @property
-    def news_fd(self) -> int:
-        return self._news.fileno()
+    def epoll_fd(self) -> int:
+        return self._epoll.fileno()

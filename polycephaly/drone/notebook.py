@@ -12,15 +12,15 @@ import sys
 import types
 from typing import Any
 
-__all__ = ["leave_the_kernel"]
+__all__ = ["replace_kernel_input"]
 
 
-def leave_the_kernel() -> None:
+def replace_kernel_input() -> None:
     # An imported ipykernel alone makes no kernel, and each drone would import IPython in vain.
     if not {"ipykernel", "IPython.core.interactiveshell"} <= sys.modules.keys():
         return
     if not isinstance(builtins.input, types.BuiltinFunctionType):
-        builtins.input = _input
+        builtins.input = _read_line
     getpass: Any = sys.modules.get("getpass")
     if getpass is not None:
         getpass.getpass = getpass.unix_getpass
@@ -32,7 +32,7 @@ def leave_the_kernel() -> None:
         shell.display_pub = DisplayPublisher(shell=shell)  # type: ignore[no-untyped-call]
 
 
-def _input(prompt: object = "", /) -> str:
+def _read_line(prompt: object = "", /) -> str:
     print(prompt, end="", flush=True)
     line = sys.stdin.readline()
     if not line:

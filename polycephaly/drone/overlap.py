@@ -1,9 +1,9 @@
 """Overlapped tasks of a drone (``Pool(n, width=k)``): each coroutine runs as a green thread.
 
-    main thread ──begin──> green threads ──end──> `_ended`, bell ──> main thread: sends the results
+    main thread ──begin──> green threads ──end──> `_ended`, eventfd ──> main thread: sends results
 
-The main thread receives, begins and sends. Between these steps it waits for the bell as well as for
-its sockets.
+The main thread receives, begins and sends. Between these steps it waits for the eventfd as well as
+for its sockets.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from ..green import GreenThread
 
-__all__ = ["Ended", "Overlap"]
+__all__ = ["EndedTask", "Overlap"]
 
 
-class Ended(NamedTuple):
+class EndedTask(NamedTuple):
     """A task that has ended, and its start and end times (`time.monotonic`)."""
 
     number: int
@@ -37,8 +37,8 @@ class Overlap:
 
     def __init__(self) -> None:
         self.running: dict[int, GreenThread[Any]] = {}  # in the order in which they began
-        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._ended: deque[Ended] = deque()
+        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ended: deque[EndedTask] = deque()
 
     def begin(self, number: int, coro: Any) -> None:
         """Run a coroutine, or another object that `green.spawn` takes."""
@@ -48,19 +48,19 @@ class Overlap:
         thread = spawn(coro)
         self.running[number] = thread
 
-        def ended(_: object) -> None:  # called by the scheduler
-            self._ended.append(Ended(number, thread, started, monotonic()))
-            os.eventfd_write(self.bell, 1)
+        def on_end(_: object) -> None:  # called by the scheduler
+            self._ended.append(EndedTask(number, thread, started, monotonic()))
+            os.eventfd_write(self.wakeup_fd, 1)
 
-        thread._hook(ended)
+        thread._hook(on_end)
 
-    def take_ended(self) -> list[Ended]:
+    def take_ended(self) -> list[EndedTask]:
         """Return the tasks that have ended since the last call.
 
-        The bell is cleared first, so a task that ends after that rings again.
+        The eventfd is cleared first, so a task that ends after that sets it again.
         """
         with suppress(BlockingIOError):
-            os.eventfd_read(self.bell)
+            os.eventfd_read(self.wakeup_fd)
         taken = []
         while self._ended:
             each = self._ended.popleft()

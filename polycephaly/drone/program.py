@@ -11,11 +11,11 @@ import sys
 from typing import Any
 
 from ..wire.pickling import main_namespace
-from .functions import compiled, finished
+from .functions import compile_source, run_if_coroutine
 
 __all__ = ["Program"]
 
-_NOT_THERE = object()
+_MISSING = object()
 
 
 class Program:
@@ -39,19 +39,19 @@ class Program:
 
         None if the value is None, or the program ends with a statement.
         """
-        body, last = compiled(self.source, self.file)
+        body, last = compile_source(self.source, self.file)
         namespace = main_namespace()
-        kept_argv, kept_file = sys.argv, namespace.get("__file__", _NOT_THERE)
+        old_argv, old_file = sys.argv, namespace.get("__file__", _MISSING)
         sys.argv = self.argv
         if self.file is not None:
             namespace["__file__"] = self.file
         try:
             exec(body, namespace)
-            value: Any = None if last is None else finished(eval(last, namespace))
+            value: Any = None if last is None else run_if_coroutine(eval(last, namespace))
             return None if value is None else repr(value)
         finally:
-            sys.argv = kept_argv
-            if kept_file is not _NOT_THERE:
-                namespace["__file__"] = kept_file
+            sys.argv = old_argv
+            if old_file is not _MISSING:
+                namespace["__file__"] = old_file
             else:
                 namespace.pop("__file__", None)

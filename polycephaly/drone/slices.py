@@ -9,7 +9,7 @@ returned, so that other drones can run them, and the answers so far are sent. Th
 on with the current call and sends that answer by itself.
 
 `calls` is a deque, and each of its two ends has one taker, so a call is either run or returned.
-`sent`, which is used while holding `socket_turn`, divides the answers sent by the control thread
+`sent`, which is used while holding `socket_lock`, divides the answers sent by the control thread
 from those sent by the main thread at the end.
 """
 
@@ -24,11 +24,11 @@ from typing import Any
 
 from ..runtime import forked
 from ..runtime.coroutines import is_coroutine
-from ..wire.slices import ITEMS, PICKLED, SMALL, TOGETHER, Packed, unpack_calls
+from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, SMALL_TYPES, Packed, unpack_calls
 
 __all__ = ["SliceRun"]
 
-ANSWERS_MOST = 256 * 1024
+MAX_ANSWER_BYTES = 256 * 1024
 """Bytes of answers after which a slice ends and returns the rest."""
 
 
@@ -52,7 +52,7 @@ class SliceRun:
         self._form, self._fresh, rows = unpack_calls(payload)
         self.calls: deque[Any] = deque(rows)
         self._count = len(rows)
-        self._taken_away = 0
+        self._cut_calls = 0
         self._open = open_function
         self._pack = pack
         self._bytes = 0
@@ -60,7 +60,7 @@ class SliceRun:
     def run(self) -> None:
         """Run the calls, up to the first that fails.
 
-        Calls then left in `calls` were not begun: see `blame`.
+        Calls then left in `calls` were not begun: see `attribute_error`.
         """
         generation = forked.generation
         try:
@@ -70,20 +70,20 @@ class SliceRun:
                 self._run_rows()
         except BaseException as error:
             self.error = error
-        # For a child that a call has forked: see `DroneExecutor.stay_behind`.
-        forked.leave_if_forked(generation, self.error)
+        # For a child that a call has forked: see `DroneExecutor.disable_after_fork`.
+        forked.exit_if_forked(generation, self.error)
 
     def _run_items(self, function: Callable[..., Any]) -> None:
-        take, note = self.calls.popleft, self.done.append
+        next_item, add_small = self.calls.popleft, self.done.append
         while True:
             try:
-                item = take()
+                item = next_item()
             except IndexError:
                 return
             value = function(item)
-            if type(value) in SMALL:
-                note(value)
-            elif self._note_other(value):
+            if type(value) in SMALL_TYPES:
+                add_small(value)
+            elif self._add_answer(value):
                 return
 
     def _run_rows(self) -> None:
@@ -99,45 +99,45 @@ class SliceRun:
                 row = _arguments(row, function)
             value = function(*row)
             del row
-            if type(value) in SMALL:
+            if type(value) in SMALL_TYPES:
                 self.done.append(value)
-            elif self._note_other(value):
+            elif self._add_answer(value):
                 return
             del value
             if self._fresh:
                 function = self._open(True)
 
-    def _note_other(self, value: Any) -> bool:
-        """Note a value; return True if the slice must end because it has so many answers."""
-        self.done.append(self._packed(value))
-        return self._bytes > ANSWERS_MOST
+    def _add_answer(self, value: Any) -> bool:
+        """Add a value; return True if the slice must end because its answers are so large."""
+        self.done.append(self._prepare_answer(value))
+        return self._bytes > MAX_ANSWER_BYTES
 
-    def _packed(self, value: Any) -> Any:
+    def _prepare_answer(self, value: Any) -> Any:
         if is_coroutine(value):
             from ..green import run
 
             value = run(value)
-        if type(value) is tuple and len(value) < 16 and TOGETHER.issuperset(map(type, value)):
+        if type(value) is tuple and len(value) < 16 and BATCHED_TYPES.issuperset(map(type, value)):
             self._bytes += sum(len(each) for each in value if isinstance(each, (str, bytes)))
-            if self._bytes < ANSWERS_MOST:
+            if self._bytes < MAX_ANSWER_BYTES:
                 return value
-        if type(value) in TOGETHER:
+        if type(value) in BATCHED_TYPES:
             self._bytes += len(value) if isinstance(value, (str, bytes)) else 0
-            if self._bytes < ANSWERS_MOST:
+            if self._bytes < MAX_ANSWER_BYTES:
                 return value
         self.packed = True
         packed = self._pack(value)
         self._bytes += len(packed)
         return Packed(packed)
 
-    def blame(self) -> None:
+    def attribute_error(self) -> None:
         """Attribute the error with which the slice has ended to the call after those that are done.
 
         The error may have come between two calls, as an interrupt does, or when the function was
         unpickled. Then it belongs to the next call, or is dropped if there is none. Called holding
-        `socket_turn`.
+        `socket_lock`.
         """
-        begun = self._count - self._taken_away - len(self.calls)
+        begun = self._count - self._cut_calls - len(self.calls)
         if begun == len(self.done):
             try:
                 self.calls.popleft()
@@ -147,14 +147,14 @@ class SliceRun:
     def cut(self) -> int:
         """Take away the calls that were not begun, and return their number.
 
-        Any thread may call it, holding `socket_turn`.
+        Any thread may call it, holding `socket_lock`.
         """
         taken = 0
         with suppress(IndexError):
             while True:
                 self.calls.pop()
                 taken += 1
-        self._taken_away += taken
+        self._cut_calls += taken
         return taken
 
 

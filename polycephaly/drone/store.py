@@ -1,21 +1,22 @@
 """The drone store: values that a drone keeps for later tasks.
 
     call with KEEP ──> value ──> store[17] <──placeholder 17── later calls: the value, not a copy
-    BRING 17 ── serialized, from another drone ──> box ──first use──> unpickled, in the store too
+    STORE 17 ── serialized, from another drone ──> packed ──first use──> value, in the store too
     FETCH 17 ──> serialized once, to shared memory ──PACKED──> reactor, which lends it on
-    Kept(value) in a call ──> KeptHere ──its handle in a result──> GIVEN, and in the store
+    Kept(value) in a call ──> LocalKeptValue ──its handle in a result──> KEPT_VALUES, and the store
     DROP 17  ──> removed; a call that still uses the value keeps it alive
 
 A value stays as returned, and is pickled only if another process requests it. The main thread
 stores and takes values. FETCH is done by the main thread between two tasks, or by the control
-thread during a long one: each entry of `wanted` is taken by one of them.
+thread during a long one: each entry of `requested` is taken by one of them.
 
-Claims are counted: each KEEP, BRING and GIVEN gives the controller one, and DROP says how many it
-gives up. So the order of a DROP and another BRING or GIVEN of the same value does not matter.
+Claims are counted: each KEEP, STORE and KEPT_VALUES gives the controller one, and DROP says how
+many it gives up. So the order of a DROP and another STORE or KEPT_VALUES of the same value does not
+matter.
 
-Either thread handles BRING and DROP. The main thread unpickles a box, stores the value, then
-removes the box, and removes the value again if the box was gone. So a DROP at any moment leaves
-neither.
+Either thread handles STORE and DROP. The main thread unpickles a packed value, stores the value,
+then removes the packed one, and removes the value again if the packed one was gone. So a DROP at
+any moment leaves neither.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from struct import Struct
 from typing import Any
 
 from ..store import placeholders
-from ..store.kept import arrive
+from ..store.kept import restore_handle
 from ..store.references import load
 from ..wire.messages import Malformed
 
-__all__ = ["DroneStore", "described", "grants", "size_of"]
+__all__ = ["DroneStore", "size_of", "unpack_description", "unpack_kept_values"]
 
 _SIZE = Struct("<Q")
-_GRANT = Struct("<QQB")
-_MADE = 1 << 63  # marks numbers that no task has
-_LOOKED_AT = 1000
+_KEPT_VALUE = Struct("<QQB")
+_DRONE_NUMBER_BIT = 1 << 63  # marks numbers that no task has
+_MAX_EXAMINED_OBJECTS = 1000
 """Number of objects of a value that are examined to estimate its size."""
 
 
@@ -47,130 +48,133 @@ class DroneStore:
     def __init__(self, name: str) -> None:
         self.name = name
         self._values: dict[int, Any] = {}
-        self._boxes: dict[int, Any] = {}
-        self.wanted: deque[int] = deque()
+        self._packed: dict[int, Any] = {}
+        self.requested: deque[int] = deque()
         """Numbers of values that another process has requested and that are not yet packed."""
-        self.given: dict[int, KeptHere] = {}
+        self.unreported: dict[int, LocalKeptValue] = {}
         """Values whose handles were pickled, and that were not yet reported to the controller."""
         self._claims: dict[int, int] = {}  # the controller's claims to each value
-        self._counting = threading.Lock()
-        placeholders.shelf = self
+        self._claims_lock = threading.Lock()
+        placeholders.local_store = self
 
     def keep(self, number: int, value: Any) -> bytes:
         """Store a value, and return its description for the controller."""
-        described = _SIZE.pack(size_of(value)) + _name_of(value)
+        description = _SIZE.pack(size_of(value)) + _type_name_of(value)
         self._claim(number)
         self._values[number] = value
-        return described
+        return description
 
-    def make(self, value: Any) -> KeptHere:
-        return KeptHere(self, value)
+    def make(self, value: Any) -> LocalKeptValue:
+        return LocalKeptValue(self, value)
 
-    def take_given(self) -> bytes:
-        """Return the report of the values in `given`. From now on they are held here."""
-        told = []
-        while self.given:
-            number, made = self.given.popitem()
+    def take_unreported(self) -> bytes:
+        """Return the report of the values in `unreported`. From now on they are held here."""
+        entries = []
+        while self.unreported:
+            number, kept = self.unreported.popitem()
             self._claim(number)
-            self._values[number] = made.value
-            name = _name_of(made.value)
-            told.append(_GRANT.pack(number, made.nbytes, len(name)) + name)
-        return b"".join(told)
+            self._values[number] = kept.value
+            name = _type_name_of(kept.value)
+            entries.append(_KEPT_VALUE.pack(number, kept.nbytes, len(name)) + name)
+        return b"".join(entries)
 
-    def bring(self, number: int, box: Any) -> None:
+    def add_packed(self, number: int, packed: Any) -> None:
         """Store a serialized value (bytes, or `Received`), which is unpickled at its first use."""
         self._claim(number)
         if number not in self._values:
-            self._boxes[number] = box
+            self._packed[number] = packed
 
     def value(self, number: int) -> Any:
         """Return a value. Raises `LookupError` if there is none, and errors of unpickling."""
         try:
             return self._values[number]
         except KeyError:
-            box = self._boxes[number]
-        value = self._values[number] = load(box)
-        if self._boxes.pop(number, self) is self:
+            packed = self._packed[number]
+        value = self._values[number] = load(packed)
+        if self._packed.pop(number, self) is self:
             self._values.pop(number, None)
         return value
 
     def _claim(self, number: int) -> None:
-        with self._counting:
+        with self._claims_lock:
             self._claims[number] = self._claims.get(number, 0) + 1
 
     def drop(self, number: int, claims: int = 1) -> None:
         """Give up a number of claims; without any left, the value is removed."""
-        with self._counting:
+        with self._claims_lock:
             left = self._claims.pop(number, 0) - claims
             if left > 0:
                 self._claims[number] = left
                 return
-        self._boxes.pop(number, None)
+        self._packed.pop(number, None)
         self._values.pop(number, None)
 
 
-class KeptHere:
+class LocalKeptValue:
     """A value that a task keeps by `Kept(value)`, with the task's references to it."""
 
-    def __init__(self, shelf: DroneStore, value: Any) -> None:
+    def __init__(self, store: DroneStore, value: Any) -> None:
         # Unique among all pools, for ever.
-        self.number = _MADE | int.from_bytes(os.urandom(8), "little")
+        self.number = _DRONE_NUMBER_BIT | int.from_bytes(os.urandom(8), "little")
         self.value = value
         self.nbytes = size_of(value)
-        self._shelf = shelf
-        placeholders.known[self.number] = self
+        self._store = store
+        placeholders.known_owners[self.number] = self
 
     @property
-    def home(self) -> str:
-        return self._shelf.name
+    def holder_name(self) -> str:
+        return self._store.name
 
     @property
     def state(self) -> str:
-        return f"{type(self.value).__qualname__}, {self.nbytes:,} bytes in {self.home}"
+        return f"{type(self.value).__qualname__}, {self.nbytes:,} bytes in {self.holder_name}"
 
-    def fetched(self) -> Any:
+    def fetch_value(self) -> Any:
         return self.value
 
-    def ticket(self) -> tuple[Any, tuple[int]]:
-        now = placeholders.here.now
-        if now is not None:
+    def make_placeholder(self) -> tuple[Any, tuple[int]]:
+        context = placeholders.pickling_state.context
+        if context is not None:
             where = (
-                "was to go through a channel"
-                if now.directory is None
-                else f"was given to a call of {now.directory.name}"
+                "was sent through a channel"
+                if context.directory is None
+                else f"was passed to a call of {context.directory.name}"
             )
             raise TypeError(
-                f"what drone {self.home} keeps {where}: its handle goes to calls of the pool that {self.home} is of, "
-                "and home in a result; send its `value`"
+                f"the handle of a value that drone {self.holder_name} keeps {where}: pass the "
+                "handle to calls of the drone's own pool only, or return it in a result; "
+                "elsewhere, send its `value`"
             )
-        if placeholders.here.asked_for:  # no process would hold the value of the inner handle
+        # No process would hold the value of the inner handle.
+        if placeholders.pickling_state.for_other_process:
             raise TypeError(
-                f"what drone {self.home} keeps has a handle in it, of another value that is kept there: "
-                "it does not go elsewhere; let work there return the handle"
+                f"a value that drone {self.holder_name} keeps contains the handle of another kept "
+                "value, so the outer value cannot be sent to another process: let a task of that "
+                "drone return the handle"
             )
-        self._shelf.given[self.number] = self
-        return arrive, (self.number,)
+        self._store.unreported[self.number] = self
+        return restore_handle, (self.number,)
 
 
-def grants(payload: Any) -> Iterator[tuple[int, int, str]]:
-    """Yield number, bytes and type name of each value that `take_given` reported.
+def unpack_kept_values(payload: Any) -> Iterator[tuple[int, int, str]]:
+    """Yield number, bytes and type name of each value that `take_unreported` reported.
 
     Raises `Malformed`.
     """
     at = 0
     while at < len(payload):
-        if len(payload) < at + _GRANT.size:
-            raise Malformed(f"a grant that ends after {len(payload)} bytes")
-        number, nbytes, length = _GRANT.unpack_from(payload, at)
-        at += _GRANT.size + length
+        if len(payload) < at + _KEPT_VALUE.size:
+            raise Malformed(f"an incomplete list of kept values: {len(payload)} bytes")
+        number, nbytes, length = _KEPT_VALUE.unpack_from(payload, at)
+        at += _KEPT_VALUE.size + length
         yield number, nbytes, bytes(payload[at - length : at]).decode("utf-8", "replace")
 
 
-def _name_of(value: Any) -> bytes:
+def _type_name_of(value: Any) -> bytes:
     return type(value).__qualname__.encode("utf-8", "replace")[:200]
 
 
-def described(payload: Any) -> tuple[int, str]:
+def unpack_description(payload: Any) -> tuple[int, str]:
     """Return bytes and type name from the description that `keep` returned."""
     if len(payload) < _SIZE.size:
         return 0, "?"
@@ -183,7 +187,7 @@ def size_of(value: Any) -> int:
     Exact for arrays, bytes and the like, and for containers of up to a thousand objects; larger
     containers are estimated from the first thousand.
     """
-    left = _LOOKED_AT
+    left = _MAX_EXAMINED_OBJECTS
     seen: set[int] = set()
 
     def size(value: Any) -> float:
@@ -212,13 +216,13 @@ def size_of(value: Any) -> int:
             return own + size(vars(value))
         if not parts:
             return own
-        looked = 0
+        examined = 0
         inner = 0.0
         for part in islice(parts, max(0, left)):
-            looked += 1
+            examined += 1
             inner += size(part[0]) + size(part[1]) if isinstance(value, dict) else size(part)
             if left <= 0:
                 break
-        return own + (inner * count / looked if looked else 0)
+        return own + (inner * count / examined if examined else 0)
 
     return max(0, min(int(size(value)), 1 << 62))

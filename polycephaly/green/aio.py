@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from ..runtime.fork_guard import OwnThread
 from .scheduler import PARK, scheduler
-from .thread import Wake, outside
+from .thread import Wake, outside_error
 
 __all__ = ["aio", "close_loop"]
 
@@ -59,13 +59,13 @@ class _Loop:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         self._loop = self._thread = None
 
 
 _loop = _Loop()
 atexit.register(_loop.close)
-os.register_at_fork(after_in_child=_loop.forget)
+os.register_at_fork(after_in_child=_loop.reset_after_fork)
 
 
 def close_loop() -> None:
@@ -111,23 +111,23 @@ def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
     """
     if not inspect.isawaitable(awaitable):
         raise TypeError(
-            f"green.aio takes something that asyncio can await, such as a coroutine, not {awaitable!r}"
+            f"green.aio takes an asyncio awaitable, such as a coroutine, not {awaitable!r}"
         )
     if get_ident() != scheduler.owner:
-        raise outside("green.aio", "await itself")
+        raise outside_error("green.aio", "a plain `await`")
     loop, wake = _loop.get(), Wake()
     tasks: list[asyncio.Task[T]] = []
 
     async def run() -> T:
         return await awaitable
 
-    def begin() -> None:
+    def start_task() -> None:
         task = loop.create_task(awaitable if asyncio.iscoroutine(awaitable) else run())
         tasks.append(task)
         task.add_done_callback(wake)
 
-    loop.call_soon_threadsafe(begin)
-    scheduler.outside += 1
+    loop.call_soon_threadsafe(start_task)
+    scheduler.external_waits += 1
     interruptions: list[BaseException] = []
     try:
         while not (tasks and tasks[0].done()):
@@ -140,7 +140,7 @@ def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
                 loop.call_soon_threadsafe(lambda: tasks[0].cancel())
     finally:
         wake.thread = None
-        scheduler.outside -= 1
+        scheduler.external_waits -= 1
     task = tasks[0]
     first = interruptions.pop(0) if interruptions and task.cancelled() else None
     # All other interruptions are raised at later awaits, after this one has its value or error.

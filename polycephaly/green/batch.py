@@ -13,8 +13,8 @@ bound, and keeps the context manager open until the batch is closed. Only the sc
 this code, so there are no locks. A request withdrawn before its crossing is left out. If withdrawn
 during the crossing, the request stays, and its result is dropped.
 
-The requests of a crossing stay in `aboard` until their threads are woken. So no thread waits for
-ever, however the crosser ends: requests aboard get an error, and those that wait another crosser.
+The requests of a crossing stay in `in_flight` until their threads are woken. So no thread waits for
+ever, however the crosser ends: requests in flight get an error, those that wait another crosser.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from functools import partial, update_wrapper
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from ..errors import another
+from ..errors import copy_error
 from ..promises.promise import FINISHED, Promise, Signal
 from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
@@ -45,7 +45,7 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_NO_LISTS = (Mapping, Set, str, bytes, bytearray)
+_NOT_RESULT_LISTS = (Mapping, Set, str, bytes, bytearray)
 
 
 class Batch(Generic[Q, R]):
@@ -69,13 +69,13 @@ class Batch(Generic[Q, R]):
                 f"green.call.batch takes a plain function of a list of requests, not {fn!r}"
             )
         if using is not None and not callable(using):
-            raise TypeError(f"using= takes a function that gives a context manager, not {using!r}")
+            raise TypeError(
+                f"using= takes a function that returns a context manager, not {using!r}"
+            )
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
             raise TypeError(f"limit= takes a number of requests, not {limit!r}")
         if limit is not None and limit < 1:
-            raise ValueError(
-                f"a crossing of at most {limit} requests would never serve anybody; 1 is the least"
-            )
+            raise ValueError(f"limit= must be at least 1 request, not {limit}")
         update_wrapper(self, fn)
         self._crossings = _Crossings(fn, limit, using)
 
@@ -104,7 +104,7 @@ class Batch(Generic[Q, R]):
             has been exited.
         """
         self._crossings.close()
-        return self._crossings.ending()
+        return self._crossings.promise_end()
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,7 +145,7 @@ class _Request(Parking):
         self.withdrawn = False
 
     def enter(self, thread: GreenThread[Any]) -> bool:
-        self.batch._crossings.join(self)
+        self.batch._crossings.add_request(self)
         return True
 
     def leave(self) -> None:
@@ -174,91 +174,92 @@ class _Crossings:
         self.using = using
         self.name = getattr(fn, "__qualname__", None) or repr(fn)
         self.waiting: deque[_Request] = deque()
-        self.aboard: deque[_Request] = deque()
+        self.in_flight: deque[_Request] = deque()
         self.count = 0
         self.closed = False
         self._crosser: GreenThread[None] | None = None
-        self._idle: Wake | None = None
+        self._wakeup: Wake | None = None
 
-    def join(self, request: _Request) -> None:
+    def add_request(self, request: _Request) -> None:
         if self.closed:
-            raise RuntimeError(f"a request came to the batch of {self.name} after it was closed")
-        if not self._crosses():
+            raise RuntimeError(f"the batch of {self.name} was closed before this request")
+        if not self._has_crosser():
             self.waiting.clear()  # left over from the process that this one was forked from
-            self._begin()
+            self._start_crosser()
         else:
-            self._look_up()
+            self._wake_crosser()
         self.waiting.append(request)
 
-    def _crosses(self) -> bool:
+    def _has_crosser(self) -> bool:
         return self._crosser is not None and self._crosser in scheduler.live
 
-    def _begin(self) -> None:
-        self._idle = None
-        self.aboard = deque()  # may be left over from such a process too
+    def _start_crosser(self) -> None:
+        self._wakeup = None
+        self.in_flight = deque()  # may be left over from such a process too
         context = Context()  # of no particular thread, because the crosser serves all
         name = f"batch of {self.name}"
-        self._crosser = context.run(start, self._cross, (), name=name, bound=self.using is not None)
-        self._crosser._hook(self._crossed)
+        bound = self.using is not None
+        self._crosser = context.run(start, self._run_crosser, (), name=name, bound=bound)
+        self._crosser._hook(self._on_crosser_end)
 
-    def _crossed(self, crosser: Promise[None]) -> None:
-        """Refuse the requests aboard, because the crosser has ended.
+    def _on_crosser_end(self, crosser: Promise[None]) -> None:
+        """Reject the requests in flight, because the crosser has ended.
 
         Start another crosser if requests wait. Some may have come since this one was cancelled,
         perhaps before its first step.
         """
         if crosser is self._crosser and not sys.is_finalizing():
-            aboard, self.aboard = self.aboard, deque()
-            for each in aboard:
+            in_flight, self.in_flight = self.in_flight, deque()
+            for each in in_flight:
                 if not each.withdrawn:
                     error = RuntimeError(
-                        f"the batch of {self.name} failed before it had served this request"
+                        f"the batch of {self.name} failed before this request was served"
                     )
                     error.__cause__ = crosser._exception
                     each.wake(Refused(error))
             if self.waiting:
-                self._begin()
+                self._start_crosser()
 
     def close(self) -> None:
         self.closed = True
-        if self._crosses():
-            scheduler.post(self._look_up)
+        if self._has_crosser():
+            scheduler.post(self._wake_crosser)
 
-    def ending(self) -> Promise[None]:
+    def promise_end(self) -> Promise[None]:
         """Return a promise of the end of the crosser, if there is one.
 
         Cancelling this promise has no effect on the crosser or other callers.
         """
         ended: Signal[None] = Signal()
         crosser = self._crosser
-        if crosser is not None and self._crosses():
-            crosser._hook(lambda it: ended._settle(FINISHED, None, it._exception))
+        if crosser is not None and self._has_crosser():
+            crosser._hook(lambda crosser: ended._settle(FINISHED, None, crosser._exception))
         else:
             ended._settle(FINISHED, None, None)
         return ended
 
-    def _look_up(self) -> None:
-        if self._idle is not None:
-            self._idle.now()
-            self._idle = None
+    def _wake_crosser(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.now()
+            self._wakeup = None
 
-    async def _cross(self) -> None:
+    async def _run_crosser(self) -> None:
         await (self._serve(self.fn) if self.using is None else self._serve_with(self.using))
 
     async def _serve_with(self, using: Callable[[], AbstractContextManager[Any]]) -> None:
         try:
             manager = await _call(using)
-            held = await _call(manager.__enter__)
+            entered = await _call(manager.__enter__)
         except BaseException as error:
-            self._refuse(self._take(None), error)
+            self._reject(self._start_crossing(None), error)
             return
         try:
             while True:
-                await self._serve(partial(self.fn, held))
+                await self._serve(partial(self.fn, entered))
                 if self.closed:
                     break
-                self._idle = Wake()
-                await pause(self._idle)
+                self._wakeup = Wake()
+                await pause(self._wakeup)
         except GeneratorExit:  # the interpreter is exiting, so nothing is called any more
             raise
         except BaseException:
@@ -267,36 +268,36 @@ class _Crossings:
         await _call(manager.__exit__, None, None, None)
 
     async def _serve(self, fn: Callable[[list[Any]], Any]) -> None:
-        while requests := self._take(self.limit):
+        while requests := self._start_crossing(self.limit):
             self.count += 1
             try:
-                results = _as_many(
+                results = _as_result_list(
                     await _call(fn, [each.request for each in requests]), len(requests), self.name
                 )
             except GeneratorExit:
                 raise
             except BaseException as error:
-                self._refuse(requests, error)
+                self._reject(requests, error)
                 continue
             for result in results:
                 each = requests.popleft()
                 if not each.withdrawn:
                     each.wake(Refused(result) if isinstance(result, BaseException) else result)
 
-    def _take(self, limit: int | None) -> deque[_Request]:
-        """Move the requests of the next crossing from `waiting` to `aboard`, and return them."""
+    def _start_crossing(self, limit: int | None) -> deque[_Request]:
+        """Move the requests of the next crossing from `waiting` to `in_flight`, and return them."""
         waiting = self.waiting
-        taken = self.aboard = deque()
+        taken = self.in_flight = deque()
         while waiting and len(taken) != limit:
             request = waiting.popleft()
             if not request.withdrawn:
                 taken.append(request)
         return taken
 
-    def _refuse(self, requests: deque[_Request], error: BaseException) -> None:
+    def _reject(self, requests: deque[_Request], error: BaseException) -> None:
         trace = _without_our_frames(error.__traceback__)
         while requests:
-            refused = Refused(another(error).with_traceback(trace))
+            refused = Refused(copy_error(error).with_traceback(trace))
             each = requests.popleft()
             if not each.withdrawn:
                 each.wake(refused)
@@ -312,7 +313,7 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _as_many(results: Any, count: int, name: str) -> list[Any]:
+def _as_result_list(results: Any, count: int, name: str) -> list[Any]:
     """Return the results as a list of `count` items. None stands for a list of Nones.
 
     Raises `RuntimeError` for another number, and for texts, sets, mappings and tables, because the
@@ -320,18 +321,19 @@ def _as_many(results: Any, count: int, name: str) -> list[Any]:
     """
     if results is None:
         return [None] * count
-    what = f"a {type(results).__name__}"
+    returned = f"a {type(results).__name__}"
     # Iterating over a table gives its columns.
-    if not isinstance(results, _NO_LISTS) and not hasattr(type(results), "columns"):
+    if not isinstance(results, _NOT_RESULT_LISTS) and not hasattr(type(results), "columns"):
         try:
-            many = list(results) if len(results) == count else results
-            if len(many) == count:
-                return many
-            what = f"{len(many)} results"
+            result_list = list(results) if len(results) == count else results
+            if len(result_list) == count:
+                return result_list
+            returned = f"{len(result_list)} results"
         except TypeError:  # no length, or not iterable
             pass
     raise RuntimeError(
-        f"{name} gave {what} for {count} requests: it must give a list of as many, or None"
+        f"{name} returned {returned} for {count} requests: return a list of {count} results, "
+        "or None"
     )
 
 
@@ -428,7 +430,8 @@ def batch(
     ... def lengths(texts):
     ...     return [len(text) for text in texts]
     >>> async def main():
-    ...     return await green.par(*(lengths(text) for text in ("one", "two", "three"))), lengths.crossings
+    ...     values = await green.par(*(lengths(text) for text in ("one", "two", "three")))
+    ...     return values, lengths.crossings
     >>> green.run(main)
     ([3, 3, 5], 1)
     """

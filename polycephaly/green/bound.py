@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..runtime import forked
-from .scheduler import Driver, InContext, StandIn, scheduler
+from .scheduler import CoroutineWrapper, Driver, InContext, scheduler
 from .thread import GreenThread
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class BoundThread(GreenThread[Any]):
         self._own = _OwnThread(coro)
         super().__init__(self._own, group)
 
-    def _send_away(self, job: Callable[[], None]) -> None:
+    def _submit_job(self, job: Callable[[], None]) -> None:
         self._own.jobs.put(job)
 
     def _end(self, state: str, value: Any, error: BaseException | None) -> None:
@@ -44,7 +44,7 @@ class BoundThread(GreenThread[Any]):
         super()._end(state, value, error)
 
 
-class _OwnThread(StandIn):
+class _OwnThread(CoroutineWrapper):
     """A wrapper of a coroutine that runs each step on a native thread of its own."""
 
     __slots__ = ("jobs",)
@@ -54,7 +54,7 @@ class _OwnThread(StandIn):
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         if not scheduler.workers.start_urgently(self._serve):
             raise RuntimeError(
-                "a bound green thread needs a native thread of its own, and none can be started"
+                "a bound green thread needs its own native thread, and none can be started"
             )
 
     def _serve(self) -> None:
@@ -69,29 +69,29 @@ class _OwnThread(StandIn):
         return self._step(self.coro.throw, error)
 
     def _step(self, step: Callable[[Any], Any], arg: Any) -> Any:
-        over = allocate_lock()
-        over.acquire()
+        finished = allocate_lock()
+        finished.acquire()
         outcome: list[Any] = []
         owner, driver = scheduler.owner, scheduler.driver
 
         def job() -> None:
-            mine = Driver()
-            scheduler.drivers[mine.ident] = mine
-            scheduler.owner, scheduler.driver = mine.ident, mine
+            own_driver = Driver()
+            scheduler.drivers[own_driver.ident] = own_driver
+            scheduler.owner, scheduler.driver = own_driver.ident, own_driver
             generation = forked.generation
             try:
                 outcome[:] = step(arg), None
             except BaseException as error:
                 outcome[:] = None, error
-            forked.leave_if_forked(
+            forked.exit_if_forked(
                 generation, None if isinstance(outcome[1], StopIteration) else outcome[1]
             )
-            del scheduler.drivers[mine.ident]
+            del scheduler.drivers[own_driver.ident]
             scheduler.owner, scheduler.driver = owner, driver
-            over.release()
+            finished.release()
 
         self.jobs.put(job)
-        over.acquire()
+        finished.acquire()
         try:
             if outcome[1] is not None:
                 raise outcome[1]

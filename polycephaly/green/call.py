@@ -18,10 +18,10 @@ from collections.abc import Callable, Generator
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar
 
-from ..timeline.trail import trail
+from ..timeline.trail import event_log
 from .history import history
-from .scheduler import AWAY, LOST, NO_CALL, PARK, PARKED, YIELDED, scheduler
-from .thread import GreenThread, outside
+from .scheduler import IN_CALL, LOST, NO_CALL, PARK, PARKED, YIELDED, scheduler
+from .thread import GreenThread, outside_error
 from .watchdog import watchdog
 
 __all__ = ["call", "call_long"]
@@ -31,7 +31,8 @@ records = history.records
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TURN = 31  # a bit mask: after so many calls in place, the other green threads run first
+# A bit mask: after so many calls in place, the other green threads run first.
+CALLS_PER_TURN_MASK = 31
 
 
 @coroutine
@@ -76,23 +77,24 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     >>> green.run(main)
     """
     if get_ident() != scheduler.owner:
-        raise outside("green.call", "asyncio.to_thread, or the plain function itself")
+        raise outside_error("green.call", "asyncio.to_thread, or the plain function itself")
     thread = scheduler.current
-    long = history.judge(fn) if records else False
+    long = history.predict_long(fn) if records else False
     if long or thread.__class__ is not GreenThread:
-        value: T = yield from thread._call_elsewhere(fn, args, kwargs)
+        value: T = yield from thread._call_on_native_thread(fn, args, kwargs)
         return value
     scheduler.calls = number = scheduler.calls + 1
-    if not number & TURN and scheduler.ready:
+    if not number & CALLS_PER_TURN_MASK and scheduler.ready:
         thread._value = YIELDED
         scheduler.ready.append(thread)
         yield PARK
     if watchdog.slow:
-        watchdog.look_closely()
+        watchdog.watch_closely()
     driver: Any = scheduler.driver
     driver.fn = fn
     driver.thread = thread
-    thread._value = AWAY  # no other thread may wake or interrupt this one before the call returns
+    # No other thread may wake or interrupt this one before the call returns.
+    thread._value = IN_CALL
     scheduler.owner = 0  # no code that the call runs is a step of a green thread
     driver.token = number
     try:
@@ -104,7 +106,7 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
             thread._value = PARKED
         else:
             driver.token = NO_CALL
-            trail.called(thread, fn, args, driver.began, True)
+            event_log.add_call(thread, fn, args, driver.began, True)
             driver.returned = thread
             yield LOST
         raise
@@ -114,12 +116,12 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
         thread._value = PARKED
     else:
         driver.token = NO_CALL
-        trail.called(thread, fn, args, driver.began)
+        event_log.add_call(thread, fn, args, driver.began)
         driver.returned = thread
         yield LOST
         return value
     if long is None:
-        history.was_short(fn)
+        history.record_short(fn)
     return value
 
 
@@ -130,6 +132,6 @@ def call_long(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Gener
     Parameters, value and errors are those of `call`.
     """
     if get_ident() != scheduler.owner:
-        raise outside("green.call_long", "asyncio.to_thread, or the plain function itself")
-    value: T = yield from scheduler.current._call_elsewhere(fn, args, kwargs)
+        raise outside_error("green.call_long", "asyncio.to_thread, or the plain function itself")
+    value: T = yield from scheduler.current._call_on_native_thread(fn, args, kwargs)
     return value

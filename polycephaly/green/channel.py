@@ -38,7 +38,7 @@ from ..runtime.deferred_sigint import DeferredSigint
 from ..wire import addresses
 from .scheduler import PARK, scheduler
 from .select import Guard
-from .thread import GreenThread, Wake, outside, pause, start
+from .thread import GreenThread, Wake, outside_error, pause, start
 from .waiting import NOTHING, QueuedOperation, Refused, Waiter, WaitQueue
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ bell = scheduler.bell
 generation = 1
 """Generation of channels made now. Each fork begins a new one, so an address in memory and a
 generation identify a channel for ever."""
-oldest = 1
+oldest_generation = 1
 """Generation of the first channels that belong to this process itself."""
 lineage: list[tuple[int, str]] = []
 """In a drone: the processes that own the older channels. Each entry has the generation before which
 the channels were made, and the address of the process."""
-made = False
+any_channel_made = False
 """True if this process, or one that it was forked from, has ever made a channel."""
 
 
@@ -95,12 +95,12 @@ class Channel(Generic[T]):
     [0, 1, 2]
     """
 
-    __slots__ = ("__weakref__", "_closed", "_extra", "_item", "_plain", "_receiver", "_sender")
+    __slots__ = ("__weakref__", "_closed", "_extra", "_generation", "_item", "_receiver", "_sender")
 
     capacity = 0
-    is_one_in_all_images = True
-    """Read by picklers, because a channel is never replaced by the object of the same name in another
-    process."""
+    _is_same_in_all_processes = True
+    """Read by picklers, because a channel is never replaced by the object of the same name in
+    another process."""
     is_remote = False
     """True if the channel was made, and lives, in another process."""
 
@@ -109,14 +109,14 @@ class Channel(Generic[T]):
             raise TypeError(f"the capacity of a channel is a number of items, not {capacity!r}")
         if capacity < 0:
             raise ValueError(
-                f"a channel cannot hold {capacity} items; 0 (a rendezvous) is the least"
+                f"the capacity of a channel must be at least 0 items (a rendezvous), not {capacity}"
             )
         if capacity and cls is not Channel and not issubclass(cls, _Buffered):
             raise TypeError(
-                f"{cls.__qualname__}: only Channel itself has room for items, not what is derived from it"
+                f"{cls.__qualname__} cannot have a capacity: only Channel itself can, no subclass"
             )
-        global made
-        made = True
+        global any_channel_made
+        any_channel_made = True
         return object.__new__(_Buffered if capacity and cls is Channel else cls)
 
     def __init__(self, capacity: int = 0) -> None:
@@ -126,7 +126,7 @@ class Channel(Generic[T]):
         self._closed = False
         # The channel's generation. Negative while the channel is closed or has an `_extra`, because
         # there is no fast path then.
-        self._plain = generation
+        self._generation = generation
         # Present while an end is claimed or an item was given back.
         self._extra: _Extra | None = None
 
@@ -160,9 +160,9 @@ class Channel(Generic[T]):
                 scheduler.ring()
             return
         if get_ident() != scheduler.owner:
-            yield from self._from_outside(self._send_here, item)
+            yield from self._run_in_proxy_thread(self._send_here, item)
             return
-        if receiver is None and self._sender is None and self._plain >= oldest:
+        if receiver is None and self._sender is None and self._generation >= oldest_generation:
             self._sender = thread = scheduler.current
             self._item = item
             while True:
@@ -170,12 +170,12 @@ class Channel(Generic[T]):
                     refused = yield PARK
                     break
                 except BaseException as error:
-                    if self._take_out("send", thread) or isinstance(error, GeneratorExit):
+                    if self._withdraw_thread("send", thread) or isinstance(error, GeneratorExit):
                         raise
                     thread._interrupt(error)
             if refused is not None:
                 raise refused.error
-        elif self._is_inherited():
+        elif self._convert_inherited():
             yield from self.send(item)
         else:
             thread = scheduler.current
@@ -206,22 +206,22 @@ class Channel(Generic[T]):
                 scheduler.ring()
             return item
         if get_ident() != scheduler.owner:
-            item = yield from self._from_outside(self._receive_here)
+            item = yield from self._run_in_proxy_thread(self._receive_here)
             return item
-        if sender is None and self._receiver is None and self._plain >= oldest:
+        if sender is None and self._receiver is None and self._generation >= oldest_generation:
             self._receiver = thread = scheduler.current
             while True:
                 try:
                     given = yield PARK
                     break
                 except BaseException as error:
-                    if self._take_out("receive", thread) or isinstance(error, GeneratorExit):
+                    if self._withdraw_thread("receive", thread) or isinstance(error, GeneratorExit):
                         raise
                     thread._interrupt(error)
             if given.__class__ is Refused:
                 raise given.error
             return given  # type: ignore[no-any-return]
-        if self._is_inherited():
+        if self._convert_inherited():
             return (yield from self.receive())
         thread = scheduler.current
         given = self._try_receive(thread)
@@ -245,7 +245,7 @@ class Channel(Generic[T]):
         try:
             return (yield from self.receive())
         except ChannelClosed as closed:
-            if _by_death(closed):
+            if _closed_by_death(closed):
                 raise
             raise StopAsyncIteration from None
 
@@ -255,7 +255,7 @@ class Channel(Generic[T]):
             try:
                 item = self.get()
             except ChannelClosed as closed:
-                if _by_death(closed):
+                if _closed_by_death(closed):
                     raise
                 return
             yield item
@@ -294,7 +294,7 @@ class Channel(Generic[T]):
         """
         if end not in ("send", "receive", None):
             raise ValueError(f"a channel has the ends 'send' and 'receive', not {end!r}")
-        if self._is_inherited():
+        if self._convert_inherited():
             return self.claim(end)
         return Claim(self, end)
 
@@ -332,7 +332,7 @@ class Channel(Generic[T]):
         """
         from .distributed import Sender, new_end
 
-        self._is_inherited()
+        self._convert_inherited()
         return cast("Sender[T]", new_end(Sender, self))
 
     def receiver(self) -> Receiver[T]:
@@ -350,7 +350,7 @@ class Channel(Generic[T]):
         """
         from .distributed import Receiver, new_end
 
-        self._is_inherited()
+        self._convert_inherited()
         return cast("Receiver[T]", new_end(Receiver, self))
 
     # -- for select --------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class Channel(Generic[T]):
         when : bool or callable
             Precondition: the guard is left out if false, or if the callable returns a false value.
         """
-        self._is_inherited()
+        self._convert_inherited()
         return Guard(when, self, "send", item)
 
     def receiving(self, *, when: bool | Callable[[], object] = True) -> Guard[T]:
@@ -376,7 +376,7 @@ class Channel(Generic[T]):
         when : bool or callable
             Precondition, as for `sending`.
         """
-        self._is_inherited()
+        self._convert_inherited()
         return Guard(when, self, "receive")
 
     # -- for plain code ----------------------------------------------------------------------------
@@ -400,13 +400,13 @@ class Channel(Generic[T]):
         RuntimeError
             In a coroutine, which must use ``await send`` instead.
         """
-        self._not_in_a_coroutine("put", "await channel.send(item)")
+        self._forbid_in_coroutine("put", "await channel.send(item)")
         proxy = None
         try:
             with DeferredSigint():
                 # Ctrl-C comes before the start, or when the proxy can be cancelled.
                 proxy = start(self._send_here, (item,), name="Channel.put")
-            _outcome(proxy, timeout, "nobody took the item")
+            _result_of(proxy, timeout, "no receiver took the item")
         except BaseException:
             if proxy is not None:
                 proxy.cancel()
@@ -434,16 +434,16 @@ class Channel(Generic[T]):
         RuntimeError
             In a coroutine, which must use ``await receive`` instead.
         """
-        self._not_in_a_coroutine("get", "await channel.receive()")
+        self._forbid_in_coroutine("get", "await channel.receive()")
         proxy = None
         try:
             with DeferredSigint():  # as in `put`
                 proxy = start(self._receive_here, (), name="Channel.get")
-            return cast(T, _outcome(proxy, timeout, "there was no item"))
+            return cast(T, _result_of(proxy, timeout, "no item came"))
         except BaseException:
             if proxy is not None:
                 proxy.cancel()
-                proxy._hook(self._give_back)
+                proxy._hook(self._return_item)
             raise
 
     def close(self) -> None:
@@ -452,11 +452,11 @@ class Channel(Generic[T]):
         A `send`, waiting or later, raises `ChannelClosed`. A receiver gets the items in the buffer
         first, and then `ChannelClosed`; ``async for`` ends.
         """
-        if self._is_inherited():
+        if self._convert_inherited():
             self.close()
             return
         self._closed = True
-        self._plain = -abs(self._plain)
+        self._generation = -abs(self._generation)
         if get_ident() == scheduler.owner and scheduler.in_step():
             self._close_here()
         else:
@@ -474,21 +474,22 @@ class Channel(Generic[T]):
     def __reduce__(self) -> Any:
         """Pickle the channel as an end of this very channel, for another process of this pool, or
         of another pool on this machine."""
-        from .distributed import export
+        from .distributed import reduce_channel
 
-        if self._is_inherited() and self.is_remote:
+        if self._convert_inherited() and self.is_remote:
             return self.__reduce__()  # with the class that the channel has now
-        return export(self)
+        return reduce_channel(self)
 
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
-        return f"<{'Channel' if not self.capacity else f'Channel of {self.capacity}'}{state} at {id(self):#x}>"
+        kind = f"Channel of {self.capacity}" if self.capacity else "Channel"
+        return f"<{kind}{state} at {id(self):#x}>"
 
     # -- for the owner thread ----------------------------------------------------------------------
 
     @coroutine
     def _send_here(self, item: Any) -> Generator[Any, Any, None]:
-        if self._is_inherited():
+        if self._convert_inherited():
             yield from self._send_here(item)
             return
         thread = scheduler.current
@@ -497,7 +498,7 @@ class Channel(Generic[T]):
 
     @coroutine
     def _receive_here(self) -> Generator[Any, Any, Any]:
-        if self._is_inherited():
+        if self._convert_inherited():
             return (yield from self._receive_here())
         thread = scheduler.current
         got = self._try_receive(thread)
@@ -508,7 +509,7 @@ class Channel(Generic[T]):
         self._check_open()
         if self._is_claimed("send", thread):
             return False
-        receiver = self._next("receive")
+        receiver = self._pop_waiter("receive")
         if receiver is None:
             return False
         receiver.serve(item)
@@ -520,11 +521,11 @@ class Channel(Generic[T]):
             if not self._has_items():
                 self._check_open()
             return NOTHING
-        if self._extra is not None and self._extra.given_back:
-            item = self._extra.given_back.popleft()
-            self._tidy()
+        if self._extra is not None and self._extra.returned_items:
+            item = self._extra.returned_items.popleft()
+            self._drop_empty_extra()
             return item
-        sender = self._next("send", thread)
+        sender = self._pop_waiter("send", thread)
         if sender is None:
             self._check_open()
             return NOTHING
@@ -538,9 +539,9 @@ class Channel(Generic[T]):
 
     def _has_items(self) -> bool:
         """Return True if there are items left that no waiting thread sends."""
-        return self._extra is not None and bool(self._extra.given_back)
+        return self._extra is not None and bool(self._extra.returned_items)
 
-    def _next(self, end: str, other: Any = None) -> Waiter | None:
+    def _pop_waiter(self, end: str, other: Any = None) -> Waiter | None:
         """Remove and return the next waiter at that end, which the caller must serve.
 
         Skip a waiter of the thread `other`: a `select` may wait at both ends, and must not meet
@@ -563,7 +564,7 @@ class Channel(Generic[T]):
                 if found is None:
                     return None
                 first.remove(waiter := found)
-            waiter.line = None
+            waiter.location = None
             if not first:
                 self._sender = None
             return waiter
@@ -574,21 +575,21 @@ class Channel(Generic[T]):
             self._receiver = None
             return Waiter(first)
         waiter = first.popleft()
-        waiter.line = None
+        waiter.location = None
         if not first:
             self._receiver = None
         return waiter
 
-    def _enlist(self, end: str, waiter: Waiter) -> None:
+    def _enqueue(self, end: str, waiter: Waiter) -> None:
         extra = self._extra
         claimed = extra is not None and self._is_claimed(end, waiter.thread)
-        line = extra.put_aside[end] if extra is not None and claimed else self._queue(end)
-        line.append(waiter)
-        waiter.line = line
+        queue = extra.blocked_waiters[end] if extra is not None and claimed else self._queue(end)
+        queue.append(waiter)
+        waiter.location = queue
 
     def _queue(self, end: str) -> WaitQueue[Waiter]:
         """Return the queue at that end, made with the waiter in the slot as its first."""
-        alone = self._next(end) if self._alone(end) else None
+        single = self._pop_waiter(end) if self._is_single(end) else None
         queue: WaitQueue[Waiter] | None = self._sender if end == "send" else self._receiver
         if queue is None:
             queue = WaitQueue()
@@ -596,38 +597,38 @@ class Channel(Generic[T]):
                 self._sender = queue
             else:
                 self._receiver = queue
-        if alone is not None:
-            queue.append(alone)
-            alone.line = queue
+        if single is not None:
+            queue.append(single)
+            single.location = queue
         return queue
 
-    def _alone(self, end: str) -> bool:
+    def _is_single(self, end: str) -> bool:
         return (self._sender if end == "send" else self._receiver).__class__ not in (
             WaitQueue,
             NoneType,
         )
 
-    def _strike(self, end: str, waiter: Waiter) -> bool:
+    def _withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
         """Withdraw `waiter` from its queue. Return False if it has been served."""
-        if waiter.line is None:
+        if waiter.location is None:
             return False
-        waiter.line.remove(waiter)
-        waiter.line = waiter.item = None
-        self._forget_empty(end)
+        waiter.location.remove(waiter)
+        waiter.location = waiter.item = None
+        self._drop_empty_queue(end)
         return True
 
     def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
         """Interrupt a waiter that could not be withdrawn: it first gets its item."""
         waiter.thread._interrupt(error)
 
-    def _forget_empty(self, end: str) -> None:
+    def _drop_empty_queue(self, end: str) -> None:
         if end == "send":
-            if self._sender is not None and not self._alone(end) and not self._sender:
+            if self._sender is not None and not self._is_single(end) and not self._sender:
                 self._sender = None
-        elif self._receiver is not None and not self._alone(end) and not self._receiver:
+        elif self._receiver is not None and not self._is_single(end) and not self._receiver:
             self._receiver = None
 
-    def _take_out(self, end: str, thread: GreenThread[Any]) -> bool:
+    def _withdraw_thread(self, end: str, thread: GreenThread[Any]) -> bool:
         """Withdraw `thread`, which stood alone in the slot when it began to wait. Return False if
         it has been served."""
         if end == "send":
@@ -639,22 +640,22 @@ class Channel(Generic[T]):
             return True
         for waiter in self._waiting(end):
             if waiter.thread is thread:
-                return self._strike(end, waiter)
+                return self._withdraw_waiter(end, waiter)
         return False
 
     def _waiting(self, end: str) -> list[Waiter]:
         queue = self._sender if end == "send" else self._receiver
         found = list(queue) if queue.__class__ is WaitQueue else []
-        return found + (list(self._extra.put_aside[end]) if self._extra is not None else [])
+        return found + (list(self._extra.blocked_waiters[end]) if self._extra is not None else [])
 
     def _close_here(self) -> None:
         for end in ("send", "receive"):
-            while (waiter := self._next(end)) is not None:
+            while (waiter := self._pop_waiter(end)) is not None:
                 self._refuse(waiter)
             if self._extra is not None and not (end == "receive" and self._has_items()):
-                while self._extra.put_aside[end]:
-                    waiter = self._extra.put_aside[end].popleft()
-                    waiter.line = None
+                while self._extra.blocked_waiters[end]:
+                    waiter = self._extra.blocked_waiters[end].popleft()
+                    waiter.location = None
                     self._refuse(waiter)
 
     def _refuse(self, waiter: Waiter) -> None:
@@ -664,36 +665,36 @@ class Channel(Generic[T]):
         """Bring waiters together, as after a claim has ended, when both ends may have some."""
         queue = self._queue("receive")
         for receiver in list(queue):
-            if receiver.line is queue:  # else it was in a `select` that has just sent an item
+            if receiver.location is queue:  # else it was in a `select` that has just sent an item
                 try:
                     got = self._try_receive(receiver.thread)
                 except ChannelClosed as error:
-                    self._strike("receive", receiver)
+                    self._withdraw_waiter("receive", receiver)
                     receiver.refuse(error)
                     continue
                 if got is not NOTHING:
-                    self._strike("receive", receiver)
+                    self._withdraw_waiter("receive", receiver)
                     receiver.serve(got)
                 elif self._sender is None:
                     break
-        self._forget_empty("receive")
+        self._drop_empty_queue("receive")
 
     # -- claims, and items given back --------------------------------------------------------------
 
     def _make_extra(self) -> _Extra:
         if self._extra is None:
             self._extra = _Extra()
-            self._plain = -abs(self._plain)
+            self._generation = -abs(self._generation)
             for end in ("send", "receive"):  # empty the slots: no fast path
-                if self._alone(end):
+                if self._is_single(end):
                     self._queue(end)
-                    self._forget_empty(end)  # the waiter may have been served just now
+                    self._drop_empty_queue(end)  # the waiter may have been served just now
         return self._extra
 
-    def _tidy(self) -> None:
+    def _drop_empty_extra(self) -> None:
         if self._extra is not None and self._extra.is_empty():
             self._extra = None
-            self._plain = -abs(self._plain) if self._closed else abs(self._plain)
+            self._generation = -abs(self._generation) if self._closed else abs(self._generation)
 
     def _is_claimed(self, end: str, thread: Any) -> bool:
         """Return True if another thread holds that end."""
@@ -702,37 +703,38 @@ class Channel(Generic[T]):
             extra is not None and extra.holder[end] is not None and extra.holder[end] is not thread
         )
 
-    def _give_back(self, receiving: Promise[Any]) -> None:
+    def _return_item(self, receiving: Promise[Any]) -> None:
         """Give back the item of a receiver that is gone. The next receiver gets it before all
         others."""
         if not receiving.cancelled() and receiving.exception() is None:
-            scheduler.post(partial(self._give_back_here, receiving.result()))
+            scheduler.post(partial(self._return_item_here, receiving.result()))
 
-    def _give_back_here(self, item: Any) -> None:
-        self._make_extra().given_back.append(item)
+    def _return_item_here(self, item: Any) -> None:
+        self._make_extra().returned_items.append(item)
         self._match()
 
     # -- other processes ---------------------------------------------------------------------------
 
-    def _is_inherited(self) -> bool:
+    def _convert_inherited(self) -> bool:
         """Return True if the channel came with a fork. It has then just become a proxy, or a
         channel of this process."""
-        if abs(self._plain) >= oldest:
+        if abs(self._generation) >= oldest_generation:
             return False
-        from .distributed.inherited import settle
+        from .distributed.inherited import convert_inherited
 
-        settle(self)
+        convert_inherited(self)
         return True
 
     # -- outside of green threads ------------------------------------------------------------------
 
     @coroutine
-    def _from_outside(self, op: Any, *args: Any) -> Generator[Any, Any, Any]:
+    def _run_in_proxy_thread(self, op: Any, *args: Any) -> Generator[Any, Any, Any]:
         """Run `op` in a proxy green thread for asyncio code, and wait for its result."""
         asyncio = sys.modules["asyncio"]
         if asyncio._get_running_loop() is None:
             raise RuntimeError(
-                "channels are awaited in green threads and asyncio; plain code uses put and get"
+                "channels can be awaited only in green threads and asyncio: use put and get in "
+                "plain code"
             )
         proxy = start(op, args, name=f"Channel.{op.__name__.strip('_')}")
         try:
@@ -741,17 +743,18 @@ class Channel(Generic[T]):
             # Most often, the wait was cancelled. If the proxy has failed, this does nothing.
             proxy.cancel()
             if not args:
-                proxy._hook(self._give_back)
+                proxy._hook(self._return_item)
             raise
 
-    def _not_in_a_coroutine(self, what: str, instead: str) -> None:
+    def _forbid_in_coroutine(self, method: str, alternative: str) -> None:
         if scheduler.in_step():
             raise RuntimeError(
-                f"Channel.{what} blocks, and inside a coroutine it would stop every green thread: use `{instead}`"
+                f"Channel.{method} blocks, and would stop every green thread inside a coroutine: "
+                f"use `{alternative}`"
             )
 
 
-def _by_death(closed: ChannelClosed) -> bool:
+def _closed_by_death(closed: ChannelClosed) -> bool:
     """Return True if a drone's death has closed the channel, which is then among the causes."""
     cause = closed.__cause__
     while cause is not None and not isinstance(cause, DroneDied):
@@ -759,7 +762,7 @@ def _by_death(closed: ChannelClosed) -> bool:
     return cause is not None
 
 
-def _outcome(proxy: GreenThread[Any], timeout: float | None, what: str) -> Any:
+def _result_of(proxy: GreenThread[Any], timeout: float | None, failure: str) -> Any:
     """Return the proxy's result. If the timeout is over but the proxy has its item all the same,
     return that."""
     try:
@@ -770,9 +773,9 @@ def _outcome(proxy: GreenThread[Any], timeout: float | None, what: str) -> Any:
         return proxy.result()
     except CancelledError as error:
         # This thread has itself been cancelled meanwhile, as the error reports.
-        if error.told:  # type: ignore[attr-defined]
+        if error.waiter_cancelled:  # type: ignore[attr-defined]
             raise
-        raise TimeoutError(f"{what} within {timeout} s") from None
+        raise TimeoutError(f"{failure} within {timeout} s") from None
 
 
 class _Buffered(Channel[T]):
@@ -796,8 +799,12 @@ class _Buffered(Channel[T]):
             if bell:
                 scheduler.ring()
         elif get_ident() != scheduler.owner:
-            yield from self._from_outside(self._send_here, item)
-        elif receiver is None and len(self._buffer) < self.capacity and self._plain >= oldest:
+            yield from self._run_in_proxy_thread(self._send_here, item)
+        elif (
+            receiver is None
+            and len(self._buffer) < self.capacity
+            and self._generation >= oldest_generation
+        ):
             self._buffer.append(item)
         else:
             yield from self._send_here(item)
@@ -805,8 +812,9 @@ class _Buffered(Channel[T]):
     @coroutine
     def receive(self) -> Generator[Any, Any, T]:
         if get_ident() != scheduler.owner:
-            return (yield from self._from_outside(self._receive_here))  # type: ignore[no-any-return]
-        if self._buffer and self._sender is None and self._plain >= oldest:
+            received: T = yield from self._run_in_proxy_thread(self._receive_here)
+            return received
+        if self._buffer and self._sender is None and self._generation >= oldest_generation:
             return self._buffer.popleft()
         return (yield from super().receive())
 
@@ -821,10 +829,10 @@ class _Buffered(Channel[T]):
     def _try_receive(self, thread: Any) -> Any:
         if self._is_claimed("receive", thread):
             return super()._try_receive(thread)
-        if (self._extra is not None and self._extra.given_back) or not self._buffer:
+        if (self._extra is not None and self._extra.returned_items) or not self._buffer:
             return super()._try_receive(thread)
         item = self._buffer.popleft()
-        sender = self._next("send", thread)
+        sender = self._pop_waiter("send", thread)
         if sender is not None:
             self._buffer.append(sender.item)
             sender.serve(None)
@@ -838,23 +846,23 @@ class _Buffered(Channel[T]):
         while (
             not self._closed
             and len(self._buffer) < self.capacity
-            and (sender := self._next("send")) is not None
+            and (sender := self._pop_waiter("send")) is not None
         ):
             self._buffer.append(sender.item)
             sender.serve(None)
 
 
-def _move(line: WaitQueue[Waiter], other: WaitQueue[Waiter]) -> None:
-    while line:
-        waiter = line.popleft()
-        other.append(waiter)
-        waiter.line = other
+def _move(source: WaitQueue[Waiter], target: WaitQueue[Waiter]) -> None:
+    while source:
+        waiter = source.popleft()
+        target.append(waiter)
+        waiter.location = target
 
 
 class _Extra:
     """State that most channels never need: claims, and items given back."""
 
-    __slots__ = ("given_back", "holder", "next_holders", "put_aside")
+    __slots__ = ("blocked_waiters", "holder", "next_holders", "returned_items")
 
     def __init__(self) -> None:
         self.holder: dict[str, Any] = {"send": None, "receive": None}
@@ -863,15 +871,18 @@ class _Extra:
             "receive": deque(),
         }
         # Waiters other than the holder, by end.
-        self.put_aside: dict[str, WaitQueue[Waiter]] = {"send": WaitQueue(), "receive": WaitQueue()}
-        self.given_back: deque[Any] = deque()
+        self.blocked_waiters: dict[str, WaitQueue[Waiter]] = {
+            "send": WaitQueue(),
+            "receive": WaitQueue(),
+        }
+        self.returned_items: deque[Any] = deque()
 
     def is_empty(self) -> bool:
         return not (
-            self.given_back
+            self.returned_items
             or any(self.holder.values())
             or any(self.next_holders.values())
-            or any(self.put_aside.values())
+            or any(self.blocked_waiters.values())
         )
 
 
@@ -880,56 +891,56 @@ class Claim(Generic[T]):
 
     def __init__(self, channel: Channel[T], end: str | None) -> None:
         self._channel = channel
-        self._wanted = end
-        self._held: list[str] = []
+        self._requested_end = end
+        self._held_ends: list[str] = []
 
     async def __aenter__(self) -> Claim[T]:
-        if self._wanted is not None:
-            await self._take(self._wanted)
+        if self._requested_end is not None:
+            await self._acquire_end(self._requested_end)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for end in self._held:
+        for end in self._held_ends:
             self._release(end)
-        self._held.clear()
+        self._held_ends.clear()
 
     async def send(self, item: T) -> None:
         """Send `item` as `Channel.send` does, holding the end."""
-        await self._take("send")
+        await self._acquire_end("send")
         await self._channel.send(item)
 
     async def receive(self) -> T:
         """Receive an item as `Channel.receive` does, holding the end."""
-        await self._take("receive")
+        await self._acquire_end("receive")
         return await self._channel.receive()
 
-    async def _take(self, end: str) -> None:
-        if end in self._held:
+    async def _acquire_end(self, end: str) -> None:
+        if end in self._held_ends:
             return
-        claimed = self._held[0] if self._held else self._wanted
-        if claimed not in (None, end):
-            raise RuntimeError(f"this claim is for the end {claimed!r}, not for {end!r}")
+        claimed_end = self._held_ends[0] if self._held_ends else self._requested_end
+        if claimed_end not in (None, end):
+            raise RuntimeError(f"this claim is for the end {claimed_end!r}, not for {end!r}")
         if get_ident() != scheduler.owner:
-            raise outside("Channel.claim", "a channel of your own")
+            raise outside_error("Channel.claim", "a separate channel")
         extra, me = self._channel._make_extra(), scheduler.current
         if extra.holder[end] is me:
-            raise RuntimeError(f"this green thread holds the end {end!r} already, by another claim")
+            raise RuntimeError(f"this green thread holds the end {end!r} by another claim already")
         if extra.holder[end] is not None:
-            waits = Wake(), me
-            extra.next_holders[end].append(waits)
+            next_holder = Wake(), me
+            extra.next_holders[end].append(next_holder)
             try:
-                await pause(waits[0])
+                await pause(next_holder[0])
             except BaseException:
-                if waits in extra.next_holders[end]:
-                    extra.next_holders[end].remove(waits)
+                if next_holder in extra.next_holders[end]:
+                    extra.next_holders[end].remove(next_holder)
                 else:  # the end has just been passed to this thread
                     self._release(end)
                 raise
         else:
             extra.holder[end] = me
-            _move(self._channel._queue(end), extra.put_aside[end])
-            self._channel._forget_empty(end)
-        self._held.append(end)
+            _move(self._channel._queue(end), extra.blocked_waiters[end])
+            self._channel._drop_empty_queue(end)
+        self._held_ends.append(end)
 
     def _release(self, end: str) -> None:
         channel, extra = self._channel, self._channel._extra
@@ -939,37 +950,37 @@ class Claim(Generic[T]):
             wake.now()
             return
         extra.holder[end] = None
-        _move(extra.put_aside[end], channel._queue(end))
-        channel._forget_empty(end)
+        _move(extra.blocked_waiters[end], channel._queue(end))
+        channel._drop_empty_queue(end)
         channel._match()
-        channel._tidy()
+        channel._drop_empty_extra()
 
 
-def _can_be_known() -> None:
+def _open_transport() -> None:
     """Open the transport after a snapshot, whose drones may use the channels they inherit."""
-    if made:
-        from .distributed.transport import the_post
+    if any_channel_made:
+        from .distributed.transport import get_transport
 
         # Without a socket, drones that use such a channel get the error that its process is gone.
         with suppress(OSError):
-            the_post()
+            get_transport()
 
 
-def _fork_begins() -> None:
+def _begin_generation() -> None:
     global generation
     generation += 1
 
 
-def _another_image() -> None:
-    global GreenThread, generation, oldest
-    from .thread import Own
+def _reset_after_fork() -> None:
+    global GreenThread, generation, oldest_generation
+    from .thread import OwnGreenThread
 
-    GreenThread = Own  # type: ignore[misc]
+    GreenThread = OwnGreenThread  # type: ignore[misc]
     generation += 1
-    oldest = generation
+    oldest_generation = generation
 
 
-addresses.at_start.append(_can_be_known)
+addresses.start_callbacks.append(_open_transport)
 os.register_at_fork(
-    before=_fork_begins, after_in_parent=_fork_begins, after_in_child=_another_image
+    before=_begin_generation, after_in_parent=_begin_generation, after_in_child=_reset_after_fork
 )

@@ -25,9 +25,9 @@ class Collected:
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} is no list yet: green.map was called in a coroutine, or below asyncio, as in a notebook's cell. "
-            "Use `await green.map(...)`, or `async for`; and `await green.spawn(fn, ...)` for a plain function that "
-            "calls it"
+            f"{self!r} is not a list: green.map was called in a coroutine, or below asyncio, such "
+            "as in a notebook's cell. Use `await green.map(...)`, or `async for`; for a plain "
+            "function that calls green.map, use `await green.spawn(fn, ...)`"
         )
 
     def __repr__(self) -> str:

@@ -35,5 +35,5 @@ def configure(*, window: float | None = None, native_threads: int | None = None)
     if window is not None:
         watchdog.window = window
     if native_threads is not None:
-        scheduler.workers.ceiling = native_threads
-        scheduler.workers.admit()
+        scheduler.workers.max_threads = native_threads
+        scheduler.workers.start_queued()

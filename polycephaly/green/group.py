@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from .scheduler import scheduler
-from .thread import Cancelled, GreenThread, Wake, outside, pause, start
+from .thread import Cancelled, GreenThread, Wake, outside_error, pause, start
 
 __all__ = ["Group"]
 
 T = TypeVar("T")
 
-_NOBODY = Wake()
-_NOBODY.thread = None
+_NO_WAKE = Wake()
+_NO_WAKE.thread = None
 
 
 class Group:
@@ -41,7 +41,7 @@ class Group:
     """
 
     __slots__ = (
-        "_cancelling", "_ended_all", "_errors", "_interruption", "_owner", "_wake", "children",
+        "_cancelling", "_errors", "_interruption", "_is_over", "_owner", "_wake", "children",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Group:
         self._errors: list[BaseException] = []
         self._owner: GreenThread[Any] | None = None
         self._wake: Wake | None = None
-        self._cancelling = self._ended_all = False
+        self._cancelling = self._is_over = False
         self._interruption: Cancelled | None = None
 
     @overload
@@ -90,7 +90,7 @@ class Group:
         RuntimeError
             Outside of the group's block.
         """
-        if self._owner is None or self._ended_all:
+        if self._owner is None or self._is_over:
             raise RuntimeError("a group takes green threads only inside its `async with` block")
         child = start(fn, args, self, name, bound)
         if self._cancelling:
@@ -100,7 +100,7 @@ class Group:
     def cancel(self) -> None:
         """Cancel all members and the block, which then ends without an error. Any thread may call
         this."""
-        if self._cancelling or self._owner is None or self._ended_all:
+        if self._cancelling or self._owner is None or self._is_over:
             return
         self._cancelling = True
         for child in list(self.children):
@@ -108,11 +108,11 @@ class Group:
         # Store the interruption before the look at `_wake`: if another thread calls this, the block
         # may end in between. `__aexit__` sets `_wake` and then looks at the interruption. So either
         # this code sees that the block has ended, or `__aexit__` calls the interruption off.
-        self._interruption = Cancelled("its group was cancelled")
+        self._interruption = Cancelled("the group of this green thread was cancelled")
         if self._wake is None:
             self._owner._interrupt(self._interruption)
 
-    def _ended(self, child: GreenThread[Any], error: BaseException | None) -> None:
+    def _on_child_end(self, child: GreenThread[Any], error: BaseException | None) -> None:
         """Remove a member that has ended. Called by the scheduler's owner thread."""
         self.children.discard(child)
         if error is not None:
@@ -123,9 +123,9 @@ class Group:
 
     async def __aenter__(self) -> Group:
         if self._owner is not None:
-            raise RuntimeError("a group is for one block; make another one")
+            raise RuntimeError("a group can be used for one block only: make another group")
         if get_ident() != scheduler.owner:
-            raise outside("green.Group")
+            raise outside_error("green.Group")
         self._owner = scheduler.current
         return self
 
@@ -135,17 +135,17 @@ class Group:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> bool:
-        self._wake = _NOBODY  # from here on, `cancel` reaches only the members
+        self._wake = _NO_WAKE  # from here on, `cancel` reaches only the members
         if self._interruption is not None and error is not self._interruption:
-            self._interruption.called_off = True  # must not hit the code after the block
-        ours = error is not None and error is self._interruption
-        if error is not None and not ours:
+            self._interruption.withdrawn = True  # must not hit the code after the block
+        is_own_cancel = error is not None and error is self._interruption
+        if error is not None and not is_own_cancel:
             if not isinstance(error, Cancelled) and not any(
                 error is known for known in self._errors
             ):
                 self._errors.append(error)
             self._cancel_children()
-        cancelled = error if isinstance(error, Cancelled) and not ours else None
+        cancelled = error if isinstance(error, Cancelled) and not is_own_cancel else None
         while self.children:
             self._wake = Wake()
             try:
@@ -157,8 +157,8 @@ class Group:
                 self._errors.append(another)
                 self._cancel_children()
             finally:
-                self._wake = _NOBODY
-        self._ended_all = True
+                self._wake = _NO_WAKE
+        self._is_over = True
         try:
             if self._errors:
                 if cancelled is not None and self._owner is not None:
@@ -168,7 +168,7 @@ class Group:
                 ) from None
             if cancelled is not None:
                 raise cancelled
-            return ours
+            return is_own_cancel
         finally:
             self._errors = []
             del error, cancelled

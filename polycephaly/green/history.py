@@ -20,21 +20,21 @@ from weakref import ref
 
 __all__ = ["History", "history"]
 
-LONG = 2  # points from which on a function counts as long
-MOST = 4  # points that a function can have
+LONG_POINTS = 2  # points from which on a function counts as long
+MAX_POINTS = 4  # points that a function can have
 # Calls on another native thread before one is tried in place again. Each time, the number is
 # multiplied by this.
-PROBE = 8
-ENTRIES = 1000  # at this size the record is cleared; functions that matter are soon back
+PROBE_FACTOR = 8
+MAX_RECORDS = 1000  # at this size the record is cleared; functions that matter are soon back
 
 
 class _Record:
-    __slots__ = ("function", "interval", "left", "points")
+    __slots__ = ("calls_until_probe", "function", "interval", "points")
 
     def __init__(self, function: object) -> None:
         self.function = function  # kept, so that the id in the key is not used again
         self.points = 0
-        self.left = self.interval = PROBE  # calls until the next probe
+        self.calls_until_probe = self.interval = PROBE_FACTOR
 
 
 class History:
@@ -43,44 +43,44 @@ class History:
     def __init__(self) -> None:
         self.records: dict[Hashable, _Record] = {}
 
-    def judge(self, fn: Callable[..., Any]) -> bool | None:
+    def predict_long(self, fn: Callable[..., Any]) -> bool | None:
         """Return True if a call of `fn` is expected to be long.
 
         None: calls have been long, but this one should be tried in place.
         """
         record = self.records.get(_key(fn))
-        if record is None or record.points < LONG:
+        if record is None or record.points < LONG_POINTS:
             return False
-        record.left -= 1
-        if record.left > 0:
+        record.calls_until_probe -= 1
+        if record.calls_until_probe > 0:
             return True
-        record.interval *= PROBE
-        record.left = record.interval
+        record.interval *= PROBE_FACTOR
+        record.calls_until_probe = record.interval
         return None
 
-    def was_long(self, fn: Callable[..., Any]) -> None:
+    def record_long(self, fn: Callable[..., Any]) -> None:
         key = _key(fn)
         record = self.records.get(key)
         if record is None:
-            if len(self.records) >= ENTRIES:
+            if len(self.records) >= MAX_RECORDS:
                 self.records.clear()
             record = self.records[key] = _Record(
-                _what_key_means(fn, lambda _: self.records.pop(key, None))
+                _key_referent(fn, lambda _: self.records.pop(key, None))
             )
-        record.points = min(record.points + 1, MOST)
+        record.points = min(record.points + 1, MAX_POINTS)
 
-    def was_short(self, fn: Callable[..., Any]) -> None:
+    def record_short(self, fn: Callable[..., Any]) -> None:
         key = _key(fn)
         record = self.records.get(key)
         if record is not None:
             record.points -= 1
-            record.left = record.interval = PROBE
+            record.calls_until_probe = record.interval = PROBE_FACTOR
             if record.points <= 0:
                 self.records.pop(key, None)
 
     def is_long(self, fn: Callable[..., Any]) -> bool:
         record = self.records.get(_key(fn))
-        return record is not None and record.points >= LONG
+        return record is not None and record.points >= LONG_POINTS
 
 
 def _key(fn: Any) -> Hashable:
@@ -96,7 +96,7 @@ def _key(fn: Any) -> Hashable:
     return id(fn)
 
 
-def _what_key_means(fn: Any, forget: Callable[[object], object]) -> object:
+def _key_referent(fn: Any, forget: Callable[[object], object]) -> object:
     """Return what a record keeps so that the key of `fn` stays valid.
 
     For a function this is its code. For other callables it is a weak reference, which calls
@@ -106,9 +106,9 @@ def _what_key_means(fn: Any, forget: Callable[[object], object]) -> object:
     if kind is FunctionType:
         return fn.__code__
     if kind is MethodType:
-        return _what_key_means(fn.__func__, forget)
+        return _key_referent(fn.__func__, forget)
     if kind is partial:
-        return _what_key_means(fn.func, forget)
+        return _key_referent(fn.func, forget)
     if kind is BuiltinFunctionType:
         return None
     try:

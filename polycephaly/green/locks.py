@@ -20,7 +20,7 @@ from .waiting import WaitQueue
 __all__ = ["Barrier", "Event", "Lock", "Semaphore"]
 
 
-class _Line:
+class _ThreadQueue:
     """A queue of waiting green threads."""
 
     __slots__ = ("threads",)
@@ -28,40 +28,40 @@ class _Line:
     def __init__(self) -> None:
         self.threads: WaitQueue[GreenThread[Any]] = WaitQueue()
 
-    def let(self, value: Any = None) -> None:
+    def wake_first(self, value: Any = None) -> None:
         """Wake the first thread in the queue; its await returns `value`."""
         thread = self.threads.popleft()
         thread._value = value
         scheduler.ready.append(thread)
 
-    def let_all(self) -> None:
+    def wake_all(self) -> None:
         while self.threads:
-            self.let()
+            self.wake_first()
 
 
-def _waiting(line: _Line) -> str:
-    return f", {len(line.threads)} waiting" if line.threads else ""
+def _describe_waiting(queue: _ThreadQueue) -> str:
+    return f", {len(queue.threads)} waiting" if queue.threads else ""
 
 
-class _InLine(Parking):
+class _QueuedWait(Parking):
     """A wait in a queue. `enter` first checks whether the thread has to wait at all. That check is
     a step of its own, made at the await."""
 
-    __slots__ = ("line", "what")
-    line: _Line
+    __slots__ = ("primitive", "queue")
+    queue: _ThreadQueue
 
-    def __init__(self, what: Any) -> None:
+    def __init__(self, primitive: Any) -> None:
         super().__init__()
-        self.what = what
+        self.primitive = primitive
 
-    def stand(self, thread: GreenThread[Any]) -> bool:
-        self.line = self.what._line
-        self.line.threads.append(thread)
+    def enqueue(self, thread: GreenThread[Any]) -> bool:
+        self.queue = self.primitive._queue
+        self.queue.threads.append(thread)
         return True
 
     def leave(self) -> None:
         assert self.thread is not None
-        self.line.threads.remove(self.thread)
+        self.queue.threads.remove(self.thread)
 
 
 class Semaphore:
@@ -90,23 +90,23 @@ class Semaphore:
     0
     """
 
-    _what = "Semaphore"
+    _kind = "Semaphore"
 
-    class _Acquire(_InLine):
+    class _Acquire(_QueuedWait):
         __slots__ = ()
         name = "Semaphore.acquire"
-        what: Semaphore
+        primitive: Semaphore
 
         def enter(self, thread: GreenThread[Any]) -> bool:
-            return not self.what._let_in() and self.stand(thread)
+            return not self.primitive._try_acquire() and self.enqueue(thread)
 
     def __init__(self, value: int = 1) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"a semaphore lets in a number of green threads, not {value!r}")
         if value < 0:
-            raise ValueError(f"a semaphore lets in 0 or more, not {value!r}")
+            raise ValueError(f"a semaphore lets in at least 0 green threads, not {value!r}")
         self._value = value
-        self._line = _Line()
+        self._queue = _ThreadQueue()
 
     @property
     def value(self) -> int:
@@ -119,9 +119,9 @@ class Semaphore:
         return self._Acquire(self)
 
     def __repr__(self) -> str:
-        return f"<Semaphore {self._value}{_waiting(self._line)} at {id(self):#x}>"
+        return f"<Semaphore {self._value}{_describe_waiting(self._queue)} at {id(self):#x}>"
 
-    def _let_in(self) -> bool:
+    def _try_acquire(self) -> bool:
         if self._value > 0:  # 0 while threads wait, so that none is overtaken
             self._value -= 1
             return True
@@ -135,8 +135,8 @@ class Semaphore:
             scheduler.post(self._release)
 
     def _release(self) -> None:
-        if self._line.threads:
-            self._line.let()
+        if self._queue.threads:
+            self._queue.wake_first()
         else:
             self._value += 1
 
@@ -150,23 +150,24 @@ class Semaphore:
         """Acquire in plain code, blocking only this native thread. Raise `RuntimeError` in a
         coroutine."""
         if scheduler.in_step():
-            what = f"with {self._what.lower()}"
+            statement = f"with {self._kind.lower()}"
             raise RuntimeError(
-                f"`{what}` blocks, and would stop every green thread here: use `async {what}`"
+                f"`{statement}` blocks, and would stop every green thread inside a coroutine: "
+                f"use `async {statement}`"
             )
         proxy = None
         try:
             with DeferredSigint():
                 # Ctrl-C comes before the start, or when the proxy can be cancelled.
-                proxy = start(self.acquire, (), name=f"{self._what}.acquire")
+                proxy = start(self.acquire, (), name=f"{self._kind}.acquire")
             proxy.result()
         except BaseException:
             if proxy is not None:
                 proxy.cancel()
-                proxy._hook(self._undo)
+                proxy._hook(self._release_unused)
             raise
 
-    def _undo(self, acquiring: Promise[Any]) -> None:
+    def _release_unused(self, acquiring: Promise[Any]) -> None:
         """Release if the caller is gone that was let in."""
         if not acquiring.cancelled() and acquiring.exception() is None:
             self.release()
@@ -191,7 +192,7 @@ class Lock(Semaphore):
     True
     """
 
-    _what = "Lock"
+    _kind = "Lock"
 
     class _Acquire(Semaphore._Acquire):
         __slots__ = ()
@@ -206,9 +207,10 @@ class Lock(Semaphore):
         return self._held
 
     def __repr__(self) -> str:
-        return f"<Lock {'held' if self._held else 'free'}{_waiting(self._line)} at {id(self):#x}>"
+        state = "held" if self._held else "free"
+        return f"<Lock {state}{_describe_waiting(self._queue)} at {id(self):#x}>"
 
-    def _let_in(self) -> bool:
+    def _try_acquire(self) -> bool:
         if self._value:
             self._value = 0
             self._held = True
@@ -216,7 +218,7 @@ class Lock(Semaphore):
         return False
 
     def _release(self) -> None:
-        self._held = bool(self._line.threads)
+        self._held = bool(self._queue.threads)
         super()._release()
 
     def release(self) -> None:
@@ -229,7 +231,7 @@ class Lock(Semaphore):
         """
         held, self._held = self._held, False  # at once, though plain code only posts the rest
         if not held:
-            raise RuntimeError("a lock was released that nobody held")
+            raise RuntimeError("a lock was released that was not held")
         super().release()
 
 
@@ -249,24 +251,24 @@ class Event:
     True
     """
 
-    class _Wait(_InLine):
+    class _Wait(_QueuedWait):
         __slots__ = ()
         name = "Event.wait"
-        what: Event
+        primitive: Event
 
         def enter(self, thread: GreenThread[Any]) -> bool:
             # Read the queue first, then the flag. `set` replaces the queue before it sets the flag,
             # and then wakes all threads of the old queue. So a thread that misses the flag is in a
             # queue that this `set`, or a later one, wakes.
-            self.line = line = self.what._line
-            if self.what._set:
+            self.queue = queue = self.primitive._queue
+            if self.primitive._set:
                 return False
-            line.threads.append(thread)
+            queue.threads.append(thread)
             return True
 
     def __init__(self) -> None:
         self._set = False
-        self._line = _Line()
+        self._queue = _ThreadQueue()
 
     def is_set(self) -> bool:
         return self._set
@@ -278,27 +280,28 @@ class Event:
 
     def set(self) -> None:
         """Set the event and wake all its waiters. Any thread may call this."""
-        fresh = _Line()
+        fresh = _ThreadQueue()
         # No call from here to the flag: a later waiter finds the event set or, after `clear`, the
         # new queue.
-        line = self._line
-        self._line = fresh
+        queue = self._queue
+        self._queue = fresh
         self._set = True
         if scheduler.in_step():
-            line.let_all()
+            queue.wake_all()
         else:
-            scheduler.post(line.let_all)
+            scheduler.post(queue.wake_all)
 
     def clear(self) -> None:
         self._set = False
 
     def __repr__(self) -> str:
-        return f"<Event {'set' if self._set else 'not set'}{_waiting(self._line)} at {id(self):#x}>"
+        state = "set" if self._set else "not set"
+        return f"<Event {state}{_describe_waiting(self._queue)} at {id(self):#x}>"
 
 
-def _at_least_one(n: int) -> int:
+def _check_count(n: int) -> int:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"a number of green threads from 1 on is needed, not {n!r}")
+        raise ValueError(f"the number of green threads must be at least 1, not {n!r}")
     return n
 
 
@@ -327,27 +330,27 @@ class Barrier:
     [0, 1]
     """
 
-    class _Sync(_InLine):
+    class _Sync(_QueuedWait):
         __slots__ = ()
         name = "Barrier.sync"
-        what: Barrier
+        primitive: Barrier
 
         def enter(self, thread: GreenThread[Any]) -> bool:
-            others = self.what.waiting
-            if others + 1 < self.what._enrolled:
+            others = self.primitive.waiting
+            if others + 1 < self.primitive._enrolled:
                 # The place is assigned at the end, because threads that came earlier may be
                 # cancelled.
-                return self.stand(thread)
-            self.what._let_all()
+                return self.enqueue(thread)
+            self.primitive._release_all()
             raise StopIteration(others)  # the value of the await
 
     def __init__(self, n: int) -> None:
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"a barrier is for a number of green threads, not {n!r}")
         if n < 1:
-            raise ValueError(f"a barrier of {n} would hold nobody; 1 is the least")
+            raise ValueError(f"a barrier needs at least 1 green thread, not {n}")
         self._enrolled = n
-        self._line = _Line()
+        self._queue = _ThreadQueue()
 
     @property
     def enrolled(self) -> int:
@@ -357,10 +360,10 @@ class Barrier:
     @property
     def waiting(self) -> int:
         """Number of green threads that wait at `sync`."""
-        return len(self._line.threads)
+        return len(self._queue.threads)
 
     def __repr__(self) -> str:
-        return f"<Barrier of {self._enrolled}{_waiting(self._line)} at {id(self):#x}>"
+        return f"<Barrier of {self._enrolled}{_describe_waiting(self._queue)} at {id(self):#x}>"
 
     def enroll(self, n: int = 1) -> None:
         """Enroll `n` more green threads. Any thread may call this.
@@ -372,7 +375,7 @@ class Barrier:
         ValueError
             If `n` is less than 1.
         """
-        self._change(_at_least_one(n))
+        self._change_enrolled(_check_count(n))
 
     def resign(self, n: int = 1) -> None:
         """Remove `n` green threads from the barrier. Any thread may call this.
@@ -385,18 +388,19 @@ class Barrier:
             If `n` is less than 1, or fewer than `n` of the enrolled threads are not waiting at
             `sync`.
         """
-        self._change(-_at_least_one(n))
+        self._change_enrolled(-_check_count(n))
 
-    def _change(self, n: int) -> None:
+    def _change_enrolled(self, n: int) -> None:
         if self._enrolled + n < self.waiting:
             raise ValueError(
-                f"{-n} cannot resign from a barrier of {self._enrolled} of which {self.waiting} wait"
+                f"{-n} green threads cannot resign from a barrier of {self._enrolled}, of which "
+                f"{self.waiting} wait"
             )
         self._enrolled += n
         if scheduler.in_step():
-            self._look()
+            self._release_if_complete()
         else:
-            scheduler.post(self._look)
+            scheduler.post(self._release_if_complete)
 
     @parks
     def sync(self) -> Awaitable[int]:
@@ -413,13 +417,13 @@ class Barrier:
             If no thread is enrolled.
         """
         if not self._enrolled:
-            raise RuntimeError("nobody is enrolled in this barrier: enroll first")
+            raise RuntimeError("no green thread is enrolled in this barrier: call enroll first")
         return self._Sync(self)
 
-    def _look(self) -> None:
+    def _release_if_complete(self) -> None:
         if self.waiting and self.waiting >= self._enrolled:
-            self._let_all()
+            self._release_all()
 
-    def _let_all(self) -> None:
+    def _release_all(self) -> None:
         for place in range(self.waiting):
-            self._line.let(place)
+            self._queue.wake_first(place)

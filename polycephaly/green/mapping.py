@@ -26,7 +26,7 @@ from ..errors import ChannelClosed
 from ..pool.progress import Progress, total_of
 from ..promises.promise import Promise
 from ..runtime.coroutines import is_awaitable, is_coroutine_function
-from ..timeline.trail import SHORTEST, trail
+from ..timeline.trail import MIN_EVENT_SECONDS, event_log
 from .call import call_long
 from .channel import Channel
 from .collected import Collected
@@ -48,7 +48,7 @@ class ListOrAwaitable(list[T], Awaitable[list[T]], AsyncIterable[T]):
     async iterable."""
 
 
-AHEAD = 2  # results per worker that may wait for the reader
+MAX_UNREAD_PER_WORKER = 2  # results per worker that may wait for the reader
 
 
 @overload
@@ -92,8 +92,8 @@ def par(*fns: Any, over: Any = None) -> Any:
     [1, 2]
     """
     if over is not None:
-        return _as_fits(lambda: par_over(fns, over))
-    return _as_fits(lambda: _par(fns))
+        return _run_or_return(lambda: par_over(fns, over))
+    return _run_or_return(lambda: _par(fns))
 
 
 async def _par(fns: tuple[Any, ...]) -> list[Any]:
@@ -168,26 +168,26 @@ def map(
     if isinstance(width, bool) or not isinstance(width, int):
         raise TypeError(f"the width is a number of green threads, not {width!r}")
     if width < 1:
-        raise ValueError(f"nothing can be done by {width} green threads; 1 is the least")
+        raise ValueError(f"the width must be at least 1 green thread, not {width}")
     if not callable(fn):
         raise TypeError(f"map takes a function, not {fn!r}")
-    shown = Progress(_name(fn), total_of([items])) if progress else None
+    bar = Progress(_name(fn), total_of([items])) if progress else None
     if over is not None:
-        spread = Spread(fn, items, width, over, shown)
+        spread = Spread(fn, items, width, over, bar)
         return spread if _in_coroutine() else run(spread.collect)
-    mapped = Mapped(fn, iter(items), min(width, max(1, length_hint(items, width))), shown)
+    mapped = Mapped(fn, iter(items), min(width, max(1, length_hint(items, width))), bar)
     return mapped if _in_coroutine() else run(mapped.collect)
 
 
-def _as_fits(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+def _run_or_return(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Run the coroutine in plain code. In a coroutine, return it; in asyncio code, return one that
     spawns it."""
     if scheduler.in_step():
         return make()
-    return _spawned(make) if _in_asyncio() else run(make())
+    return _spawn_and_await(make) if _in_asyncio() else run(make())
 
 
-async def _spawned(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+async def _spawn_and_await(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return await spawn(make())
 
 
@@ -212,22 +212,22 @@ class Mapped(Collected, Generic[T]):
         self._progress = progress
 
     async def collect(self) -> list[Any]:
-        places: list[list[Any]] = []
-        scheduler.current._since = None  # not a thread of the user's: not in the event log
+        slots: list[list[Any]] = []
+        scheduler.current._spawned_at = None  # not a thread of the user's: not in the event log
 
         async def task() -> None:
-            apply, awaits = applier(self._fn, self._progress)
+            apply, awaits = make_apply(self._fn, self._progress)
             thread = scheduler.current
-            trail.number_of(thread)  # number the threads in order of starting
+            event_log.number_of(thread)  # number the threads in order of starting
             for item in self._items:
-                place: list[Any] = []
-                places.append(place)
+                slot: list[Any] = []
+                slots.append(slot)
                 began = monotonic()
                 try:
-                    place.append(await apply(item))
+                    slot.append(await apply(item))
                 finally:
-                    if awaits and monotonic() - began >= SHORTEST:
-                        trail.called(thread, self._fn, (item,), began, not place)
+                    if awaits and monotonic() - began >= MIN_EVENT_SECONDS:
+                        event_log.add_call(thread, self._fn, (item,), began, not slot)
 
         try:
             async with Group() as group:
@@ -238,20 +238,20 @@ class Mapped(Collected, Generic[T]):
         finally:
             if self._progress is not None:
                 self._progress.close()
-        if not all(places):
+        if not all(slots):
             raise CancelledError(f"a call of {_name(self._fn)} was cancelled")
-        return [place[0] for place in places]
+        return [slot[0] for slot in slots]
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return _Values(_Drain(self._fn, self._items, self._width, self._progress))
+        return _Values(_MapWorkers(self._fn, self._items, self._width, self._progress))
 
 
-class _Place(Promise[Any]):
-    from_outside = False
+class _Slot(Promise[Any]):
+    _settled_from_outside = False
 
 
-class _Drain(Generic[T]):
-    """The workers behind an ``async for``. Each takes an item and puts a place for its value into
+class _MapWorkers(Generic[T]):
+    """The workers behind an ``async for``. Each takes an item and puts a slot for its value into
     the channel."""
 
     def __init__(
@@ -260,40 +260,40 @@ class _Drain(Generic[T]):
         self._items = items
         self._fn = fn
         self._progress = progress
-        self.places: Channel[_Place] = Channel(width * AHEAD)
-        self._busy = width
+        self.slots: Channel[_Slot] = Channel(width * MAX_UNREAD_PER_WORKER)
+        self._busy_workers = width
         name = f"map {getattr(fn, '__qualname__', fn)}"
         self.workers: list[GreenThread[Any]] = [spawn(self._task, name=name) for _ in range(width)]
 
     async def _task(self) -> None:
-        apply, awaits = applier(self._fn, self._progress)
+        apply, awaits = make_apply(self._fn, self._progress)
         thread = scheduler.current
-        trail.number_of(thread)
+        event_log.number_of(thread)
         try:
             for item in self._items:
-                place = _Place()
-                # In the step that took the item, so that places are in the order of the items.
-                await self.places.send(place)
+                slot = _Slot()
+                # In the step that took the item, so that slots are in the order of the items.
+                await self.slots.send(slot)
                 began = monotonic()
                 try:
-                    place.set_result(await apply(item))
-                    if awaits and monotonic() - began >= SHORTEST:
-                        trail.called(thread, self._fn, (item,), began)
+                    slot.set_result(await apply(item))
+                    if awaits and monotonic() - began >= MIN_EVENT_SECONDS:
+                        event_log.add_call(thread, self._fn, (item,), began)
                 except BaseException as error:
-                    place.set_exception(error)
+                    slot.set_exception(error)
                     if not isinstance(error, Exception):
                         raise
         except BaseException as error:  # raised by the items' iterator
             if isinstance(error, Exception):
-                place = _Place()
-                place.set_exception(error)
-                await self.places.send(place)
+                slot = _Slot()
+                slot.set_exception(error)
+                await self.slots.send(slot)
             else:
                 raise
         finally:
-            self._busy -= 1
-            if not self._busy:
-                self.places.close()
+            self._busy_workers -= 1
+            if not self._busy_workers:
+                self.slots.close()
                 if self._progress is not None:
                     self._progress.close()
 
@@ -306,25 +306,25 @@ class _Values(AsyncIterator[Any]):
     """The reader's side of an ``async for``. The workers end when it is dropped or an error was
     raised."""
 
-    def __init__(self, drain: _Drain[Any]) -> None:
-        self._drain = drain
+    def __init__(self, map_workers: _MapWorkers[Any]) -> None:
+        self._workers = map_workers
 
     async def __anext__(self) -> Any:
         try:
-            place = await self._drain.places.receive()
+            slot = await self._workers.slots.receive()
         except ChannelClosed:
             raise StopAsyncIteration from None
         try:
-            return await place
+            return await slot
         except BaseException:
-            self._drain.stop()
+            self._workers.stop()
             raise
 
     def __del__(self) -> None:
-        self._drain.stop()
+        self._workers.stop()
 
 
-def applier(
+def make_apply(
     fn: Callable[[Any], Any], progress: Progress | None
 ) -> tuple[Callable[[Any], Any], bool]:
     """Return the function to apply, and whether `fn` is a coroutine function. Other calls are
@@ -339,13 +339,13 @@ def applier(
     if progress is None:
         return apply, awaits
 
-    async def counted(item: Any) -> Any:
+    async def apply_and_count(item: Any) -> Any:
         try:
             return await apply(item)
         finally:
             progress.step()
 
-    return counted, awaits
+    return apply_and_count, awaits
 
 
 def _name(fn: Callable[..., Any]) -> str:

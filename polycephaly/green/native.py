@@ -1,11 +1,11 @@
 """A pool of native threads, for all code that must not run on the scheduler's own thread.
 
-    start(job) ──> room under the ceiling? an idle worker, or a new one ──> job()
-             └──> else the queue ──> the next worker whose job is over ───────┘
+    start(job) ──> room under the limit? an idle worker, or a new one ──> job()
+             └──> else the queue ──> the next worker whose job is over ─────┘
 
-A worker without a job for `LINGER` seconds ends, so a process that has stopped using green threads
-keeps no native thread for them. The only limit is `ceiling`, so that a runaway loop meets a queue
-and not the kernel's limit.
+A worker without a job for `IDLE_WORKER_SECONDS` ends, so a process that has stopped using green
+threads keeps no native thread for them. The only limit is `max_threads`, so that a runaway loop
+meets a queue and not the kernel's limit.
 
 Nothing here holds a lock, because finalizers and callbacks start jobs too, and may interrupt any
 other code. `pop` is atomic, so a worker popped from `_idle`, or a job popped from `_queue`, belongs
@@ -29,50 +29,50 @@ __all__ = ["NativeThreadPool"]
 
 log = logging.getLogger("polycephaly.green")
 
-# Idle workers. If thousands of jobs end at once, most workers should end too, not linger.
-KEEP = 8
-# Seconds that an idle worker stays. Starting a thread takes about 0.1 ms: staying saves little.
-LINGER = 0.05
+# If thousands of jobs end at once, most workers should end too, not linger.
+MAX_IDLE_WORKERS = 8
+# So long an idle worker stays. Starting a thread takes about 0.1 ms: staying saves little.
+IDLE_WORKER_SECONDS = 0.05
 
 
-CROWD = 512  # from this number of native threads on, the usual switch interval is too short
-PATIENCE = 20e-6  # seconds of switch interval for each of them
+MANY_THREADS = 512  # from this number of native threads on, the usual switch interval is too short
+INTERVAL_SECONDS_PER_THREAD = 20e-6  # of the switch interval
 
 
 class NativeThreadPool:
     """A pool of native threads. Any thread may call `start`."""
 
-    def __init__(self, ceiling: int) -> None:
-        self.ceiling = ceiling
+    def __init__(self, max_threads: int) -> None:
+        self.max_threads = max_threads
         self.count = 0  # of threads
-        self.busy = 0  # running jobs that count against the ceiling
-        self._crowd = _Crowd()
+        self.busy = 0  # running jobs that count against `max_threads`
+        self._switch_interval = _SwitchInterval()
         self._idle: list[_Worker] = []
         self._queue: deque[Callable[[], object]] = deque()
 
     def start(self, job: Callable[[], object]) -> None:
-        """Run `job` on a native thread: now if the ceiling allows, else when a thread is free.
+        """Run `job` on a native thread: now if the limit allows, else when a thread is free.
 
         Raises `RuntimeError` if there is no thread at all and none can be started.
         """
-        if self.busy < self.ceiling:
+        if self.busy < self.max_threads:
             self.busy += 1  # no call since the look, so no other thread ran in between
-            if self._give(partial(self._run, job)):
+            if self._assign_or_start(partial(self._run, job)):
                 return
             self.busy -= 1
             if not self.busy:
                 raise RuntimeError(
-                    "green threads cannot run: this process may not start another native thread"
+                    "green threads cannot run: this process cannot start another native thread"
                 )
         self._queue.append(job)
-        self.admit()
+        self.start_queued()
 
     def start_urgently(self, job: Callable[[], object]) -> bool:
-        """Run `job` at once, outside the ceiling. Return False if no thread can be started.
+        """Run `job` at once, outside the limit. Return False if no thread can be started.
 
         For the owner of the scheduler, the watchdog and bound threads, which must not queue.
         """
-        return self._give(job)
+        return self._assign_or_start(job)
 
     # No job is left in the queue while there is room. A submitter does A1 then A2, a worker whose
     # job is over does B1 then B2:
@@ -96,72 +96,72 @@ class NativeThreadPool:
             except IndexError:
                 break
         self.busy -= 1
-        self.admit()
+        self.start_queued()
 
-    def admit(self) -> None:
+    def start_queued(self) -> None:
         """Start queued jobs while there is room."""
-        while self._queue and self.busy < self.ceiling:
+        while self._queue and self.busy < self.max_threads:
             self.busy += 1
             try:
                 job = self._queue.popleft()
             except IndexError:
                 self.busy -= 1
                 continue
-            if not self._give(partial(self._run, job)):
+            if not self._assign_or_start(partial(self._run, job)):
                 self._queue.appendleft(job)
                 self.busy -= 1
                 return
 
-    def _give(self, job: Callable[[], object]) -> bool:
+    def _assign_or_start(self, job: Callable[[], object]) -> bool:
         try:
-            self._idle.pop().give(job)
+            self._idle.pop().assign(job)
             return True
         except IndexError:
             pass
         self.count += 1
-        self._count()
+        self._adapt_switch_interval()
         try:
             _Worker(self, job)
         except RuntimeError:  # the kernel refuses another thread
-            self.ended()
+            self.remove_worker()
             return False
         return True
 
-    def ended(self) -> None:
+    def remove_worker(self) -> None:
         """Count a worker that has ended, or could not be started."""
         self.count -= 1
-        self._count()
+        self._adapt_switch_interval()
 
-    def _count(self) -> None:
-        if not self.count & 255 or self.count == CROWD - 1:
-            self._crowd.counts(self.count)
+    def _adapt_switch_interval(self) -> None:
+        if not self.count & 255 or self.count == MANY_THREADS - 1:
+            self._switch_interval.adapt_to(self.count)
 
-    def idle(self) -> set[int]:
+    def idle_idents(self) -> set[int]:
         """Return the idents of the idle threads."""
         return {worker.ident for worker in list(self._idle)}
 
     def next_job(self, worker: _Worker) -> Callable[[], object] | None:
         """Wait for the next job of `worker` and return it; None if the worker should end."""
-        if len(self._idle) >= KEEP:
+        if len(self._idle) >= MAX_IDLE_WORKERS:
             return None
         self._idle.append(worker)
-        if not worker.called.acquire(timeout=LINGER):
+        if not worker.job_assigned.acquire(timeout=IDLE_WORKER_SECONDS):
             try:
                 self._idle.remove(worker)
                 return None
             except ValueError:  # another thread has just popped the worker, and gives it a job
-                worker.called.acquire()
+                worker.job_assigned.acquire()
         job, worker.job = worker.job, None
         return job
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset the pool in a forked child, where none of the threads exists."""
         self.count = self.busy = 0
         self._idle.clear()
         self._queue.clear()
 
 
-class _Crowd:
+class _SwitchInterval:
     """Lengthens the switch interval of the interpreter while there are many native threads.
 
     A thread that waits for the interpreter wakes every switch interval (5 ms) to ask for it. If
@@ -172,20 +172,21 @@ class _Crowd:
     """
 
     def __init__(self) -> None:
-        self._usual = self._ours = 0.0
+        self._usual_interval = self._raised_interval = 0.0
 
-    def counts(self, count: int) -> None:
+    def adapt_to(self, count: int) -> None:
         """Adapt the switch interval to `count` threads."""
-        if count >= CROWD:
-            if not self._ours:
-                self._usual = sys.getswitchinterval()
-            self._ours = max(self._usual, count * PATIENCE)
-            sys.setswitchinterval(self._ours)
-        elif self._ours:
+        if count >= MANY_THREADS:
+            if not self._raised_interval:
+                self._usual_interval = sys.getswitchinterval()
+            needed = count * INTERVAL_SECONDS_PER_THREAD
+            self._raised_interval = max(self._usual_interval, needed)
+            sys.setswitchinterval(self._raised_interval)
+        elif self._raised_interval:
             # Restore the interval only if no other code has set it meanwhile.
-            if abs(sys.getswitchinterval() - self._ours) < 1e-5:
-                sys.setswitchinterval(self._usual)
-            self._ours = 0.0
+            if abs(sys.getswitchinterval() - self._raised_interval) < 1e-5:
+                sys.setswitchinterval(self._usual_interval)
+            self._raised_interval = 0.0
 
 
 class _Worker:
@@ -194,27 +195,27 @@ class _Worker:
     A raw thread, because a `threading.Thread` takes half as long again to start and to end.
     """
 
-    __slots__ = ("begun", "called", "ident", "job", "workers")
+    __slots__ = ("ident", "job", "job_assigned", "started", "workers")
 
     def __init__(self, workers: NativeThreadPool, job: Callable[[], object]) -> None:
         self.workers = workers
         self.job: Callable[[], object] | None = job
-        self.called = allocate_lock()
-        self.called.acquire()
-        self.begun = allocate_lock()
-        self.begun.acquire()
-        self.ident = start_new_thread(self._live, ())
+        self.job_assigned = allocate_lock()
+        self.job_assigned.acquire()
+        self.started = allocate_lock()
+        self.started.acquire()
+        self.ident = start_new_thread(self._run_jobs, ())
         # Start one thread at a time. Threads that start faster than they reach their first blocking
         # call wait for the interpreter together, each asking every 5 ms. Some thousands of them
         # bring everything to a halt.
-        self.begun.acquire()
+        self.started.acquire()
 
-    def give(self, job: Callable[[], object]) -> None:
+    def assign(self, job: Callable[[], object]) -> None:
         self.job = job
-        self.called.release()
+        self.job_assigned.release()
 
-    def _live(self) -> None:
-        self.begun.release()
+    def _run_jobs(self) -> None:
+        self.started.release()
         job, self.job = self.job, None
         try:
             while job is not None:
@@ -225,7 +226,7 @@ class _Worker:
                 del job  # keep nothing that the job holds while waiting
                 job = self.workers.next_job(self)
         finally:
-            self.workers.ended()
+            self.workers.remove_worker()
             # Code that called `current_thread()` has made an entry, which would stay.
             if sys.version_info < (3, 13):
                 entry = threading._active.get(get_ident())  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..errors import ChannelClosed, Deadlock, ItemLost, another
+from ..errors import ChannelClosed, Deadlock, ItemLost, copy_error
 from ..promises.promise import Promise
 from ..runtime.coroutines import is_coroutine
 from .channel import Channel
@@ -35,13 +35,13 @@ __all__ = ["Spread", "par_over"]
 
 T = TypeVar("T")
 
-AHEAD = 4  # items per green thread in progress, or done before an earlier one
+MAX_PENDING_PER_WORKER = 4  # items per green thread in progress, or done before an earlier one
 
 
 def drones_of(pool: Any) -> Sequence[Any]:
     refusal: BaseException | None = getattr(getattr(pool, "_dispatcher", None), "refusal", None)
     if refusal is not None:  # the pool has ended, for example: as for any other task
-        raise another(refusal)
+        raise copy_error(refusal)
     drones: Sequence[Any] = getattr(pool, "drones", ())
     if not drones:
         raise TypeError(
@@ -56,24 +56,24 @@ async def par_over(fns: Sequence[Any], pool: Any) -> list[Any]:
         if is_coroutine(fn):
             fn.close()
             raise TypeError(
-                f"{fn!r} has begun in this image: over drones, `par` takes functions, and `functools.partial` "
-                "for their arguments"
+                f"{fn!r} is a coroutine that belongs to this process: with `over=`, `par` takes "
+                "functions (use `functools.partial` for their arguments)"
             )
-    size, more = divmod(len(fns), len(drones))
+    size, remainder = divmod(len(fns), len(drones))
     shares: list[Promise[list[Any]]] = []
-    begin = 0
+    start = 0
     for index, drone in enumerate(drones):
-        end = begin + size + (index < more)
-        if end > begin:
+        end = start + size + (index < remainder)
+        if end > start:
             try:
-                shares.append(drone.promise(_share, list(fns[begin:end])))
+                shares.append(drone.promise(_share, list(fns[start:end])))
             except BaseException:
                 # If a drone has just died, for example, the other shares would wait for its
                 # functions.
                 for share in shares:
                     share.cancel()
                 raise
-        begin = end
+        start = end
     values: list[Any] = []
     for share in await _all(shares):
         values += share
@@ -128,7 +128,7 @@ class Spread(Collected, Generic[T]):
         workers = self._width * len(self._drones)
         jobs: Channel[tuple[int, T]] = Channel()
         done: Channel[tuple[int, Any]] = Channel(workers)
-        room = Semaphore(workers * AHEAD)
+        free_places = Semaphore(workers * MAX_PENDING_PER_WORKER)
         try:
             shares = [
                 drone.promise(share_of_map, self._fn, jobs, done, self._width)
@@ -138,34 +138,34 @@ class Spread(Collected, Generic[T]):
             jobs.close()
             done.close()
             raise
-        working = [*shares, spawn(self._feed, jobs, done, room)]
-        for each in working:
+        promises = [*shares, spawn(self._feed, jobs, done, free_places)]
+        for each in promises:
             each.add_done_callback(partial(_close_after_an_error, done))
-        early: dict[int, Any] = {}
-        due, total = 0, -1
+        out_of_order: dict[int, Any] = {}
+        next_index, total = 0, -1
         try:
-            while due != total:
+            while next_index != total:
                 index, value = await done.receive()
-                if index == _END:
+                if index == _END_INDEX:
                     total = value
                     continue
-                early[index] = value
-                while due in early:
+                out_of_order[index] = value
+                while next_index in out_of_order:
                     if self._progress is not None:
                         self._progress.step()
-                    room.release()
-                    due += 1
-                    yield early.pop(due - 1)
+                    free_places.release()
+                    next_index += 1
+                    yield out_of_order.pop(next_index - 1)
         except ChannelClosed:
-            for each in working:
+            for each in promises:
                 if each.done() and not each.cancelled() and each.exception() is not None:
                     raise each.exception() from None
             raise
         finally:
             jobs.close()
             done.close()
-            if due != total:
-                for each in working:
+            if next_index != total:
+                for each in promises:
                     each.cancel()
                 spawn(_drain(done))
             if self._progress is not None:
@@ -173,14 +173,14 @@ class Spread(Collected, Generic[T]):
         for share in shares:
             if not share.cancel(running=False):  # has begun, and has no items left
                 await share
-        await working[-1]
+        await promises[-1]
 
     async def _feed(
-        self, jobs: Channel[tuple[int, T]], done: Channel[tuple[int, Any]], room: Semaphore
+        self, jobs: Channel[tuple[int, T]], done: Channel[tuple[int, Any]], free_places: Semaphore
     ) -> None:
         count = 0
         for item in self._items:
-            await room.acquire()
+            await free_places.acquire()
             try:
                 await jobs.send((count, item))
             except (ChannelClosed, ItemLost):
@@ -188,10 +188,10 @@ class Spread(Collected, Generic[T]):
                 # reports.
                 return
             count += 1
-        await done.send((_END, count))
+        await done.send((_END_INDEX, count))
 
 
-_END = -1
+_END_INDEX = -1
 """Sent in place of an index, with the number of items in place of a value."""
 
 
@@ -200,16 +200,16 @@ async def share_of_map(
 ) -> None:
     """In a drone: take items from `jobs` in `width` green threads, until none is left."""
     from ..wire.functions import label
-    from .mapping import applier
+    from .mapping import make_apply
 
-    apply, _ = applier(fn, None)
+    apply, _ = make_apply(fn, None)
 
     async def task() -> None:
         async for index, item in jobs:
             try:
                 value = await apply(item)
             except Cancelled as error:
-                if scheduler.current._cancels:
+                if scheduler.current._cancel_count:
                     raise
                 # The call itself was cancelled, not this green thread.
                 raise CancelledError(f"a call of {label(fn)} was cancelled") from error

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from typing import Any, NoReturn, TypeVar
 
 from .scheduler import PARK, scheduler
-from .thread import AROUND, GreenThread, outside
+from .thread import GREEN_RUN_ADVICE, GreenThread, outside_error
 
 __all__ = ["Parking", "parks"]
 
@@ -37,7 +37,7 @@ class Parking:
 
     is_parking = True
     name = "this"
-    instead = AROUND
+    alternative = GREEN_RUN_ADVICE
 
     def __init__(self) -> None:
         self.thread: GreenThread[Any] | None = None
@@ -62,7 +62,9 @@ class Parking:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         if self.thread is not None:
-            raise RuntimeError(f"what {self.name} gave was awaited before: call it again")
+            raise RuntimeError(
+                f"an awaitable of {self.name} was awaited twice: call {self.name} again"
+            )
         return self  # type: ignore[return-value]  # implements the methods of a generator
 
     def __iter__(self) -> Parking:
@@ -71,7 +73,7 @@ class Parking:
     def __next__(self) -> Any:
         if self.thread is None:
             if get_ident() != scheduler.owner:
-                raise outside(self.name, self.instead)
+                raise outside_error(self.name, self.alternative)
             self.thread = thread = scheduler.current
             if self.enter(thread):
                 return PARK

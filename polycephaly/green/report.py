@@ -21,20 +21,20 @@ from ..errors import Deadlock
 from ..promises import promise
 from ..runtime import fork_guard
 from ..timeline import Timeline
-from ..timeline.trail import lives_now, spans_of, trail
+from ..timeline.trail import event_log, spans_of, unfinished_lives
 from .parking import Parking
-from .scheduler import AWAY, PARKED, bare, scheduler
+from .scheduler import IN_CALL, PARKED, scheduler, unwrap
 from .thread import GreenThread, NativeThread
 from .waiting import QueuedOperation
 from .watchdog import watchdog
 
 __all__ = ["ThreadInfo", "threads", "timeline"]
 
-SHOWN = 20  # green threads that a `Deadlock` lists
+MAX_LISTED_THREADS = 20  # in a `Deadlock`
 
-OWN = __name__.rpartition(".")[0]
-IDLE_MACHINERY = ("threading", "queue", "concurrent.futures.thread", "execnet")
-TIME_LIMITS = ("pytest_timeout",)
+OWN_PACKAGE = __name__.rpartition(".")[0]
+IDLE_MODULES = ("threading", "queue", "concurrent.futures.thread", "execnet")
+TIME_LIMIT_MODULES = ("pytest_timeout",)
 
 
 class ThreadInfo(NamedTuple):
@@ -113,33 +113,34 @@ def timeline() -> Timeline:
     >>> {span.name for span in green.timeline().spans if span.note == "0.02"}
     {'sleep'}
     """
-    here = "this image"
+    process = "this process"
+    ended = spans_of(list(event_log.events), process)
     return Timeline(
-        [*spans_of(list(trail.events), here), *lives_now(trail, list(scheduler.live), here)], [here]
+        [*ended, *unfinished_lives(event_log, list(scheduler.live), process)], [process]
     )
 
 
 def _info(thread: GreenThread[Any], frames: dict[int, FrameType]) -> ThreadInfo:
-    coro = bare(thread._coro)
+    coro = unwrap(thread._coro)
     if isinstance(thread, NativeThread) and coro is None:
         ident = thread.in_foreign_code
         stack = list(_stack(frames.get(ident)))
-        theirs = next((frame for frame in stack if not _is_ours(frame)), None)
+        user_frame = next((frame for frame in stack if not _is_ours(frame)), None)
         return _describe(
-            thread, "native" if ident else "ready", theirs, stack[0] if stack else None
+            thread, "native" if ident else "ready", user_frame, stack[0] if stack else None
         )
     running = getattr(coro, "cr_running", False) or getattr(coro, "gi_running", False)
     if running:
         state = "running" if thread is scheduler.current else "calling"
+    elif thread._value is PARKED:
+        state = "parked"
     else:
-        state = (
-            "parked" if thread._value is PARKED else "calling" if thread._value is AWAY else "ready"
-        )
+        state = "calling" if thread._value is IN_CALL else "ready"
     chain = list(_chain(coro))
     frames_ = [each for each in chain if isinstance(each, FrameType)]
-    theirs = next((frame for frame in reversed(frames_) if not _is_ours(frame)), None)
+    user_frame = next((frame for frame in reversed(frames_) if not _is_ours(frame)), None)
     return _describe(
-        thread, state, theirs or (frames_[0] if frames_ else None), chain[-1] if chain else None
+        thread, state, user_frame or (frames_[0] if frames_ else None), chain[-1] if chain else None
     )
 
 
@@ -151,10 +152,10 @@ def _describe(
 ) -> ThreadInfo:
     file, line = (where.f_code.co_filename, where.f_lineno) if where is not None else ("?", 0)
     if isinstance(doing, FrameType):
-        what = doing.f_code.co_qualname
+        operation = doing.f_code.co_qualname
     else:
-        what = doing.name if doing is not None else thread.name
-    return ThreadInfo(thread.name, state, file, line, what)
+        operation = doing.name if doing is not None else thread.name
+    return ThreadInfo(thread.name, state, file, line, operation)
 
 
 def _chain(coro: Any) -> Iterator[FrameType | Parking | QueuedOperation]:
@@ -185,23 +186,23 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return str(name).startswith((OWN, "polycephaly.promises"))
+    return str(name).startswith((OWN_PACKAGE, "polycephaly.promises"))
 
 
 # -- deadlock --------------------------------------------------------------------------------------
 
 
-def _look_for_deadlock() -> None:
+def _check_for_deadlock() -> None:
     """Raise `Deadlock` in threads that wait for ever.
 
     Called by an owner that has had nothing to do for a while.
     """
-    waiting = dict(promise.waiting)
+    waiting = dict(promise.waiting_threads)
     if (
         not waiting
-        or scheduler.outside
-        or scheduler.away > len(waiting)
-        or scheduler.timers.left() is not None
+        or scheduler.external_waits
+        or scheduler.native_calls > len(waiting)
+        or scheduler.timers.seconds_left() is not None
     ):
         return
     stuck = [
@@ -209,10 +210,12 @@ def _look_for_deadlock() -> None:
         for p, end in waiting.values()
         if isinstance(p, GreenThread) and end is None and p._value is PARKED
     ]
-    if not stuck or somebody_else_could_act(waiting) or _a_signal_could_act():
+    if not stuck or can_other_threads_act(waiting) or _can_signal_handler_act():
         return
-    listed = "\n".join(f"  {_info(thread, {})}" for thread in islice(list(scheduler.live), SHOWN))
-    more = len(scheduler.live) - SHOWN
+    listed = "\n".join(
+        f"  {_info(thread, {})}" for thread in islice(list(scheduler.live), MAX_LISTED_THREADS)
+    )
+    more = len(scheduler.live) - MAX_LISTED_THREADS
     text = f"all green threads wait, and nothing can wake any of them:\n{listed}"
     if more > 0:
         text += f"\n  and {more} more"
@@ -220,8 +223,9 @@ def _look_for_deadlock() -> None:
         thread._interrupt(Deadlock(text))
 
 
-def somebody_else_could_act(waiting: dict[int, tuple[Any, float | None]]) -> bool:
-    known = fork_guard.own_idents() | scheduler.workers.idle() | {scheduler.owner, watchdog.ident}
+def can_other_threads_act(waiting: dict[int, tuple[Any, float | None]]) -> bool:
+    known = fork_guard.own_thread_ids() | scheduler.workers.idle_idents()
+    known |= {scheduler.owner, watchdog.ident}
     by_ident = {thread.ident: thread for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident in known:
@@ -242,14 +246,14 @@ def _is_idle(frame: FrameType) -> bool:
     module = str(frame.f_globals.get("__name__", ""))
     if module == "concurrent.futures.thread" and frame.f_code.co_name == "run":
         return False  # in this function an executor runs a call
-    return module.startswith(IDLE_MACHINERY)
+    return module.startswith(IDLE_MODULES)
 
 
 def _is_time_limit(fn: Any) -> bool:
-    return str(getattr(fn, "__module__", "")).startswith(TIME_LIMITS)
+    return str(getattr(fn, "__module__", "")).startswith(TIME_LIMIT_MODULES)
 
 
-def _a_signal_could_act() -> bool:
+def _can_signal_handler_act() -> bool:
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     return any(
         callable(h) and h is not signal.default_int_handler and not _is_time_limit(h)
@@ -257,4 +261,4 @@ def _a_signal_could_act() -> bool:
     )
 
 
-scheduler.when_silent = _look_for_deadlock
+scheduler.on_idle = _check_for_deadlock

@@ -67,12 +67,13 @@ def run(main: Any, /, *args: Any) -> Any:
         if is_coroutine(main):
             main.close()
         raise RuntimeError(
-            "green.run waits, and inside a coroutine it would stop every green thread: use `await`"
+            "green.run waits, and would stop every green thread inside a coroutine: use `await`"
         )
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and asyncio._get_running_loop() is not None:
         raise RuntimeError(
-            "green.run waits, and would stop the asyncio loop that runs here: `await green.spawn(...)`"
+            "green.run waits, and would stop the asyncio loop that runs here: use "
+            "`await green.spawn(...)`"
         )
     thread = None
     try:

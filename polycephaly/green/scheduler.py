@@ -35,40 +35,40 @@ from ..promises import promise
 from ..runtime import fork_guard, forked
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.timers import Timers
-from .native import LINGER, NativeThreadPool
+from .native import IDLE_WORKER_SECONDS, NativeThreadPool
 
 if TYPE_CHECKING:
     from .distributed.transport import ChannelTransport
     from .thread import GreenThread
 
 __all__ = [
-    "AWAY",
+    "IN_CALL",
     "LOST",
     "PARK",
     "PARKED",
     "YIELDED",
+    "CoroutineWrapper",
     "Driver",
     "InContext",
     "Interrupted",
-    "StandIn",
-    "bare",
-    "foreign",
     "scheduler",
+    "unsupported_await_error",
+    "unwrap",
 ]
 
-GRACE = 0.02  # seconds without a runnable thread before the owner checks for a deadlock
-CEILING = 16384  # native threads; the usual limits of the kernel are 2 to 6 times as many
-STAND_STILL = 0.25  # seconds that a fork waits for the running step to end
+DEADLOCK_GRACE_SECONDS = 0.02  # without a runnable thread, before the owner checks for a deadlock
+MAX_NATIVE_THREADS = 16384  # the usual limits of the kernel are 2 to 6 times as many
+MAX_FORK_PAUSE_SECONDS = 0.25  # a fork waits so long for the running step to end
 
 NO_CALL = 0
 TAKEN = -1
 
-TURNS = range(32)  # steps between two looks at the clock
+STEPS_PER_CLOCK_CHECK = range(32)  # steps between two looks at the clock
 
 log = logging.getLogger("polycephaly.green")
 
 
-class _Word:
+class _Marker:
     __slots__ = ("_name",)
 
     def __init__(self, name: str) -> None:
@@ -78,36 +78,36 @@ class _Word:
         return f"<{self._name}>"
 
 
-PARK: Any = _Word("PARK")  # yielded: this green thread has parked, or is in `ready` already
-LOST: Any = _Word("LOST")  # yielded: the native thread of this step is no longer the owner
-AWAY: Any = _Word("AWAY")  # the `_value` of a thread that is in a foreign call
-YIELDED: Any = _Word("YIELDED")  # the `_value` of a thread that only let others go first
-PARKED: Any = _Word("PARKED")  # the `_value` of a thread that is not in `ready`
+PARK: Any = _Marker("PARK")  # yielded: this green thread has parked, or is in `ready` already
+LOST: Any = _Marker("LOST")  # yielded: the native thread of this step is no longer the owner
+IN_CALL: Any = _Marker("IN_CALL")  # the `_value` of a thread that is in a foreign call
+YIELDED: Any = _Marker("YIELDED")  # the `_value` of a thread that only let others go first
+PARKED: Any = _Marker("PARKED")  # the `_value` of a thread that is not in `ready`
 
 
-class _Note:
+class _PostedCallback:
     """A callback for the owner. Stands in `ready` like a thread, and is its own coroutine."""
 
-    __slots__ = ("_do", "_value")
+    __slots__ = ("_callback", "_value")
 
-    def __init__(self, do: Callable[[], object]) -> None:
-        self._do = do
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback = callback
         self._value = None
 
     @property
-    def _coro(self) -> _Note:
+    def _coro(self) -> _PostedCallback:
         return self
 
     def send(self, _: Any) -> Any:
         scheduler.current = None
-        told = self._do()
-        return told if told is LOST else PARK
+        yielded = self._callback()
+        return yielded if yielded is LOST else PARK
 
     def _finish(self, value: Any) -> None:
         pass
 
     def _fail(self, error: BaseException) -> None:
-        log.error("a bug in polycephaly: %r", self._do, exc_info=error)
+        log.error("a bug in polycephaly: %r", self._callback, exc_info=error)
 
 
 class Driver:
@@ -127,7 +127,7 @@ class Driver:
         self.lock = allocate_lock()
         self.lock.acquire()
 
-    def take(self) -> bool:
+    def take_ownership(self) -> bool:
         """Take the ownership from the foreign call in progress. Return False if there is none to
         take."""
         if self.token > NO_CALL:
@@ -146,10 +146,10 @@ class Scheduler:
     """
 
     def __init__(self) -> None:
-        self.ready: deque[GreenThread[Any] | _Note] = deque()
+        self.ready: deque[GreenThread[Any] | _PostedCallback] = deque()
         self.timers = Timers()
-        self.workers = NativeThreadPool(CEILING)
-        self.bell: list[Callable[[], object]] = [self._begin]
+        self.workers = NativeThreadPool(MAX_NATIVE_THREADS)
+        self.bell: list[Callable[[], object]] = [self._start_owner]
         self.live: set[GreenThread[Any]] = set()
         self.current: Any = None  # the green thread whose step runs
         # The ident of the native thread that runs steps; 0 if none, or in a foreign call.
@@ -157,22 +157,22 @@ class Scheduler:
         self.driver: Driver | None = None
         self.drivers: dict[int, Driver] = {}
         self.calls = 0  # foreign calls begun in place so far; each takes the count for its token
-        self.bouts = 0  # how often the owner has gone to sleep after running something
-        self.away = 0  # plain functions and foreign calls that run on other native threads
-        self.outside = 0  # green threads that wait for something from outside the scheduler
+        self.busy_periods = 0  # how often the owner has gone to sleep after running something
+        self.native_calls = 0  # plain functions and foreign calls that run on other native threads
+        self.external_waits = 0  # green threads that wait for something from outside the scheduler
         # Set once channels go to other processes: the owner sleeps in its epoll and polls it.
-        self.mail: ChannelTransport | None = None
+        self.transport: ChannelTransport | None = None
         # Called by an owner that begins, or has slept.
-        self.when_busy: Callable[[], object] = _nothing
-        # Called by an owner that has had nothing to do for GRACE.
-        self.when_silent: Callable[[], object] = _nothing
-        self._luck = 1
+        self.on_busy: Callable[[], object] = _nothing
+        # Called by an owner that has had nothing to do for DEADLOCK_GRACE_SECONDS.
+        self.on_idle: Callable[[], object] = _nothing
+        self._random_state = 1
 
     # -- for any thread ----------------------------------------------------------------------------
 
-    def post(self, do: Callable[[], object]) -> None:
-        """Have the owner call `do` soon. `do` must neither raise nor wait."""
-        self.ready.append(_Note(do))
+    def post(self, callback: Callable[[], object]) -> None:
+        """Have the owner call `callback` soon. `callback` must neither raise nor wait."""
+        self.ready.append(_PostedCallback(callback))
         if self.bell:
             self.ring()
 
@@ -198,7 +198,7 @@ class Scheduler:
         Plain code calls this before waiting, so that another native thread runs the others.
         """
         driver = self.drivers.get(get_ident())
-        if driver is not None and driver.take():
+        if driver is not None and driver.take_ownership():
             driver.began = monotonic()
             self.hand_over()
 
@@ -207,17 +207,17 @@ class Scheduler:
     def hand_over(self) -> None:
         """Start another owner, because the ownership was taken from a foreign call."""
         self.owner, self.driver = 0, None
-        self.away += 1
+        self.native_calls += 1
         if not self.workers.start_urgently(self._drive):
-            self.bell.append(self._begin)  # the next call that returns becomes the owner
-            if not self.away:  # the call has returned in the meantime
+            self.bell.append(self._start_owner)  # the next call that returns becomes the owner
+            if not self.native_calls:  # the call has returned in the meantime
                 self.ring()
 
-    def _begin(self) -> None:
+    def _start_owner(self) -> None:
         if not self.workers.start_urgently(self._drive):
-            self.bell.append(self._begin)
+            self.bell.append(self._start_owner)
             raise RuntimeError(
-                "green threads cannot run: this process may not start another native thread"
+                "green threads cannot run: this process cannot start another native thread"
             )
 
     def _drive(self) -> None:
@@ -227,34 +227,34 @@ class Scheduler:
         self.drivers[driver.ident] = driver
         while True:
             self.owner, self.driver = driver.ident, driver
-            self.when_busy()
+            self.on_busy()
             base = Context()
             try:
-                told = base.run(self._loop, driver, base)
+                yielded = base.run(self._loop, driver, base)
             # Raised by a callback at the end of a green thread, for instance by `sys.exit`.
             except BaseException as error:
                 promise.callbacks.error("a callback of a green thread failed", exc_info=error)
                 continue
-            if told is None:
+            if yielded is None:
                 break
-            if told is not LOST:
-                _give_context(told, base)
+            if yielded is not LOST:
+                _assign_context(yielded, base)
                 continue
             thread, driver.returned = driver.returned, None
             driver.fn = driver.thread = None
             assert thread is not None
             if base:
-                _give_context(thread, base)
+                _assign_context(thread, base)
             # A foreign call that lost the ownership has returned. Its green thread joins the queue.
             # This native thread becomes the owner again only if there is none.
-            self.away -= 1
+            self.native_calls -= 1
             thread._value = None
             self.ready.append(thread)
             try:
                 waker = self.bell.pop()
             except IndexError:
                 break
-            if waker != self._begin:
+            if waker != self._start_owner:
                 waker()
                 break
         del self.drivers[driver.ident]
@@ -266,32 +266,32 @@ class Scheduler:
         thread has set a context variable. The loop runs in `base`, an empty context, which all
         threads that never set a variable share.
         """
-        take, heap, parked, park = self.ready.popleft, self.timers.heap, PARKED, PARK
+        pop_ready, heap, parked, park = self.ready.popleft, self.timers.heap, PARKED, PARK
         generation = forked.generation
         thread: Any = None
         while True:
             if heap:
-                self.timers.fire()
-            if self.mail is not None:
-                self.mail.look()
-            for _ in TURNS:
+                self.timers.fire_due()
+            if self.transport is not None:
+                self.transport.poll()
+            for _ in STEPS_PER_CLOCK_CHECK:
                 try:
-                    thread = take()
+                    thread = pop_ready()
                 except IndexError:
                     break
                 self.current = thread
                 value = thread._value
                 thread._value = parked
                 try:
-                    told = thread._coro.send(value)
+                    yielded = thread._coro.send(value)
                 except StopIteration as stop:
-                    forked.leave_if_forked(generation)
+                    forked.exit_if_forked(generation)
                     thread._finish(stop.value)
                 except BaseException as error:
-                    forked.leave_if_forked(generation, error)
+                    forked.exit_if_forked(generation, error)
                     thread._fail(error)
                 else:
-                    if told is not park and self._strange(thread, told) is LOST:
+                    if yielded is not park and self._reject_foreign_yield(thread, yielded) is LOST:
                         return LOST
                 if base:
                     return thread if self.current is None else self.current
@@ -299,155 +299,158 @@ class Scheduler:
                 continue
             # `current` is set without `thread` if a message has let a thread run out of turn.
             if thread is not None or self.current is not None:
-                self.bouts += 1
+                self.busy_periods += 1
             self.current = thread = value = None  # keep nothing alive while asleep
             if not self._sleep(driver):
                 return None
 
-    def _strange(self, thread: Any, told: Any) -> Any:
+    def _reject_foreign_yield(self, thread: Any, yielded: Any) -> Any:
         """Handle a step that ended by something else than `PARK`. Return PARK or LOST."""
-        while told is not PARK and told is not LOST:
+        while yielded is not PARK and yielded is not LOST:
             try:
-                told = thread._coro.throw(foreign(told))
+                yielded = thread._coro.throw(unsupported_await_error(yielded))
             except StopIteration as stop:
                 thread._finish(stop.value)
                 return PARK
             except BaseException as error:
                 thread._fail(error)
                 return PARK
-        return told
+        return yielded
 
     def run_step(self, thread: Any, step: Callable[[Any], Any], arg: Any) -> Any:
         """Run one step of a parked thread out of turn. Return PARK or LOST."""
         self.current = thread
         generation = forked.generation
         try:
-            told = step(arg)
+            yielded = step(arg)
         except StopIteration as stop:
-            forked.leave_if_forked(generation)
+            forked.exit_if_forked(generation)
             thread._finish(stop.value)
             return PARK
         except BaseException as error:
-            forked.leave_if_forked(generation, error)
+            forked.exit_if_forked(generation, error)
             thread._fail(error)
             return PARK
-        return self._strange(thread, told)
+        return self._reject_foreign_yield(thread, yielded)
 
     def _sleep(self, driver: Driver) -> bool:
         """Sleep until there is something to do.
 
-        Return False if there was nothing for GRACE and then LINGER seconds, so that the ownership
-        was given up. With a channel transport the ownership is never given up.
+        Return False if there was nothing for DEADLOCK_GRACE_SECONDS and then IDLE_WORKER_SECONDS,
+        so that the ownership was given up. With a channel transport the ownership is never given
+        up.
         """
         bell, ready = self.bell, self.ready
-        mail = self.mail
+        transport = self.transport
         # With a transport, messages of other processes wake the owner just as the bell does.
-        lock: Any = driver.lock if mail is None else mail
+        lock: Any = driver.lock if transport is None else transport
         driver.fn = driver.thread = None  # left by the last foreign call
-        asked = False
+        checked = False  # for a deadlock
         while True:
             # The waker goes into the bell before the look at `ready`: the look sees all that came
             # before, and any thread that comes later finds the waker.
             bell.append(lock.release)
-            left = self.timers.left()
-            patience = GRACE if not asked else LINGER if mail is None else 1e6
+            left = self.timers.seconds_left()
+            idle_timeout = IDLE_WORKER_SECONDS if transport is None else 1e6
+            timeout = idle_timeout if checked else DEADLOCK_GRACE_SECONDS
             if (
                 ready
                 or left == 0.0
-                or not lock.acquire(timeout=patience if left is None else min(left, 1e6))
+                or not lock.acquire(timeout=timeout if left is None else min(left, 1e6))
             ):
                 try:
                     bell.pop()
                 except IndexError:  # another thread has popped the waker, and is about to call it
                     lock.acquire()
-                if mail is not None:
+                if transport is not None:
                     # Not before the pop: a fork takes an owner with a waker in the bell for asleep.
-                    mail.look()
+                    transport.poll()
                 if ready or left is not None:
                     break
-                if not asked:
-                    asked = True
-                    self.when_silent()
+                if not checked:
+                    checked = True
+                    self.on_idle()
                     continue
-                if mail is not None:
+                if transport is not None:
                     continue
                 self.owner, self.driver = 0, None
-                bell.append(self._begin)
+                bell.append(self._start_owner)
                 if not ready:
                     return False
                 try:
                     waker = bell.pop()
                 except IndexError:  # another thread is starting an owner right now
                     return False
-                if waker != self._begin:  # another owner has begun, and sleeps already
+                if waker != self._start_owner:  # another owner has begun, and sleeps already
                     waker()
                     return False
                 self.owner, self.driver = driver.ident, driver
             break
-        self.when_busy()
+        self.on_busy()
         return True
 
     # -- random numbers, and forks -----------------------------------------------------------------
 
-    def draw(self, n: int) -> int:
+    def random_below(self, n: int) -> int:
         """Return a fair pseudo-random number below `n`; the sequence is the same in each run."""
-        self._luck = (self._luck * 1103515245 + 12345) & 0x7FFFFFFF
-        return (self._luck >> 16) % n
+        self._random_state = (self._random_state * 1103515245 + 12345) & 0x7FFFFFFF
+        return (self._random_state >> 16) % n
 
     @contextmanager
-    def _standing_still(self) -> Iterator[None]:
+    def _paused_for_fork(self) -> Iterator[None]:
         """Hold the owner between two steps during a fork.
 
-        If the running step takes longer than STAND_STILL, the fork goes ahead regardless.
+        If the running step takes longer than MAX_FORK_PAUSE_SECONDS, the fork goes ahead
+        regardless.
         """
         driver = self.drivers.get(get_ident())
         # No step runs if the owner is asleep. If the caller is the owner, nothing has to stop.
         if self.bell or (driver is not None and driver.token != TAKEN):
             yield
             return
-        reached, over = allocate_lock(), allocate_lock()
+        reached, forked_now = allocate_lock(), allocate_lock()
         reached.acquire()
-        over.acquire()
+        forked_now.acquire()
 
-        def stand() -> None:
+        def wait_for_fork() -> None:
             reached.release()
-            over.acquire()
+            forked_now.acquire()
 
-        self.post(stand)
-        reached.acquire(timeout=STAND_STILL)
+        self.post(wait_for_fork)
+        reached.acquire(timeout=MAX_FORK_PAUSE_SECONDS)
         try:
             yield
         finally:
-            over.release()
+            forked_now.release()
 
-    def _forget(self) -> None:
+    def _reset_after_fork(self) -> None:
         """Reset everything in a forked child to the state before the first spawn.
 
         A step that has forked cannot wait in the child, because every await raises there. The child
         ends with that step (runtime/forked.py).
         """
         # Keep the parent's green threads alive: destroying them would run their `finally` clauses.
-        _of_parents.append((self.live, list(self.ready), list(self.timers.heap)))
+        _parent_states.append((self.live, list(self.ready), list(self.timers.heap)))
         self.ready.clear()
-        self.timers.forget()
-        self.workers.forget()
-        self.bell[:] = [self._begin]
+        self.timers.clear()
+        self.workers.reset_after_fork()
+        self.bell[:] = [self._start_owner]
         self.live = set()
         self.current, self.owner, self.driver = None, 0, None
         self.drivers.clear()
-        promise.waiting.clear()
-        self.mail = None
-        self.away = self.outside = 0
+        promise.waiting_threads.clear()
+        self.transport = None
+        self.native_calls = self.external_waits = 0
 
 
 def _nothing() -> None:
     pass
 
 
-_of_parents: list[Any] = []
+_parent_states: list[Any] = []
 
 
-class StandIn:
+class CoroutineWrapper:
     """A wrapper in a thread's `_coro` that adds something to each step of the coroutine `coro`."""
 
     __slots__ = ("coro",)
@@ -460,7 +463,7 @@ class StandIn:
         return self.coro.throw(error)
 
 
-class InContext(StandIn):
+class InContext(CoroutineWrapper):
     """Runs each step of a green thread in the thread's own context."""
 
     __slots__ = ("context",)
@@ -476,7 +479,7 @@ class InContext(StandIn):
         return self.context.run(self.coro.throw, error)
 
 
-class Interrupted(StandIn):
+class Interrupted(CoroutineWrapper):
     """Raises pending errors in a thread that was not parked when it was interrupted.
 
     A thread that is ready may already have been given a value, such as an item from a channel. The
@@ -492,35 +495,35 @@ class Interrupted(StandIn):
         thread._coro = self
 
     def send(self, value: Any) -> Any:
-        self.errors = [error for error in self.errors if not getattr(error, "called_off", False)]
+        self.errors = [error for error in self.errors if not getattr(error, "withdrawn", False)]
         if not self.errors:
             self.thread._coro = self.coro
             return self.coro.send(value)
-        if value is not YIELDED and not not_begun(self.coro):
-            told = self.coro.send(value)
-            if told is not PARK or self.thread._value is not PARKED:
-                return told  # the thread is away, or ready again: raise at the next step
+        if value is not YIELDED and not is_unstarted(self.coro):
+            yielded = self.coro.send(value)
+            if yielded is not PARK or self.thread._value is not PARKED:
+                return yielded  # the thread is in a call, or ready again: raise at the next step
             value = PARKED
         thread = self.thread
         thread._coro = self.coro
-        wanted = [error for error in self.errors if not getattr(error, "called_off", False)]
-        for error in wanted[1:]:
+        pending = [error for error in self.errors if not getattr(error, "withdrawn", False)]
+        for error in pending[1:]:
             thread._interrupt(error)
-        if wanted:
-            thread._cancels += getattr(wanted[0], "is_cancel", False)
-            return self.coro.throw(wanted[0])
+        if pending:
+            thread._cancel_count += getattr(pending[0], "is_cancel", False)
+            return self.coro.throw(pending[0])
         return PARK if value is PARKED else self.coro.send(value)
 
 
-def bare(coro: Any) -> Any:
+def unwrap(coro: Any) -> Any:
     """Return the coroutine itself, without its wrappers."""
-    while isinstance(coro, StandIn):
+    while isinstance(coro, CoroutineWrapper):
         coro = coro.coro
     return coro
 
 
-def not_begun(coro: Any) -> bool:
-    coro = bare(coro)
+def is_unstarted(coro: Any) -> bool:
+    coro = unwrap(coro)
     if isinstance(coro, CoroutineType):
         return not (coro.cr_suspended or coro.cr_running) and coro.cr_frame is not None
     return (
@@ -530,8 +533,8 @@ def not_begun(coro: Any) -> bool:
     )
 
 
-def _give_context(thread: Any, base: Context) -> None:
-    if isinstance(thread, _Note) or thread._coro is None:
+def _assign_context(thread: Any, base: Context) -> None:
+    if isinstance(thread, _PostedCallback) or thread._coro is None:
         return
     # The context itself and not a copy: a token of `ContextVar.set` is valid for that object only.
     if type(thread._coro) is Interrupted:
@@ -540,26 +543,26 @@ def _give_context(thread: Any, base: Context) -> None:
         thread._coro = InContext(thread._coro, base)
 
 
-def foreign(told: Any) -> TypeError:
+def unsupported_await_error(yielded: Any) -> TypeError:
     """Return the error for an await that green threads do not support.
 
-    `told` is the value that the awaited object yielded, or the error that it raised.
+    `yielded` is the value that the awaited object yielded, or the error that it raised.
     """
-    if isinstance(told, BaseException) or hasattr(told, "_asyncio_future_blocking"):
-        what = "something of asyncio's"
-    elif told is None:
-        what = "a bare yield, as that of asyncio.sleep(0)"
+    if isinstance(yielded, BaseException) or hasattr(yielded, "_asyncio_future_blocking"):
+        awaited = "an asyncio object"
+    elif yielded is None:
+        awaited = "a bare yield, such as asyncio.sleep(0)"
     else:
-        what = f"what yields {told!r}"
+        awaited = f"an object that yields {yielded!r}"
     error = TypeError(
-        f"green code awaited {what}, for which a green thread cannot wait; "
-        "`await green.aio(coro)` runs asyncio code on the image's asyncio loop"
+        f"green code awaited {awaited}, for which a green thread cannot wait; "
+        "`await green.aio(coro)` runs asyncio code on the asyncio loop of the process"
     )
-    if isinstance(told, BaseException):
-        error.__cause__ = told
+    if isinstance(yielded, BaseException):
+        error.__cause__ = yielded
     return error
 
 
 scheduler = Scheduler()
-fork_guard.add_pause(scheduler._standing_still)
-os.register_at_fork(after_in_child=scheduler._forget)
+fork_guard.add_pause(scheduler._paused_for_fork)
+os.register_at_fork(after_in_child=scheduler._reset_after_fork)

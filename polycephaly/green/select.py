@@ -1,7 +1,7 @@
 """`select`, which waits for several operations and performs exactly one of them.
 
     guards ──can one be done at once?──> done: its index and value
-          └─no──> leave an Offer of each ──> the first one accepted wins; the others are withdrawn
+          └─no──> register an Offer of each ──> the first accepted wins; the others are withdrawn
 
 The scheduler's owner thread does all of this. So choosing one offer and withdrawing the others is a
 single step: no second offer can be accepted in between, even if both sides of a channel are in a
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 from ..promises.promise import Promise
 from .scheduler import PARK, scheduler
-from .thread import GreenThread, outside
+from .thread import GreenThread, outside_error
 from .waiting import NOTHING, Refused, Waiter
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class Chosen(NamedTuple, Generic[T]):
 
 
 class Offer(Waiter):
-    """One guard of a waiting `select`, left with a channel, a timer or a promise."""
+    """One guard of a waiting `select`, registered with a channel, a timer or a promise."""
 
-    __slots__ = ("at", "index", "select")
+    __slots__ = ("index", "registration", "select")
 
     def __init__(self, select: _Select, index: int, item: Any) -> None:
         super().__init__(select.thread, item)
@@ -66,7 +66,7 @@ class Offer(Waiter):
         self.index = index
         # The timer or hook of this offer. Kept here because a guard may be in several selects at a
         # time.
-        self.at: Any = None
+        self.registration: Any = None
 
     def serve(self, value: Any) -> None:
         self.select.commit(self, Chosen(self.index, value))
@@ -76,11 +76,11 @@ class Offer(Waiter):
 
     # -- for transactions with other processes, which first hold the select ------------------------
 
-    def happen(self, value: Any) -> None:
-        self.select.happen(Chosen(self.index, value))
+    def complete(self, value: Any) -> None:
+        self.select.complete(Chosen(self.index, value))
 
     def fail(self, error: BaseException) -> None:
-        self.select.happen(Refused(error))
+        self.select.complete(Refused(error))
 
     def release(self) -> None:
         self.select.release()
@@ -89,9 +89,9 @@ class Offer(Waiter):
         pass
 
     @property
-    def stands(self) -> bool:
+    def is_open(self) -> bool:
         """True if the offer can still be accepted."""
-        return self.select.waits and self.select.offers.get(self.index) is self
+        return self.select.is_waiting and self.select.offers.get(self.index) is self
 
 
 class Guard(Generic[T]):
@@ -115,14 +115,14 @@ class Guard(Generic[T]):
             return None if self.channel._try_send(thread, self.item) else NOTHING
         return self.channel._try_receive(thread)
 
-    def leave(self, offer: Offer) -> None:
-        self.channel._enlist(self.end, offer)
+    def register(self, offer: Offer) -> None:
+        self.channel._enqueue(self.end, offer)
 
-    def strike(self, offer: Offer) -> None:
-        self.channel._strike(self.end, offer)
+    def withdraw(self, offer: Offer) -> None:
+        self.channel._withdraw_waiter(self.end, offer)
 
-    def is_here(self) -> bool:
-        """Return True if the offer is left with a channel of this process."""
+    def is_local(self) -> bool:
+        """Return True if the offer is registered with a channel of this process."""
         return not self.channel.is_remote
 
 
@@ -130,13 +130,13 @@ class _Alarm:
     """The timer of an `after`. If cancelled, it stays in the heap for a while, but keeps nothing
     alive."""
 
-    __slots__ = ("off", "offer")
+    __slots__ = ("is_over", "offer")
 
     def __init__(self, offer: Offer) -> None:
         self.offer: Offer | None = offer
-        self.off = False
+        self.is_over = False
 
-    def go_off(self) -> None:
+    def fire(self) -> None:
         if self.offer is not None:
             self.offer.serve(None)
 
@@ -151,16 +151,16 @@ class _After(Guard[None]):
     def attempt(self, thread: Any) -> Any:
         return None if self.seconds <= 0 else NOTHING
 
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         return False
 
-    def leave(self, offer: Offer) -> None:
-        offer.at = _Alarm(offer)
-        scheduler.timers.add(scheduler.timers.now() + self.seconds, offer.at)
+    def register(self, offer: Offer) -> None:
+        offer.registration = _Alarm(offer)
+        scheduler.timers.add(scheduler.timers.now() + self.seconds, offer.registration)
 
-    def strike(self, offer: Offer) -> None:
-        scheduler.timers.call_off(offer.at)
-        offer.at.offer = None
+    def withdraw(self, offer: Offer) -> None:
+        scheduler.timers.cancel(offer.registration)
+        offer.registration.offer = None
 
 
 class _Settled(Guard[T]):
@@ -173,16 +173,16 @@ class _Settled(Guard[T]):
     def attempt(self, thread: Any) -> Any:
         return self.promise.result() if self.promise.done() else NOTHING
 
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         return False
 
-    def leave(self, offer: Offer) -> None:
-        offer.at = lambda _: scheduler.post(lambda: self._serve(offer))
-        scheduler.outside += self.promise.from_outside
-        self.promise._hook(offer.at)
+    def register(self, offer: Offer) -> None:
+        offer.registration = lambda _: scheduler.post(lambda: self._serve(offer))
+        scheduler.external_waits += self.promise._settled_from_outside
+        self.promise._hook(offer.registration)
 
     def _serve(self, offer: Offer) -> None:
-        if not offer.select.waits:
+        if not offer.select.is_waiting:
             return
         try:
             value = self.promise.result()
@@ -191,9 +191,9 @@ class _Settled(Guard[T]):
         else:
             offer.serve(value)
 
-    def strike(self, offer: Offer) -> None:
-        scheduler.outside -= self.promise.from_outside
-        self.promise._unhook(offer.at)
+    def withdraw(self, offer: Offer) -> None:
+        scheduler.external_waits -= self.promise._settled_from_outside
+        self.promise._unhook(offer.registration)
 
 
 class _Skip(Guard[None]):
@@ -258,63 +258,63 @@ def skip(*, when: bool | Callable[[], object] = True) -> Guard[None]:
 
 
 class _Select:
-    __slots__ = ("guards", "hold", "number", "offers", "thread", "waits")
+    __slots__ = ("guards", "hold", "is_waiting", "number", "offers", "thread")
 
     def __init__(self, guards: Sequence[tuple[int, Guard[Any]]], thread: GreenThread[Any]) -> None:
         self.thread = thread
         self.guards = dict(guards)
         self.offers: dict[int, Offer] = {}
-        self.waits = True
+        self.is_waiting = True
         self.hold: Hold | None = None
         self.number = 0  # identifies this select in all processes; assigned when needed
 
-    def leave(self) -> None:
+    def register_offers(self) -> None:
         for index, guard in list(self.guards.items()):
             if index not in self.offers:
                 self.offers[index] = offer = Offer(self, index, getattr(guard, "item", None))
-                guard.leave(offer)
-                if not self.waits or self.hold is not None:
+                guard.register(offer)
+                if not self.is_waiting or self.hold is not None:
                     # An operation of another process was waiting for this offer.
                     return
 
     def commit(self, offer: Offer, outcome: Any) -> None:
-        if self.waits:  # a timer or promise may come after the choice
+        if self.is_waiting:  # a timer or promise may come after the choice
             if self.hold is not None:
-                self.hold.overdue.append((offer, outcome))
+                self.hold.late_outcomes.append((offer, outcome))
                 return
             self.end()
             self.thread._value = outcome
             scheduler.ready.append(self.thread)
 
     def end(self) -> None:
-        if self.waits:
-            self.waits = False
+        if self.is_waiting:
+            self.is_waiting = False
             hold, self.hold = self.hold, None
             for index, offer in self.offers.items():
-                self.guards[index].strike(offer)
-                offer.at = None
+                self.guards[index].withdraw(offer)
+                offer.registration = None
             # Leave no cycles to the garbage collector, and no items in a queue.
             self.offers.clear()
             self.guards.clear()
-            while hold is not None and hold.others:
-                hold.others.popleft()(False)
+            while hold is not None and hold.next_requests:
+                hold.next_requests.popleft()(False)
 
     # -- for transactions that bring together two sides in different processes ---------------------
 
-    def ask(self, answer: Callable[[bool], object]) -> None:
+    def request_hold(self, answer: Callable[[bool], object]) -> None:
         """Hold this `select` and then call ``answer(True)``. Call ``answer(False)`` if a guard has
         been chosen or the wait was broken off."""
-        if not self.waits:
+        if not self.is_waiting:
             answer(False)
         elif self.hold is not None:
-            self.hold.others.append(answer)
+            self.hold.next_requests.append(answer)
         else:
             self.hold = Hold()
-            for index in [index for index in self.offers if self.guards[index].is_here()]:
-                self.guards[index].strike(self.offers.pop(index))
+            for index in [index for index in self.offers if self.guards[index].is_local()]:
+                self.guards[index].withdraw(self.offers.pop(index))
             answer(True)
 
-    def happen(self, outcome: Any) -> None:
+    def complete(self, outcome: Any) -> None:
         """End the held `select` with `outcome`, which it was held for."""
         hold = self.hold
         assert hold is not None
@@ -327,30 +327,30 @@ class _Select:
     def end_held(self, hold: Hold) -> None:
         self.hold = None
         self.end()
-        while hold.others:
-            hold.others.popleft()(False)
+        while hold.next_requests:
+            hold.next_requests.popleft()(False)
 
     def release(self) -> None:
         """Release the held `select`: the operation that it was held for has not happened."""
         hold = self.hold
         if hold is None:
             return
-        if not (hold.overdue or hold.others):
-            self._look_again(hold)
+        if not (hold.late_outcomes or hold.next_requests):
+            self._retry_local_channels(hold)
         self.hold = None
-        if hold.overdue:
-            self.commit(*hold.overdue[0])
+        if hold.late_outcomes:
+            self.commit(*hold.late_outcomes[0])
         for error in hold.errors:
             self.thread._interrupt(error)
-        if hold.others and self.waits:
-            self.hold = Hold(hold.others)
-            self.hold.others.popleft()(True)
-        elif self.waits:
-            self.leave()
-        while hold.others and not self.waits:
-            hold.others.popleft()(False)
+        if hold.next_requests and self.is_waiting:
+            self.hold = Hold(hold.next_requests)
+            self.hold.next_requests.popleft()(True)
+        elif self.is_waiting:
+            self.register_offers()
+        while hold.next_requests and not self.is_waiting:
+            hold.next_requests.popleft()(False)
 
-    def _look_again(self, hold: Hold) -> None:
+    def _retry_local_channels(self, hold: Hold) -> None:
         """Try the channels of this process, which found no offers meanwhile. The `select` is still
         held, so that nothing else can be chosen in between."""
         for index, guard in list(self.guards.items()):
@@ -364,19 +364,21 @@ class _Select:
                 if value is NOTHING:
                     continue
                 outcome = Chosen(index, value)
-            hold.overdue.insert(0, (Offer(self, index, None), outcome))
+            hold.late_outcomes.insert(0, (Offer(self, index, None), outcome))
             return
 
 
 class Hold:
     """The state of a held `select`."""
 
-    __slots__ = ("errors", "others", "overdue")
+    __slots__ = ("errors", "late_outcomes", "next_requests")
 
-    def __init__(self, others: deque[Callable[[bool], object]] | None = None) -> None:
-        self.others: deque[Callable[[bool], object]] = deque() if others is None else others
+    def __init__(self, next_requests: deque[Callable[[bool], object]] | None = None) -> None:
+        self.next_requests: deque[Callable[[bool], object]] = (
+            deque() if next_requests is None else next_requests
+        )
         """Callbacks of the transactions that want to hold the `select` next."""
-        self.overdue: list[tuple[Offer, Any]] = []
+        self.late_outcomes: list[tuple[Offer, Any]] = []
         """Outcomes that came meanwhile: of timers, of promises and, at the release, of this
         process's own channels."""
         self.errors: list[BaseException] = []
@@ -452,10 +454,10 @@ def select(
     Chosen(index=1, value='hello')
     """
     if get_ident() != scheduler.owner:
-        raise outside("green.select")
+        raise outside_error("green.select")
     if not guards:
         raise ValueError("select without guards would wait for ever")
-    open_ = []
+    candidates = []
     for index, guard in enumerate(guards):
         if isinstance(guard, Promise):
             guard = _Settled(guard, True)
@@ -465,40 +467,40 @@ def select(
             )
         when = guard.when
         if when is True or (when() if callable(when) else when):
-            open_.append((index, guard))
-    if not open_:
+            candidates.append((index, guard))
+    if not candidates:
         if isinstance(default, EllipsisType):
             raise ValueError(
                 "every guard's precondition is false: nothing could ever happen; give a default"
             )
         return default
     thread = scheduler.current
-    left = len(open_)
-    while left:
-        place = 0 if priority or left == 1 else scheduler.draw(left)
-        chosen = open_.pop(place)
+    untried = len(candidates)
+    while untried:
+        position = 0 if priority or untried == 1 else scheduler.random_below(untried)
+        chosen = candidates.pop(position)
         value = chosen[1].attempt(thread)
         if value is not NOTHING:
             if chosen[1].__class__ is _Skip:
-                _check_all_are_here(open_)
+                _check_all_local(candidates)
             return Chosen(chosen[0], value)
-        open_.append(chosen)  # behind the guards that were not tried yet
-        left -= 1
+        candidates.append(chosen)  # behind the guards that were not tried yet
+        untried -= 1
     if not isinstance(default, EllipsisType):
-        _check_all_are_here(open_)
+        _check_all_local(candidates)
         return default
-    waits = _Select(open_, thread)
-    waits.leave()
+    waiting = _Select(candidates, thread)
+    waiting.register_offers()
     while True:
         try:
             outcome = yield PARK
             break
         except BaseException as error:
-            if waits.hold is not None and not isinstance(error, GeneratorExit):
-                waits.hold.errors.append(error)
+            if waiting.hold is not None and not isinstance(error, GeneratorExit):
+                waiting.hold.errors.append(error)
                 continue
-            if waits.waits or isinstance(error, GeneratorExit):
-                waits.end()
+            if waiting.is_waiting or isinstance(error, GeneratorExit):
+                waiting.end()
                 raise
             thread._interrupt(error)
     if outcome.__class__ is Refused:
@@ -506,7 +508,7 @@ def select(
     return outcome
 
 
-def _check_all_are_here(guards: Sequence[tuple[int, Guard[Any]]]) -> None:
+def _check_all_local(guards: Sequence[tuple[int, Guard[Any]]]) -> None:
     """Raise `ValueError` if a guard's channel lives in another process. Beside a choice that never
     waits, such a guard would never be chosen."""
     if any(
@@ -514,6 +516,6 @@ def _check_all_are_here(guards: Sequence[tuple[int, Guard[Any]]]) -> None:
         for _, guard in guards
     ):
         raise ValueError(
-            "whether a channel that lives in another image can be served at once is not known here: "
-            "instead of a default, or `green.skip()`, use `green.after(seconds)`"
+            "select cannot know whether a channel that lives in another process is ready at once: "
+            "use `green.after(seconds)` instead of a default or `green.skip()`"
         )

@@ -10,7 +10,7 @@ from typing import Any
 from ..runtime.timers import Timer
 from .parking import Parking, parks
 from .scheduler import YIELDED, scheduler
-from .thread import Cancelled, GreenThread, here, outside
+from .thread import Cancelled, GreenThread, calling_thread, outside_error
 
 __all__ = ["current", "sleep", "timeout"]
 
@@ -18,34 +18,34 @@ __all__ = ["current", "sleep", "timeout"]
 class _Sleep(Parking):
     """The awaitable of `sleep`, which is also the alarm in the heap of timers."""
 
-    __slots__ = ("off", "seconds")
+    __slots__ = ("is_over", "seconds")
 
     name = "green.sleep"
-    instead = "time.sleep, or asyncio.sleep"
+    alternative = "time.sleep, or asyncio.sleep"
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
-        self.off = False
+        self.is_over = False
 
     def enter(self, thread: GreenThread[Any]) -> bool:
         if self.seconds > 0:
             scheduler.timers.add(scheduler.timers.now() + self.seconds, self)
         else:
-            scheduler.timers.fire()  # a time limit that has expired takes effect now
-            self.off = True
+            scheduler.timers.fire_due()  # a time limit that has expired takes effect now
+            self.is_over = True
             thread._value = YIELDED
             scheduler.ready.append(thread)
         return True
 
-    def go_off(self) -> None:
+    def fire(self) -> None:
         self.wake()
 
     def send(self, value: Any) -> Any:
         return self.__next__()
 
     def leave(self) -> None:
-        scheduler.timers.call_off(self)
+        scheduler.timers.cancel(self)
 
 
 @parks
@@ -87,7 +87,7 @@ def current() -> GreenThread[Any]:
     RuntimeError
         If the caller is not a green thread.
     """
-    thread = here()
+    thread = calling_thread()
     if thread is None:
         raise RuntimeError("no green thread runs here")
     return thread
@@ -140,22 +140,22 @@ class timeout:
 
     async def __aenter__(self) -> timeout:
         if get_ident() != scheduler.owner:
-            raise outside(
-                "green.timeout", "asyncio.timeout, or the time limits of what is waited for"
+            raise outside_error(
+                "green.timeout", "asyncio.timeout, or the time limit of the function that waits"
             )
         if self._thread is not None:
-            raise RuntimeError("a timeout is for one block; make another one")
+            raise RuntimeError("a timeout can be used for one block only: make another timeout")
         self._thread = scheduler.current
-        self._cancels = self._thread._cancels
+        self._cancel_count = self._thread._cancel_count
         if self.seconds is not None:
             self._timer = scheduler.timers.set(scheduler.timers.now() + self.seconds, self._expire)
         return self
 
     def _expire(self) -> None:
         self.expired = True
-        if self._thread._cancels != self._cancels:
+        if self._thread._cancel_count != self._cancel_count:
             return  # the thread is being cancelled
-        self._error = Cancelled(f"{self.seconds} s are over")
+        self._error = Cancelled(f"the time limit of {self.seconds} s has expired")
         self._thread._interrupt(self._error)
 
     async def __aexit__(
@@ -165,15 +165,15 @@ class timeout:
         at: TracebackType | None,
     ) -> None:
         if self._timer is not None:
-            scheduler.timers.call_off(self._timer)
+            scheduler.timers.cancel(self._timer)
         if self._error is None:
             return
         # If not raised yet, the error must not be raised in code after the block.
-        self._error.called_off = True
+        self._error.withdrawn = True
         # A block that ended without the error has completed just in time, and may have been given
         # a value, which must not be lost. A foreign call that returned too late is different: the
         # block itself caused that delay.
-        if error is self._error and self._thread._cancels != self._cancels:
+        if error is self._error and self._thread._cancel_count != self._cancel_count:
             return  # the thread was also cancelled, and the error counts as that
         if error is self._error or (error is None and self._error.in_call):
-            raise TimeoutError(f"not done within {self.seconds} s") from error
+            raise TimeoutError(f"the block was not done within {self.seconds} s") from error

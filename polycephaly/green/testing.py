@@ -16,7 +16,7 @@ from functools import partial
 from time import monotonic
 
 from ..promises import promise
-from .report import somebody_else_could_act
+from .report import can_other_threads_act
 from .scheduler import scheduler
 from .sleeping import sleep
 
@@ -54,19 +54,19 @@ class Clock:
         """
         if not seconds >= 0:
             raise ValueError(f"advance takes a number of seconds from 0 on, not {seconds!r}")
-        _in_the_scheduler(lambda: self._to(self._now + seconds))
+        _run_in_scheduler(lambda: self._set_time(self._now + seconds))
 
-    def _to(self, when: float) -> None:
+    def _set_time(self, when: float) -> None:
         self._now = max(self._now, when)
 
-    def _jump(self, when: float) -> bool:
+    def _try_jump(self, when: float) -> bool:
         """Jump to `when` and return True, if all green threads wait. Called by `Timers`."""
-        waits_for_others = scheduler.outside or scheduler.mail is not None
+        waits_for_others = scheduler.external_waits or scheduler.transport is not None
         if not self._jumps or scheduler.ready or waits_for_others:
             return False
-        if scheduler.away and somebody_else_could_act(dict(promise.waiting)):
+        if scheduler.native_calls and can_other_threads_act(dict(promise.waiting_threads)):
             return False
-        self._to(when)
+        self._set_time(when)
         return True
 
 
@@ -110,33 +110,34 @@ def virtual_time(*, jumps: bool = True) -> Iterator[Clock]:
     timers = scheduler.timers
     if timers.jump is not None:
         raise RuntimeError(
-            "virtual_time is the time of all green threads of a process: it cannot be nested"
+            "virtual_time cannot be nested: all green threads of a process have the same time"
         )
-    if scheduler.mail is not None:
+    if scheduler.transport is not None:
         raise RuntimeError(
-            "virtual_time is not for a process whose channels go to others, which have their own time"
+            "virtual_time cannot be used while channels connect this process to others, which "
+            "have their own time"
         )
     clock = Clock(jumps)
 
-    _in_the_scheduler(partial(timers.keep_to, clock.time, clock._jump))
+    _run_in_scheduler(partial(timers.switch_clock, clock.time, clock._try_jump))
     try:
         yield clock
     finally:
-        _in_the_scheduler(partial(timers.keep_to, monotonic, None))
+        _run_in_scheduler(partial(timers.switch_clock, monotonic, None))
 
 
-def _in_the_scheduler(act: Callable[[], None]) -> None:
+def _run_in_scheduler(callback: Callable[[], None]) -> None:
     if scheduler.in_step():
-        act()
+        callback()
         return
     done = allocate_lock()
     done.acquire()
 
-    def do() -> None:
-        act()
+    def call() -> None:
+        callback()
         done.release()
 
-    scheduler.post(do)
+    scheduler.post(call)
     done.acquire()
 
 

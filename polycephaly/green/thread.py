@@ -31,9 +31,19 @@ from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..runtime import forked
 from ..runtime.coroutines import is_awaitable, is_coroutine, is_coroutine_function
 from ..runtime.deferred_sigint import DeferredSigint
-from ..timeline.trail import LIVES, SHORTEST, trail
+from ..timeline.trail import MAX_LIVES_LOGGED, MIN_EVENT_SECONDS, event_log
 from .history import history
-from .scheduler import AWAY, NO_CALL, PARK, PARKED, InContext, Interrupted, bare, foreign, scheduler
+from .scheduler import (
+    IN_CALL,
+    NO_CALL,
+    PARK,
+    PARKED,
+    InContext,
+    Interrupted,
+    scheduler,
+    unsupported_await_error,
+    unwrap,
+)
 
 if TYPE_CHECKING:
     from .group import Group
@@ -43,8 +53,8 @@ __all__ = [
     "GreenThread",
     "NativeThread",
     "Wake",
-    "here",
-    "outside",
+    "calling_thread",
+    "outside_error",
     "pause",
     "spawn",
     "start",
@@ -52,7 +62,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-SHORT = 0.0005  # seconds; a call shorter than this need not have been moved to another thread
+SHORT_CALL_SECONDS = 0.0005  # a shorter call need not have been moved to another thread
 
 
 class Cancelled(AsyncioCancelled):
@@ -67,7 +77,7 @@ class Cancelled(AsyncioCancelled):
     in_call = False
     """True if requested during a foreign call, which cannot be interrupted."""
 
-    called_off = False
+    withdrawn = False
     """True if the error is no longer wanted. The error is dropped unless already raised."""
 
 
@@ -77,21 +87,21 @@ class GreenThread(Promise[T]):
     Made by `green.spawn`. Any thread may call the methods.
     """
 
-    __slots__ = ("_coro", "_group", "_open", "_value")
+    __slots__ = ("_coro", "_group", "_unclaimed", "_value")
 
     _group: Group | None
     _name: str | None = None
     _qualname: str | None = None  # set when there is no coroutine left to ask
-    _unseen: Unseen | None = None
+    _unseen: UnseenErrorReport | None = None
     _owned: WeakSet[Any] | None = None
-    _since: float | None = None  # when the thread was spawned, if its life is logged
+    _spawned_at: float | None = None  # when the thread was spawned, if its life is logged
     _number = 0  # in the event log
-    _cancels = 0
+    _cancel_count = 0
     """How many `cancel()` requests have reached the thread. A time limit that ends later must not
     turn such a cancellation into a `TimeoutError`."""
 
     def __init__(self, coro: Any, group: Group | None = None) -> None:
-        self._open = None
+        self._unclaimed = None
         self._coro = coro
         self._value: Any = None
         self._group = group
@@ -108,8 +118,8 @@ class GreenThread(Promise[T]):
 
     def _fail(self, error: BaseException) -> None:
         # Code of asyncio raises one of these if it finds no running loop.
-        if isinstance(error, (RuntimeError, AttributeError)) and _is_of_asyncio(error):
-            error = foreign(error)
+        if isinstance(error, (RuntimeError, AttributeError)) and _is_asyncio_error(error):
+            error = unsupported_await_error(error)
         if error.__traceback__ is not None:  # leave out the scheduler's own frame
             error.__traceback__ = error.__traceback__.tb_next
         if isinstance(error, AsyncioCancelled):
@@ -124,10 +134,10 @@ class GreenThread(Promise[T]):
         scheduler.live.discard(self)
         group = self._group
         self._qualname = self.name
-        if self._since is not None and monotonic() - self._since >= SHORTEST:
-            trail.ended(self, self._since, error is not None)
+        if self._spawned_at is not None and monotonic() - self._spawned_at >= MIN_EVENT_SECONDS:
+            event_log.add_life(self, self._spawned_at, error is not None)
         if error is not None and group is None and not self._hooks:
-            self._unseen = Unseen(self._qualname, error)
+            self._unseen = UnseenErrorReport(self._qualname, error)
         self._coro = None
         for each in self._owned or ():
             each.kill()
@@ -135,12 +145,12 @@ class GreenThread(Promise[T]):
             self._settle(state, value, error)
         finally:  # a callback may raise an error that is not an `Exception`
             if group is not None:
-                group._ended(self, error)
+                group._on_child_end(self, error)
 
     # -- cancelling and interrupting ---------------------------------------------------------------
 
     _can_be_interrupted = True
-    from_outside = False
+    _settled_from_outside = False
 
     def cancel(self, running: bool = True) -> bool:
         """Ask the green thread to end.
@@ -179,14 +189,14 @@ class GreenThread(Promise[T]):
         """
         if self._coro is not None and self._value is not PARKED:
             if isinstance(error, Cancelled):
-                error.in_call = self._value is AWAY
+                error.in_call = self._value is IN_CALL
             if type(self._coro) is Interrupted:
                 self._coro.errors.append(error)
             else:
                 Interrupted(self, error)
             return PARK
-        if self._coro is not None and not getattr(error, "called_off", False):
-            self._cancels += getattr(error, "is_cancel", False)
+        if self._coro is not None and not getattr(error, "withdrawn", False):
+            self._cancel_count += getattr(error, "is_cancel", False)
             return scheduler.run_step(self, self._coro.throw, error)
         return PARK
 
@@ -200,7 +210,7 @@ class GreenThread(Promise[T]):
         self._owned.add(killable)
 
     @coroutine
-    def _call_elsewhere(
+    def _call_on_native_thread(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[Any, Any, Any]:
         """Make a foreign call of this green thread on another native thread."""
@@ -210,27 +220,27 @@ class GreenThread(Promise[T]):
         outcome: list[Any] = []
 
         def job() -> None:
-            natives[get_ident()] = self
+            native_threads[get_ident()] = self
             generation = forked.generation
             began, used = monotonic(), thread_time()
             try:
                 outcome[:] = context.run(fn, *args, **kwargs), None
             except BaseException as error:
                 outcome[:] = None, error
-            forked.leave_if_forked(generation, outcome[1])
-            trail.called(self, fn, args, began, outcome[1] is not None, thread_time() - used)
-            if monotonic() - began < SHORT:
-                history.was_short(fn)
-            del natives[get_ident()]
-            scheduler.away -= 1
+            forked.exit_if_forked(generation, outcome[1])
+            event_log.add_call(self, fn, args, began, outcome[1] is not None, thread_time() - used)
+            if monotonic() - began < SHORT_CALL_SECONDS:
+                history.record_short(fn)
+            del native_threads[get_ident()]
+            scheduler.native_calls -= 1
             wake()
 
-        scheduler.away += 1
-        self._value = AWAY  # a foreign call cannot be interrupted: the error is raised after it
+        scheduler.native_calls += 1
+        self._value = IN_CALL  # a foreign call cannot be interrupted: the error is raised after it
         try:
-            self._send_away(job)
+            self._submit_job(job)
         except RuntimeError:  # no native thread can be started
-            scheduler.away -= 1
+            scheduler.native_calls -= 1
             self._value = PARKED
             raise
         yield PARK
@@ -244,31 +254,31 @@ class GreenThread(Promise[T]):
         finally:
             outcome.clear()  # no cycle through the error's traceback
 
-    def _send_away(self, job: Callable[[], None]) -> None:
+    def _submit_job(self, job: Callable[[], None]) -> None:
         scheduler.workers.start(job)
 
     # -- result and error --------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> T:
         if not self.done():
-            self._may_wait()
+            self._check_can_wait()
         try:
             return super().result(timeout)
         finally:
-            self._look()
+            self._mark_error_seen()
             del self  # as in `Promise.result`: no cycle through the error's traceback
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
-            self._may_wait()
+            self._check_can_wait()
         try:
             return super().exception(timeout)
         finally:  # also if the thread has ended only during the wait
-            self._look()
+            self._mark_error_seen()
 
-    def _look(self) -> None:
+    def _mark_error_seen(self) -> None:
         if self._unseen is not None:
-            self._unseen.seen()
+            self._unseen.mark_seen()
             self._unseen = None
 
     def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
@@ -278,22 +288,22 @@ class GreenThread(Promise[T]):
         room: dict[str, Any] = {}
         del room
         self.__dict__  # noqa: B018
-        self._look()
+        self._mark_error_seen()
         super()._hook(hook)
 
-    def _may_wait(self) -> None:
+    def _check_can_wait(self) -> None:
         scheduler.step_aside()
         if scheduler.in_step():
             raise RuntimeError(
-                f"{self.name} was waited for inside a coroutine, where waiting would stop every green thread, "
-                "this one too; use `await promise`"
+                f"{self.name} was waited for inside a coroutine, where waiting would stop every "
+                "green thread, this one too; use `await promise`"
             )
 
-    def _help(self, end: float | None) -> None:
-        if end is None:
-            self._look_up()
+    def _help(self, deadline: float | None) -> None:
+        if deadline is None:
+            self._on_wait_interval()
 
-    def _look_up(self) -> None:
+    def _on_wait_interval(self) -> None:
         # This thread may have been the last that could wake the others: check for a deadlock.
         if scheduler.bell:
             scheduler.ring()
@@ -302,7 +312,7 @@ class GreenThread(Promise[T]):
         return super().__repr__().replace("<Promise", f"<GreenThread {self.name}", 1)
 
 
-Own: type[GreenThread[Any]] = GreenThread
+OwnGreenThread: type[GreenThread[Any]] = GreenThread
 """The class of the green threads of this process.
 
 A forked child makes another one, so that threads of its parent in a channel's slot can be told
@@ -310,10 +320,10 @@ apart.
 """
 
 
-def _another_image() -> None:
-    global Own
-    natives.clear()
-    Own = type(
+def _reset_after_fork() -> None:
+    global OwnGreenThread
+    native_threads.clear()
+    OwnGreenThread = type(
         "GreenThread",
         (GreenThread,),
         {"__slots__": (), "__module__": __name__, "__qualname__": "GreenThread"},
@@ -323,66 +333,66 @@ def _another_image() -> None:
 class NativeThread(GreenThread[T]):
     """A green thread that runs a plain function, as one foreign call on a native thread."""
 
-    __slots__ = ("_asked_to_end", "_ident", "_told")
+    __slots__ = ("_end_delivered", "_end_requested", "_ident")
 
     def __init__(
         self, fn: Callable[..., Any], args: tuple[Any, ...], group: Group | None = None
     ) -> None:
         super().__init__(None, group)
         self._ident = 0  # of the native thread that runs the function
-        self._asked_to_end = self._told = False
+        self._end_requested = self._end_delivered = False
         self._qualname = _qualname(fn)
 
-    def begin(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def start_job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         context = copy_context()
         with DeferredSigint():
             scheduler.live.add(self)
-            scheduler.away += 1
+            scheduler.native_calls += 1
             try:
                 scheduler.workers.start(lambda: context.run(self._run, fn, args))
             except RuntimeError:  # no native thread can be started
                 scheduler.live.discard(self)
-                scheduler.away -= 1
+                scheduler.native_calls -= 1
                 raise
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._ident = ident = get_ident()
-        natives[ident] = self
+        native_threads[ident] = self
         began, used = monotonic(), thread_time()
         value: Any = None
-        told: BaseException | None = None
+        failure: BaseException | None = None
         state = FINISHED
         generation = forked.generation
         try:
-            if self._asked_to_end:
+            if self._end_requested:
                 raise Cancelled
             value = fn(*args)
         except BaseException as error:
-            if isinstance(error, (CancelledError, AsyncioCancelled)) and self._asked_to_end:
+            if isinstance(error, (CancelledError, AsyncioCancelled)) and self._end_requested:
                 state = CANCELLED
             else:
-                told = error
+                failure = error
                 if error.__traceback__ is not None:
                     error.__traceback__ = error.__traceback__.tb_next
-        forked.leave_if_forked(generation, told)
-        trail.called(self, fn, args, began, told is not None, thread_time() - used)
+        forked.exit_if_forked(generation, failure)
+        event_log.add_call(self, fn, args, began, failure is not None, thread_time() - used)
         self._ident = 0
-        del natives[ident]
-        scheduler.away -= 1
+        del native_threads[ident]
+        scheduler.native_calls -= 1
         if is_awaitable(value):  # for instance from a lambda around a coroutine function
             self._coro = InContext(as_coroutine(value, self.name), copy_context())
-            if self._asked_to_end and not self._told:
+            if self._end_requested and not self._end_delivered:
                 Interrupted(self, Cancelled())
             scheduler.ready.append(self)
             if scheduler.bell:
                 scheduler.ring()
         elif self._group is not None:
             # Only the owner may touch a group.
-            scheduler.post(lambda: self._end(state, value, told))
+            scheduler.post(lambda: self._end(state, value, failure))
         else:
-            self._end(state, value, told)
-            # As in `_look_up`.
-            if scheduler.bell and promises.waiting:
+            self._end(state, value, failure)
+            # As in `_on_wait_interval`.
+            if scheduler.bell and promises.waiting_threads:
                 scheduler.ring()
 
     def cancel(self, running: bool = True) -> bool:
@@ -391,19 +401,23 @@ class NativeThread(GreenThread[T]):
             return super().cancel(running)
         if self.done():
             return self._state == CANCELLED
-        self._asked_to_end, self._told = True, False
+        self._end_requested, self._end_delivered = True, False
         if self._coro is not None:  # the function has just returned a coroutine, which now runs
             return super().cancel(running)
         ident = self._ident
         if not ident:
             return True
-        # A native thread about to wait registers in `waiting`, then looks if it was asked to end.
-        # This method asks, then looks into `waiting`. So one sees the other. `natives` tells if
-        # another job has begun on that native thread since.
-        waits = promises.waiting.get(ident)
-        if waits is None or natives.get(ident) is not self or not waits[0]._cancels_with_waiter:
+        # A native thread about to wait registers in `waiting_threads`, then looks if it was asked
+        # to end. This method asks, then looks into `waiting_threads`. So one sees the other.
+        # `native_threads` tells if another job has begun on that native thread since.
+        waiting = promises.waiting_threads.get(ident)
+        if (
+            waiting is None
+            or native_threads.get(ident) is not self
+            or not waiting[0]._cancels_with_waiter
+        ):
             return self.done() and self._state == CANCELLED
-        return waits[0].cancel()
+        return waiting[0].cancel()
 
     @property
     def in_foreign_code(self) -> int:
@@ -478,7 +492,7 @@ def start(
     thread: GreenThread[Any]
     if is_coroutine(fn):
         if args:
-            raise TypeError(f"a coroutine takes no arguments any more: {fn!r}, {args!r}")
+            raise TypeError(f"a coroutine object takes no arguments: {fn!r}, {args!r}")
         coro = as_coroutine(fn, _qualname(fn))
     elif is_coroutine_function(fn):
         coro = as_coroutine(fn(*args), _qualname(fn))
@@ -488,10 +502,10 @@ def start(
             native._name = name
         if group is not None:
             group.children.add(native)
-        if len(scheduler.live) < LIVES:
-            native._since = monotonic()
+        if len(scheduler.live) < MAX_LIVES_LOGGED:
+            native._spawned_at = monotonic()
         try:
-            native.begin(fn, args)
+            native.start_job(fn, args)
         except RuntimeError:
             if group is not None:
                 group.children.discard(native)
@@ -507,11 +521,11 @@ def start(
 
         thread = BoundThread(coro, group)
     else:
-        thread = Own(coro, group)
+        thread = OwnGreenThread(coro, group)
     if name:
         thread._name = name
-    if len(scheduler.live) < LIVES:
-        thread._since = monotonic()
+    if len(scheduler.live) < MAX_LIVES_LOGGED:
+        thread._spawned_at = monotonic()
     scheduler.live.add(thread)
     if group is not None:
         group.children.add(thread)  # before the thread can end
@@ -521,25 +535,25 @@ def start(
     return thread
 
 
-def _is_of_asyncio(error: BaseException) -> bool:
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
+def _is_asyncio_error(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
     if error.args == ("no running event loop",):
         return True
-    return at is not None and at.tb_frame.f_globals.get("__package__") == "asyncio"
+    return trace is not None and trace.tb_frame.f_globals.get("__package__") == "asyncio"
 
 
-def _qualname(it: Any) -> str:
-    it = bare(it)
-    return getattr(it, "__qualname__", None) or repr(it)
+def _qualname(fn: Any) -> str:
+    fn = unwrap(fn)
+    return getattr(fn, "__qualname__", None) or repr(fn)
 
 
-natives: dict[int, GreenThread[Any]] = {}
+native_threads: dict[int, GreenThread[Any]] = {}
 """By native thread ident, the green thread whose foreign code runs there."""
 
 
-def here() -> GreenThread[Any] | None:
+def calling_thread() -> GreenThread[Any] | None:
     """Return the green thread whose code calls (a step, foreign call or plain function), or
     None."""
     ident = get_ident()
@@ -549,7 +563,7 @@ def here() -> GreenThread[Any] | None:
             scheduler.current if driver.token == NO_CALL else driver.thread
         )
         return owner
-    return natives.get(ident)
+    return native_threads.get(ident)
 
 
 def as_coroutine(awaitable: Any, name: str) -> Any:
@@ -564,11 +578,13 @@ def as_coroutine(awaitable: Any, name: str) -> Any:
     return coro
 
 
-AROUND = "`green.run` around it, or in asyncio `await green.spawn(...)`"
+GREEN_RUN_ADVICE = "`green.run` around it, or in asyncio `await green.spawn(...)`"
 
 
-def outside(what: str, instead: str = AROUND) -> RuntimeError:
-    return RuntimeError(f"{what} is for green threads, and was used outside of one: use {instead}")
+def outside_error(name: str, alternative: str = GREEN_RUN_ADVICE) -> RuntimeError:
+    return RuntimeError(
+        f"{name} is for green threads, and was used outside of one: use {alternative}"
+    )
 
 
 # -- waiting for events from outside the scheduler -------------------------------------------------
@@ -605,8 +621,8 @@ def pause(wake: Wake) -> Generator[Any, Any, Any]:
 @coroutine
 def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
     wake = Wake()
-    outside = promise.from_outside
-    scheduler.outside += outside
+    is_external = promise._settled_from_outside
+    scheduler.external_waits += is_external
     promise._hook(wake)
     try:
         yield PARK
@@ -619,33 +635,33 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
         raise
     finally:
         wake.thread = None
-        scheduler.outside -= outside
+        scheduler.external_waits -= is_external
 
 
-os.register_at_fork(after_in_child=_another_image)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _asked_to_end(ident: int, told: bool) -> bool:
+def _is_end_requested(ident: int, deliver: bool) -> bool:
     """Return True if the plain function on native thread `ident` was asked to end and does not
     know yet.
 
-    With `told`, the function learns so now, from a wait that ends. Its clean-up may then wait.
+    With `deliver`, the function learns so now, from a wait that ends. Its clean-up may then wait.
     """
-    thread = natives.get(ident)
-    if not isinstance(thread, NativeThread) or not thread._asked_to_end or thread._told:
+    thread = native_threads.get(ident)
+    if not isinstance(thread, NativeThread) or not thread._end_requested or thread._end_delivered:
         return False
-    thread._told = told
+    thread._end_delivered = deliver
     return True
 
 
-promises.asked_to_end = _asked_to_end
-promises.green = (scheduler.in_step, _await_promise)
+promises.is_end_requested = _is_end_requested
+promises.green_hooks = (scheduler.in_step, _await_promise)
 
 
 # -- errors that no code has looked at -------------------------------------------------------------
 
 
-class Unseen:
+class UnseenErrorReport:
     """An error that no code has looked at.
 
     If still unseen, the error is printed when this object is destroyed or the program ends.
@@ -658,57 +674,59 @@ class Unseen:
         self.error: BaseException | None = error
         _unseen.add(self)
 
-    def seen(self) -> None:
+    def mark_seen(self) -> None:
         self.error = None
 
-    def tell(self) -> None:
+    def print_if_unseen(self) -> None:
         error, self.error = self.error, None
         if error is None or sys.stderr is None:
             return
         frames = list(traceback.walk_tb(error.__traceback__))
-        theirs = [each for each in frames if not _is_ours(each[0])] or frames
-        line = f"{theirs[-1][0].f_code.co_filename}:{theirs[-1][1]}" if theirs else "no line"
-        alike = f"{type(error).__module__}.{type(error).__qualname__} at {line}"
-        if alike not in _told and len(_told) >= ALIKE_KNOWN:
-            _told.clear()
-        count = _told[alike] = _told.get(alike, 0) + 1
-        if count <= TOLD_IN_FULL:
+        user_frames = [each for each in frames if not _is_ours(each[0])] or frames
+        line = "no line"
+        if user_frames:
+            line = f"{user_frames[-1][0].f_code.co_filename}:{user_frames[-1][1]}"
+        kind = f"{type(error).__module__}.{type(error).__qualname__} at {line}"
+        if kind not in _report_counts and len(_report_counts) >= MAX_COUNTED_KINDS:
+            _report_counts.clear()
+        count = _report_counts[kind] = _report_counts.get(kind, 0) + 1
+        if count <= MAX_FULL_REPORTS:
             lines = traceback.format_exception(error)
             sys.stderr.write(
-                f"Nobody looked at the error of green thread {self.name!r}:\n{''.join(lines)}"
+                f"No code looked at the error of green thread {self.name!r}:\n{''.join(lines)}"
             )
         elif count == 10 ** (len(str(count)) - 1):  # 10, 100, ...
-            _tell_count(alike, count)
+            _print_count(kind, count)
 
-    __del__ = tell
+    __del__ = print_if_unseen
 
 
-TOLD_IN_FULL = 3
-"""Errors of one type and line printed in full. After these, only their count is printed, at 10,
-100, ... and at the end."""
-ALIKE_KNOWN = 1000
-"""Pairs of type and line. With more, counting starts anew."""
+MAX_FULL_REPORTS = 3
+"""Errors of one kind (type and line) printed in full. After these, only their count is printed, at
+10, 100, ... and at the end."""
+MAX_COUNTED_KINDS = 1000
+"""Kinds of errors counted. With more, counting starts anew."""
 
-_unseen: WeakSet[Unseen] = WeakSet()
-_told: dict[str, int] = {}
-os.register_at_fork(after_in_child=_told.clear)
+_unseen: WeakSet[UnseenErrorReport] = WeakSet()
+_report_counts: dict[str, int] = {}
+os.register_at_fork(after_in_child=_report_counts.clear)
 
 
 def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(f"{__package__}.")
 
 
-def _tell_count(alike: str, count: int) -> None:
+def _print_count(kind: str, count: int) -> None:
     sys.stderr.write(
-        f"Nobody looked at the errors of {count:,} green threads so far, all {alike}\n"
+        f"No code looked at the errors of {count:,} green threads so far, all {kind}\n"
     )
 
 
 @atexit.register
-def _tell_all() -> None:
+def _print_all() -> None:
     for each in list(_unseen):
-        each.tell()
+        each.print_if_unseen()
     # A copy, because writing may collect garbage, and that reports errors too.
-    for alike, count in list(_told.items()):
-        if count > TOLD_IN_FULL and sys.stderr is not None:
-            _tell_count(alike, count)
+    for kind, count in list(_report_counts.items()):
+        if count > MAX_FULL_REPORTS and sys.stderr is not None:
+            _print_count(kind, count)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 NOTHING: Any = object()
 """Returned in place of an item if there is none."""
 
-_FEW = 32  # no sweep below that many departures
+_MAX_GONE_UNSWEPT = 32  # no sweep up to that many departures
 
 
 class WaitQueue(Generic[T]):
@@ -30,67 +30,67 @@ class WaitQueue(Generic[T]):
     former place, so the first of its places are those that count as gone.
     """
 
-    __slots__ = ("_gone", "_left", "_places")
+    __slots__ = ("_gone", "_gone_count", "_places")
 
     def __init__(self) -> None:
         self._places: deque[T] = deque()
         self._gone: dict[T, int] = {}
-        self._left = 0
+        self._gone_count = 0
 
     def __len__(self) -> int:
-        return len(self._places) - self._left
+        return len(self._places) - self._gone_count
 
     def __iter__(self) -> Iterator[T]:
         gone = dict(self._gone)
-        for one in self._places:
-            if gone.get(one):
-                gone[one] -= 1
+        for waiter in self._places:
+            if gone.get(waiter):
+                gone[waiter] -= 1
             else:
-                yield one
+                yield waiter
 
-    def append(self, one: T) -> None:
-        self._places.append(one)
+    def append(self, waiter: T) -> None:
+        self._places.append(waiter)
 
-    def appendleft(self, one: T) -> None:
+    def appendleft(self, waiter: T) -> None:
         """Put back a waiter that has just been the first."""
-        self._places.appendleft(one)
+        self._places.appendleft(waiter)
 
     def popleft(self) -> T:
         while True:
-            one = self._places.popleft()
-            if not self._left or not self._is_gone(one):
-                return one
+            waiter = self._places.popleft()
+            if not self._gone_count or not self._discard_gone(waiter):
+                return waiter
 
-    def _is_gone(self, one: T) -> bool:
-        times = self._gone.pop(one, 0)
+    def _discard_gone(self, waiter: T) -> bool:
+        times = self._gone.pop(waiter, 0)
         if times > 1:
-            self._gone[one] = times - 1
-        self._left -= times > 0
+            self._gone[waiter] = times - 1
+        self._gone_count -= times > 0
         return times > 0
 
-    def remove(self, one: T) -> None:
-        """Remove `one`, which must be in the queue."""
+    def remove(self, waiter: T) -> None:
+        """Remove `waiter`, which must be in the queue."""
         places = self._places
-        if places[0] is one:
+        if places[0] is waiter:
             places.popleft()
-        elif places[-1] is one:
+        elif places[-1] is waiter:
             places.pop()
         else:
-            self._gone[one] = self._gone.get(one, 0) + 1
-            self._left += 1
-        if self._left > _FEW and self._left * 2 > len(places):
+            self._gone[waiter] = self._gone.get(waiter, 0) + 1
+            self._gone_count += 1
+        if self._gone_count > _MAX_GONE_UNSWEPT and self._gone_count * 2 > len(places):
             self._places = deque(self)
             self._gone.clear()
-            self._left = 0
+            self._gone_count = 0
 
 
 class Waiter:
     """A waiter in the queue at one end of a channel. An `Offer` (select.py) is a waiter whose
     `select` may have chosen another guard."""
 
-    __slots__ = ("item", "line", "thread")
+    __slots__ = ("item", "location", "thread")
 
-    is_far = False
+    is_remote = False
     """True if the waiter is in another process: `PendingOperation` (distributed/owner.py)."""
 
     def __init__(self, thread: GreenThread[Any], item: Any = None) -> None:
@@ -98,7 +98,7 @@ class Waiter:
         self.item = item
         # The WaitQueue that the waiter stands in, or the Transaction (distributed/transaction.py)
         # that has taken it out.
-        self.line: Any = None
+        self.location: Any = None
 
     def serve(self, value: Any) -> None:
         """Wake the thread; its await returns `value`."""
@@ -139,7 +139,7 @@ class QueuedOperation(Waiter):
         if self.parked:
             raise StopIteration
         self.parked = True
-        self.channel._enlist(self.end, self)
+        self.channel._enqueue(self.end, self)
         return PARK
 
     def send(self, value: Any) -> Any:
@@ -148,13 +148,13 @@ class QueuedOperation(Waiter):
         raise StopIteration(value)
 
     def throw(self, error: BaseException, *_: Any) -> Any:
-        if self.channel._strike(self.end, self):
+        if self.channel._withdraw_waiter(self.end, self):
             raise error
         self.channel._interrupt_served(self, error)
         return PARK
 
     def close(self) -> None:
-        self.channel._strike(self.end, self)
+        self.channel._withdraw_waiter(self.end, self)
 
 
 class Refused:

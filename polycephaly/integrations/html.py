@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["drone_table", "pool_table", "promise_table"]
 
-_BAR = 320  # pixels
+_BAR_PIXELS = 320
 _PHASES = (
     ("queued", "#c9ced6", "waited"),
     ("sent", "#8fa3bf", "on its way"),
@@ -31,7 +31,7 @@ _PHASES = (
 
 
 def pool_table(pool: Pool) -> str:
-    handles = [] if pool._dispatcher.over else list(pool._dispatcher.handles)
+    handles = [] if pool._dispatcher.has_ended else list(pool._dispatcher.handles)
     return _table(repr(pool), ("drone", "pid", "state", "runs", "done"), map(_row, handles))
 
 
@@ -42,7 +42,7 @@ def drone_table(drone: Drone) -> str:
 def promise_table(promise: Promise[Any]) -> str:
     spans = promise.spans
     definition = getattr(promise, "definition", None)
-    rows: list[tuple[object, ...]] = [("work", definition.label)] if definition is not None else []
+    rows: list[tuple[object, ...]] = [("task", definition.label)] if definition is not None else []
     if spans.drone is not None:
         rows.append(("drone", spans.drone))
     return _table(repr(promise), (), rows, _bar(spans, promise))
@@ -68,8 +68,8 @@ def _runs(handle: DroneHandle) -> str:
         return ""
     if handle.overlapping:
         return f"{handle.overlapping} at once"
-    work = handle.in_flight.get(handle.started())
-    return "" if work is None else work.definition.label
+    task = handle.in_flight.get(handle.last_started())
+    return "" if task is None else task.definition.label
 
 
 def _bar(spans: Spans, promise: Promise[Any]) -> str:
@@ -86,18 +86,18 @@ def _bar(spans: Spans, promise: Promise[Any]) -> str:
         times[next((at for at, each in enumerate(times) if each is None), -1)] = time.monotonic()
     reached = [each for each in times if each is not None]
     whole = max(reached[-1] - reached[0], 1e-9)
-    parts, told = [], []
-    for (_, colour, what), began, ended in zip(_PHASES, times, times[1:], strict=False):
+    parts, labels = [], []
+    for (_, colour, label), began, ended in zip(_PHASES, times, times[1:], strict=False):
         if began is None or ended is None:
             break
         if began == ended:
             continue
-        width = round(_BAR * (ended - began) / whole)
+        width = round(_BAR_PIXELS * (ended - began) / whole)
         parts.append(f'<div style="width:{width}px;background:{colour}"></div>')
-        told.append(f"{what} {_seconds(ended - began)}")
+        labels.append(f"{label} {_seconds(ended - began)}")
     return (
         f'<div style="display:flex;height:10px">{"".join(parts)}</div>'
-        f"<small>{', '.join(told)}</small>"
+        f"<small>{', '.join(labels)}</small>"
     )
 
 

@@ -44,31 +44,31 @@ _OPTIONS = {
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics. Called by `%load_ext polycephaly`."""
-    shell.register_magics(Heads)
-    shell.events.register("pre_run_cell", _note_cell)
-    _note_cell()
+    shell.register_magics(PolycephalyMagics)
+    shell.events.register("pre_run_cell", _remember_cell)
+    _remember_cell()
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    shell.events.unregister("pre_run_cell", _note_cell)
-    output.told_in = None
+    shell.events.unregister("pre_run_cell", _remember_cell)
+    output.delivery_context = None
     for kind in ("line", "cell"):
         for name in ("doit", "everywhere"):
             shell.magics_manager.magics[kind].pop(name, None)
 
 
-def _note_cell(*_: object) -> None:
+def _remember_cell(*_: object) -> None:
     """Show the output of drones under the current cell from now on, whichever thread reads the
     output.
 
     A kernel finds the cell in the context of the code that prints. (ipykernel 6 would show the
     output under the cell that started the reactor's thread.)
     """
-    output.told_in = contextvars.copy_context()
+    output.delivery_context = contextvars.copy_context()
 
 
 @magics_class
-class Heads(Magics):
+class PolycephalyMagics(Magics):
     """The magics `%doit` and `%everywhere`."""
 
     @line_cell_magic
@@ -84,8 +84,8 @@ class Heads(Magics):
         promise.
         """
         __tracebackhide__ = True  # IPython hides such frames
-        call = _Call(line, cell)
-        promise = call.doer(self._pools(), self).promise(call.code)
+        call = _MagicArguments(line, cell)
+        promise = call.target(self._pools(), self).promise(call.code)
         return promise if call.no_wait else wait_for(promise)
 
     @line_cell_magic
@@ -100,13 +100,12 @@ class Heads(Magics):
         The options are those of `%%doit`.
         """
         __tracebackhide__ = True
-        call = _Call(line, cell)
-        doer = call.doer(self._pools(), self)
-        each = getattr(doer, "everywhere", None)
+        call = _MagicArguments(line, cell)
+        target = call.target(self._pools(), self)
+        each = getattr(target, "everywhere", None)
         if each is None or call.drone:
-            _refuse(
-                f"everywhere takes a pool of this image, not {call.drone or type(doer).__name__}"
-            )
+            name = call.drone or type(target).__name__
+            _fail(f"everywhere takes a pool of this process, not {name}")
         promises: list[Promise[Any]] = each(call.code)
         if call.no_wait:
             return promises
@@ -132,7 +131,7 @@ class Heads(Magics):
         }
 
 
-class _Call:
+class _MagicArguments:
     """The arguments of a magic: options, and for a line magic the code after them."""
 
     def __init__(self, line: str, cell: str | None) -> None:
@@ -148,7 +147,7 @@ class _Call:
                 if not equals:
                     following = _WORD.match(rest, found.end())
                     if following is None:
-                        _refuse(f"{word} needs a value")
+                        _fail(f"{word} needs a value")
                     found, value = following, following[1]
                 self._set(_OPTIONS[word], value)
             elif cell is not None and not word.startswith("-") and not self.pool:
@@ -159,14 +158,14 @@ class _Call:
         if cell is None:
             self.code = rest.strip()
         elif rest.strip():
-            _refuse(
-                f"not understood: {rest.strip()!r}; options are --drone NAME, --timeout SECONDS "
+            _fail(
+                f"unknown argument: {rest.strip()!r}; options are --drone NAME, --timeout SECONDS "
                 "and --async"
             )
         else:
             self.code = cell
         if not self.code.strip():
-            _refuse("there is no code to run")
+            _fail("there is no code to run")
 
     def _set(self, option: str, value: str) -> None:
         if option != "timeout":
@@ -175,45 +174,46 @@ class _Call:
         try:
             self.timeout = float(value)
         except ValueError:
-            _refuse(f"--timeout takes seconds, not {value!r}")
+            _fail(f"--timeout takes seconds, not {value!r}")
 
-    def doer(self, there: dict[str, TaskTarget], magics: Heads) -> TaskTarget:
+    def target(self, targets: dict[str, TaskTarget], magics: PolycephalyMagics) -> TaskTarget:
         """Return the pool or drone that runs the code."""
-        chosen = self._choose(there, magics.last_used())
+        chosen = self._choose(targets, magics.last_used())
         magics.last_used = weakref.ref(chosen)  # weak, so that an unused pool can end
         if self.drone:
             drones = {each.name: each for each in getattr(chosen, "drones", ())}
             found = drones.get(self.drone)
             if found is None:
-                _refuse(f"no drone {self.drone!r}: there are {', '.join(drones) or 'none'}")
+                _fail(f"no drone {self.drone!r}: there are {', '.join(drones) or 'none'}")
             chosen = found
         return chosen if self.timeout is None else chosen.options(timeout=self.timeout)
 
-    def _choose(self, there: dict[str, TaskTarget], last_used: TaskTarget | None) -> TaskTarget:
-        if not there:
-            _refuse("there is no pool: make one, as in pool = polycephaly.Pool(2)")
+    def _choose(self, targets: dict[str, TaskTarget], last_used: TaskTarget | None) -> TaskTarget:
+        if not targets:
+            _fail("there is no pool: make one, as in pool = polycephaly.Pool(2)")
         if not self.pool:
-            if any(each is last_used for each in there.values()):
+            if any(each is last_used for each in targets.values()):
                 assert last_used is not None
                 return last_used
-            doers = list(there.values())
+            candidates = list(targets.values())
             return next(
-                (each for each in reversed(doers) if isinstance(each, ExecutorBase)), doers[-1]
+                (each for each in reversed(candidates) if isinstance(each, ExecutorBase)),
+                candidates[-1],
             )
-        if self.pool in there:
-            return there[self.pool]
-        for each in there.values():
+        if self.pool in targets:
+            return targets[self.pool]
+        for each in targets.values():
             if name_of(each) == self.pool:
                 return each
-        names = ", ".join(f"{name} ({name_of(each)})" for name, each in there.items())
-        _refuse(f"no pool {self.pool!r}: there are {names}")
+        names = ", ".join(f"{name} ({name_of(each)})" for name, each in targets.items())
+        _fail(f"no pool {self.pool!r}: there are {names}")
 
 
-def name_of(doer: TaskTarget) -> str:
-    dispatcher: Any = doer._dispatcher
+def name_of(target: TaskTarget) -> str:
+    dispatcher: Any = target._dispatcher
     config = getattr(dispatcher, "config", None)
     return str(dispatcher.name if config is None else config.name)
 
 
-def _refuse(why: str) -> NoReturn:
-    raise UsageError(why)
+def _fail(message: str) -> NoReturn:
+    raise UsageError(message)

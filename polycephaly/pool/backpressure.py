@@ -1,10 +1,10 @@
 """Back-pressure: lets callers wait until a queue has room for their task.
 
 A caller appends a promise to `_waiting` and then checks the queue again. A queue is shortened only
-while holding the reactor's lock, and that critical section ends with `tell`. So either the caller
-sees the shorter queue, or `tell` sees the caller, and no wake-up is lost. `tell` wakes as many
-callers as there is room for, in order. Each checks the queue again, because others may have been
-faster."""
+while holding the reactor's lock, and that critical section ends with `wake_waiters`. So either the
+caller sees the shorter queue, or `wake_waiters` sees the caller, and no wake-up is lost.
+`wake_waiters` wakes as many callers as there is room for, in order. Each checks the queue again,
+because others may have been faster."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ class BackPressure:
         """Return whether any caller waits."""
         return bool(self._waiting)
 
-    def has(self, queue: Sized) -> bool:
+    def has_room(self, queue: Sized) -> bool:
         return len(queue) < self._limit
 
     def wait(self, queue: Sized, closed: Callable[[], bool]) -> None:
         """Wait until `queue` has room or `closed()` is true.
 
         Returns at once if the calling thread would have to make the room itself."""
-        while not (self.has(queue) or closed()) and self._reactor.can_be_waited_for():
+        while not (self.has_room(queue) or closed()) and self._reactor.can_wait():
             room = _Room(self._reactor, queue)
             self._waiting.append(room)
             try:
-                if not (self.has(queue) or closed()):
+                if not (self.has_room(queue) or closed()):
                     room.result()
-            finally:  # otherwise `tell` could wake this caller in place of one that waits
+            finally:  # otherwise `wake_waiters` could wake this caller in place of one that waits
                 room._settle(FINISHED, None, None)
 
-    def tell(self, closed: bool) -> None:
+    def wake_waiters(self, closed: bool) -> None:
         """Wake the callers for which there is room, or all callers if the pool is closed. Called
         while holding the reactor's lock."""
-        told: dict[int, int] = {}
+        counted: dict[int, int] = {}
         for _ in range(len(self._waiting)):
             room = self._waiting.popleft()
             if room.done():  # the caller no longer waits
                 continue
             key = id(room.queue)
-            told[key] = told.get(key, 0) + 1
-            if closed or len(room.queue) + told[key] <= self._limit:
+            counted[key] = counted.get(key, 0) + 1
+            if closed or len(room.queue) + counted[key] <= self._limit:
                 self._reactor.deliver(partial(room._settle, FINISHED, None, None))
             else:
                 self._waiting.append(room)
@@ -73,5 +73,5 @@ class _Room(Signal[None]):
         self.queue = queue
         self._reactor = reactor
 
-    def _help(self, end: float | None) -> None:
-        self._reactor.drive(self, end)
+    def _help(self, deadline: float | None) -> None:
+        self._reactor.drive(self, deadline)

@@ -19,7 +19,7 @@ from .config import (
 )
 from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
-from .map import Results, results
+from .map import Results, start_map
 from .map_source import OneByOne
 from .progress import total_of
 from .task import KeptTask
@@ -113,7 +113,7 @@ class TaskTarget:
             )
         return self._dispatcher.submit(work, args, kwargs, self._handle, self._task_options)
 
-    def _give(
+    def _submit(
         self, work: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Promise[Any]:
         """Do as `promise` does, but pass all keywords to the task."""
@@ -135,7 +135,7 @@ class TaskTarget:
         The parameters and errors are those of `promise`, without `keep`. If the wait is interrupted
         (Ctrl-C), the task is cancelled.
         """
-        return wait_for(self._give(work, args, kwargs))
+        return wait_for(self._submit(work, args, kwargs))
 
     def options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
         """Return the same drone or pool with other options for its tasks.
@@ -167,9 +167,8 @@ class TaskTarget:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled, as it belongs to the process that made "
-            "it; "
-            "work that needs drones can start its own"
+            f"a {type(self).__name__} cannot be pickled, because it belongs to the process that "
+            "made it; a task that needs drones can start drones of its own"
         )
 
 
@@ -287,15 +286,15 @@ class ExecutorBase(TaskTarget, Executor):
         """
         check_work(work, args, kwargs)
         self._dispatcher.check_open()
-        made = []
+        promises = []
         for drone in self._drones():
             try:
-                made.append(drone._give(work, args, kwargs))
+                promises.append(drone._submit(work, args, kwargs))
             except RuntimeError as error:  # the drone has died since the drones were listed
                 lost: Promise[Any] = Promise()
                 lost.set_exception(error)
-                made.append(lost)
-        return made
+                promises.append(lost)
+        return promises
 
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> OneByOne:
         raise NotImplementedError
@@ -387,7 +386,7 @@ class ExecutorBase(TaskTarget, Executor):
         check_work(fn, iterables or ((),), {})
         self._dispatcher.check_open()
         total = total_of(iterables)
-        return results(
+        return start_map(
             self, self._source(fn, iterables), total, timeout, buffersize, ordered, progress
         )
 
@@ -406,13 +405,13 @@ class ExecutorBase(TaskTarget, Executor):
         """
         if not callable(fn):
             check_work(fn, args, kwargs)
-        self._dispatcher.has_promised_to_finish = True
+        self._dispatcher.finishes_at_exit = True
         return self._dispatcher.submit(fn, args, kwargs, None, self._task_options)
 
 
-def wait_for(promised: Promise[T]) -> T:
+def wait_for(promise: Promise[T]) -> T:
     try:
-        return promised.result()
+        return promise.result()
     except BaseException:
-        promised.cancel()  # has no effect, unless the wait itself was interrupted
+        promise.cancel()  # has no effect, unless the wait itself was interrupted
         raise

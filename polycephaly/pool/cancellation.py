@@ -13,7 +13,7 @@ has read the answers that came meanwhile. Therefore these are read first, and a 
 answered in time is not stopped.
 
 A drone that is killed loses its state, so the grace period must not pass just because the machine
-stood still: it consists of LOOKS steps, and a pause counts as one step, however long."""
+stood still: it consists of GRACE_STEPS steps, and a pause counts as one step, however long."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cancellation"]
 
-LOOKS = 10  # steps between an interrupt and a kill
+GRACE_STEPS = 10  # steps between an interrupt and a kill
 
 
 class Cancellation:
@@ -45,7 +45,7 @@ class Cancellation:
         """Handle an error that a timer of this object has raised in the reactor."""
         self._dispatcher.fail(error)
 
-    def sent(self, handle: DroneHandle, batch: list[Task], now: float) -> None:
+    def set_deadlines(self, handle: DroneHandle, batch: list[Task], now: float) -> None:
         """Set the deadlines of tasks that were just sent to `handle`."""
         # A task that has a limit and does not overlap is sent alone, to an idle drone, so all older
         # deadlines are over.
@@ -60,19 +60,20 @@ class Cancellation:
         """Set the timer for the earliest deadline, unless an earlier timer is set."""
         first = min(handle.deadlines.values(), default=inf)
         if first < handle.timer_at:
-            self.call_off(handle)
+            self.cancel_timer(handle)
             handle.timer_at = first
-            handle.timer = self._dispatcher.reactor.after(
-                first - self._dispatcher.reactor.timers.now(), partial(self._look_at, handle)
+            handle.timer = self._dispatcher.reactor.call_later(
+                first - self._dispatcher.reactor.timers.now(),
+                partial(self._check_deadlines, handle),
             )
 
-    def call_off(self, handle: DroneHandle) -> None:
-        """Call off the timer, because an earlier one takes its place, or the drone has ended."""
+    def cancel_timer(self, handle: DroneHandle) -> None:
+        """Cancel the timer, because an earlier one takes its place, or the drone has ended."""
         if handle.timer is not None:
-            self._dispatcher.reactor.timers.call_off(handle.timer)
+            self._dispatcher.reactor.timers.cancel(handle.timer)
             handle.timer, handle.timer_at = None, inf
 
-    def _look_at(self, handle: DroneHandle) -> None:
+    def _check_deadlines(self, handle: DroneHandle) -> None:
         handle.timer, handle.timer_at = None, inf
         handle.catch_up()
         now = self._dispatcher.reactor.timers.now()
@@ -82,10 +83,10 @@ class Cancellation:
                 del handle.deadlines[number]
             elif deadline <= now:
                 del handle.deadlines[number]
-                self._timed_out(handle, task)
+                self._reject_timed_out(handle, task)
         self._set_timer(handle)
 
-    def _timed_out(self, handle: DroneHandle, task: Task) -> None:
+    def _reject_timed_out(self, handle: DroneHandle, task: Task) -> None:
         error = TimeoutError(
             f"{task.definition.label} ran for more than {task.timeout} s on {handle.name}"
         )
@@ -95,23 +96,24 @@ class Cancellation:
     def interrupt(self, handle: DroneHandle, task: Task) -> None:
         """Interrupt a task in flight, and kill the drone if the interrupt has no effect."""
         handle.send(pack_numbers(CANCEL, (task.number,)))
-        self._look_again(handle, task, LOOKS)
+        self._schedule_check(handle, task, GRACE_STEPS)
 
-    def _look_again(self, handle: DroneHandle, task: Task, looks: int) -> None:
-        self._dispatcher.reactor.after(
-            tuning.grace_seconds / LOOKS, partial(self._kill_if_still, handle, task, looks - 1)
+    def _schedule_check(self, handle: DroneHandle, task: Task, steps_left: int) -> None:
+        self._dispatcher.reactor.call_later(
+            tuning.grace_seconds / GRACE_STEPS,
+            partial(self._kill_if_running, handle, task, steps_left - 1),
         )
 
-    def _kill_if_still(self, handle: DroneHandle, task: Task, looks: int) -> None:
+    def _kill_if_running(self, handle: DroneHandle, task: Task, steps_left: int) -> None:
         handle.catch_up()
         if task.number not in handle.in_flight or not handle.alive:
             return
-        if looks > 0:
-            self._look_again(handle, task, looks)
-        elif not handle.runs(task.number):
+        if steps_left > 0:
+            self._schedule_check(handle, task, steps_left)
+        elif not handle.is_running(task.number):
             pass  # queued behind another task in the drone, so this one does not hold up the drone
         elif all(other.done() for other in handle.in_flight.values()) or not handle.overlapping:
             handle.kill()
         else:  # other live tasks run beside it and would die too, so they finish first
             handle.hung.add(task.number)
-            self._look_again(handle, task, LOOKS)
+            self._schedule_check(handle, task, GRACE_STEPS)

@@ -32,8 +32,8 @@ __all__ = [
     "check_work",
 ]  # fmt: skip
 
-SHORTEST_HANG = 0.5  # seconds
-LEAST_MEMORY = 1 << 20  # bytes; a smaller limit is a mistake
+MIN_HANG_TIMEOUT_SECONDS = 0.5
+MIN_MAX_MEMORY_BYTES = 1 << 20  # a smaller limit is a mistake
 
 
 class TaskOptions(NamedTuple):
@@ -92,31 +92,35 @@ def check_seconds(name: str, seconds: float | None) -> float | None:
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    if check_seconds("timeout", timeout) is not None and not timeout > 0:  # type: ignore[operator]  # a number
+    check_seconds("timeout", timeout)
+    if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     return timeout
 
 
 def check_hang_timeout(seconds: float | None) -> float | None:
-    if check_seconds("hang_timeout", seconds) is not None and not seconds >= SHORTEST_HANG:  # type: ignore[operator]
+    check_seconds("hang_timeout", seconds)
+    if seconds is not None and not seconds >= MIN_HANG_TIMEOUT_SECONDS:
         raise ValueError(
-            f"hang_timeout must be at least {SHORTEST_HANG} seconds, not {seconds!r}: "
-            "a drone shows every tenth of a second that it lives"
+            f"hang_timeout must be at least {MIN_HANG_TIMEOUT_SECONDS} seconds, not {seconds!r}, "
+            "because the heartbeats of a drone are a tenth of a second apart"
         )
     return seconds
 
 
 def check_report_waiting(seconds: float | None) -> float | None:
-    if check_seconds("report_waiting", seconds) is not None and not seconds > 0:  # type: ignore[operator]
+    check_seconds("report_waiting", seconds)
+    if seconds is not None and not seconds > 0:
         raise ValueError(
-            f"report_waiting must be a positive number of seconds, or None for never, not {seconds!r}"
+            "report_waiting must be a positive number of seconds, or None for never, "
+            f"not {seconds!r}"
         )
     return seconds
 
 
 def check_memory(limit: int | None) -> int | None:
-    if limit is not None and check_at_least("max_memory", limit, 1) < LEAST_MEMORY:
-        raise ValueError(f"max_memory is in bytes, at least {LEAST_MEMORY:,} of them, not {limit}")
+    if limit is not None and check_at_least("max_memory", limit, 1) < MIN_MAX_MEMORY_BYTES:
+        raise ValueError(f"max_memory must be at least {MIN_MAX_MEMORY_BYTES:,} bytes, not {limit}")
     return limit
 
 
@@ -135,15 +139,17 @@ def check_env(env: Any, size: int) -> tuple[dict[str, str], ...]:
     A callable `env` is called now, because replacements are started where no code of users may
     run."""
     if env is None or isinstance(env, Mapping):
-        each = [env or {}] * size
+        environments = [env or {}] * size
     elif callable(env):
-        each = [env(index) for index in range(size)]
+        environments = [env(index) for index in range(size)]
     else:
         raise TypeError(f"env is a mapping, or a callable from a drone's index to one, not {env!r}")
-    for index, one in enumerate(each):
+    for index, one in enumerate(environments):
         if not isinstance(one, Mapping):
-            raise TypeError(f"env gave {one!r} for the drone of index {index}: a mapping is wanted")
-    return tuple({str(name): str(value) for name, value in one.items()} for one in each)
+            raise TypeError(
+                f"env({index}) returned {one!r}, not a mapping of variables for that drone"
+            )
+    return tuple({str(name): str(value) for name, value in one.items()} for one in environments)
 
 
 def check_initializer(initializer: Any) -> Any:
@@ -165,14 +171,14 @@ def check_output(output: Any) -> Callable[[Line], object] | None:
 def check_keep(keep: Any) -> None:
     if keep is not True:
         raise TypeError(
-            f"keep is True or False, not {keep!r}: it says whether the value stays in its drone; "
-            "a function that has a parameter of that name gets it by functools.partial"
+            f"keep is True or False, not {keep!r} (True: the value stays in its drone); pass an "
+            "argument of this name to the function by functools.partial"
         )
 
 
-def check_at_least(what: str, number: int, least: int) -> int:
+def check_at_least(name: str, number: int, minimum: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{what} is a whole number, not {number!r}")
-    if number < least:
-        raise ValueError(f"{what} must be at least {least}, not {number}")
+        raise TypeError(f"{name} is a whole number, not {number!r}")
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, not {number}")
     return number

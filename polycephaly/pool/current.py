@@ -10,26 +10,26 @@ from weakref import ref
 if TYPE_CHECKING:
     from .base import ExecutorBase
 
-__all__ = ["entered", "innermost", "left"]
+__all__ = ["enter_pool", "innermost_pool", "leave_pool"]
 
 _pools: ContextVar[tuple[ref[ExecutorBase], ...]] = ContextVar("polycephaly pools", default=())
 """From the outermost to the innermost, for this thread, asyncio task or green thread. The
 references are weak, because copies of a context may live longer than the block."""
 
 
-_entered = _pools.get
+_get_pools = _pools.get
 
 
-def entered(pool: ExecutorBase) -> None:
-    _pools.set((*_entered(), ref(pool)))
+def enter_pool(pool: ExecutorBase) -> None:
+    _pools.set((*_get_pools(), ref(pool)))
 
 
-def left(pool: ExecutorBase) -> None:
-    _pools.set(tuple(each for each in _entered() if each() is not pool))
+def leave_pool(pool: ExecutorBase) -> None:
+    _pools.set(tuple(each for each in _get_pools() if each() is not pool))
 
 
-def innermost() -> ExecutorBase | None:
-    pools = _entered()
+def innermost_pool() -> ExecutorBase | None:
+    pools = _get_pools()
     while pools:
         pool = pools[-1]()
         if pool is not None:
@@ -38,9 +38,9 @@ def innermost() -> ExecutorBase | None:
     return None
 
 
-def _forget() -> None:
+def _clear_pools() -> None:
     """Forget the pools in a forked child, because they belong to the parent process."""
     _pools.set(())
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_clear_pools)

@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..errors import Lost, another
+from ..errors import Lost, copy_error
 from ..promises.combining import race
 from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, Signal
 from ..runtime.deferred_sigint import DeferredSigint
@@ -39,27 +39,27 @@ from ..wire.functions import FunctionRegistry
 from ..wire.messages import CANCEL, FETCH, RECALL, TaskBatch, pack_numbers
 from ..wire.output import Listener
 from ..wire.pickling import main_namespace
-from ..wire.slices import FAILED, RUNNING, SMALL
+from ..wire.slices import FAILED, RUNNING, SMALL_TYPES
 from .backpressure import BackPressure
 from .cancellation import Cancellation
 from .config import PoolConfig, TaskOptions
-from .drone_handle import DroneHandle, State, drained
+from .drone_handle import DroneHandle, State, drain
 from .health import HealthMonitor
 from .leases import Leases
 from .locality import Locality
 from .stall_detection import StallDetector
-from .supervisor import Supervisor, because
+from .supervisor import Supervisor, pool_error
 from .task import Slice, Task
 
 __all__ = ["Dispatcher"]
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks at whether a malformed message has replaced an answer.
-DOUBT = 0.25
-_BATCH = 2048
+# Interval of the checks whether a malformed message has replaced an answer.
+LOST_ANSWER_CHECK_SECONDS = 0.25
+_MAX_BATCH_TASKS = 2048
 # A mask: once in so many calls, a thread that submits many tasks serves the drones.
-CATCH_UP = 1024 - 1
+CATCH_UP_MASK = 1024 - 1
 
 
 class Dispatcher:
@@ -72,17 +72,19 @@ class Dispatcher:
         # Receivers of tagged output in place of `output`, by tag.
         self.output_listeners: dict[str, Listener] = {}
         self.task_options = config.task_options
-        self._own_terms = config.task_options if config.task_options != (None, 0) else None
+        self._own_options = config.task_options if config.task_options != (None, 0) else None
         self.queue: deque[Task] = deque()
         self._backlog = _Backlog(self)
-        self.hungry = False  # a drone is idle: a thread that adds a task calls `see_to`
+        # A drone is idle: a thread that adds a task calls `wake_idle_drone`.
+        self.wants_tasks = False
         self.dedicated_waiting = False
-        self.over = False
+        self.has_ended = False
         self.closing = False
-        self.look_for_end = False
-        self.has_promised_to_finish = False  # to run all its tasks before the interpreter ends
+        self.end_check_due = False
+        self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
-        self.bond: object = None  # ends this with its owner, which refers to the bond only weakly
+        # Ends this with its owner. The owner refers to the callback only weakly.
+        self.owner_callback: object = None
         self.begun: Signal[None] = Signal()
         self.ended: Signal[None] = Signal()
         self.directory = ObjectDirectory(self)
@@ -92,17 +94,17 @@ class Dispatcher:
         self.stall_detector = StallDetector(self)
         self.backpressure: BackPressure | None = None  # None if queues have no limit
         # If true, `submit` has more to check at each call.
-        self.careful = self._own_terms is not None or config.max_queued is not None
+        self.needs_checks = self._own_options is not None or config.max_queued is not None
         self.record = TraceBuffer()
         # Tasks that wait for promises among their arguments. Any thread adds and removes them.
         self.waiting: set[Task] = set()
         # Tasks that wait for kept values, or that another process has leased. Changed only while
         # holding the reactor's lock.
-        self.held: set[Task] = set()
+        self.parked: set[Task] = set()
         self._refusal: BaseException | None = None
         self._broken: BaseException | None = None
         self._abandoned = False
-        self.watch = HealthMonitor(self)
+        self.health_monitor = HealthMonitor(self)
         config.machine.check(config.size)
         try:
             # Otherwise a Ctrl-C could leave a zygote that no object refers to.
@@ -113,7 +115,7 @@ class Dispatcher:
                         self.backpressure = BackPressure(self.reactor, config.max_queued)
                     self.supervisor = Supervisor(self)
                 except BaseException:
-                    self.reactor.give_back()
+                    self.reactor.end_lease()
                     raise
                 self.reactor.post(self._begin)
         except KeyboardInterrupt:  # deferred until now
@@ -127,9 +129,9 @@ class Dispatcher:
         return self._refusal
 
     @refusal.setter
-    def refusal(self, why: BaseException) -> None:
-        self._refusal = why
-        self.careful = True
+    def refusal(self, error: BaseException) -> None:
+        self._refusal = error
+        self.needs_checks = True
 
     @property
     def handles(self) -> list[DroneHandle]:
@@ -143,21 +145,21 @@ class Dispatcher:
 
     def submit(
         self,
-        what: Any,
+        work: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: DroneHandle | None = None,
         task_options: TaskOptions | None = None,
         task: Task | None = None,
     ) -> Task:
-        """Queue a call of `what` and return its task, which is `task` if given.
+        """Queue a call of `work` and return its task, which is `task` if given.
 
         Raises `RuntimeError` if the pool is closed, `BrokenProcessPool` if it is broken."""
-        if self.careful:
+        if self.needs_checks:
             self._wait_for_room(target)
             self.check_open()
-            task_options = task_options or self._own_terms
-        if target is not None and (target.state >= State.RETIRING or target.retires):
+            task_options = task_options or self._own_options
+        if target is not None and (target.state >= State.RETIRING or target.retire_when_ready):
             raise target.closed_error()
         if task is None:
             task = Task(self)
@@ -166,9 +168,9 @@ class Dispatcher:
         inputs: Sequence[Promise[Any]] = ()
         try:
             registry = self.supervisor.registry
-            definition = registry.define(what)
+            definition = registry.define(work)
             for arg in args:
-                if type(arg) not in SMALL:
+                if type(arg) not in SMALL_TYPES:
                     inputs = task.capture(definition, args, kwargs, registry)
                     break
             else:
@@ -177,7 +179,7 @@ class Dispatcher:
                 else:  # the same as `capture`, without the call
                     task.definition, task.args = definition, args
             if definition.captures:
-                task.take_captured()
+                task.hold_captured()
         except Exception as error:
             task._settle(FINISHED, None, error)
             return task
@@ -185,11 +187,11 @@ class Dispatcher:
             # The same as `_enqueue`, without the call.
             if target is None and task.args is not None and not inputs:
                 self.queue.append(task)
-                if self.hungry:
-                    self.reactor.serve(self)
-                elif not task.number & CATCH_UP:
+                if self.wants_tasks:
+                    self.reactor.send_tasks(self)
+                elif not task.number & CATCH_UP_MASK:
                     self.reactor.catch_up()
-                if self.over:
+                if self.has_ended:
                     self.reject_all(self.queue)
             else:
                 if target is not None:
@@ -197,7 +199,7 @@ class Dispatcher:
                 if inputs:
                     self.waiting.add(task)
                     task.wait_for(inputs)
-                    if self.over:
+                    if self.has_ended:
                         self._reject_waiting()
                 else:
                     self._enqueue(task)
@@ -213,49 +215,51 @@ class Dispatcher:
                 lambda: self.refusal is not None,
             )
 
-    def close_without(self, holder: object) -> None:
+    def close_when_collected(self, holder: object) -> None:
         """Close when no reference to `holder` is left."""
         self.finalizer = weakref.finalize(holder, self.close)
         self.finalizer.atexit = False
 
-    def start(self, task: Task) -> None:
+    def submit_task(self, task: Task) -> None:
         """Queue a task that was made elsewhere. Raises the same errors as `submit`."""
         self._wait_for_room(None)
         self.check_open()
         self._enqueue(task)
 
     def has_room(self) -> bool:
-        return self.backpressure is None or self.backpressure.has(self._backlog)
+        return self.backpressure is None or self.backpressure.has_room(self._backlog)
 
     def check_open(self) -> None:
         if self.refusal is not None:
-            raise another(self.refusal)
+            raise copy_error(self.refusal)
 
     def _enqueue(self, task: Task) -> None:
         target = task.target
         if target is not None:
-            self._pin(task, target)
+            self._enqueue_dedicated(task, target)
             return
         # Read once: if the task is cancelled, another thread may clear the payload.
         payload = task.payload
         if type(payload) is PayloadWithRefs:
-            task.prefers, task.burden = self.directory.home(payload.remote_objects.values())
-        if task.prefers is not None and task.prefers.state < State.RETIRING:
-            self.locality.add(task, task.prefers)
+            task.preferred_drone, task.bytes_to_move = self.directory.best_holder(
+                payload.remote_objects.values()
+            )
+        if task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
+            self.locality.add(task, task.preferred_drone)
             return
         self.queue.append(task)
-        self.see_to(task)
-        if self.over:
+        self.wake_idle_drone(task)
+        if self.has_ended:
             self.reject_all(self.queue)
 
-    def see_to(self, task: Task) -> None:
+    def wake_idle_drone(self, task: Task) -> None:
         """Wake an idle drone for the queued `task`."""
-        if self.hungry:
-            self.reactor.serve(self)
-        elif not task.number & CATCH_UP:
+        if self.wants_tasks:
+            self.reactor.send_tasks(self)
+        elif not task.number & CATCH_UP_MASK:
             self.reactor.catch_up()
 
-    def _pin(self, task: Task, target: DroneHandle) -> None:
+    def _enqueue_dedicated(self, task: Task, target: DroneHandle) -> None:
         target.dedicated.append(task)
         self.dedicated_waiting = True
         self.reactor.wake()
@@ -263,13 +267,13 @@ class Dispatcher:
         if target.state is State.DEAD:
             self.reject_all(target.dedicated, target.closed_error())
 
-    def filled(self, task: Task) -> None:
+    def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
         if task._state == PENDING:
             self._enqueue(task)
         self.waiting.discard(task)
         if self.closing:
-            self.reactor.post(self._ask_for_end)
+            self.reactor.post(self._request_end_check)
         if task.target is not None and task.target.state is State.RETIRING:
             self.reactor.post(partial(self.supervisor.stop_if_retired, task.target))
 
@@ -283,32 +287,32 @@ class Dispatcher:
             )
         self.reactor.post(partial(self._close, cancel, running))
 
-    def kill(self, why: str = "") -> None:
-        """End now, together with the running tasks, whose errors name `why`. Takes no lock."""
+    def kill(self, reason: str = "") -> None:
+        """End now, together with the running tasks, whose errors give `reason`. Takes no lock."""
         if self.refusal is None:
             self.refusal = RuntimeError(
-                f"{self.config.name} was released{why and ', because '}{why}"
+                f"{self.config.name} was released{reason and ', because '}{reason}"
             )
-        self.reactor.post(partial(self.abandon, why))
+        self.reactor.post(partial(self.abandon, reason))
 
     def refresh(self) -> None:
         """Replace the drones by new ones from a new snapshot, for all tasks not yet sent."""
         self.check_open()
-        renewed: Promise[None] = Promise()
+        replaced: Promise[None] = Promise()
         with DeferredSigint():
             snapshot = self.supervisor.engine.snapshot()
-            self.reactor.post(partial(self.supervisor.renew, snapshot, renewed))
-        race(renewed, self.ended).result()
-        if not renewed.done():  # the pool was closed in the meantime
+            self.reactor.post(partial(self.supervisor.replace_all, snapshot, replaced))
+        race(replaced, self.ended).result()
+        if not replaced.done():  # the pool was closed in the meantime
             self.supervisor.engine.discard(snapshot)
-            raise another(self.refusal or RuntimeError(f"{self.config.name} has ended"))
+            raise copy_error(self.refusal or RuntimeError(f"{self.config.name} has ended"))
 
     def wait_ended(self) -> None:
         """Wait until the drones have ended, and the reactor if this was its last pool."""
-        if self.reactor.left_behind:
+        if self.reactor.belongs_to_parent:
             return
         self.ended.result()
-        if self.reactor.gone:
+        if self.reactor.has_ended:
             self.reactor.thread.join()
 
     def finish(self, *, cancel: bool = False) -> None:
@@ -334,7 +338,7 @@ class Dispatcher:
         the drones."""
         self.close(cancel=cancel, running=cancel)
         try:
-            if not self.reactor.left_behind:
+            if not self.reactor.belongs_to_parent:
                 await self.ended
         except BaseException:
             if cancel:
@@ -346,14 +350,14 @@ class Dispatcher:
         self.wait_ended()
 
     def pending(self) -> int:
-        of_links = sum(
+        of_drones = sum(
             len(each.in_flight) + len(each.dedicated) + len(each.preferred) for each in self.handles
         )
-        return len(self.queue) + len(self.waiting) + len(self.held) + of_links
+        return len(self.queue) + len(self.waiting) + len(self.parked) + of_drones
 
-    def somebody_waits(self, task: Task) -> None:
+    def note_waiting_thread(self, task: Task) -> None:
         """Note that a thread waits for `task`, which itself waits for promises."""
-        self.stall_detector.look_soon()
+        self.stall_detector.request_check()
 
     # -- holding the reactor's lock: sending -------------------------------------------------------
 
@@ -365,64 +369,64 @@ class Dispatcher:
         if self.dedicated_waiting:
             self.dedicated_waiting = False
             for handle in self.handles:
-                if handle.dedicated and handle.takes(dedicated=True):
+                if handle.dedicated and handle.can_take(dedicated=True):
                     self.send(handle, handle.dedicated, len(handle.dedicated), now)
-                if handle.preferred and handle.takes():
+                if handle.preferred and handle.can_take():
                     self.send(handle, handle.preferred, len(handle.preferred), now)
             if self.locality:
-                self.locality.look()
+                self.locality.update_has_tasks()
         queue = self.queue
         if len(queue) == 1:
             for handle in self.handles:
-                if not handle.in_flight and handle.takes():
+                if not handle.in_flight and handle.can_take():
                     self.send(handle, queue, 1, now)
                     return
         while queue:
-            roomy = [handle for handle in self.handles if handle.takes()]
-            if not roomy:
+            takers = [handle for handle in self.handles if handle.can_take()]
+            if not takers:
                 return
-            roomy.sort(key=_load)
-            share = -(-len(queue) // len(roomy))
-            if not sum(self.send(handle, queue, share, now) for handle in roomy):
+            takers.sort(key=_load)
+            share = -(-len(queue) // len(takers))
+            if not sum(self.send(handle, queue, share, now) for handle in takers):
                 return
 
     def send(self, handle: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
         """Send at most `share` tasks from the head of `queue`, and return how many."""
-        most = min(share, _BATCH, handle.tasks_left(self.config.max_tasks))
-        batch, frames = handle.load_batch(queue, most, now)
+        limit = min(share, _MAX_BATCH_TASKS, handle.tasks_left(self.config.max_tasks))
+        batch, frames = handle.load_batch(queue, limit, now)
         if batch:
             handle.send(frames, batch)
-            self.watch.begin()
+            self.health_monitor.schedule_check()
             if handle.overlapping or batch[0].timeout is not None:
-                self.cancellation.sent(handle, batch, now)
+                self.cancellation.set_deadlines(handle, batch, now)
         return len(batch)
 
-    def after_turn(self) -> None:
+    def after_critical_section(self) -> None:
         """Note whether more tasks could be sent at once, and move tasks that wait behind a busy
         drone. Called at the end of each critical section."""
-        if self.look_for_end:
+        if self.end_check_due:
             self._end_if_done()
         if self.backpressure:
-            self.backpressure.tell(self.refusal is not None)
+            self.backpressure.wake_waiters(self.refusal is not None)
         idle = False
         for handle in self.handles:
             if handle.state is State.READY and not handle.in_flight and not handle.unresponsive:
                 idle = True
                 break
-        self.hungry = idle or (self.config.width > 1 and self._could_overlap())
+        self.wants_tasks = idle or (self.config.width > 1 and self._could_overlap())
         if idle and not self.queue:
             if self.locality:
-                self.locality.share(self.reactor.timers.now())
+                self.locality.rebalance(self.reactor.timers.now())
             for handle in self.handles:
                 if (
                     len(handle.in_flight) - handle.overlapping > 1
-                    and not handle.recalled
+                    and not handle.recall_pending
                     and handle.state is State.READY
                 ):
-                    handle.recalled = True
-                    self.reactor.after(
+                    handle.recall_pending = True
+                    self.reactor.call_later(
                         2 * tuning.batch_seconds,
-                        partial(self._recall_if_stuck, handle, handle.last_heard),
+                        partial(self._recall_if_stuck, handle, handle.last_contact_at),
                     )
 
     def _could_overlap(self) -> bool:
@@ -431,44 +435,46 @@ class Dispatcher:
         with suppress(IndexError):
             if not self.queue[0].definition.overlaps:
                 return False
-        most = self.config.max_tasks
+        max_tasks = self.config.max_tasks
         return any(
-            handle.overlapping and handle.takes() and handle.tasks_left(most) > 0
+            handle.overlapping and handle.can_take() and handle.tasks_left(max_tasks) > 0
             for handle in self.handles
         )
 
-    def _recall_if_stuck(self, handle: DroneHandle, last_heard: float) -> None:
-        handle.recalled = False
+    def _recall_if_stuck(self, handle: DroneHandle, last_contact_at: float) -> None:
+        handle.recall_pending = False
         if (
             handle.state is State.READY
             and len(handle.in_flight) > 1
-            and handle.last_heard == last_heard
+            and handle.last_contact_at == last_contact_at
             and not self.queue
         ):
-            handle.recalled = True  # until the drone answers
+            handle.recall_pending = True  # until the drone answers
             handle.send(pack_numbers(RECALL))
 
-    def returned(self, handle: DroneHandle, given_back: tuple[int, ...]) -> None:
-        handle.recalled = False
-        tasks = [task for number in given_back if (task := handle.answered(number)) is not None]
+    def requeue_returned(self, handle: DroneHandle, numbers: tuple[int, ...]) -> None:
+        handle.recall_pending = False
+        tasks = [
+            task for number in numbers if (task := handle.remove_in_flight(number)) is not None
+        ]
         self.requeue(tasks)
-        self.answered(handle)
+        self.after_answer(handle)
 
     def split(self, handle: DroneHandle, task: Slice, done: int, rest: int, state: int) -> None:
         """Handle a drone's answer for the first `done` calls of a slice. The drone has not begun
         the last `rest` calls, and gives them back."""
         if state != RUNNING and (not rest or state == FAILED):
-            handle.answered(task.number)
+            handle.remove_in_flight(task.number)
             return
         current, later = task.split(done, rest)
         followers = []
         if state == RUNNING:
-            handle.hand_over(task, current)
+            handle.replace_in_flight(task, current)
             # Otherwise the last call had just ended: no thread waits for the report of that.
             if current.count:
                 followers.append(current)
         else:
-            handle.answered(task.number)
+            handle.remove_in_flight(task.number)
         if rest:
             if task.done():  # cancelled: the rest does not begin
                 later._settle(CANCELLED, None, None)
@@ -490,16 +496,16 @@ class Dispatcher:
         for task in reversed(tasks):
             task.sending = None
             if task.done():  # by a thread that may have taken the task for begun
-                task.never_began()
+                task.release_payload()
             if task.target is not None:
                 task.target.dedicated.appendleft(task)
                 self.dedicated_waiting = True
-            elif task.prefers is not None and task.prefers.state < State.RETIRING:
-                self.locality.put_back(task, task.prefers)
+            elif task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
+                self.locality.put_back(task, task.preferred_drone)
             else:
                 self.queue.appendleft(task)
 
-    def answered(self, handle: DroneHandle) -> None:
+    def after_answer(self, handle: DroneHandle) -> None:
         """Update `handle` after an answer to one of its tasks in flight."""
         if handle.dedicated or self.locality:
             self.dedicated_waiting = True
@@ -511,26 +517,27 @@ class Dispatcher:
             # Not with more in flight: retiring would recall tasks that the drone may still run.
             self.supervisor.retire(handle)
         self.supervisor.stop_if_retired(handle)
-        self.look_for_end = True
+        self.end_check_due = True
 
     # -- holding the reactor's lock: tasks that take kept values -----------------------------------
 
-    def hold(self, task: Task) -> None:
-        """Park `task` until `go_on(task)`, because a kept value is not available yet, or another
-        process has leased the task. (The task may be in `waiting` too, until `filled` returns.)"""
-        self.held.add(task)
+    def park(self, task: Task) -> None:
+        """Park `task` until `resume(task)`, because a kept value is not available yet, or another
+        process has leased the task. (The task may be in `waiting` too, until `on_inputs_ready`
+        returns.)"""
+        self.parked.add(task)
 
-    def waits_for(self, handle: DroneHandle) -> bool:
+    def has_waiting_task_for(self, handle: DroneHandle) -> bool:
         """Return whether a task that only `handle` may run waits for promises or kept values."""
-        return any(task.target is handle and not task.done() for task in self._not_queued())
+        return any(task.target is handle and not task.done() for task in self._unqueued_tasks())
 
-    def _not_queued(self) -> list[Task]:
-        return [*self.waiting, *self.held]
+    def _unqueued_tasks(self) -> list[Task]:
+        return [*self.waiting, *self.parked]
 
-    def go_on(self, task: Task) -> None:
-        self.held.discard(task)
+    def resume(self, task: Task) -> None:
+        self.parked.discard(task)
         if task.done():
-            self._nothing_waits(task.target)
+            self._end_if_last(task.target)
         elif self._abandoned:
             self.reactor.deliver(task.cancel)
         elif task.target is not None and task.target.state is State.DEAD:
@@ -538,41 +545,47 @@ class Dispatcher:
         else:
             self._enqueue(task)
 
-    def reject(self, task: Task, why: Callable[[], BaseException]) -> None:
+    def reject(self, task: Task, make_error: Callable[[], BaseException]) -> None:
         task.payload = b""
-        self.reactor.deliver(lambda: task._settle(FINISHED, None, why()))
-        self.reactor.post(partial(self._nothing_waits, task.target))
+        self.reactor.deliver(lambda: task._settle(FINISHED, None, make_error()))
+        self.reactor.post(partial(self._end_if_last, task.target))
 
-    def _nothing_waits(self, target: DroneHandle | None) -> None:
+    def _end_if_last(self, target: DroneHandle | None) -> None:
         """End `target`, or the dispatcher, if the last task has gone."""
-        self.look_for_end = True
+        self.end_check_due = True
         if target is not None:
             self.supervisor.stop_if_retired(target)
 
-    def fill_again(self, tasks: list[Task], lost: Lost) -> None:
+    def recompute_inputs(self, tasks: list[Task], lost: Lost) -> None:
         """Handle the loss of a value that one of `tasks`, sent but not begun, depends on.
 
         Values stored on other nodes are computed again. If no task takes such a value, the lost
         bytes are buffers of the arguments themselves, and the tasks with such buffers fail."""
-        far = [task for task in tasks if task.unfilled is not None]
-        losers = (
-            [] if far else [task for task in tasks if isinstance(task.payload, Serialized)] or tasks
+        recomputed = [task for task in tasks if task.unfilled is not None]
+        rejected = (
+            []
+            if recomputed
+            else [task for task in tasks if isinstance(task.payload, Serialized)] or tasks
         )
-        self.lose(losers, lost, again=False)
+        self.reject_or_retry(rejected, lost, may_retry=False)
         self.requeue(
-            [task for task in tasks if task not in far and task not in losers and not task.done()]
+            [
+                task
+                for task in tasks
+                if task not in recomputed and task not in rejected and not task.done()
+            ]
         )
-        for task in far:
+        for task in recomputed:
             if not task.done():
                 self.waiting.add(task)
                 try:
-                    task.fill_again(lost)
+                    task.recompute_inputs(lost)
                 except BaseException as error:
                     self.waiting.discard(task)
-                    self.reactor.deliver(partial(task._settle, FINISHED, None, another(error)))
-        self.look_for_end = True
+                    self.reactor.deliver(partial(task._settle, FINISHED, None, copy_error(error)))
+        self.end_check_due = True
 
-    def fetch_from(self, handle: DroneHandle, number: int) -> None:
+    def request_kept_value(self, handle: DroneHandle, number: int) -> None:
         """Request that `handle` pickles a value that it keeps."""
         message = TaskBatch()
         message.add(number, FETCH, 0, b"")
@@ -584,13 +597,13 @@ class Dispatcher:
         """Stop `task`, whose promise was cancelled. A queued task is skipped; for a task in flight,
         the drone receives CANCEL."""
         self.waiting.discard(task)
-        self.held.discard(task)
+        self.parked.discard(task)
         handle, target = task.handle, task.target
         if handle is not None and task.number in handle.in_flight and handle.alive:
             self.cancellation.interrupt(handle, task)
         else:
             task.payload = b""
-            self._nothing_waits(target)
+            self._end_if_last(target)
             if self.backpressure is not None:  # a cancelled task must not take up room
                 preferred = [each.preferred for each in self.handles]
                 for queue in [self.queue, *preferred] if target is None else [target.dedicated]:
@@ -604,99 +617,107 @@ class Dispatcher:
 
     # -- holding the reactor's lock: failures ------------------------------------------------------
 
-    def lose(self, tasks: list[Task], error: BaseException, *, again: bool) -> None:
+    def reject_or_retry(self, tasks: list[Task], error: BaseException, *, may_retry: bool) -> None:
         retried = []
         for task in tasks:
             if task.done():
-                task.never_began()
-            elif again and task.retries > 0 and task.target is None and not self._abandoned:
+                task.release_payload()
+            elif may_retry and task.retries > 0 and task.target is None and not self._abandoned:
                 task.retries -= 1
                 task.sending = None
                 retried.append(task)
             else:
                 task.payload = b""
-                self.reactor.deliver(partial(task._settle, FINISHED, None, another(error)))
+                self.reactor.deliver(partial(task._settle, FINISHED, None, copy_error(error)))
         self.queue.extendleft(reversed(retried))
 
-    def doubt(self, handle: DroneHandle) -> None:
+    def watch_for_lost_answer(self, handle: DroneHandle) -> None:
         """Watch a drone that has sent a malformed message. If that was an answer, its task would
         never be settled."""
-        if not handle.doubted and handle.alive:
-            handle.doubted = True
-            self.reactor.after(DOUBT, partial(self._kill_if_it_owes, handle, 0))
+        if not handle.answer_suspect and handle.alive:
+            handle.answer_suspect = True
+            self._check_answer_later(handle, 0)
 
-    def _kill_if_it_owes(self, handle: DroneHandle, suspect: int) -> None:
+    def _check_answer_later(self, handle: DroneHandle, suspect: int) -> None:
+        self.reactor.call_later(
+            LOST_ANSWER_CHECK_SECONDS, partial(self._kill_if_answer_lost, handle, suspect)
+        )
+
+    def _kill_if_answer_lost(self, handle: DroneHandle, suspect: int) -> None:
         """Kill the drone if the first task in flight will never be answered.
 
         `suspect` is the first task in flight, if the drone seemed to have answered or skipped that
-        task at the last look. If so again, the answer never comes. On a busy machine the drone may
+        task at the last check. If so again, the answer never comes. On a busy machine the drone may
         only not have got to the task yet; then the drone is runnable."""
         if not handle.in_flight or not handle.alive:
-            handle.doubted = False
+            handle.answer_suspect = False
             return
         head = next(iter(handle.in_flight))
-        started = handle.started()
-        is_over = handle.sent() == head or (
-            started != head and (started in handle.in_flight or handle.waits())
+        started = handle.last_started()
+        is_over = handle.last_answered() == head or (
+            started != head and (started in handle.in_flight or handle.is_waiting())
         )
         if handle.overlapping or not is_over:
             head = 0
         if head and head == suspect:
-            handle.kill("it has sent what is no message, and owes an answer")
+            handle.kill(f"the drone sent a malformed message and did not answer task {head}")
         else:
-            self.reactor.after(DOUBT, partial(self._kill_if_it_owes, handle, head))
+            self._check_answer_later(handle, head)
 
     def fail(self, error: Exception) -> None:
         """Break the pool after a bug in polycephaly, so that no caller waits for ever."""
         log.error("a bug in polycephaly breaks %s", self.config.name, exc_info=error)
-        self.break_(because("a bug in polycephaly", error))
+        self.break_pool(pool_error("a bug in polycephaly", error))
 
-    def break_(self, error: BaseException) -> None:
+    def break_pool(self, error: BaseException) -> None:
         """Reject all tasks, refuse new ones and end the drones, because none can run any more."""
         if self._broken is not None:
             return
         self._broken = error
         self.refusal = error
         if not self.begun.done():
-            self.reactor.deliver(partial(self.begun._settle, FINISHED, None, another(error)))
+            self.reactor.deliver(partial(self.begun._settle, FINISHED, None, copy_error(error)))
         for handle in self.handles:
-            self.lose(list(handle.in_flight.values()), error, again=False)
-            self.lose(drained(handle.dedicated), error, again=False)
-        self.lose(self.locality.drained(), error, again=False)
-        self.lose(drained(self.queue), error, again=False)
+            self.reject_or_retry(list(handle.in_flight.values()), error, may_retry=False)
+            self.reject_or_retry(drain(handle.dedicated), error, may_retry=False)
+        self.reject_or_retry(self.locality.drain(), error, may_retry=False)
+        self.reject_or_retry(drain(self.queue), error, may_retry=False)
         self.abandon()
 
-    def cannot_start(self, error: BaseException) -> None:
+    def on_start_error(self, error: BaseException) -> None:
         """Break the pool because no drone can start. If the pool has not begun, its constructor
         raises `error` as it is."""
-        self.break_(because("no drone can be started", error) if self.begun.done() else error)
+        self.break_pool(
+            pool_error("no drone can be started", error) if self.begun.done() else error
+        )
 
     # -- holding the reactor's lock: ending --------------------------------------------------------
 
-    def wanted(self) -> int:
+    def target_size(self) -> int:
         """Return how many drones there should be."""
         return (
             0 if self._abandoned or (self.closing and not self._unfinished()) else self.config.size
         )
 
     def _close(self, cancel: bool, running: bool) -> None:
-        # A Ctrl-C in `_pin` may have left a dedicated task without this flag.
+        # A Ctrl-C in `_enqueue_dedicated` may have left a dedicated task without this flag.
         self.closing = self.dedicated_waiting = True
         if cancel:
-            for task in [*self.queue, *self._not_queued()]:
+            for task in [*self.queue, *self._unqueued_tasks()]:
                 self.reactor.deliver(task.cancel)
             for handle in self.handles:
                 for task in [*handle.dedicated, *handle.preferred]:
                     self.reactor.deliver(task.cancel)
                 # Backwards: if the running task was first, the drone would begin the next one.
                 for task in reversed(handle.in_flight.values()):
-                    if running or not handle.runs(task.number):
+                    if running or not handle.is_running(task.number):
                         self.reactor.deliver(task.cancel)
-        self.look_for_end = True
+        self.end_check_due = True
 
-    def cancel_own(self, handle: DroneHandle) -> None:
+    def cancel_dedicated(self, handle: DroneHandle) -> None:
         """Cancel the tasks that only `handle` may run."""
-        for task in [*handle.dedicated, *self._not_queued(), *reversed(handle.in_flight.values())]:
+        in_flight = reversed(handle.in_flight.values())
+        for task in [*handle.dedicated, *self._unqueued_tasks(), *in_flight]:
             if task.target is handle:
                 self.reactor.deliver(task.cancel)
 
@@ -705,24 +726,24 @@ class Dispatcher:
         if self._abandoned:
             return False
         # Checked first, because a task that has left these sets is in a queue by then.
-        if self.waiting or self.held:
+        if self.waiting or self.parked:
             return True
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it was queued
                 self.queue.popleft()
             return True
-        return any(handle.in_flight or handle.owes() for handle in self.handles)
+        return any(handle.in_flight or handle.has_waiting_tasks() for handle in self.handles)
 
-    def _ask_for_end(self) -> None:
-        self.look_for_end = True
+    def _request_end_check(self) -> None:
+        self.end_check_due = True
 
     def _end_if_done(self) -> None:
         """End the drones, and then this dispatcher, if all tasks are done. Called once in a
         critical section, however many events in that could have been the last."""
-        self.look_for_end = False
+        self.end_check_due = False
         if not self.closing or self._unfinished():
             if self.closing and self.waiting:
-                self.stall_detector.look_later()
+                self.stall_detector.schedule_check()
             return
         for handle in list(self.handles):
             if handle.state is State.READY:
@@ -731,21 +752,21 @@ class Dispatcher:
                 self.supervisor.retire(handle)
             else:  # the task that the drone waited for may have been cancelled
                 self.supervisor.stop_if_retired(handle)
-        if not self.handles and not self.over:
+        if not self.handles and not self.has_ended:
             self._end()
 
-    def abandon(self, why: str = "") -> None:
-        """Kill every drone now; their tasks are lost, with errors that name `why`."""
+    def abandon(self, reason: str = "") -> None:
+        """Kill every drone now; their tasks are lost, with errors that give `reason`."""
         self.closing = self._abandoned = True
-        for task in [*self.queue, *self._not_queued()]:
+        for task in [*self.queue, *self._unqueued_tasks()]:
             self.reactor.deliver(task.cancel)
         self.waiting.clear()
-        self.held.clear()
-        self.supervisor.kill_all(why)
-        self.look_for_end = True
+        self.parked.clear()
+        self.supervisor.kill_all(reason)
+        self.end_check_due = True
 
     def _end(self) -> None:
-        self.over = True
+        self.has_ended = True
         self.refusal = self.refusal or RuntimeError(f"{self.config.name} has ended")
         self.supervisor.end()
         self.directory.close()
@@ -757,8 +778,8 @@ class Dispatcher:
             self.finalizer.detach()
         self.reject_all(self.queue)
         self._reject_waiting()
-        self.reactor.ending.append(self.ended)
-        self.reactor.give_back()
+        self.reactor.end_promises.append(self.ended)
+        self.reactor.end_lease()
 
     def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:
         """Reject all tasks in `queue`, each by the thread that pops it. Not called while holding
@@ -766,16 +787,16 @@ class Dispatcher:
         error = error or self.refusal
         with suppress(IndexError):
             while True:
-                queue.popleft()._settle(FINISHED, None, error and another(error))
+                queue.popleft()._settle(FINISHED, None, error and copy_error(error))
 
     def _reject_waiting(self) -> None:
         """Reject the tasks that were added to `waiting` after `abandon` had cleared it."""
         for task in [*self.waiting]:
-            task._settle(FINISHED, None, self.refusal and another(self.refusal))
-            task.let_go()
+            task._settle(FINISHED, None, self.refusal and copy_error(self.refusal))
+            task.release_inputs()
             self.waiting.discard(task)
 
-    def tell(self, promise: Promise[None]) -> None:
+    def settle_signal(self, promise: Promise[None]) -> None:
         if not promise.done():
             self.reactor.deliver(partial(promise._settle, FINISHED, None, None))
 
@@ -785,21 +806,20 @@ class Dispatcher:
             return
         name = error.name
         if name and name in main_namespace() and not self.registry.snapshot.has(name):
-            left_out = self.supervisor.engine.left_out(name)
-            if left_out:
-                error.args = (
-                    f"{error.args[0] if error.args else name}: the drones have it not, as {left_out}",
-                )
+            message = error.args[0] if error.args else name
+            reason = self.supervisor.engine.left_out(name)
+            if reason:
+                error.args = (f"{message}: the drones do not have this name, because {reason}",)
                 return
             lone = self.config.on_death == "end"
             cure = (
                 "start a new Drone (in a pool: pool.refresh())"
                 if lone
-                else "pool.refresh() takes a new one"
+                else "pool.refresh() takes a new snapshot"
             )
             error.args = (
-                f"{error.args[0] if error.args else name}: the main image defined it after the snapshot "
-                f"from which this drone was started; {cure}, or push it",
+                f"{message}: the controller process defined this name after the snapshot from "
+                f"which the drone was started; {cure}, or push the name",
             )
 
 

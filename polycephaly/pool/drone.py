@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..promises.promise import Promise
 from ..timeline import Timeline
-from ..timeline.taking import take
+from ..timeline.taking import take_timeline
 from ..wire.output import forward
 from .base import DroneBase, wait_for
 from .config import (
@@ -32,7 +32,7 @@ from .config import (
 )
 from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle, State
-from .engine import machine
+from .engine import find_machine
 from .waiting import Waiting
 
 if TYPE_CHECKING:
@@ -136,13 +136,13 @@ class Drone(DroneBase):
             max_queued=None,
             hang_timeout=check_hang_timeout(hang_timeout),
             report_waiting=check_report_waiting(report_waiting),
-            machine=machine(engine, options),
+            machine=find_machine(engine, options),
             on_death="end",
         )
-        self._own(Dispatcher(config), detached)
+        self._attach(Dispatcher(config), detached)
 
-    def _own(self, dispatcher: Dispatcher, detached: bool) -> None:
-        dispatcher.close_without(self)
+    def _attach(self, dispatcher: Dispatcher, detached: bool) -> None:
+        dispatcher.close_when_collected(self)
         self._dispatcher = dispatcher
         if not detached:
             end_with_owner(dispatcher)
@@ -157,7 +157,7 @@ class Drone(DroneBase):
         self._handle = handle
 
     @classmethod
-    def _of(
+    def _from_handle(
         cls, dispatcher: Dispatcher, handle: DroneHandle, task_options: TaskOptions | None
     ) -> Drone:
         """Return a `Drone` for one drone of a pool."""
@@ -215,11 +215,11 @@ class Drone(DroneBase):
             self._dispatcher.finish(cancel=kind is not None)
         else:  # a drone of a pool, which continues
             if kind is not None:
-                self._cancel_own()
+                self._cancel_dedicated()
             self.release()
 
-    def _cancel_own(self) -> None:
-        self._dispatcher.reactor.post(lambda: self._dispatcher.cancel_own(self._handle))
+    def _cancel_dedicated(self) -> None:
+        self._dispatcher.reactor.post(lambda: self._dispatcher.cancel_dedicated(self._handle))
 
     async def __aenter__(self) -> Self:
         return self
@@ -234,7 +234,7 @@ class Drone(DroneBase):
             await self._dispatcher.finish_async(cancel=kind is not None)
         else:
             if kind is not None:
-                self._cancel_own()
+                self._cancel_dedicated()
             self.release(wait=False)
             await self._handle.ended
 
@@ -249,7 +249,7 @@ class Drone(DroneBase):
         RuntimeError
             If the drone could not be started.
         """
-        self._handle.born.result()
+        self._handle.pid_known.result()
         if self._handle.pid is None:
             raise RuntimeError(f"drone {self.name} could not be started")
         return self._handle.pid
@@ -272,7 +272,7 @@ class Drone(DroneBase):
     @property
     def timeline(self) -> Timeline:
         """The tasks run so far, and their times; also after the drone's end. See `Timeline`."""
-        return take(self._dispatcher, self._handle.name)
+        return take_timeline(self._dispatcher, self._handle.name)
 
     @property
     def unresponsive(self) -> str | None:
@@ -372,7 +372,7 @@ def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Pro
     """
     check_work(work, args, kwargs)
     drone = Drone()
-    made = drone._give(work, args, kwargs)
+    made = drone._submit(work, args, kwargs)
     drone.release(wait=False)
     return made
 
@@ -397,43 +397,43 @@ def doit(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 # -- drones end with their owner -------------------------------------------------------------------
 
 
-class _Bond:
+class _OwnerCallback:
     """Ends a dispatcher together with its owner, and names the owner as the reason.
 
-    The bond refers to the dispatcher only weakly, so that no owner keeps the dispatcher alive. The
-    dispatcher refers to the bond, so that the bond lives equally long.
+    The callback refers to the dispatcher only weakly, so that no owner keeps the dispatcher alive.
+    The dispatcher refers to the callback, so that the callback lives equally long.
     """
 
     def __init__(self, dispatcher: Dispatcher, owner: str) -> None:
         self._dispatcher = weakref.ref(dispatcher)
         self._owner = owner
-        dispatcher.bond = self
+        dispatcher.owner_callback = self
 
     def kill(self, _: object = None) -> None:
         dispatcher = self._dispatcher()
         if dispatcher is not None:
             dispatcher.kill(
-                f"its owner, {self._owner}, has ended (Drone(detached=True), or a Pool, would go "
-                "on)"
+                f"its owner, {self._owner}, has ended (use Drone(detached=True) or a Pool to "
+                "outlive the owner)"
             )
 
 
-class _ThreadsDrones:
+class _ThreadDrones:
     """The drones that a native thread started. CPython drops a thread's locals, and so this object,
     when the thread ends.
     """
 
     def __init__(self) -> None:
-        self.bonds: weakref.WeakSet[_Bond] = weakref.WeakSet()
+        self.owner_callbacks: weakref.WeakSet[_OwnerCallback] = weakref.WeakSet()
 
     def __del__(self) -> None:
-        for bond in list(self.bonds):
-            bond.kill()
+        for owner_callback in list(self.owner_callbacks):
+            owner_callback.kill()
 
 
 class _Locals(threading.local):
     def __init__(self) -> None:
-        self.drones = _ThreadsDrones()
+        self.drones = _ThreadDrones()
 
 
 _locals = _Locals()
@@ -446,22 +446,23 @@ def end_with_owner(dispatcher: Dispatcher) -> None:
     A drone that is made at a prompt belongs to the process, as the main thread's drones do.
     """
     green = sys.modules.get("polycephaly.green.thread")
-    owner = green.here() if green is not None else None
+    owner = green.calling_thread() if green is not None else None
     if owner is not None:
-        owner.own(_Bond(dispatcher, f"green thread {owner.name!r}"))
+        owner.own(_OwnerCallback(dispatcher, f"green thread {owner.name!r}"))
         return
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None and asyncio._get_running_loop() is not None:
         task = asyncio.current_task()
-        if task is not None and not _runs_a_prompt(task):
-            task.add_done_callback(_Bond(dispatcher, f"asyncio task {task.get_name()!r}").kill)
+        if task is not None and not _is_prompt_task(task):
+            owner_callback = _OwnerCallback(dispatcher, f"asyncio task {task.get_name()!r}")
+            task.add_done_callback(owner_callback.kill)
             return
     thread = threading.current_thread()
     if thread is not threading.main_thread():
-        _locals.drones.bonds.add(_Bond(dispatcher, f"thread {thread.name!r}"))
+        _locals.drones.owner_callbacks.add(_OwnerCallback(dispatcher, f"thread {thread.name!r}"))
 
 
-def _runs_a_prompt(task: asyncio.Task[Any]) -> bool:
+def _is_prompt_task(task: asyncio.Task[Any]) -> bool:
     """Return whether a prompt made `task` to run the code that was typed in.
 
     ``python -m asyncio`` makes a task of each line that awaits. IPython and its kernels make a task

@@ -19,24 +19,24 @@ from math import inf
 from pickle import dumps
 from typing import TYPE_CHECKING, Any
 
-from ..errors import another
+from ..errors import copy_error
 from ..promises.promise import PENDING, Signal
 from ..runtime.tuning import tuning
 from ..store.placeholders import PayloadWithRefs
 from ..store.references import Received, RefTable, Serialized
 from ..wire.functions import KnownFunctions
 from ..wire.messages import (
-    BRING,
-    CAME_BACK,
     DEFINES,
     DROP,
     FORGET,
     KEEP,
+    RELEASE_RANGE,
     SHARED,
+    STORE,
     TaskBatch,
     unpack_work,
 )
-from ..wire.output import Heard, OutputRecord
+from ..wire.output import OutputItems, OutputRecord
 from .task import Sending, Task
 from .waiting import Waiting
 
@@ -47,20 +47,22 @@ if TYPE_CHECKING:
     from ..wire.functions import RemoteFunction
     from .dispatcher import Dispatcher
 
-__all__ = ["DroneHandle", "State", "Times", "drained"]
+__all__ = ["DroneHandle", "State", "Times", "drain"]
 
 Times = dict[str, tuple[float, float]]
 """Of each thread: the seconds that it has run, and the seconds that it waited for a processor."""
 
 # Seconds that a task counts at least, so that the number of short tasks in flight has a bound.
-SHORTEST = 2e-6
-TELL_AFTER = 0.02  # seconds
-PACKET = 32 * 1024  # bytes from which a batch is full, so that the fast transport can carry it
-_TAIL_LINES = 20
-_STACK_LINES = 200
-_FATAL = "Fatal Python error: "
-_OF_STACK = re.compile(r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:")
-"""The beginnings of the lines that the interpreter and `faulthandler` write after `_FATAL`."""
+MIN_TASK_SECONDS = 2e-6
+RELEASE_REPORT_DELAY_SECONDS = 0.02
+# A batch of this size is full, so that the fast transport can carry it.
+MAX_BATCH_BYTES = 32 * 1024
+_MAX_STDERR_LINES = 20
+_MAX_STACK_LINES = 200
+_FATAL_ERROR = "Fatal Python error: "
+_STACK_LINE = re.compile(r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:")
+"""The beginnings of the lines that the interpreter and `faulthandler` write after
+`_FATAL_ERROR`."""
 
 
 class State(IntEnum):
@@ -72,7 +74,7 @@ class DroneHandle:
 
     ref_table: RefTable
     """References to bytes that travel outside the messages, in both directions."""
-    keeper: Launcher | None = None
+    spawner: Launcher | None = None
     """The launcher that starts the drone and reports its end; None if no zygote does."""
 
     def __init__(self, dispatcher: Dispatcher, number: int, name: str) -> None:
@@ -83,7 +85,7 @@ class DroneHandle:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.death: BaseException | None = None  # how it died, if its end was not requested
-        self.born: Signal[None] = Signal()  # settled when it has a pid, or will never have one
+        self.pid_known: Signal[None] = Signal()  # settled when it has a pid, or will never have one
         self.ended: Signal[None] = Signal()
         # Tasks that were sent and not answered, in the order in which the drone runs them.
         self.in_flight: dict[int, Task] = {}
@@ -96,31 +98,32 @@ class DroneHandle:
         self.unknown = 0  # tasks in flight without an estimate
         self.overlapping = 0  # tasks in flight that overlap; if any do, all do
         self.bulk_unanswered = 0  # tasks in flight that were sent by ZeroMQ (local drones only)
-        self.doubted = False  # it has sent a malformed message: see `Dispatcher.doubt`
+        # It has sent a malformed message: see `Dispatcher.watch_for_lost_answer`.
+        self.answer_suspect = False
         # Cancelled or timed-out overlapped tasks that ignored their interrupt. While any remain, no
         # new tasks are sent, so that the drone can be killed without losing live ones.
         self.hung: set[int] = set()
-        self.places = 0  # overlapped tasks that were sent in all
-        # The highest `place` of an answered overlapped task. All tasks up to it have begun.
-        self.begun = 0
-        self.retires = False  # to be retired as soon as it is ready
+        self.overlap_count = 0  # overlapped tasks that were sent in all
+        # The highest `overlap_index` of an answered overlapped task. All tasks up to it have begun.
+        self.highest_answered = 0
+        self.retire_when_ready = False  # to be retired as soon as it is ready
         self.tasks_done = 0
-        self.last_heard = 0.0
-        self.recalled = False
-        self.stderr: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.last_contact_at = 0.0  # when tasks were last sent, or results last received
+        self.recall_pending = False
+        self.stderr: deque[str] = deque(maxlen=_MAX_STDERR_LINES)
         self.stack: list[str] = []
         self._in_stack = False  # the last line on stderr belonged to the stack
-        self._ringing = False
-        self._defined = KnownFunctions(self._ring)
+        self._release_report_scheduled = False
+        self._defined = KnownFunctions(self._schedule_release_report)
         self.deadlines: dict[int, float] = {}  # of the tasks with a time limit, by task number
         self.timer: Timer | None = None  # checks the deadlines at `timer_at`
         self.timer_at = inf
         self.unresponsive: str | None = None  # why there is no heartbeat; None while there is one
         # The task that has waited for long enough to be reported, and where it waits.
-        self.told_waiting: tuple[int, Waiting] | None = None
-        self.ahead = 0.0  # seconds by which its clock is ahead of the controller's
+        self.reported_wait: tuple[int, Waiting] | None = None
+        self.clock_offset = 0.0  # seconds by which its clock is ahead of the controller's
         self.kill_reason = ""  # why the controller killed it
-        self.fate = ""  # how it ended, if there is no exit status
+        self.exit_reason = ""  # how it ended, if there is no exit status
         self.cause: BaseException | None = None  # the engine's error that reported its end
 
     # -- implemented by each engine ----------------------------------------------------------------
@@ -141,12 +144,12 @@ class DroneHandle:
         """Kill the drone at once, with its running tasks. Their errors give `kill_reason`."""
         raise NotImplementedError
 
-    def started(self) -> int:
+    def last_started(self) -> int:
         """Return the number of the task begun last, as far as known, or 0. Any thread may call
         it."""
         raise NotImplementedError
 
-    def sent(self) -> int:
+    def last_answered(self) -> int:
         """Return the number of the last task whose answer was sent, or 0."""
         raise NotImplementedError
 
@@ -155,21 +158,21 @@ class DroneHandle:
         threads."""
         raise NotImplementedError
 
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Return whether the drone, as far as known, neither runs nor is runnable."""
         return True
 
-    def why_quiet(self) -> str:
+    def stall_reason(self) -> str:
         """Return why there is no heartbeat."""
         raise NotImplementedError
 
-    def worked(self, threads: Times) -> tuple[object, Times] | None:
+    def activity(self, threads: Times) -> tuple[object, Times] | None:
         """Return a value that changes whenever the drone does something for its tasks, and the
         times of those threads that may wake now and then without doing anything. `threads` comes
         from `heartbeat`. None if this is not known."""
         return None
 
-    def others_worked(self) -> object:
+    def children_activity(self) -> object:
         """Return the same kind of value for the processes that the drone has started."""
 
     def system_call(self) -> str | None:
@@ -181,11 +184,11 @@ class DroneHandle:
         number is exact if it exceeds `enough`."""
         raise NotImplementedError
 
-    def printed(self) -> Heard:
+    def take_output(self) -> OutputItems:
         """Take the output that has arrived."""
         raise NotImplementedError
 
-    def last_words(self) -> None:
+    def collect_last_results(self) -> None:
         """Handle the results that the dead drone had sent, or had ready and perhaps not sent."""
         raise NotImplementedError
 
@@ -203,39 +206,39 @@ class DroneHandle:
     def waiting(self) -> Waiting | None:
         """Where the drone waits, if the wait was long enough to be reported. None as soon as the
         drone has answered, even if the health monitor notes that only later."""
-        number, waiting = self.told_waiting or (0, None)
+        number, waiting = self.reported_wait or (0, None)
         return (
             waiting
             if self.alive and (number in self.in_flight or self.state < State.READY)
             else None
         )
 
-    def owes(self) -> bool:
+    def has_waiting_tasks(self) -> bool:
         """Return whether tasks wait for this drone, including those that wait for their own inputs.
 
-        The latter are checked first: `Dispatcher.filled` queues such a task before it is removed
-        from the waiting tasks, so no task is missed."""
-        return self.dispatcher.waits_for(self) or any(
+        The latter are checked first: `Dispatcher.on_inputs_ready` queues such a task before it is
+        removed from the waiting tasks, so no task is missed."""
+        return self.dispatcher.has_waiting_task_for(self) or any(
             not task.done() for task in [*self.dedicated, *self.preferred]
         )
 
     def closed_error(self) -> BaseException:
         """Return the error for tasks that are given to the drone after its end."""
         if self.death is not None:
-            return another(self.death)
-        why = f", because {self.kill_reason}" if self.kill_reason else ""
-        return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode}){why}")
+            return copy_error(self.death)
+        reason = f", because {self.kill_reason}" if self.kill_reason else ""
+        return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode}){reason}")
 
-    def runs(self, number: int) -> bool:
+    def is_running(self, number: int) -> bool:
         """Return whether the task has begun. Any thread may call this. The engine knows only as
         much as the drone has reported."""
         if not self.alive:
             return False
-        return self.started() == number or (self.overlapping > 0 and number in self.in_flight)
+        return self.last_started() == number or (self.overlapping > 0 and number in self.in_flight)
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def takes(self, dedicated: bool = False) -> bool:
+    def can_take(self, dedicated: bool = False) -> bool:
         """Return whether the drone may be sent a task now.
 
         An idle drone takes any task. A busy drone takes known short tasks until half of the budget
@@ -250,20 +253,20 @@ class DroneHandle:
             return self.overlapping < self.dispatcher.config.width and not self.hung
         return not self.in_flight or (not self.unknown and self.load < tuning.batch_seconds / 2)
 
-    def tasks_left(self, most: int | None) -> int:
-        """Return how many more tasks the drone may be sent until it has had `most`. There is no
-        limit for the dedicated tasks of a retiring drone."""
+    def tasks_left(self, max_tasks: int | None) -> int:
+        """Return how many more tasks the drone may be sent until it has had `max_tasks`. There is
+        no limit for the dedicated tasks of a retiring drone."""
         return (
             1 << 30
-            if most is None or self.state is State.RETIRING
-            else most - self.tasks_done - len(self.in_flight)
+            if max_tasks is None or self.state is State.RETIRING
+            else max_tasks - self.tasks_done - len(self.in_flight)
         )
 
     def load_batch(
-        self, queue: deque[Task], most: int, now: float
+        self, queue: deque[Task], limit: int, now: float
     ) -> tuple[list[Task], list[bytes]]:
         """Move tasks that fit the current load from the head of `queue` into flight, at most
-        `most`. Return them and the message that carries them, with the functions that the drone
+        `limit`. Return them and the message that carries them, with the functions that the drone
         does not have yet.
 
         A task of unknown length goes alone. Overlapped tasks go only with their like, up to the
@@ -277,7 +280,7 @@ class DroneHandle:
         numbers: list[int] = []
         calls: list[tuple[Any, ...]] = []
         size = 0
-        while len(batch) < most and size < PACKET:
+        while len(batch) < limit and size < MAX_BATCH_BYTES:
             try:
                 task = queue.popleft()
             except IndexError:
@@ -287,7 +290,7 @@ class DroneHandle:
             if (
                 task.args is None
                 and type(task.payload) is PayloadWithRefs
-                and not self.dispatcher.directory.fits(task, self)
+                and not self.dispatcher.directory.prepare_to_send(task, self)
             ):
                 continue
             if task.definition is not definition:
@@ -302,32 +305,32 @@ class DroneHandle:
                     queue.appendleft(task)
                     break
                 self.overlapping += 1
-                self.places += 1
-                task.place = self.places
-                takes = 0.0
+                self.overlap_count += 1
+                task.overlap_index = self.overlap_count
+                estimate = 0.0
             elif seconds is None:
                 if in_flight:
                     queue.appendleft(task)
                     break
                 self.unknown += 1
-                takes = -1.0
-                most = 1
+                estimate = -1.0
+                limit = 1
             else:
                 if task.timeout is not None:  # alone, so that no other task uses up its time
                     if in_flight:
                         queue.appendleft(task)
                         break
-                    most = 1
-                takes = seconds * task.count
-                if takes < SHORTEST:
-                    takes = SHORTEST
-                if load + takes > budget and in_flight:
+                    limit = 1
+                estimate = seconds * task.count
+                if estimate < MIN_TASK_SECONDS:
+                    estimate = MIN_TASK_SECONDS
+                if load + estimate > budget and in_flight:
                     queue.appendleft(task)
                     break
-                load += takes
+                load += estimate
             if definition.number not in self._defined:
                 self._define(definition, message)
-            sending = task.sending = Sending(self, now, takes)
+            sending = task.sending = Sending(self, now, estimate)
             number = task.number
             in_flight[number] = task
             batch.append(task)
@@ -335,21 +338,21 @@ class DroneHandle:
                 numbers.append(number)
                 calls.append(task.args)
                 size += task.weight
-                if queue and takes > 0 and task.weight == Task.weight:
+                if queue and estimate > 0 and task.weight == Task.weight:
                     room = min(
-                        most - len(batch),
-                        int((budget - load) / takes),
-                        (PACKET - size) // task.weight,
+                        limit - len(batch),
+                        int((budget - load) / estimate),
+                        (MAX_BATCH_BYTES - size) // task.weight,
                     )
-                    more = _more_of(definition, queue, room)
+                    more = _take_similar(definition, queue, room)
                     for each in more:
                         each.sending = sending
-                    run = [each.number for each in more]
-                    in_flight.update(zip(run, more, strict=True))
-                    numbers += run
+                    more_numbers = [each.number for each in more]
+                    in_flight.update(zip(more_numbers, more, strict=True))
+                    numbers += more_numbers
                     calls += [each.args for each in more]  # type: ignore[misc]  # none is None
                     batch += more
-                    load += takes * len(more)
+                    load += estimate * len(more)
                     size += task.weight * len(more)
             else:
                 if numbers:
@@ -359,9 +362,9 @@ class DroneHandle:
         if numbers:
             message.add_calls(definition.number, numbers, calls)
         self.load = load
-        self.last_heard = now
+        self.last_contact_at = now
         if batch and (self.ref_table.returned or self._dropped or self._defined.unused):
-            self._add_returned(message)
+            self._add_released(message)
         return batch, message.frames()
 
     def _add(self, task: Task, message: TaskBatch) -> int:
@@ -370,51 +373,52 @@ class DroneHandle:
         if task.keeps:
             kind |= KEEP
         if type(payload) is PayloadWithRefs:
-            self._bring(payload.remote_objects.values(), message)
+            self._add_kept_values(payload.remote_objects.values(), message)
             payload = payload.payload
         if task.args is not None:
             payload = dumps(task.args, 5) if task.args else b""
         elif isinstance(payload, Serialized):
-            payload, kind = payload.waybill(self.ref_table), kind | SHARED
+            payload, kind = payload.pack_header(self.ref_table), kind | SHARED
         message.add(task.number, kind, task.definition.number, payload)
         if task.definition.captures:  # otherwise the drone would keep the captured values
             self._defined.remove(task.definition.number)
             message.add(task.definition.number, FORGET, 0, b"")
         return len(payload)
 
-    def _bring(self, remote_objects: Iterable[RemoteObject], message: TaskBatch) -> None:
+    def _add_kept_values(self, remote_objects: Iterable[RemoteObject], message: TaskBatch) -> None:
         """Add the kept values that the drone does not have."""
         for each in remote_objects:
             if self not in each.holders:
                 each.holders[self] = 1
                 if isinstance(each.packed, Received):
-                    message.add(
-                        each.number, BRING | SHARED, 0, each.packed.parcel().waybill(self.ref_table)
-                    )
+                    header = each.packed.to_serialized().pack_header(self.ref_table)
+                    message.add(each.number, STORE | SHARED, 0, header)
                 else:
-                    assert each.packed is not None  # otherwise `fits` was false
-                    message.add(each.number, BRING, 0, each.packed)
+                    assert each.packed is not None  # otherwise `prepare_to_send` was false
+                    message.add(each.number, STORE, 0, each.packed)
 
-    def _ring(self) -> None:
+    def _schedule_release_report(self) -> None:
         """Schedule a report to the drone that a result, a kept value or a function is not used any
-        more. The next batch carries the report, or else a message of its own after `TELL_AFTER`.
-        Called in any thread, at any moment, also by finalizers."""
-        if not self._ringing and self.alive:
-            self._ringing = True
+        more. The next batch carries the report, or else a message of its own after
+        `RELEASE_REPORT_DELAY_SECONDS`. Called in any thread, at any moment, also by finalizers."""
+        if not self._release_report_scheduled and self.alive:
+            self._release_report_scheduled = True
             reactor = self.dispatcher.reactor
-            reactor.post(lambda: reactor.after(TELL_AFTER, self._tell_returned))
+            reactor.post(
+                lambda: reactor.call_later(RELEASE_REPORT_DELAY_SECONDS, self._report_released)
+            )
 
-    def _tell_returned(self) -> None:
-        self._ringing = False
+    def _report_released(self) -> None:
+        self._release_report_scheduled = False
         if (self.ref_table.returned or self._dropped or self._defined.unused) and self.is_up():
             message = TaskBatch()
-            self._add_returned(message)
+            self._add_released(message)
             self.send(message.frames())
 
     def drop(self, number: int, claims: int) -> None:
-        """Note that a kept value has no references left. Called like `_ring`."""
+        """Note that a kept value has no references left. Called like `_schedule_release_report`."""
         self._dropped.append((number, claims))
-        self._ring()
+        self._schedule_release_report()
 
     def _define(self, definition: RemoteFunction, message: TaskBatch) -> None:
         for oldest in self._defined.add(definition):
@@ -422,34 +426,34 @@ class DroneHandle:
         payload = definition.payload
         if isinstance(payload, Serialized):
             message.add(
-                definition.number, definition.kind | SHARED, 0, payload.waybill(self.ref_table)
+                definition.number, definition.kind | SHARED, 0, payload.pack_header(self.ref_table)
             )
         else:
             message.add(definition.number, definition.kind, 0, payload)
 
-    def _add_returned(self, message: TaskBatch) -> None:
+    def _add_released(self, message: TaskBatch) -> None:
         for number in self.ref_table.take_returned():
-            message.add(number, CAME_BACK, 0, b"")
+            message.add(number, RELEASE_RANGE, 0, b"")
         while self._dropped:
             number, claims = self._dropped.popleft()
             message.add(number, DROP, claims, b"")
-        for number in self._defined.take_unused():
+        for number in self._defined.pop_unused():
             message.add(number, FORGET, 0, b"")
 
-    def unheard(self, frames: Sequence[bytes]) -> None:
+    def undo_batch(self, frames: Sequence[bytes]) -> None:
         """Undo a batch that did not arrive: the drone has neither its functions nor its kept
         values, and FORGET and DROP must be sent again. Called while holding the reactor's lock."""
         for number, kind, claims, _ in unpack_work(frames):
             if kind & ~SHARED in DEFINES:
                 self._defined.remove(number)
-            elif kind & ~SHARED == BRING:
-                self.dispatcher.directory.not_brought(self, number)
+            elif kind & ~SHARED == STORE:
+                self.dispatcher.directory.on_store_lost(self, number)
             elif kind == FORGET:
                 self._defined.unused.append(number)
             elif kind == DROP:
                 self.drop(number, claims)
 
-    def hand_over(self, task: Task, part: Task) -> None:
+    def replace_in_flight(self, task: Task, part: Task) -> None:
         """Let `part`, the rest of the slice `task` on this drone, take its place and number. The
         time that `part` takes is not known."""
         sending = task.sending
@@ -461,10 +465,10 @@ class DroneHandle:
         part.sending = Sending(self, sending.at, -1.0, sending.by_bulk)
         self.in_flight[part.number] = part
 
-    def answered_all(self, numbers: list[int]) -> list[Task | None]:
-        """Remove many tasks from flight, as `answered` does."""
+    def remove_many_in_flight(self, numbers: list[int]) -> list[Task | None]:
+        """Remove many tasks from flight, as `remove_in_flight` does."""
         if self.bulk_unanswered or self.overlapping:
-            return [self.answered(number) for number in numbers]
+            return [self.remove_in_flight(number) for number in numbers]
         in_flight = self.in_flight
         tasks = [in_flight.pop(number, None) for number in numbers]
         known = unknown = 0.0
@@ -479,7 +483,7 @@ class DroneHandle:
         self.unknown -= int(unknown)
         return tasks
 
-    def answered(self, number: int) -> Task | None:
+    def remove_in_flight(self, number: int) -> Task | None:
         """Remove a task from flight and return it, or None if it is not in flight."""
         task = self.in_flight.pop(number, None)
         if task is not None:
@@ -502,20 +506,20 @@ class DroneHandle:
 
     # -- output ------------------------------------------------------------------------------------
 
-    def remember(self, heard: Heard) -> None:
+    def keep_stderr_lines(self, output: OutputItems) -> None:
         """Keep the last lines that the drone wrote to stderr or logged and, apart from those, the
         stack of the latest fatal error."""
-        for each in heard:
+        for each in output:
             if isinstance(each, OutputRecord):
                 self.stderr.append(each.text)
             elif each.stream == "stderr":
-                before, fatal, error = each.text.partition(_FATAL)
+                before, fatal, error = each.text.partition(_FATAL_ERROR)
                 if fatal:
                     self.stack, self._in_stack = [fatal + error], True
-                elif self._in_stack and _OF_STACK.match(before):
+                elif self._in_stack and _STACK_LINE.match(before):
                     self.stack.append(before)
                     # The crashed thread may be the last of many, so the last lines stay.
-                    del self.stack[1:-_STACK_LINES]
+                    del self.stack[1:-_MAX_STACK_LINES]
                     continue
                 else:
                     self._in_stack = False
@@ -523,7 +527,7 @@ class DroneHandle:
                     self.stderr.append(before)
 
 
-def drained(queue: deque[Task]) -> list[Task]:
+def drain(queue: deque[Task]) -> list[Task]:
     """Take all tasks from `queue`, one by one. A task that another thread adds meanwhile is taken,
     or stays."""
     tasks = []
@@ -533,14 +537,14 @@ def drained(queue: deque[Task]) -> list[Task]:
     return tasks
 
 
-def _more_of(definition: RemoteFunction, queue: deque[Task], most: int) -> list[Task]:
-    """Take at most `most` calls of `definition` that can be pickled together from the head of
+def _take_similar(definition: RemoteFunction, queue: deque[Task], limit: int) -> list[Task]:
+    """Take at most `limit` calls of `definition` that can be pickled together from the head of
     `queue`."""
     more: list[Task] = []
-    weight, take = Task.weight, queue.popleft
+    weight, popleft = Task.weight, queue.popleft
     with suppress(IndexError):
-        for _ in range(most):
-            task = take()
+        for _ in range(limit):
+            task = popleft()
             if task._state != PENDING:
                 continue
             if (

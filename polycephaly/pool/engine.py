@@ -2,14 +2,15 @@
 
     Dispatcher ─────────> Supervisor ──────────> Engine ──────────> DroneHandle
     tasks, order, time    which drones exist     starts a drone     messages to one drone
-                             ^ started, died, not_started  │
+                             ^ on_started, on_died, ...    │
                              └─────────────────────────────┘
 
-    start   `Engine.start` returns a handle; the supervisor receives `started` or `not_started`
-    submit  `DroneHandle.send` of a WORK message; `handlers.hear` receives the answers
+    start   `Engine.start` returns a handle; the engine calls the supervisor's `on_started` or
+            `on_not_started`
+    submit  `DroneHandle.send` of a WORK message; `handlers.handle_message` receives the answers
     cancel  `DroneHandle.send` of a CANCEL message
-    watch   `DroneHandle.heartbeat`, `waits`, `why_quiet`, `memory`, `started`, `sent`; the
-            supervisor receives `died`
+    watch   `DroneHandle.heartbeat`, `is_waiting`, `stall_reason`, `memory`, `last_started`,
+            `last_answered`; the engine calls the supervisor's `on_died`
     stop    `DroneHandle.send` of a STOP message; `DroneHandle.kill`
 
 All behaviour that callers see (order, credit, retries, time limits, errors, timelines) is
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .drone_handle import DroneHandle
     from .supervisor import Supervisor
 
-__all__ = ["Engine", "Machine", "machine"]
+__all__ = ["Engine", "Machine", "find_machine"]
 
 
 class Engine(Protocol):
@@ -48,7 +49,7 @@ class Engine(Protocol):
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         """Start the drone with this index. None if that failed, which has then been reported."""
 
-    def released(self, handle: DroneHandle) -> None:
+    def reclaim(self, handle: DroneHandle) -> None:
         """Reuse the resources of a drone that has ended."""
 
     def snapshot(self) -> Any:
@@ -75,7 +76,7 @@ class Engine(Protocol):
 class Machine(Protocol):
     """The place where drones run: this machine, or a cluster."""
 
-    def usual(self) -> int:
+    def default_size(self) -> int:
         """Return the number of drones of a pool, if the program does not give one."""
 
     def check(self, size: int) -> None:
@@ -87,14 +88,14 @@ class Machine(Protocol):
         forbids that."""
 
 
-_TASKS = "`max_tasks`, of a Pool"
-_HERE = {
+_OPTION_NAMES_HERE = {
     **dict.fromkeys(
         ("max_workers", "n_jobs", "n_workers", "num_workers", "processes"), "`drones`: Pool(4)"
     ),
     **dict.fromkeys(("context", "mp_context", "start_method"), "`start`: None, 'fork' or 'spawn'"),
     **dict.fromkeys(
-        ("max_calls", "max_tasks_per_child", "maxtasksperchild", "worker_lifespan"), _TASKS
+        ("max_calls", "max_tasks_per_child", "maxtasksperchild", "worker_lifespan"),
+        "`max_tasks`, of a Pool",
     ),
     "max_concurrency": "`width`",
     "max_retries": "`retries`, of a Pool",
@@ -103,29 +104,40 @@ _HERE = {
 }
 """Options of other libraries, and their names here."""
 
-_OF_RAY = {
-    "accelerator_type", "address", "label_selector", "memory", "num_cpus", "num_gpus", "resources", "runtime_env",
+_RAY_OPTIONS = {
+    "accelerator_type",
+    "address",
+    "label_selector",
+    "memory",
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "runtime_env",
     "scheduling_strategy",
-}  # fmt: skip
+}
 
 
-def machine(name: object, options: dict[str, Any]) -> Machine:
+def find_machine(name: object, options: dict[str, Any]) -> Machine:
     """Return the machine of the engine called `name`, with `options` of that engine.
 
     Raises `ValueError` for an unknown engine, `TypeError` for unknown options."""
     unexpected = f"unexpected {', '.join(sorted(options))}"
-    known = [f"{each} is here {_HERE[each]}" for each in options if each in _HERE]
-    if known:
-        raise TypeError(f"{unexpected}; {'; '.join(known)}")
+    cures = [
+        f"instead of {each}, use {_OPTION_NAMES_HERE[each]}"
+        for each in options
+        if each in _OPTION_NAMES_HERE
+    ]
+    if cures:
+        raise TypeError(f"{unexpected}: {'; '.join(cures)}")
     if name == "local":
         if options:
-            whose = " (engine='ray' has)" if options.keys() <= _OF_RAY else ""
-            raise TypeError(f"{unexpected}: the local engine has no such option{whose}")
+            hint = " (engine='ray' has)" if options.keys() <= _RAY_OPTIONS else ""
+            raise TypeError(f"{unexpected}: the local engine has no such option{hint}")
         from ..engines.local.engine import ThisMachine
 
         return ThisMachine()
     if name == "ray":
-        from ..engines.ray import reach
+        from ..engines.ray import connect_cluster
 
-        return reach(options)
+        return connect_cluster(options)
     raise ValueError(f"unknown engine {name!r}: use 'local' or 'ray'")

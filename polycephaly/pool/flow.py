@@ -22,11 +22,11 @@ from types import FunctionType
 from typing import Any, NamedTuple, overload
 
 from ..runtime.coroutines import is_coroutine_function
-from ..wire.functions import by_reference
+from ..wire.functions import goes_by_reference
 from ..wire.pickling import MainSnapshot
 from .config import TaskOptions, check_at_least, check_keep, check_timeout
-from .current import innermost
-from .flow_graph import note, note_failure
+from .current import innermost_pool
+from .flow_graph import record_failure, record_node
 from .task import KeptTask
 
 __all__ = ["flow"]
@@ -115,31 +115,31 @@ def flow(
 def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Callable[..., Any]:
     if not callable(fn) or isinstance(fn, staticmethod):
         cure = (
-            ": put it below, next to the function"
+            ": put @flow below the other decorator, next to the function"
             if isinstance(fn, (staticmethod, classmethod, property))
             else ""
         )
         raise TypeError(f"flow takes a callable, not {fn!r}{cure}")
-    last = _Sent()
+    cache = _SentFunction()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        pool = innermost()
+        pool = innermost_pool()
         if pool is None:
             return fn(*args, **kwargs)
         dispatcher = pool._dispatcher
-        if dispatcher.registry.snapshot is not last.snapshot:
-            last.look(dispatcher.registry.snapshot, call, fn)
+        if dispatcher.registry.snapshot is not cache.snapshot:
+            cache.update(dispatcher.registry.snapshot, call, fn)
         task_options = pool._task_options
         if options is not None:
-            task_options = options.over(task_options or dispatcher.task_options)
+            task_options = options.completed_by(task_options or dispatcher.task_options)
         task = dispatcher.submit(
-            last.sent, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
+            cache.function, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
         )
         task.is_node = True
-        note(task)
+        record_node(task)
         # The task may have failed before it was known as a node.
         if task._exception is not None or task.cancelled():
-            note_failure(task, task._state)
+            record_failure(task, task._state)
         return task
 
     update_wrapper(call, fn, updated=("__dict__",) if isinstance(fn, FunctionType) else ())
@@ -152,33 +152,33 @@ class _Options(NamedTuple):
     timeout: float | None
     retries: int | None
 
-    def over(self, own: TaskOptions) -> TaskOptions:
+    def completed_by(self, defaults: TaskOptions) -> TaskOptions:
         return TaskOptions(
-            own.timeout if self.timeout is None else self.timeout,
-            own.retries if self.retries is None else self.retries,
+            defaults.timeout if self.timeout is None else self.timeout,
+            defaults.retries if self.retries is None else self.retries,
         )
 
 
-class _Sent:
+class _SentFunction:
     """The object that is sent for a function to drones of one snapshot.
 
     Cached until the snapshot changes. The cache is not pickled with the function.
     """
 
-    __slots__ = ("sent", "snapshot")
+    __slots__ = ("function", "snapshot")
 
     def __init__(self) -> None:
         self.snapshot: MainSnapshot | None = None
-        self.sent: Callable[..., Any]
+        self.function: Callable[..., Any]
 
-    def look(
+    def update(
         self, snapshot: MainSnapshot, wrapper: Callable[..., Any], fn: Callable[..., Any]
     ) -> None:
         """Send the wrapper if a drone finds the wrapper under its name. Send the function itself
         otherwise.
         """
-        self.sent = wrapper if by_reference(wrapper, snapshot) else fn
+        self.function = wrapper if goes_by_reference(wrapper, snapshot) else fn
         self.snapshot = snapshot
 
-    def __reduce__(self) -> tuple[type[_Sent], tuple[()]]:
-        return _Sent, ()
+    def __reduce__(self) -> tuple[type[_SentFunction], tuple[()]]:
+        return _SentFunction, ()

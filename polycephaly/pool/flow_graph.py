@@ -1,10 +1,10 @@
 """`Graph`: the graph that `flow` has made, as text for Mermaid or Graphviz.
 
-    flow ── for each node: number, label, numbers of its inputs ──> _nodes, the last `KEPT`
+    flow ── for each node: number, label, numbers of its inputs ──> _nodes, the last `MAX_NODES`
     Graph(promise) ── upstream, by `_nodes` and by pending promises ──> .mermaid(), .dot()
 
-The notes keep no promise and no value alive. If the promise of a node is gone, the node counts as
-done unless a failure was noted.
+The records keep no promise and no value alive. If the promise of a node is gone, the node counts as
+done unless a failure was recorded.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..timeline.spans import short_name
 if TYPE_CHECKING:
     from .task import Task
 
-__all__ = ["Graph", "Node", "note"]
+__all__ = ["Graph", "Node", "record_failure", "record_node"]
 
-KEPT = 20_000
+MAX_NODES = 20_000
 """Number of nodes whose inputs are remembered: about 5 MB."""
 # Number of old failures that are dropped together. Dropping them singly would be slow, because each
 # search for the oldest entry passes the places of those dropped before.
-_AT_ONCE = 1000
+_PRUNED_TOGETHER = 1000
 
-WAITING, READY, RUNNING, DONE, REJECTED, CALLED_OFF = (
+WAITING, READY, RUNNING, DONE, REJECTED, NODE_CANCELLED = (
     "waiting",
     "ready",
     "running",
@@ -38,13 +38,13 @@ WAITING, READY, RUNNING, DONE, REJECTED, CALLED_OFF = (
     "rejected",
     "cancelled",
 )
-_FILLS = {
+_FILL_COLORS = {
     WAITING: "#f2f2f2",
     READY: "#fff3c4",
     RUNNING: "#cfe3ff",
     DONE: "#d5f0d5",
     REJECTED: "#f8cfcf",
-    CALLED_OFF: "#e0d0e8",
+    NODE_CANCELLED: "#e0d0e8",
 }
 
 
@@ -72,29 +72,29 @@ class Node(NamedTuple):
     inputs: tuple[int, ...]
 
 
-class _Noted(NamedTuple):
+class _NodeRecord(NamedTuple):
     number: int
     label: str
     inputs: tuple[int, ...]
     task: ref[Task]
 
 
-_nodes: deque[tuple[int, str, tuple[int, ...], ref[Task]]] = deque(maxlen=KEPT)
+_nodes: deque[tuple[int, str, tuple[int, ...], ref[Task]]] = deque(maxlen=MAX_NODES)
 _failed: dict[int, str] = {}  # state by number, the oldest entry first
 
 
-def note(task: Task) -> None:
+def record_node(task: Task) -> None:
     """Remember `task` as a node."""
-    _nodes.append((task.number, task.label, task.needed, ref(task)))
+    _nodes.append((task.number, task.label, task.input_numbers, ref(task)))
 
 
-def note_failure(task: Task, state: str) -> None:
+def record_failure(task: Task, state: str) -> None:
     """Remember that a node has no value, and will have none."""
-    _failed[task.number] = CALLED_OFF if state == CANCELLED else REJECTED
-    if len(_failed) > KEPT + _AT_ONCE:
+    _failed[task.number] = NODE_CANCELLED if state == CANCELLED else REJECTED
+    if len(_failed) > MAX_NODES + _PRUNED_TOGETHER:
         # RuntimeError: another thread changes the dict, and so drops the oldest entries.
         with suppress(RuntimeError):
-            for number in list(islice(_failed, _AT_ONCE)):
+            for number in list(islice(_failed, _PRUNED_TOGETHER)):
                 _failed.pop(number, None)
 
 
@@ -160,7 +160,8 @@ class Graph:
         lines += [] if self.whole else ['    more["..."]']
         used = dict.fromkeys(node.state for node in self.nodes)
         lines += [
-            f"    classDef {state} fill:{_FILLS[state]},stroke:#555,color:#111" for state in used
+            f"    classDef {state} fill:{_FILL_COLORS[state]},stroke:#555,color:#111"
+            for state in used
         ]
         return "\n".join(lines)
 
@@ -173,9 +174,8 @@ class Graph:
         ]
         for node in self.nodes:
             text = _text(node).replace("\\", "\\\\").replace('"', '\\"')
-            lines.append(
-                f'    {_name(node.number)} [label="{text}", fillcolor="{_FILLS[node.state]}"];'
-            )
+            color = _FILL_COLORS[node.state]
+            lines.append(f'    {_name(node.number)} [label="{text}", fillcolor="{color}"];')
         for node in self.nodes:
             lines += [
                 f"    {_name(each)} -> {_name(node.number)};"
@@ -199,16 +199,14 @@ class Graph:
 
 def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
     """Yield the nodes, the nearest first. A promise that is no call gets a number below 1."""
-    noted = {each[0]: _Noted(*each) for each in list(_nodes)}
-    by_hand: dict[int, int] = {}
+    records = {each[0]: _NodeRecord(*each) for each in list(_nodes)}
+    promise_numbers: dict[int, int] = {}
     seen: set[int] = set()
     todo: deque[Promise[Any] | int] = deque(promises)
 
     def number_of(promise: Any) -> int:
-        number: int = getattr(promise, "number", 0) or by_hand.setdefault(
-            id(promise), -len(by_hand)
-        )
-        return number
+        own: int = getattr(promise, "number", 0)
+        return own or promise_numbers.setdefault(id(promise), -len(promise_numbers))
 
     while todo:
         each = todo.popleft()
@@ -216,32 +214,35 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
         if number in seen:
             continue
         seen.add(number)
-        one = noted.get(number)
-        promise: Any = (one and one.task()) if isinstance(each, int) else each
+        record = records.get(number)
+        promise: Any = (record and record.task()) if isinstance(each, int) else each
         pending = (
-            [other for other in promise._waits_for() if isinstance(other, Promise)]
+            [other for other in promise._dependencies() if isinstance(other, Promise)]
             if promise is not None
             else []
         )
-        inputs = dict.fromkeys(one.inputs if one is not None else getattr(promise, "needed", ()))
+        inputs = dict.fromkeys(
+            record.inputs if record is not None else getattr(promise, "input_numbers", ())
+        )
         inputs |= dict.fromkeys(map(number_of, pending))
         todo += pending
         todo += inputs
         if promise is not None:
             label = short_name(getattr(promise, "label", "promise"))
             yield Node(number, label, _state(promise), promise.spans.drone or "", tuple(inputs))
-        elif one is not None:
-            yield Node(number, short_name(one.label), _failed.get(number, DONE), "", tuple(inputs))
+        elif record is not None:
+            state = _failed.get(number, DONE)
+            yield Node(number, short_name(record.label), state, "", tuple(inputs))
 
 
 def _state(promise: Promise[Any]) -> str:
     if promise._state == CANCELLED:
-        return CALLED_OFF
+        return NODE_CANCELLED
     if promise._state == FINISHED:
         return DONE if promise._exception is None else REJECTED
     if promise.running():
         return RUNNING
-    return WAITING if promise._waits_for() or not hasattr(promise, "label") else READY
+    return WAITING if promise._dependencies() or not hasattr(promise, "label") else READY
 
 
 def _name(number: int) -> str:

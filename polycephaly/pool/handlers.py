@@ -1,6 +1,6 @@
 """Handlers of the messages that drones send.
 
-    RESULTS ──hear──> tasks leave flight, with their answers ──settle──> promises
+    RESULTS ──handle_message──> tasks leave flight, with their answers ──settle──> promises
               (holding the reactor's lock)                     (after it is released)
 
 While the reactor's lock is held, no code of users runs. Therefore answers that may run such code
@@ -16,95 +16,95 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..promises.promise import FINISHED, callbacks
-from ..store.placeholders import travelling
+from ..store.placeholders import sent_bytes
 from ..store.references import Received
 from ..wire.exceptions import unpack_exception
 from ..wire.messages import (
     ERROR,
+    EVENT_LOG,
     FRAMES,
-    GIVEN,
     HELLO,
-    LARGE_FROM,
-    LOAN_OVER,
+    KEPT_VALUES,
+    MIN_LARGE_BYTES,
     NOT_PACKED,
     PACKED,
     PROTOCOL,
+    RANGE_RELEASED,
     RESULTS,
     RETURNED,
     SHARED,
     SPLIT,
-    TRAIL,
     VALUE,
     VALUES,
     WITHDRAWN,
     Malformed,
     Outcome,
-    head_type,
-    numbers,
+    message_type,
     unpack_frames,
+    unpack_lists,
+    unpack_numbers,
     unpack_outcomes,
-    unpack_together,
 )
 from ..wire.output import deliver
 from ..wire.slices import RUNNING, Answers, unpack_split
-from .task import Answer, AnswersTogether, KeptTask, Slice, Task
+from .task import Answer, AnswerBatch, KeptTask, Slice, Task
 
 if TYPE_CHECKING:
     from ..wire.functions import RemoteFunction
     from .drone_handle import DroneHandle
 
-__all__ = ["finish", "hear", "hear_kept", "print_lines", "settle"]
+__all__ = ["handle_message", "handle_unsent_results", "print_lines", "settle", "settle_task"]
 
 log = logging.getLogger(__name__)
 
 
-def hear(handle: DroneHandle, frames: list[bytes]) -> None:
+def handle_message(handle: DroneHandle, frames: list[bytes]) -> None:
     """Handle one message of a drone. Raises `Malformed`."""
     dispatcher = handle.dispatcher
-    kind = head_type(frames)
+    kind = message_type(frames)
     if kind == RESULTS:
         outcomes = unpack_outcomes(frames)
-        _hear_results(handle, outcomes)
+        _handle_results(handle, outcomes)
         if len(frames) > 2 and any(
-            len(each[4]) >= LARGE_FROM and each[1] & ~SHARED != ERROR for each in outcomes
+            len(each[4]) >= MIN_LARGE_BYTES and each[1] & ~SHARED != ERROR for each in outcomes
         ):
-            no_room = MemoryError(f"{handle.name} found no room for a result")
+            no_room = MemoryError(f"drone {handle.name} found no room for a result")
             dispatcher.reactor.deliver(partial(handle.ref_table.arena.warn, no_room))
     elif kind == HELLO:
-        said = numbers(frames)
-        if said[:1] != (PROTOCOL,):
-            raise Malformed(f"{handle.name} speaks protocol {said[:1]}, not {PROTOCOL}")
-        dispatcher.supervisor.hello(handle)
+        versions = unpack_numbers(frames)
+        if versions[:1] != (PROTOCOL,):
+            raise Malformed(f"drone {handle.name} speaks protocol {versions[:1]}, not {PROTOCOL}")
+        dispatcher.supervisor.on_hello(handle)
     elif kind == RETURNED:
-        dispatcher.returned(handle, numbers(frames))
+        dispatcher.requeue_returned(handle, unpack_numbers(frames))
     elif kind == FRAMES:
-        dispatcher.watch.hear_frames(handle, *unpack_frames(frames))
+        dispatcher.health_monitor.handle_frames(handle, *unpack_frames(frames))
     else:
-        raise Malformed(f"{handle.name} sent a message of type {kind!r}")
+        raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")
 
 
-def hear_kept(handle: DroneHandle, kept: bytes) -> None:
+def handle_unsent_results(handle: DroneHandle, kept: bytes) -> None:
     """Handle the results that a dead drone had ready and perhaps not sent."""
     if kept:
         try:
             outcomes = unpack_outcomes([RESULTS, kept])
-            _hear_results(handle, [each for each in outcomes if each[0] in handle.in_flight])
-        except Malformed as wrong:  # the drone may have written anywhere before it died
-            log.warning("what %s left in its page was dropped: %s", handle.name, wrong)
+            _handle_results(handle, [each for each in outcomes if each[0] in handle.in_flight])
+        except Malformed as error:  # the drone may have written anywhere before it died
+            log.warning("unsent results of drone %s were dropped: %s", handle.name, error)
 
 
 def print_lines(handle: DroneHandle) -> None:
-    heard, dispatcher = handle.printed(), handle.dispatcher
-    if heard:
+    output, dispatcher = handle.take_output(), handle.dispatcher
+    if output:
         dispatcher.reactor.deliver(
-            partial(deliver, dispatcher.output, heard, dispatcher.output_listeners)
+            partial(deliver, dispatcher.output, output, dispatcher.output_listeners)
         )
 
 
-def _hear_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
+def _handle_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
     print_lines(handle)  # so that the output of a task is out before its promise settles
     dispatcher = handle.dispatcher
-    now = handle.last_heard = dispatcher.reactor.timers.now()
+    now = handle.last_contact_at = dispatcher.reactor.timers.now()
     settled: list[Task] = []
     timed: RemoteFunction | None = None
     seconds, calls = 0.0, 0
@@ -113,45 +113,49 @@ def _hear_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
         for number, status, started, finished, payload, output in outcomes:
             if status > WITHDRAWN:
                 if status == VALUES:
-                    _hear_values(handle, payload, now)
+                    _handle_values(handle, payload, now)
                     continue
-                if status == LOAN_OVER:
-                    handle.ref_table.came_back(number)
+                if status == RANGE_RELEASED:
+                    handle.ref_table.release(number)
                     continue
-                if status == TRAIL:
-                    _hear_trail(handle, payload)
+                if status == EVENT_LOG:
+                    _handle_event_log(handle, payload)
                     continue
                 if status & ~SHARED == PACKED:
-                    dispatcher.directory.packed(
+                    dispatcher.directory.on_packed(
                         handle,
                         number,
-                        handle.ref_table.arrived(payload) if status & SHARED else payload,
+                        handle.ref_table.receive(payload) if status & SHARED else payload,
                     )
                     continue
                 if status == NOT_PACKED:
-                    dispatcher.directory.not_packed(handle, number, payload)
+                    dispatcher.directory.on_pack_failed(handle, number, payload)
                     continue
-                if status == GIVEN:
-                    dispatcher.directory.given(handle, handle.in_flight.get(number), payload)
+                if status == KEPT_VALUES:
+                    dispatcher.directory.on_kept_values(
+                        handle, handle.in_flight.get(number), payload
+                    )
                     continue
-                task, status, payload, done = _hear_special(handle, number, status, payload)
+                task, status, payload, done = _handle_special_outcome(
+                    handle, number, status, payload
+                )
             else:
-                task = handle.answered(number)
+                task = handle.remove_in_flight(number)
                 done = 1 if task is None else task.count
             if task is None:  # given up as lost before the answer came
                 continue
             if status == WITHDRAWN:
-                task.never_began()
+                task.release_payload()
                 if not task.done():  # not cancelled by any thread, but no answer will come either
                     dispatcher.reactor.deliver(task.cancel)
                 continue
-            if task.place > handle.begun:
-                handle.begun = task.place
-            started, finished = started - handle.ahead, finished - handle.ahead
-            task.answer = Answer(started, finished, now, travelling(task.payload), len(payload))
+            if task.overlap_index > handle.highest_answered:
+                handle.highest_answered = task.overlap_index
+            started, finished = started - handle.clock_offset, finished - handle.clock_offset
+            task.answer = Answer(started, finished, now, sent_bytes(task.payload), len(payload))
             task.status = status
-            if task.retries and isinstance(payload, Received) and payload.is_far():
-                task.recipe = task.payload
+            if task.retries and isinstance(payload, Received) and payload.is_slow_to_open():
+                task.recompute_payload = task.payload
             if status == VALUE and isinstance(task, KeptTask):
                 payload = dispatcher.directory.add(handle, task, payload)
             task.payload = payload
@@ -162,53 +166,55 @@ def _hear_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
                 parts[task.number] = done
             if task.definition is not timed:
                 if timed is not None:
-                    timed.took(seconds, calls)
+                    timed.record_duration(seconds, calls)
                 timed, seconds, calls = task.definition, 0.0, 0
             seconds += finished - started
             calls += done
             handle.tasks_done += done
         if timed is not None:
-            timed.took(seconds, calls)
-        dispatcher.record.several(handle.name, settled, parts)
+            timed.record_duration(seconds, calls)
+        dispatcher.record.add_answers(handle.name, settled, parts)
     finally:  # tasks that have left flight are settled even if the rest of the message fails
         dispatcher.reactor.deliver(partial(settle, settled))
-    dispatcher.answered(handle)
+    dispatcher.after_answer(handle)
 
 
-def _hear_values(handle: DroneHandle, payload: Any, now: float) -> None:
+def _handle_values(handle: DroneHandle, payload: Any, now: float) -> None:
     """Handle the outcomes of many tasks, whose values are small and immutable."""
-    numbers, started, finished, values = unpack_together(payload, 4)
+    numbers, started, finished, values = unpack_lists(payload, 4)
     try:
         seconds = sum(finished) - sum(started)
     except TypeError:
-        raise Malformed("times that are none") from None
-    if handle.ahead:
-        started, finished = ([at - handle.ahead for at in times] for times in (started, finished))
-    tasks = handle.answered_all(numbers)
+        raise Malformed("start and end times that are not numbers") from None
+    if handle.clock_offset:
+        started, finished = (
+            [at - handle.clock_offset for at in times] for times in (started, finished)
+        )
+    tasks = handle.remove_many_in_flight(numbers)
     definitions = {task.definition for task in tasks if task is not None}
     alike = len(definitions) == 1
-    handle.dispatcher.record.many(
+    handle.dispatcher.record.add_batch(
         handle.name, tasks, started, finished, seconds, now, len(payload), alike
     )
     if alike:
-        definitions.pop().took(seconds, len(tasks))
+        definitions.pop().record_duration(seconds, len(tasks))
     else:
         for task, began, ended in zip(tasks, started, finished, strict=True):
             if task is not None:
-                task.definition.took(ended - began, 1)
+                task.definition.record_duration(ended - began, 1)
     handle.tasks_done += len(tasks)
-    answer = AnswersTogether(numbers, started, finished, now)
+    answer = AnswerBatch(numbers, started, finished, now)
     handle.dispatcher.reactor.deliver(partial(_settle_values, tasks, values, answer))
 
 
-def _hear_trail(handle: DroneHandle, payload: Any) -> None:
+def _handle_event_log(handle: DroneHandle, payload: Any) -> None:
     try:
-        handle.dispatcher.record.hear_trail(handle.name, bytes(payload), handle.ahead)
-    except ValueError as wrong:  # only a timeline lacks something; no caller waits for that
-        log.warning("%s: %s", handle.name, wrong)
+        handle.dispatcher.record.add_events(handle.name, bytes(payload), handle.clock_offset)
+    except ValueError as error:  # only a timeline lacks something; no caller waits for that
+        log.warning("drone %s: %s", handle.name, error)
 
 
-def _hear_special(
+def _handle_special_outcome(
     handle: DroneHandle, number: int, status: int, payload: Any
 ) -> tuple[Task | None, int, Any, int]:
     """Handle the outcome of a slice, or one in shared memory.
@@ -219,9 +225,9 @@ def _hear_special(
     if status == SPLIT:
         done, rest, state, payload = unpack_split(payload)
     if shared:
-        payload = handle.ref_table.arrived(payload)
+        payload = handle.ref_table.receive(payload)
     if status != SPLIT:
-        task = handle.answered(number)
+        task = handle.remove_in_flight(number)
         return task, status, payload, 1 if task is None else task.count
     task = handle.in_flight.get(number)
     if task is None:
@@ -232,7 +238,8 @@ def _hear_special(
     begun = task.count - done - rest
     if not isinstance(task, Slice) or begun < 0 or begun > (state == RUNNING):
         raise Malformed(
-            f"{handle.name} answered {done} and gave back {rest} of the {task.count} calls of work {number}"
+            f"drone {handle.name} answered {done} and returned {rest} of the {task.count} calls of "
+            f"task {number}"
         )
     handle.dispatcher.split(handle, task, done, rest, state)
     return task, VALUE, payload, done
@@ -246,14 +253,14 @@ def settle(answered: Iterable[Task]) -> None:
     for task in answered:
         try:
             value, error = _open(task)
-        except BaseException as wrong:
-            value, error = None, wrong.with_traceback(_beyond_ours(wrong.__traceback__))
+        except BaseException as raised:
+            value, error = None, raised.with_traceback(_skip_own_frames(raised.__traceback__))
             with suppress(BaseException):
                 error.add_note(f"while unpickling the result of {task.definition.label}")
-        finish(task, FINISHED, value, error)
+        settle_task(task, FINISHED, value, error)
 
 
-def finish(task: Task, state: str, value: Any, error: BaseException | None) -> None:
+def settle_task(task: Task, state: str, value: Any, error: BaseException | None) -> None:
     """Settle `task`. An exception in one of its callbacks is logged, so that the tasks after it are
     settled too."""
     try:
@@ -267,18 +274,18 @@ def _open(task: Task) -> tuple[Any, BaseException | None]:
     payload, task.payload = task.payload, b""
     try:
         if task.status == VALUE:
-            value = task.open(payload) if payload else None  # an empty payload stands for None
+            value = task.unpack(payload) if payload else None  # an empty payload stands for None
             if isinstance(value, Answers):  # which are unpickled one by one, later
-                value.given = task.given
+                value.remote_objects = task.answer_objects
             return value, None
         error = unpack_exception(bytes(payload))
         task.dispatcher.explain(error)
         return None, error
     finally:
-        task.given = None  # held until the handles in the answer were unpickled
+        task.answer_objects = None  # held until the handles in the answer were unpickled
 
 
-def _beyond_ours(at: TracebackType | None) -> TracebackType | None:
+def _skip_own_frames(at: TracebackType | None) -> TracebackType | None:
     """Skip the frames of this package in a traceback. They refer to the message, so a program that
     keeps the error would keep the message and its shared memory."""
     while (
@@ -289,14 +296,14 @@ def _beyond_ours(at: TracebackType | None) -> TracebackType | None:
     return at
 
 
-def _settle_values(tasks: list[Task | None], values: list[Any], answer: AnswersTogether) -> None:
+def _settle_values(tasks: list[Task | None], values: list[Any], answer: AnswerBatch) -> None:
     for task, value in zip(tasks, values, strict=True):
         if task is None:
             continue
         task.answer = answer
         try:
             try:  # the same as `Promise._settle`, without one call for each task
-                del task._open
+                del task._unclaimed
             except AttributeError:
                 continue
             if task._made_condition is None:
@@ -305,7 +312,7 @@ def _settle_values(tasks: list[Task | None], values: list[Any], answer: AnswersT
                 if task._hooks:
                     task._run_hooks()
             else:
-                task._open = None
+                task._unclaimed = None
                 task._settle(FINISHED, value, None)
         except BaseException:
             callbacks.exception("a callback of %r failed", task)

@@ -39,35 +39,35 @@ __all__ = ["HealthMonitor"]
 
 log = logging.getLogger(__name__)
 
-LOOK_AT_MEMORY = 0.2  # seconds between two looks
-BUSY = 0.1
+MEMORY_CHECK_SECONDS = 0.2  # seconds between two checks
+BUSY_FRACTION = 0.1
 """A thread computes if it runs for more than this fraction of the time in which it did not wait for
 a processor. A thread that only waits for the interpreter wakes every few milliseconds, which takes
 less than a hundredth."""
-NEAR = 0.9  # of max_memory
+NEAR_LIMIT_FRACTION = 0.9  # of max_memory
 
 
-class _Patient:
+class _ActivityTracker:
     """The signs of life of one drone or zygote."""
 
-    __slots__ = ("_anew", "_heartbeat", "_since", "_threads", "told")
+    __slots__ = ("_heartbeat", "_restarted", "_since", "_threads", "reported")
 
     def __init__(self, now: float) -> None:
         self._heartbeat: object = None
         self._threads: Times = {}
         self._since = now
-        self._anew = False
-        self.told = False
+        self._restarted = False
+        self.reported = False
 
-    def count_from(self, when: float) -> None:
+    def restart_at(self, when: float) -> None:
         """Ignore the processor time that threads have used up to now."""
         self._since = when
-        self._anew = True
+        self._restarted = True
 
-    def quiet_for(self, now: float, heartbeat: object, threads: Times) -> float:
+    def inactive_seconds(self, now: float, heartbeat: object, threads: Times) -> float:
         """Return the seconds since `heartbeat` has changed or one of `threads` has computed."""
-        if self._anew:
-            self._anew, self._threads = False, threads
+        if self._restarted:
+            self._restarted, self._threads = False, threads
         if heartbeat != self._heartbeat or any(
             self._computes(now, thread, *threads[thread]) for thread in threads
         ):
@@ -78,30 +78,31 @@ class _Patient:
 
     def _computes(self, now: float, thread: str, ran: float, waited: float) -> bool:
         ran_before, waited_before = self._threads.get(thread, (0.0, 0.0))
-        return ran - ran_before > BUSY * max(0.0, now - self._since - (waited - waited_before))
+        free = max(0.0, now - self._since - (waited - waited_before))
+        return ran - ran_before > BUSY_FRACTION * free
 
 
-class _WaitingDrone:
+class _WaitTracker:
     """How long a drone with tasks has waited.
 
     The samples are counts that only grow. Two equal samples prove that nothing ran between them,
     whether or not this process looked meanwhile."""
 
-    __slots__ = ("_others", "_own", "asked", "places")
+    __slots__ = ("_children", "_own", "places", "request")
 
     def __init__(self, now: float) -> None:
-        self._own = _Patient(now)
-        self._others = _Patient(now)
-        self.asked = 0  # the number of the request for its frames, or 0
+        self._own = _ActivityTracker(now)
+        self._children = _ActivityTracker(now)
+        self.request = 0  # the number of the request for its frames, or 0
         self.places: dict[str, Any] = {}  # the answer: the frame of each task
 
     def seconds(
-        self, now: float, worked: tuple[object, Times], others: Callable[[], object]
+        self, now: float, activity: tuple[object, Times], children_activity: Callable[[], object]
     ) -> float:
-        """Return the seconds since the drone has `worked`, or one of the processes that the drone
-        has started. `others` is called only while the drone itself waits."""
-        own = self._own.quiet_for(now, *worked)
-        return own and min(own, self._others.quiet_for(now, others(), {}))
+        """Return the seconds since the drone was active, or one of the processes that the drone has
+        started. `children_activity` is called only while the drone itself waits."""
+        own = self._own.inactive_seconds(now, *activity)
+        return own and min(own, self._children.inactive_seconds(now, children_activity(), {}))
 
 
 _requests = itertools.count(1)
@@ -111,107 +112,111 @@ class HealthMonitor:
     def __init__(self, dispatcher: Dispatcher) -> None:
         config = dispatcher.config
         self._dispatcher = dispatcher
-        self._hang = config.hang_timeout
-        self._memory = config.max_memory
-        self._every = tuning.health_check_seconds if self._memory is None else LOOK_AT_MEMORY
-        if self._hang is not None:
-            self._every = min(self._every, self._hang / 4)
-        self._quiet = (
+        self._hang_timeout = config.hang_timeout
+        self._max_memory = config.max_memory
+        self._interval = (
+            tuning.health_check_seconds if self._max_memory is None else MEMORY_CHECK_SECONDS
+        )
+        if self._hang_timeout is not None:
+            self._interval = min(self._interval, self._hang_timeout / 4)
+        self._stall_seconds = (
             tuning.stalled_seconds
-            if self._hang is None
-            else min(tuning.stalled_seconds, self._hang)
+            if self._hang_timeout is None
+            else min(tuning.stalled_seconds, self._hang_timeout)
         )
         self._report_waiting = config.report_waiting
         if self._report_waiting is not None:
-            self._every = min(self._every, self._report_waiting / 4)
-        self._waits: dict[DroneHandle, _WaitingDrone] = {}
-        self._stalled = False
-        self._patients: dict[DroneHandle | Launcher, _Patient] = {}
-        self._looks = False
-        self._looked = 0.0
+            self._interval = min(self._interval, self._report_waiting / 4)
+        self._wait_trackers: dict[DroneHandle, _WaitTracker] = {}
+        self._mutual_wait_reported = False
+        self._trackers: dict[DroneHandle | Launcher, _ActivityTracker] = {}
+        self._is_scheduled = False
+        self._checked_at = 0.0
 
-    def begin(self) -> None:
-        """Set the timer, because there may be a drone to look at."""
-        if not self._looks:
-            self._looks = True
-            self._dispatcher.reactor.after(self._every, self._look)
+    def schedule_check(self) -> None:
+        """Set the timer, because there may be a drone to check."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._dispatcher.reactor.call_later(self._interval, self._check)
 
-    def _look(self) -> None:
-        self._looks = False
-        if self._dispatcher.over:
+    def _check(self) -> None:
+        self._is_scheduled = False
+        if self._dispatcher.has_ended:
             return
         now = self._dispatcher.reactor.timers.now()
         # This process itself did not run. A drone that was unresponsive before stays so.
-        if now - self._looked > 2 * self._every + tuning.stalled_seconds / 4:
-            for one, patient in self._patients.items():
-                quiet = isinstance(one, DroneHandle) and one.unresponsive is not None
-                patient.count_from(now - self._quiet if quiet else now)
-        self._looked = now
-        awaited: set[DroneHandle | Launcher] = set()
+        if now - self._checked_at > 2 * self._interval + tuning.stalled_seconds / 4:
+            for process, tracker in self._trackers.items():
+                stalled = isinstance(process, DroneHandle) and process.unresponsive is not None
+                tracker.restart_at(now - self._stall_seconds if stalled else now)
+        self._checked_at = now
+        monitored: set[DroneHandle | Launcher] = set()
         for handle in [each for each in self._dispatcher.handles if each.alive]:
-            if self._memory is not None and handle.pid is not None:
-                self._look_at_memory(handle, self._memory)
-            waits = (
+            if self._max_memory is not None and handle.pid is not None:
+                self._check_memory(handle, self._max_memory)
+            needs_zygote = (
                 handle.pid is None
                 or handle.kill_reason
                 or handle.state is State.STOPPING
                 or handle.unresponsive
             )
-            if handle.keeper is not None and waits:
-                awaited.add(handle.keeper)  # the zygote starts the drone and reports its end
+            if handle.spawner is not None and needs_zygote:
+                monitored.add(handle.spawner)  # the zygote starts the drone and reports its end
             if handle.pid is not None and (handle.in_flight or handle.state < State.READY):
-                awaited.add(handle)
-        for gone in self._patients.keys() - awaited:
-            del self._patients[gone]
-        for handle in [handle for handle in self._waits if handle not in awaited]:
-            self._goes_on(handle)
+                monitored.add(handle)
+        for gone in self._trackers.keys() - monitored:
+            del self._trackers[gone]
+        for handle in [handle for handle in self._wait_trackers if handle not in monitored]:
+            self._end_wait(handle)
         # Some drones may have answered while this process did not run.
         for handle in self._dispatcher.handles:
-            if handle.unresponsive is not None and handle not in awaited:
-                self._responds(handle)
-        for one in awaited:
-            patient = self._patients.setdefault(one, _Patient(now))
-            if isinstance(one, DroneHandle):
-                self._feel(one, patient, now)
+            if handle.unresponsive is not None and handle not in monitored:
+                self._mark_responsive(handle)
+        for process in monitored:
+            tracker = self._trackers.setdefault(process, _ActivityTracker(now))
+            if isinstance(process, DroneHandle):
+                self._check_drone(process, tracker, now)
             else:
-                self._feel_zygote(one, patient, now)
-        self._look_for_stall()
-        if awaited or self._memory is not None:
-            self.begin()  # has no effect if the replacement of a drone has set the timer already
+                self._check_zygote(process, tracker, now)
+        self._check_mutual_wait()
+        if monitored or self._max_memory is not None:
+            # No effect if the replacement of a drone has set the timer already.
+            self.schedule_check()
 
     def fail(self, error: Exception) -> None:
         self._dispatcher.fail(error)
 
     # -- heartbeats --------------------------------------------------------------------------------
 
-    def _feel(self, handle: DroneHandle, patient: _Patient, now: float) -> None:
+    def _check_drone(self, handle: DroneHandle, tracker: _ActivityTracker, now: float) -> None:
         heartbeat, threads = handle.heartbeat()
         if self._report_waiting is not None:
-            self._look_for_wait(handle, now, handle.worked(threads), self._report_waiting)
-        quiet = patient.quiet_for(now, heartbeat, threads)
-        if quiet < self._quiet:
+            self._check_wait(handle, now, handle.activity(threads), self._report_waiting)
+        inactive = tracker.inactive_seconds(now, heartbeat, threads)
+        if inactive < self._stall_seconds:
             if handle.unresponsive is not None:
-                self._responds(handle)
+                self._mark_responsive(handle)
                 log.info("drone %s (pid %s) responds again", handle.name, handle.pid)
             return
         if handle.unresponsive is None:
-            why = handle.unresponsive = handle.why_quiet()
+            reason = handle.unresponsive = handle.stall_reason()
             log.warning(
                 "drone %s (pid %s) does not respond: %s%s",
                 handle.name,
                 handle.pid,
-                why,
-                _while(handle),
+                reason,
+                _running_task_text(handle),
             )
-        if self._hang is not None and quiet >= self._hang and not handle.kill_reason:
-            handle.kill(f"it did not respond for {quiet:.1f} s: {handle.unresponsive}")
+        hang_timeout = self._hang_timeout
+        if hang_timeout is not None and inactive >= hang_timeout and not handle.kill_reason:
+            handle.kill(f"the drone did not respond for {inactive:.1f} s: {handle.unresponsive}")
 
-    def _responds(self, handle: DroneHandle) -> None:
+    def _mark_responsive(self, handle: DroneHandle) -> None:
         """Note that the drone responds again. Its dedicated tasks may have waited for that."""
         handle.unresponsive = None
         self._dispatcher.dedicated_waiting = True
 
-    def _feel_zygote(self, launcher: Launcher, patient: _Patient, now: float) -> None:
+    def _check_zygote(self, launcher: Launcher, tracker: _ActivityTracker, now: float) -> None:
         """Check whether a signal has stopped the zygote. That is the only sign of trouble, because
         a zygote waits most of the time.
 
@@ -219,88 +224,92 @@ class HealthMonitor:
         `tuning.stopped_zygote_seconds`. That loses nothing, whereas its end would end its
         drones."""
         stopped = state_of(launcher.pid) in ("T", "t")
-        quiet = patient.quiet_for(now, stopped, {})
+        inactive = tracker.inactive_seconds(now, stopped, {})
         if not stopped:
-            patient.told = False
-        if not stopped or quiet < self._quiet:
+            tracker.reported = False
+        if not stopped or inactive < self._stall_seconds:
             return
-        if not patient.told:
-            patient.told = True
+        if not tracker.reported:
+            tracker.reported = True
             log.warning(
                 "the zygote of %s (pid %s) does not respond: it is stopped",
                 self._dispatcher.config.name,
                 launcher.pid,
             )
-        if self._hang is not None and quiet >= self._hang:
+        if self._hang_timeout is not None and inactive >= self._hang_timeout:
             launcher.kill_zygote()
-        elif quiet >= tuning.stopped_zygote_seconds:
+        elif inactive >= tuning.stopped_zygote_seconds:
             launcher.continue_zygote()
 
     # -- waits -------------------------------------------------------------------------------------
 
-    def _look_for_wait(
-        self, handle: DroneHandle, now: float, worked: tuple[object, Times] | None, after: float
+    def _check_wait(
+        self, handle: DroneHandle, now: float, activity: tuple[object, Times] | None, after: float
     ) -> None:
-        if worked is None:
+        if activity is None:
             return
-        wait = self._waits.get(handle)
+        wait = self._wait_trackers.get(handle)
         if wait is None:
-            wait = self._waits[handle] = _WaitingDrone(now)
-        seconds = wait.seconds(now, worked, handle.others_worked)
+            wait = self._wait_trackers[handle] = _WaitTracker(now)
+        seconds = wait.seconds(now, activity, handle.children_activity)
         if seconds < after:
-            if wait.asked:
-                self._goes_on(handle)
-                self._waits[handle] = wait
-                wait.asked, wait.places = 0, {}
-        elif not wait.asked:  # by the next look the control thread has answered, if it can
-            wait.asked = next(_requests)
+            if wait.request:
+                self._end_wait(handle)
+                self._wait_trackers[handle] = wait
+                wait.request, wait.places = 0, {}
+        elif not wait.request:  # by the next look the control thread has answered, if it can
+            wait.request = next(_requests)
             if handle.is_up():
-                handle.send(pack_numbers(FRAMES, (wait.asked,)))
+                handle.send(pack_numbers(FRAMES, (wait.request,)))
         # Not if the drone is runnable, and only has to wait for a processor.
-        elif handle.told_waiting is None and handle.waits():
-            told = self._described(handle, time() - seconds, wait.places)
-            log.warning("drone %s (pid %s): %s", handle.name, handle.pid, told[1])
-            handle.told_waiting = told
+        elif handle.reported_wait is None and handle.is_waiting():
+            report = self._describe_wait(handle, time() - seconds, wait.places)
+            log.warning("drone %s (pid %s): %s", handle.name, handle.pid, report[1])
+            handle.reported_wait = report
 
-    def _look_for_stall(self) -> None:
+    def _check_mutual_wait(self) -> None:
         """Warn if all drones wait while tasks are queued, because the drones may be waiting for
         just these tasks, which then never run. Only the program knows whether they are, so no task
         is stopped."""
         handles = [handle for handle in self._dispatcher.handles if handle.alive]
         if not handles or any(handle.waiting is None for handle in handles):
-            self._stalled = False
+            self._mutual_wait_reported = False
             return
         queued = [
             *self._dispatcher.queue,
             *(task for handle in handles for task in [*handle.dedicated, *handle.preferred]),
         ]
         queued = [task for task in queued if not task.done()]
-        if queued and not self._stalled:
-            self._stalled = True
+        if queued and not self._mutual_wait_reported:
+            self._mutual_wait_reported = True
             log.warning(
-                "all drones of %s wait (%d), and calls are queued that only a free one can run (%d, first of all %s): "
-                "if these are what the drones wait for, as the stages of a pipeline do for each other, that is a "
-                "deadlock, and takes a Pool of %d drones",
-                self._dispatcher.config.name, len(handles), len(queued), queued[0].definition.label,
+                "all drones of %s (%d) wait, and tasks are queued until a drone is free (%d, the "
+                "first is %s): if the drones wait for these tasks, as the stages of a pipeline "
+                "wait for each other, this is a deadlock: use a Pool of at least %d drones",
+                self._dispatcher.config.name,
+                len(handles),
+                len(queued),
+                queued[0].definition.label,
                 len(handles) + len(queued),
-            )  # fmt: skip
+            )
 
-    def hear_frames(self, handle: DroneHandle, request: int, answer: dict[str, Any]) -> None:
+    def handle_frames(self, handle: DroneHandle, request: int, answer: dict[str, Any]) -> None:
         """Handle the answer to a request for frames, which may be outdated. Raises `Malformed`."""
         places = answer.get("places")
         if not isinstance(places, dict):
-            raise Malformed(f"{handle.name} did not tell where its tasks are")
-        wait = self._waits.get(handle)
-        if wait is not None and wait.asked == request:
+            raise Malformed(f"drone {handle.name} did not report where its tasks are")
+        wait = self._wait_trackers.get(handle)
+        if wait is not None and wait.request == request:
             wait.places = places
-            if handle.told_waiting is not None:  # the control thread could not answer before
-                handle.told_waiting = self._described(handle, handle.told_waiting[1].since, places)
+            if handle.reported_wait is not None:  # the control thread could not answer before
+                since = handle.reported_wait[1].since
+                handle.reported_wait = self._describe_wait(handle, since, places)
 
-    def _described(
+    def _describe_wait(
         self, handle: DroneHandle, since: float, places: dict[str, Any]
     ) -> tuple[int, Waiting]:
         tasks = list(handle.in_flight.values())
-        started = handle.started()
+        started = handle.last_started()
         task = next((each for each in tasks if each.number == started), tasks[0] if tasks else None)
         waiting = Waiting(since, system_call=handle.system_call())
         if task is None:
@@ -313,42 +322,42 @@ class HealthMonitor:
                 waiting = replace(waiting, file=file, line=line, function=function)
         return task.number, waiting
 
-    def _goes_on(self, handle: DroneHandle) -> None:
+    def _end_wait(self, handle: DroneHandle) -> None:
         """Note that the drone has run again, or has no more tasks."""
-        del self._waits[handle]
-        if handle.told_waiting is not None:
-            log.info("drone %s (pid %s) waits no more", handle.name, handle.pid)
-            handle.told_waiting = None
+        del self._wait_trackers[handle]
+        if handle.reported_wait is not None:
+            log.info("drone %s (pid %s) no longer waits", handle.name, handle.pid)
+            handle.reported_wait = None
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _look_at_memory(self, handle: DroneHandle, most: int) -> None:
+    def _check_memory(self, handle: DroneHandle, limit: int) -> None:
         # The memory of a drone that is being killed shrinks, which says nothing about the next one.
         if handle.kill_reason:
             return
-        held = handle.memory(int(most * NEAR))
-        if held < most * NEAR:
+        held = handle.memory(int(limit * NEAR_LIMIT_FRACTION))
+        if held < limit * NEAR_LIMIT_FRACTION:
             if handle.state is State.READY:
-                self._dispatcher.supervisor.too_large_so_far = 0
+                self._dispatcher.supervisor.too_large_in_a_row = 0
             return
-        what = f"it and what it had started held {held >> 20:,} MiB"
+        usage = f"the drone and the processes that it started held {held >> 20:,} MiB"
         if (
             handle.state is State.READY
             and not handle.in_flight
             and not handle.tasks_done
             and self._dispatcher.config.on_death != "end"
         ):
-            self._dispatcher.supervisor.too_large(
-                handle, f"{what} before it had done anything, of max_memory={most:,} bytes"
+            self._dispatcher.supervisor.kill_too_large(
+                handle, f"{usage} before its first task; the limit is max_memory={limit:,} bytes"
             )
-        elif held > most:
-            handle.kill(f"{what}, more than max_memory={most:,} bytes")
+        elif held > limit:
+            handle.kill(f"{usage}, more than max_memory={limit:,} bytes")
         # A lone drone is not replaced, because its pool would end with it.
         elif handle.state is State.READY and self._dispatcher.config.on_death != "end":
             log.info("drone %s is replaced: it holds %s MiB", handle.name, f"{held >> 20:,}")
             self._dispatcher.supervisor.retire(handle)
 
 
-def _while(handle: DroneHandle) -> str:
-    running = handle.in_flight.get(handle.started())
-    return f"; it was running {running.definition.label}" if running is not None else ""
+def _running_task_text(handle: DroneHandle) -> str:
+    running = handle.in_flight.get(handle.last_started())
+    return f"; its running task is {running.definition.label}" if running is not None else ""

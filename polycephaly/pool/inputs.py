@@ -1,6 +1,6 @@
 """Promises among the arguments of a call, and the propagation of their failures.
 
-    arguments ──pickled──> a placeholder per promise ──> the drone: `filled(index)`, the value
+    arguments ──pickled──> a placeholder per promise ──> the drone: `promised_value(index)`
                               └──> Placeholders.inputs: the call waits for these
 
 The pickler finds the promises at any depth, because it visits every object anyway. So arguments
@@ -21,20 +21,27 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from ..drone.functions import filled
-from ..errors import another
-from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, misplaced, pickling
+from ..drone.functions import promised_value
+from ..errors import copy_error
+from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, misplaced_error, pickling
 from ..promises.trampoline import Trampoline
 
 if TYPE_CHECKING:
     from .task import Task
 
-__all__ = ["CONTAINERS", "Placeholder", "Placeholders", "cancel_upstream", "fall", "forget"]
+__all__ = [
+    "CONTAINERS",
+    "Placeholder",
+    "Placeholders",
+    "cancel_upstream",
+    "propagate_failure",
+    "remove_settled_hooks",
+]
 
 CONTAINERS = frozenset((list, tuple, dict))
 """Promises are found in objects of these types, but not of their subclasses."""
-_FEW = 32
-_CAME_BY = "the promise that brought it: "
+_MIN_STALE_HOOKS = 32
+_INPUT_NOTE = "failed input: "
 
 
 class Placeholder:
@@ -42,7 +49,7 @@ class Placeholder:
     a settled promise in place of the handle.
     """
 
-    def stands_for(self) -> Promise[Any]:
+    def stand_in_promise(self) -> Promise[Any]:
         raise NotImplementedError
 
 
@@ -54,27 +61,27 @@ class Placeholders:
         self._indices: dict[int, int] = {}
 
     def __enter__(self) -> Self:
-        self._before = pickling.stand_in
-        pickling.stand_in = self._stand_in
+        self._before = pickling.reduce_promise
+        pickling.reduce_promise = self._stand_in
         return self
 
     def __exit__(self, *_: object) -> None:
-        pickling.stand_in = self._before
+        pickling.reduce_promise = self._before
 
     def _stand_in(self, promise: Promise[Any]) -> tuple[Any, tuple[int]]:
         index = self._indices.setdefault(id(promise), len(self.inputs))
         if index == len(self.inputs):
             self.inputs.append(promise)
-        return filled, (index,)
+        return promised_value, (index,)
 
     def check(self, *arguments: object) -> None:
         """Raise `TypeError` if a promise stands in anything but `CONTAINERS`."""
-        anywhere = {id(each) for each in self.inputs if each._may_be_anywhere}
-        stray = self._indices.keys() - anywhere
-        if stray:
-            stray -= _in_containers(arguments, stray)
-        if stray:
-            raise misplaced(self.inputs[self._indices[stray.pop()]])
+        anywhere = {id(each) for each in self.inputs if each._may_be_inside_objects}
+        misplaced_ids = self._indices.keys() - anywhere
+        if misplaced_ids:
+            misplaced_ids -= _in_containers(arguments, misplaced_ids)
+        if misplaced_ids:
+            raise misplaced_error(self.inputs[self._indices[misplaced_ids.pop()]])
 
 
 def _in_containers(arguments: object, wanted: set[int]) -> set[int]:
@@ -103,10 +110,10 @@ def _in_containers(arguments: object, wanted: set[int]) -> set[int]:
 # -- propagation of failures -----------------------------------------------------------------------
 
 
-_falling = Trampoline(deep=1)
+_failures = Trampoline(max_depth=1)
 
 
-def fall(task: Task, settled: Promise[Any]) -> None:
+def propagate_failure(task: Task, settled: Promise[Any]) -> None:
     """Reject `task`, because its input `settled` has no value.
 
     The error is a copy of the input's error, with a note that names the input; or `CancelledError`
@@ -114,49 +121,49 @@ def fall(task: Task, settled: Promise[Any]) -> None:
     """
     if settled._state == CANCELLED:
         error: BaseException = CancelledError(
-            f"{settled._named()}, for which {task._named()} waited, was cancelled"
+            f"{settled._description()}, an input of {task._description()}, was cancelled"
         )
     else:
         assert settled._exception is not None
-        error = _own(settled._exception)
-        _say_by_whom(error, settled)
-    _falling.go(_reject, task, error)
+        error = _copy_for_promise(settled._exception)
+        _add_input_note(error, settled)
+    _failures.run(_reject, task, error)
 
 
 def _reject(task: Task, error: BaseException) -> None:
     try:
         task._settle(FINISHED, None, error)
     finally:
-        task.let_go()
-        task.dispatcher.filled(task)
+        task.release_inputs()
+        task.dispatcher.on_inputs_ready(task)
 
 
-def _own(error: BaseException) -> BaseException:
+def _copy_for_promise(error: BaseException) -> BaseException:
     """Return a copy of `error` for one more promise.
 
     If all promises shared one error, each raise would add the frames of its waiter to that error,
     and keep these frames alive as long as any of the promises.
     """
     trace, context = error.__traceback__, error.__context__
-    own = another(error).with_traceback(trace)
-    with suppress(Exception):  # as in `another`
-        own.__context__ = context
-        if own is not error and hasattr(error, "__notes__"):
-            own.__notes__ = list(error.__notes__)
-    return own
+    copied = copy_error(error).with_traceback(trace)
+    with suppress(Exception):  # as in `copy_error`
+        copied.__context__ = context
+        if copied is not error and hasattr(error, "__notes__"):
+            copied.__notes__ = list(error.__notes__)
+    return copied
 
 
-def _say_by_whom(error: BaseException, settled: Promise[Any]) -> None:
+def _add_input_note(error: BaseException, settled: Promise[Any]) -> None:
     """Add a note that names the input, once: a path of a thousand calls must not add a thousand
     lines.
     """
     notes: Sequence[object] = getattr(error, "__notes__", ())
-    if not any(isinstance(note, str) and note.startswith(_CAME_BY) for note in notes):
+    if not any(isinstance(note, str) and note.startswith(_INPUT_NOTE) for note in notes):
         with suppress(Exception):  # if the error accepts no notes
-            error.add_note(f"{_CAME_BY}{settled._named()}")
+            error.add_note(f"{_INPUT_NOTE}{settled._description()}")
 
 
-def forget(inputs: Iterable[Any]) -> None:
+def remove_settled_hooks(inputs: Iterable[Any]) -> None:
     """Remove the hooks of settled tasks from their inputs, now and then.
 
     Called when a task that waited for `inputs` has settled. An input that stays pending while many
@@ -165,9 +172,10 @@ def forget(inputs: Iterable[Any]) -> None:
     """
     for each in inputs:
         if isinstance(each, Promise) and not each.done():
-            each._gone += 1  # not exact if several threads do so at once, and need not be
-            if each._gone > _FEW and 2 * each._gone > len(each._hooks or ()):
-                each._gone = 0
+            each._stale_hooks += 1  # not exact if several threads do so at once, and need not be
+            stale = each._stale_hooks
+            if stale > _MIN_STALE_HOOKS and 2 * stale > len(each._hooks or ()):
+                each._stale_hooks = 0
                 for _ in _waiters(each):
                     pass
 
@@ -202,25 +210,25 @@ def _waiters(promise: Promise[Any]) -> Iterator[Any]:
         while index:
             index -= 1
             hook = hooks[index]
-            waits = getattr(hook, "__self__", None)
-            if isinstance(waits, Promise):
-                is_over = waits._state != PENDING
+            waiter = getattr(hook, "__self__", None)
+            if isinstance(waiter, Promise):
+                is_over = waiter._state != PENDING
             else:
-                is_over = getattr(waits, "_only_follows", None) is True
-            if is_over and hook == getattr(waits, "_one_settled", None):
+                is_over = getattr(waiter, "_only_follows", None) is True
+            if is_over and hook == getattr(waiter, "_on_input_settled", None):
                 first, last = hook, hook if last is None else last
                 continue
             if last is not None:
-                _take_off(hooks, slice(index + 1, end), first, last)
+                _remove_hooks(hooks, slice(index + 1, end), first, last)
                 last = None
             end = index
             if not is_over:
                 yield hook
         if last is not None:
-            _take_off(hooks, slice(0, end), first, last)
+            _remove_hooks(hooks, slice(0, end), first, last)
 
 
-def _take_off(hooks: list[Any], run: slice, first: object, last: object) -> None:
+def _remove_hooks(hooks: list[Any], run: slice, first: object, last: object) -> None:
     """Remove the hooks in `run` if they are still there.
 
     Other threads may remove, pop or reverse hooks meanwhile. Then the first and the last hook are

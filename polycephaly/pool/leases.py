@@ -1,11 +1,11 @@
 """Leases: tasks of a pool that another process runs for a while.
 
-    queue ──lend──> another process (server/joined.py) ──done──> settled
-      ^                │ │ not begun
-      ├── come_back <──┘ │ the process is lost
-      └───── lost <──────┘ (run again if `retries` allow, otherwise rejected)
+    queue ──lease──> another process (server/joined.py) ──done──> on_settled
+      ^                        │ │ not begun
+      ├── requeue_unstarted <──┘ │ the process is lost
+      └────────── on_lost <──────┘ (run again if `retries` allow, otherwise rejected)
 
-A leased task counts as held: the dispatcher does not end before it is settled or returned. All
+A leased task counts as parked: the dispatcher does not end before it is settled or returned. All
 methods are called while holding the reactor's lock.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Leases"]
 
 # Tasks that cannot be leased, after which the search for others behind them is given up.
-_PASSED_MOST = 1000
+_MAX_SKIPPED_TASKS = 1000
 
 
 class Leases:
@@ -32,49 +32,49 @@ class Leases:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    def lend(self, most: int, which: Callable[[Task], bool]) -> list[Task]:
-        """Take at most `most` tasks for which `which` is true from the queue. No drone has any of
-        them."""
+    def lease(self, max_tasks: int, can_lease: Callable[[Task], bool]) -> list[Task]:
+        """Take at most `max_tasks` tasks for which `can_lease` is true from the queue. No drone has
+        any of them."""
         dispatcher = self._dispatcher
         taken: list[Task] = []
-        passed: list[Task] = []
+        skipped: list[Task] = []
         with suppress(IndexError):
-            while len(taken) < most and len(passed) < _PASSED_MOST:
+            while len(taken) < max_tasks and len(skipped) < _MAX_SKIPPED_TASKS:
                 task = dispatcher.queue.popleft()
                 if not task.done():
-                    (taken if which(task) else passed).append(task)
-        dispatcher.queue.extendleft(reversed(passed))
+                    (taken if can_lease(task) else skipped).append(task)
+        dispatcher.queue.extendleft(reversed(skipped))
         for task in taken:
-            task.lent = True
-        dispatcher.held.update(taken)
+            task.is_leased = True
+        dispatcher.parked.update(taken)
         return taken
 
-    def come_back(self, tasks: list[Task]) -> None:
+    def requeue_unstarted(self, tasks: list[Task]) -> None:
         """Queue tasks again that the other process had not begun."""
         dispatcher = self._dispatcher
-        self._take_back(tasks)
-        if dispatcher.over:
-            dispatcher.lose(
+        self._reclaim(tasks)
+        if dispatcher.has_ended:
+            dispatcher.reject_or_retry(
                 tasks,
                 dispatcher.refusal or RuntimeError(f"{dispatcher.config.name} has ended"),
-                again=False,
+                may_retry=False,
             )
         else:
             dispatcher.requeue([task for task in tasks if not task.done()])
-        dispatcher.look_for_end = True
+        dispatcher.end_check_due = True
 
-    def lost(self, tasks: list[Task], error: BaseException) -> None:
+    def on_lost(self, tasks: list[Task], error: BaseException) -> None:
         """Handle tasks that the other process may have begun before it was lost."""
         dispatcher = self._dispatcher
-        self._take_back(tasks)
-        dispatcher.lose(tasks, error, again=not dispatcher.over)
-        dispatcher.look_for_end = True
+        self._reclaim(tasks)
+        dispatcher.reject_or_retry(tasks, error, may_retry=not dispatcher.has_ended)
+        dispatcher.end_check_due = True
 
-    def settled(self, tasks: list[Task]) -> None:
-        self._dispatcher.held.difference_update(tasks)
-        self._dispatcher.look_for_end |= self._dispatcher.closing
+    def on_settled(self, tasks: list[Task]) -> None:
+        self._dispatcher.parked.difference_update(tasks)
+        self._dispatcher.end_check_due |= self._dispatcher.closing
 
-    def _take_back(self, tasks: list[Task]) -> None:
+    def _reclaim(self, tasks: list[Task]) -> None:
         for task in tasks:
-            task.lent = task.runs_elsewhere = False
-        self._dispatcher.held.difference_update(tasks)
+            task.is_leased = task.runs_elsewhere = False
+        self._dispatcher.parked.difference_update(tasks)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.tuning import tuning
 from ..store.placeholders import PayloadWithRefs
-from .drone_handle import DroneHandle, State, drained
+from .drone_handle import DroneHandle, State, drain
 from .task import Task
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Locality"]
 
-MOVING = 2e-9
+MOVE_SECONDS_PER_BYTE = 2e-9
 """Approximate seconds to move a byte between drones: pickling, one copy, unpickling."""
-# Tasks looked at in the queue of one drone, when other drones look for tasks to take over.
-_LOOKED_AT = 256
+# Tasks that are checked in the queue of one drone, when other drones may take tasks over.
+_MAX_CHECKED_TASKS = 256
 
 
 class Locality:
@@ -42,28 +42,30 @@ class Locality:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._any = False
-        self._looks_at = inf  # when `share` will be tried again
+        self._has_tasks = False
+        self._next_rebalance_at = inf  # when `rebalance` will be tried again
 
     def __bool__(self) -> bool:
-        return self._any
+        return self._has_tasks
 
     def __len__(self) -> int:
-        return sum(len(handle.preferred) for handle in self._dispatcher.handles) if self._any else 0
+        if not self._has_tasks:
+            return 0
+        return sum(len(handle.preferred) for handle in self._dispatcher.handles)
 
     def add(self, task: Task, handle: DroneHandle) -> None:
         """Queue `task` for `handle`. An idle drone takes over the task if that has waited for as
         long as moving its kept values takes. Any thread may call this."""
         dispatcher = self._dispatcher
-        task.prefers = handle
-        task.preferred = dispatcher.reactor.timers.now()
+        task.preferred_drone = handle
+        task.preferred_since = dispatcher.reactor.timers.now()
         handle.preferred.append(task)
-        self._any = dispatcher.dedicated_waiting = True
-        dispatcher.see_to(task)
+        self._has_tasks = dispatcher.dedicated_waiting = True
+        dispatcher.wake_idle_drone(task)
         # The queue was emptied when the drone retired, perhaps before the append above.
         if handle.state >= State.RETIRING:
             dispatcher.reactor.post(partial(self.release, handle))
-        if dispatcher.over:
+        if dispatcher.has_ended:
             dispatcher.reject_all(handle.preferred)
 
     # -- holding the reactor's lock ----------------------------------------------------------------
@@ -71,24 +73,31 @@ class Locality:
     def put_back(self, task: Task, handle: DroneHandle) -> None:
         """Put `task` back at the head of the queue that it was taken from."""
         handle.preferred.appendleft(task)
-        self._any = self._dispatcher.dedicated_waiting = True
+        self._has_tasks = self._dispatcher.dedicated_waiting = True
 
-    def look(self) -> None:
+    def update_has_tasks(self) -> None:
         """Find out whether any tasks are left."""
-        self._any = False  # before the look, because a thread that adds a task sets it afterwards
+        # Before the check, because a thread that adds a task sets the flag afterwards.
+        self._has_tasks = False
         if any(handle.preferred for handle in self._dispatcher.handles):
-            self._any = True
+            self._has_tasks = True
 
-    def share(self, now: float) -> None:
+    def rebalance(self, now: float) -> None:
         """Let idle drones take tasks that have waited for a busy one as long as moving their kept
         values would take. Values to be moved are pickled first; meanwhile the busy drone may get to
         the task."""
         dispatcher = self._dispatcher
-        idle = [handle for handle in dispatcher.handles if not handle.in_flight and handle.takes()]
+        idle = [
+            handle for handle in dispatcher.handles if not handle.in_flight and handle.can_take()
+        ]
         soonest = inf
         for busy in sorted(dispatcher.handles, key=lambda handle: -len(handle.preferred)):
-            for task in list(islice(busy.preferred, _LOOKED_AT)) if idle else ():
-                due = task.preferred + 2 * tuning.batch_seconds + task.burden * MOVING
+            for task in list(islice(busy.preferred, _MAX_CHECKED_TASKS)) if idle else ():
+                due = (
+                    task.preferred_since
+                    + 2 * tuning.batch_seconds
+                    + task.bytes_to_move * MOVE_SECONDS_PER_BYTE
+                )
                 if task.done():
                     busy.preferred.remove(task)
                 elif due > now:
@@ -102,21 +111,21 @@ class Locality:
                     busy.preferred.remove(task)
                     handle.preferred.appendleft(task)
                     dispatcher.send(handle, handle.preferred, 1, now)
-        if idle and soonest < self._looks_at:
-            self._looks_at = soonest
-            dispatcher.reactor.after(soonest - now, self._look_again)
+        if idle and soonest < self._next_rebalance_at:
+            self._next_rebalance_at = soonest
+            dispatcher.reactor.call_later(soonest - now, self._rebalance_again)
 
-    def _look_again(self) -> None:
-        self._looks_at = inf  # `after_turn` calls `share`
+    def _rebalance_again(self) -> None:
+        self._next_rebalance_at = inf  # `after_critical_section` calls `rebalance`
 
     def release(self, handle: DroneHandle) -> None:
         """Requeue the tasks that prefer `handle`, which takes no more. The drone ends if these were
         all that it had."""
-        for task in drained(handle.preferred):
-            task.prefers = None
-            self._dispatcher.go_on(task)
+        for task in drain(handle.preferred):
+            task.preferred_drone = None
+            self._dispatcher.resume(task)
         self._dispatcher.supervisor.stop_if_retired(handle)
 
-    def drained(self) -> list[Task]:
+    def drain(self) -> list[Task]:
         """Take all tasks out of the queues."""
-        return [task for handle in self._dispatcher.handles for task in drained(handle.preferred)]
+        return [task for handle in self._dispatcher.handles for task in drain(handle.preferred)]

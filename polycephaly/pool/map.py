@@ -25,13 +25,13 @@ from ..promises.promise import FINISHED, Promise
 from ..wire.exceptions import unpack_exception
 from ..wire.slices import Answers
 from .map_source import OneByOne
-from .progress import REFRESH, Progress
+from .progress import REFRESH_INTERVAL_SECONDS, Progress
 from .task import Slice, Task
 
-__all__ = ["Results", "results"]
+__all__ = ["Results", "start_map"]
 
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
-LOOK = 1.0
+MAX_TIMER_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -43,22 +43,22 @@ class Results(chain[T]):
     blocking the other tasks there. Use one consumer, of either kind.
     """
 
-    _flow: Generator[Iterable[Any], None, None]
+    _generator: Generator[Iterable[Any], None, None]
     _stream: _Ordered
 
     def close(self) -> None:
         """Cancel all calls in flight. A second call is no error."""
-        self._stream.is_read = True
-        self._flow.close()
+        self._stream.was_read = True
+        self._generator.close()
 
     def __repr__(self) -> str:
-        return f"<Results of {self._stream.source.label}: to be iterated, by `for` or `async for`>"
+        return f"<Results of {self._stream.source.label}: iterate with `for` or `async for`>"
 
     def __aiter__(self) -> AsyncIterator[T]:
-        return _Steps(self)
+        return _AsyncResults(self)
 
 
-def results(
+def start_map(
     pool: object,
     source: OneByOne,
     total: int | None,
@@ -71,40 +71,40 @@ def results(
 
     `total` is the number of calls, if known.
     """
-    end = None if timeout is None else monotonic() + timeout
-    shown = Progress(source.label, total) if progress else None
-    stream = (_Ordered if ordered else _Unordered)(source, buffersize, end, shown)
+    deadline = None if timeout is None else monotonic() + timeout
+    bar = Progress(source.label, total) if progress else None
+    stream = (_Ordered if ordered else _Unordered)(source, buffersize, deadline, bar)
     stream.pool = pool
-    flow = _flow(stream)
-    next(flow)
-    made = Results.from_iterable(flow)
-    made._flow, made._stream = flow, stream  # type: ignore[attr-defined]
-    return made  # type: ignore[return-value]  # made by `Results`
+    generator = _generate(stream)
+    next(generator)
+    results = Results.from_iterable(generator)
+    results._generator, results._stream = generator, stream  # type: ignore[attr-defined]
+    return results  # type: ignore[return-value]  # made by `Results`
 
 
-def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
+def _generate(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
     """Yield some results at a time. The first item is empty, and is yielded after the first calls
     are sent.
     """
     values: list[Any] = []
     tasks: list[Task] = []
     try:
-        stream.fill()
+        stream.send_ahead()
         yield values
-        stream.is_read = True
+        stream.was_read = True
         while True:
-            stream.fill()
-            tasks = stream.take()
+            stream.send_ahead()
+            tasks = stream.take_settled()
             if not tasks:
                 break
             if not isinstance(tasks[0], Slice):
                 if tasks[0].exception() is not None:
                     tasks.pop().result()  # raises the error
-                yield _emptied(tasks)
+                yield _pop_values(tasks)
                 continue
             answers: Answers = tasks.pop().result()
             values = answers.values
-            yield values if answers.plain else _opened(answers, stream)
+            yield values if answers.plain else _unpickle_values(answers, stream)
             if answers.failed:
                 break
             if answers.error is not None:
@@ -116,17 +116,16 @@ def _flow(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
     finally:
         values.clear()  # if the iterator is closed in the middle, the rest is not given out
         tasks.clear()
-        lacks = stream.lacks()
+        is_abandoned = stream.is_abandoned()
         stream.cancel()
         # The error's traceback refers to the frames that raised the error, and to all that they
         # hold.
         stream.source.error = None
         # Code that is written for executors, which send all calls at once, may drop the results.
-        if lacks:
+        if is_abandoned:
             warnings.warn(
-                f"the results of map({stream.source.label}, ...) were never read, so it has not "
-                "made all of its calls: "
-                "they are sent as the results are taken, by list(...), say",
+                f"the results of map({stream.source.label}, ...) were never read, so not all "
+                "calls were made: calls are sent as results are taken, for example by list(...)",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -138,13 +137,13 @@ def _failure(packed: Any, stream: _Ordered) -> BaseException:
     return error
 
 
-def _emptied(tasks: list[Task]) -> Iterator[Any]:
+def _pop_values(tasks: list[Task]) -> Iterator[Any]:
     """Yield the values of `tasks`, without keeping a reference to any."""
     while tasks:
         yield tasks.pop().result()
 
 
-def _opened(answers: Answers, stream: _Ordered) -> Iterator[Any]:
+def _unpickle_values(answers: Answers, stream: _Ordered) -> Iterator[Any]:
     try:
         yield from answers
     except BaseException as error:
@@ -161,48 +160,52 @@ class _Ordered:
     pool: object = None
 
     def __init__(
-        self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
+        self,
+        source: OneByOne,
+        buffersize: int | None,
+        deadline: float | None,
+        progress: Progress | None,
     ) -> None:
         self.source = source
         self._buffersize = buffersize
-        self._end = end  # the deadline (`time.monotonic`) of all waits
+        self._deadline = deadline  # of all waits (`time.monotonic`)
         self._progress = progress
         # Time of the last update of the bar. An update counts all tasks, so updates are limited.
-        self._shown = 0.0
-        self._under_way = 0  # calls in flight or not yet taken
+        self._shown_at = 0.0
+        self._calls_in_flight = 0  # calls in flight or not yet taken
         self._taken = 0
-        self.is_read = False  # True if results were asked for, or will not be
+        self.was_read = False  # True if results were asked for, or will not be
         self._closed = False
         self._tasks: deque[Task] = deque()
-        self._deadline: Promise[None] | None = None
-        self._tick: Promise[None] | None = None
+        self._deadline_timer: Promise[None] | None = None
+        self._refresh_timer: Promise[None] | None = None
 
-    def fill(self) -> None:
+    def send_ahead(self) -> None:
         """Send calls until as many are in flight as should be."""
-        most = self._buffersize or self.source.ahead()
-        tasks = self.source.works_ahead()
+        max_calls = self._buffersize or self.source.calls_ahead()
+        max_tasks = self.source.tasks_ahead()
         if self._closed:
             return
         while (
-            self._under_way < most
-            and len(self._tasks) < tasks
+            self._calls_in_flight < max_calls
+            and len(self._tasks) < max_tasks
             and (not self._tasks or self.source.has_room())
         ):
-            best, room = self.source.best(), most - self._under_way
+            best, room = self.source.best_size(), max_calls - self._calls_in_flight
             if self._buffersize is not None:
-                best = min(best, 1 + most // 32)
+                best = min(best, 1 + max_calls // 32)
             elif room < best and len(self._tasks) > 1:
                 # A whole slice later is better than a small one now, which would later leave room
                 # for another small one only.
                 return
-            task = self.source.take(min(best, room))
+            task = self.source.send_next(min(best, room))
             if task is None:
                 return
-            self._under_way += task.count
+            self._calls_in_flight += task.count
             self._add(task)
-            self.source.latest = None
+            self.source.latest_task = None
 
-    def take(self) -> list[Task]:
+    def take_settled(self) -> list[Task]:
         """Wait for the next settled task and return it, alone in a list; an empty list after the
         last.
 
@@ -217,21 +220,21 @@ class _Ordered:
         if isinstance(task, Slice):
             for each in reversed(task.followers):
                 self._tasks.insert(1, each)
-            self._under_way += sum(each.count for each in task.followers)
+            self._calls_in_flight += sum(each.count for each in task.followers)
             self._taken -= sum(each.count for each in task.followers)
         self._tasks.popleft()
-        self._under_way -= task.count
-        self.source.learn(task)
+        self._calls_in_flight -= task.count
+        self.source.record_times(task)
         self._taken += task.count
         return [task]
 
-    def news(self) -> Promise[Any] | None:
-        """Return the promise that `take` would wait for, or None if there are no tasks."""
+    def next_promise(self) -> Promise[Any] | None:
+        """Return the promise that `take_settled` would wait for, or None if there are no tasks."""
         return self._tasks[0] if self._tasks else None
 
-    def lacks(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Return whether no result was ever asked for and some calls were not made."""
-        if self.is_read:
+        if self.was_read:
             return False
         return not self.source.exhausted or any(
             not task.done() or task.cancelled() for task in self._tasks
@@ -240,7 +243,7 @@ class _Ordered:
     def cancel(self) -> None:
         self._closed = True
         self.show(last=True)
-        _cancel([*self._tasks, *self.source.untaken()])
+        _cancel([*self._tasks, *self.source.untaken_tasks()])
         self.pool = None
 
     def _add(self, task: Task) -> None:
@@ -251,36 +254,41 @@ class _Ordered:
             self.show()
             with suppress(TimeoutError):
                 promise.exception(
-                    REFRESH if self._end is None else min(REFRESH, self._end - monotonic())
+                    REFRESH_INTERVAL_SECONDS
+                    if self._deadline is None
+                    else min(REFRESH_INTERVAL_SECONDS, self._deadline - monotonic())
                 )
-        promise.exception(None if self._end is None else self._end - monotonic())
+        promise.exception(None if self._deadline is None else self._deadline - monotonic())
         self.show()
 
     # -- for consumers that await ------------------------------------------------------------------
 
     async def wait(self) -> None:
-        """Wait until `take` would not block. Breaking off this wait cancels nothing."""
-        self.fill()  # before the wait: `take` would block on tasks that are sent only after it
-        news = self.news()
-        while news is not None and not news.done() and not self.is_late():
+        """Wait until `take_settled` would not block. Breaking off this wait cancels nothing."""
+        # Before the wait: `take_settled` would block on tasks that are sent only after it.
+        self.send_ahead()
+        promise = self.next_promise()
+        while promise is not None and not promise.done() and not self.is_late():
             self.show()
-            turn: Promise[None] = Promise()
-            wake = partial(_settle, turn)
-            awaited = (news, *self._clocks())
-            for each in awaited:
+            wakeup: Promise[None] = Promise()
+            wake = partial(_settle, wakeup)
+            promises = (promise, *self._timers())
+            for each in promises:
                 each._hook(wake)
             try:
-                await turn
+                await wakeup
             finally:
-                for each in awaited:
+                for each in promises:
                     each._unhook(wake)
 
     def is_late(self) -> bool:
-        return self._end is not None and monotonic() >= self._end
+        return self._deadline is not None and monotonic() >= self._deadline
 
     def show(self, *, last: bool = False) -> None:
-        if self._progress is not None and (last or monotonic() - self._shown >= REFRESH):
-            self._shown = monotonic()
+        if self._progress is not None and (
+            last or monotonic() - self._shown_at >= REFRESH_INTERVAL_SECONDS
+        ):
+            self._shown_at = monotonic()
             done = self._taken
             for task in self._tasks:
                 if task.done():
@@ -289,58 +297,63 @@ class _Ordered:
             if last:
                 self._progress.close()
 
-    def _clocks(self) -> Iterator[Promise[None]]:
+    def _timers(self) -> Iterator[Promise[None]]:
         """Yield promises that are settled when the deadline or the bar needs a look."""
-        if self._end is not None:
-            if self._deadline is None or self._deadline.done():
-                self._deadline = self._clock(min(LOOK, self._end - monotonic()))
-            yield self._deadline
+        if self._deadline is not None:
+            if self._deadline_timer is None or self._deadline_timer.done():
+                self._deadline_timer = self._start_timer(
+                    min(MAX_TIMER_SECONDS, self._deadline - monotonic())
+                )
+            yield self._deadline_timer
         if self._progress is not None:
-            if self._tick is None or self._tick.done():
-                self._tick = self._clock(REFRESH)
-            yield self._tick
+            if self._refresh_timer is None or self._refresh_timer.done():
+                self._refresh_timer = self._start_timer(REFRESH_INTERVAL_SECONDS)
+            yield self._refresh_timer
 
-    def _clock(self, seconds: float) -> Promise[None]:
-        reactor, rung = self.source.reactor, Promise[None]()
-        reactor.post(
-            lambda: reactor.after(seconds, lambda: reactor.deliver(partial(_settle, rung, None)))
-        )
-        return rung
+    def _start_timer(self, seconds: float) -> Promise[None]:
+        reactor, timer = self.source.reactor, Promise[None]()
+        on_time = partial(_settle, timer, None)
+        reactor.post(lambda: reactor.call_later(seconds, lambda: reactor.deliver(on_time)))
+        return timer
 
 
 class _Unordered(_Ordered):
     """The tasks of a stream, in the order in which they settle."""
 
     def __init__(
-        self, source: OneByOne, buffersize: int | None, end: float | None, progress: Progress | None
+        self,
+        source: OneByOne,
+        buffersize: int | None,
+        deadline: float | None,
+        progress: Progress | None,
     ) -> None:
-        super().__init__(source, buffersize, end, progress)
+        super().__init__(source, buffersize, deadline, progress)
         self._arrived: deque[Task] = deque()
-        self._news: Promise[None] = Promise()
+        self._next_arrival: Promise[None] = Promise()
 
-    def take(self) -> list[Task]:
+    def take_settled(self) -> list[Task]:
         while not self._arrived:
             if not self._tasks:
                 return []
-            self._wait_for(self._news)
-            self._news = Promise()
+            self._wait_for(self._next_arrival)
+            self._next_arrival = Promise()
         task = self._arrived.popleft()
         if isinstance(task, Slice):
             for each in task.followers:
-                self._under_way += each.count
+                self._calls_in_flight += each.count
                 self._taken -= each.count
                 self._add(each)
         self._tasks.remove(task)
-        self._under_way -= task.count
-        self.source.learn(task)
+        self._calls_in_flight -= task.count
+        self.source.record_times(task)
         self._taken += task.count
         return [task]
 
-    def news(self) -> Promise[Any] | None:
-        # `_news` may have reported tasks that were taken without a wait.
-        if self._tasks and not self._arrived and self._news.done():
-            self._news = Promise()
-        return self._news if self._tasks and not self._arrived else None
+    def next_promise(self) -> Promise[Any] | None:
+        # `_next_arrival` may have reported tasks that were taken without a wait.
+        if self._tasks and not self._arrived and self._next_arrival.done():
+            self._next_arrival = Promise()
+        return self._next_arrival if self._tasks and not self._arrived else None
 
     def _add(self, task: Task) -> None:
         super()._add(task)
@@ -349,37 +362,37 @@ class _Unordered(_Ordered):
     def _settled(self, task: Promise[Any]) -> None:
         assert isinstance(task, Task)
         self._arrived.append(task)
-        self._news._settle(FINISHED, None, None)
+        self._next_arrival._settle(FINISHED, None, None)
 
 
-class _Steps(AsyncIterator[Any]):
+class _AsyncResults(AsyncIterator[Any]):
     """Gives the values of `Results` to ``async for``. An error or cancellation while the next value
     is awaited, or `aclose`, cancels all calls in flight.
     """
 
-    def __init__(self, of: Results[Any]) -> None:
-        self._of = of
+    def __init__(self, results: Results[Any]) -> None:
+        self._results = results
         self._values: Iterator[Any] = iter(())
 
     async def __anext__(self) -> Any:
-        of = self._of
+        results = self._results
         try:
             while True:
                 for value in self._values:
                     return value
-                await of._stream.wait()
-                some = next(of._flow, None)
+                await results._stream.wait()
+                some = next(results._generator, None)
                 if some is None:
                     raise StopAsyncIteration
                 self._values = iter(some)
         except StopAsyncIteration:
             raise
         except BaseException:
-            of.close()
+            results.close()
             raise
 
     async def aclose(self) -> None:
-        self._of.close()
+        self._results.close()
 
 
 def _settle(promise: Promise[None], _: object) -> None:

@@ -1,7 +1,7 @@
 """The source of a `map`: turns the rows of its iterables into tasks.
 
-    iterables ──take──> rows ──> Slice: a millisecond of calls in one task
-                 └──> large arguments, promises, unknown duration: a task per call
+    iterables ──send_next──> rows ──> Slice: a millisecond of calls in one task
+                      └──> large arguments, promises, unknown duration: a task per call
 
 The number of rows in a slice follows from the time that calls have lately taken. So many short
 calls share the cost of a task, and long calls go one by one. For a served pool all calls go one by
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..promises.promise import Promise
 from ..store.kept import Kept
-from ..store.placeholders import meeting
+from ..store.placeholders import PicklingContext
 from ..store.shared import Shared
 from ..wire.functions import label
-from ..wire.pickling import BULKY, capture
-from ..wire.slices import ITEMS, PICKLED, ROWS, SMALL, TOGETHER, pack_calls
+from ..wire.pickling import BULKY_TYPES, capture
+from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, ROWS, SMALL_TYPES, pack_calls
 from .task import Slice, Task
 
 if TYPE_CHECKING:
@@ -33,28 +33,29 @@ if TYPE_CHECKING:
 
 __all__ = ["OneByOne", "Source"]
 
-AHEAD = 1.0
+SECONDS_AHEAD = 1.0
 """Seconds of calls that are kept in flight for each drone, by the mean time of a call so far. While
 the results after a long call wait for it, the other drones must not run out of calls.
 """
-MOST_AHEAD = 8192
+MAX_CALLS_AHEAD = 8192
 """Maximum number of calls in flight. Also limits the results that a slow consumer leaves
 waiting.
 """
-BYTES_AHEAD = 64 << 20
+MAX_BYTES_AHEAD = 64 << 20
 """The same limit in bytes of arguments and results."""
-SLICE = 0.001
+SLICE_SECONDS = 0.001
 """Seconds of calls in a slice."""
-ROWS_MOST = 2048
-BYTES_MOST = 16 * 1024
+MAX_SLICE_ROWS = 2048
+MAX_SLICE_BYTES = 16 * 1024
 """Maximum size of a slice's rows, so that several slices fit into a message."""
 
 _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """Iterating over these runs no user code, so several rows are taken at once."""
 
 
-_TAKE_THEM = (
-    "a map sends its calls as its results are taken: take them all before the pool ends (list(...))"
+_EARLY_END_NOTE = (
+    "a map sends its calls as its results are taken: take all results before the pool ends, with "
+    "list(...)"
 )
 
 
@@ -83,7 +84,7 @@ class OneByOne:
         self._rows: Iterator[Any] = zip(*iterables, strict=False)
         self.exhausted = False  # True after the end of the input was noticed
         # The newest task until the caller has it, so that a Ctrl-C in between does not lose it.
-        self.latest: Task | None = None
+        self.latest_task: Task | None = None
 
     @property
     def label(self) -> str:
@@ -93,28 +94,28 @@ class OneByOne:
     def reactor(self) -> Reactor:
         return self._dispatcher.reactor
 
-    def ahead(self) -> int:
+    def calls_ahead(self) -> int:
         """Return how many calls to keep in flight."""
         return self._ahead
 
-    def works_ahead(self) -> int:
+    def tasks_ahead(self) -> int:
         """Return how many tasks to keep in flight."""
         return self._ahead
 
     def has_room(self) -> bool:
         return True
 
-    def best(self) -> int:
+    def best_size(self) -> int:
         """Return the best number of calls in a task."""
         return 1
 
-    def take(self, most: int) -> Task | None:
-        """Send the next task, of at most `most` calls, and return it; None at the end of the
+    def send_next(self, max_calls: int) -> Task | None:
+        """Send the next task, of at most `max_calls` calls, and return it; None at the end of the
         input.
         """
         try:
             for row in self._rows:
-                task = self.latest = Task(self._dispatcher)
+                task = self.latest_task = Task(self._dispatcher)
                 task.item, self._item = self._item, self._item + 1
                 return self._dispatcher.submit(self._fn, row, {}, None, self._task_options, task)
         except Exception as error:  # raised by the input, or the pool accepts no more tasks
@@ -122,12 +123,12 @@ class OneByOne:
         self.exhausted = True
         return None
 
-    def learn(self, task: Task) -> None:
+    def record_times(self, task: Task) -> None:
         """Use the times of a finished task."""
 
-    def untaken(self) -> list[Task]:
+    def untaken_tasks(self) -> list[Task]:
         """Return the tasks that were made and not yet taken, in order."""
-        return [] if self.latest is None else [self.latest]
+        return [] if self.latest_task is None else [self.latest_task]
 
     def explain(self, error: BaseException) -> None:
         self._dispatcher.explain(error)
@@ -144,141 +145,149 @@ class Source(OneByOne):
         iterables: Sequence[Iterable[Any]],
     ) -> None:
         super().__init__(dispatcher, task_options, fn, iterables, 0)
-        self._given = task_options
-        self._single = len(iterables) == 1
-        self._at_once = all(type(each) in _PLAIN_SOURCES for each in iterables)
-        self._range = iterables[0] if self._single and type(iterables[0]) is range else None
-        if self._single:
+        self._options = task_options
+        self._has_one_iterable = len(iterables) == 1
+        self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)
+        self._range = (
+            iterables[0] if self._has_one_iterable and type(iterables[0]) is range else None
+        )
+        if self._has_one_iterable:
             self._rows = iter(iterables[0])
         # `length_hint` of these runs no user code.
-        self._length = self._rows if self._single and self._at_once else ()
+        self._sized_rows = self._rows if self._has_one_iterable and self._are_plain else ()
         self._next: Task | None = None
         self._row_bytes = 1.0
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
         config = dispatcher.config
-        self._one_by_one = task_options.timeout is not None or config.max_tasks is not None
+        self._is_one_by_one = task_options.timeout is not None or config.max_tasks is not None
         self._definition = dispatcher.registry.define(fn)
 
     @property
     def label(self) -> str:
         return self._definition.label
 
-    def ahead(self) -> int:
+    def calls_ahead(self) -> int:
         config, seconds = self._dispatcher.config, self._definition.seconds
-        at_once = config.size * (config.width if self._definition.overlaps else 1)
+        concurrent = config.size * (config.width if self._definition.overlaps else 1)
         if seconds is None:
-            return 4 * at_once
-        most: float = MOST_AHEAD
+            return 4 * concurrent
+        limit: float = MAX_CALLS_AHEAD
         if self._calls:
             seconds = self._seconds / self._calls
-            most = min(most, BYTES_AHEAD * self._calls / (self._bytes + 1))
-        return int(max(4 * at_once, min(most, at_once * AHEAD / max(seconds, 1e-7))))
+            limit = min(limit, MAX_BYTES_AHEAD * self._calls / (self._bytes + 1))
+        return int(max(4 * concurrent, min(limit, concurrent * SECONDS_AHEAD / max(seconds, 1e-7))))
 
-    def works_ahead(self) -> int:
+    def tasks_ahead(self) -> int:
         """Return few at first, because the first calls may not show how long the others take."""
         return 4 * self._dispatcher.config.size * self._dispatcher.config.width + 2 * self._answered
 
     def has_room(self) -> bool:
         return self._dispatcher.has_room()
 
-    def learn(self, task: Task) -> None:
+    def record_times(self, task: Task) -> None:
         """Add the times of a finished task. Followers of a slice that was cut count when they are
         answered.
         """
         self._answered += 1
-        answer = task.answered_with()
+        answer = task.get_answer()
         if answer is not None:
             self._seconds += answer.finished - answer.started
-            self._bytes += answer.there + answer.back
+            self._bytes += answer.bytes_sent + answer.bytes_received
             followers = task.followers if isinstance(task, Slice) else ()
             self._calls += task.count - sum(each.count for each in followers)
 
-    def take(self, most: int) -> Task | None:
-        task = self.latest = self._next
+    def send_next(self, max_calls: int) -> Task | None:
+        task = self.latest_task = self._next
         self._next = None
         if task is None and not self.exhausted:
             self._definition = self._dispatcher.registry.define(self._fn)
             try:
-                task = self._gather(most)
+                task = self._make_task(max_calls)
             except RuntimeError as error:
                 if self._dispatcher.refusal is None:
                     raise
-                error.add_note(_TAKE_THEM)
+                error.add_note(_EARLY_END_NOTE)
                 self.error, self.exhausted = error, True
         if task is not None and not isinstance(task, Slice):
             self._item += 1
         return task
 
-    def best(self) -> int:
+    def best_size(self) -> int:
         seconds = self._definition.seconds
         if (
             seconds is None
-            or self._one_by_one
+            or self._is_one_by_one
             or self._definition.overlaps
             or self._definition.captures
         ):
             return 1
-        best = min(ROWS_MOST, int(SLICE / max(seconds, 1e-7)), int(BYTES_MOST / self._row_bytes))
-        left = length_hint(self._length, 0) if self._range is None else _length(self._range)
-        if left:  # the last calls are divided among the drones
-            best = min(best, -(-left // self._dispatcher.config.size))
+        best = min(
+            MAX_SLICE_ROWS,
+            int(SLICE_SECONDS / max(seconds, 1e-7)),
+            int(MAX_SLICE_BYTES / self._row_bytes),
+        )
+        rows_left = (
+            length_hint(self._sized_rows, 0) if self._range is None else _range_length(self._range)
+        )
+        if rows_left:  # the last calls are divided among the drones
+            best = min(best, -(-rows_left // self._dispatcher.config.size))
         return max(1, best)
 
-    def _gather(self, most: int) -> Task | None:
-        form = ITEMS if self._single else ROWS
+    def _make_task(self, max_calls: int) -> Task | None:
+        form = ITEMS if self._has_one_iterable else ROWS
         if self._range is not None:
-            part, self._range = self._range[:most], self._range[most:]
-            if most > 1:
+            part, self._range = self._range[:max_calls], self._range[max_calls:]
+            if max_calls > 1:
                 return self._slice(form, part)
             self._rows = iter(part)
         rows: list[Any] = []
         size = 0
         task: Task | None
-        source: Iterator[Any] = islice(self._rows, most)
-        if self._at_once and most > 1:
+        source: Iterator[Any] = islice(self._rows, max_calls)
+        if self._are_plain and max_calls > 1:
             try:
                 rows = list(source)
             # The input was changed since the last call, so the error is that of the first row.
             except Exception as error:
                 self.error = error
-            if self._travel_together(rows):
+            if self._fit_together(rows):
                 return self._slice(form, rows)
-            self._at_once = False  # because the next rows are probably like these
+            self._are_plain = False  # because the next rows are probably like these
             self._rows = chain(rows, self._rows)
-            rows, source = [], islice(self._rows, most)
-        for row in self._taken(source):
+            rows, source = [], islice(self._rows, max_calls)
+        for row in self._until_error(source):
             if (
                 form != PICKLED
-                and most > 1
-                and (type(row) in SMALL or self._travel_together([row]))
+                and max_calls > 1
+                and (type(row) in SMALL_TYPES or self._fit_together([row]))
             ):
                 rows.append(row)
                 continue
-            args = (row,) if self._single else row
-            pickled = self._pickled(args) if most > 1 else None
+            args = (row,) if self._has_one_iterable else row
+            pickled = self._pickled(args) if max_calls > 1 else None
             if pickled is None:
-                self.latest = Task(self._dispatcher)
-                self.latest.item = self._item + len(rows)
+                self.latest_task = Task(self._dispatcher)
+                self.latest_task.item = self._item + len(rows)
                 self._next = self._dispatcher.submit(
-                    self._fn, args, {}, None, self._task_options, self.latest
+                    self._fn, args, {}, None, self._task_options, self.latest_task
                 )
                 break
             if form != PICKLED:
-                rows = [dumps((row,) if self._single else row, 5) for row in rows]
+                rows = [dumps((row,) if self._has_one_iterable else row, 5) for row in rows]
                 form = PICKLED
             rows.append(pickled)
             size += len(pickled)
-            if size > BYTES_MOST:
+            if size > MAX_SLICE_BYTES:
                 break
         else:
-            self.exhausted = len(rows) < most
+            self.exhausted = len(rows) < max_calls
         if rows:
             return self._slice(form, rows)
         task, self._next = self._next, None
         return task
 
-    def _taken(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _until_error(self, source: Iterator[Any]) -> Iterator[Any]:
         try:
             yield from source
         except Exception as error:  # of the input: raised later, in its place
@@ -288,50 +297,50 @@ class Source(OneByOne):
         """Return the pickled arguments of a call, or None if the call must be a task by itself."""
         for arg in args:
             if isinstance(arg, (Promise, Shared, Kept)) or (
-                type(arg) in BULKY and len(arg) >= BYTES_MOST
+                type(arg) in BULKY_TYPES and len(arg) >= MAX_SLICE_BYTES
             ):
                 return None
         try:
-            with meeting(None) as pickling:
+            with PicklingContext(None) as pickling:
                 pickled = capture(args, self._dispatcher.registry.snapshot, small=True)
             # An argument must be notified of the outcome of its call.
             if pickling.moved is not None:
                 return None
         except Exception:  # too large, or not picklable: then the call's promise reports the error
             return None
-        return pickled if len(pickled) <= BYTES_MOST else None
+        return pickled if len(pickled) <= MAX_SLICE_BYTES else None
 
-    def _travel_together(self, rows: list[Any]) -> bool:
+    def _fit_together(self, rows: list[Any]) -> bool:
         """Return whether all arguments of these rows are small and immutable."""
-        args = rows if self._single else list(chain.from_iterable(rows))
+        args = rows if self._has_one_iterable else list(chain.from_iterable(rows))
         kinds = set(map(type, args))
         if tuple in kinds:
             args = list(chain.from_iterable(arg if type(arg) is tuple else (arg,) for arg in args))
             kinds = set(map(type, args))
-        if kinds <= SMALL:
+        if kinds <= SMALL_TYPES:
             return True
         return (
-            kinds <= TOGETHER
-            and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < BYTES_MOST
+            kinds <= BATCHED_TYPES
+            and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < MAX_SLICE_BYTES
         )
 
-    def untaken(self) -> list[Task]:
-        return super().untaken() + ([] if self._next is None else [self._next])
+    def untaken_tasks(self) -> list[Task]:
+        return super().untaken_tasks() + ([] if self._next is None else [self._next])
 
     def _slice(self, form: int, rows: Sequence[Any]) -> Task | None:
         if not rows:
             self.exhausted = True
             return None
-        calls = pack_calls(form, self._definition.once, rows)
+        calls = pack_calls(form, self._definition.single_use, rows)
         self._row_bytes = max(1.0, len(calls) / len(rows))
-        task = self.latest = Slice(self._dispatcher, self._definition, calls, len(rows))
-        task.retries = self._given.retries
+        task = self.latest_task = Slice(self._dispatcher, self._definition, calls, len(rows))
+        task.retries = self._options.retries
         task.item, self._item = self._item, self._item + len(rows)
-        self._dispatcher.start(task)
+        self._dispatcher.submit_task(task)
         return task
 
 
-def _length(numbers: range) -> int:
+def _range_length(numbers: range) -> int:
     try:
         return len(numbers)
     except OverflowError:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from ..store.shared import Shared
 from ..timeline import Timeline
-from ..timeline.taking import take
+from ..timeline.taking import take_timeline
 from ..wire.output import Line
 from .base import ExecutorBase
 from .config import (
@@ -27,11 +27,11 @@ from .config import (
     check_start,
     check_timeout,
 )
-from .current import entered, left
+from .current import enter_pool, leave_pool
 from .dispatcher import Dispatcher
 from .drone import Drone
 from .drone_handle import State
-from .engine import machine
+from .engine import find_machine
 from .map_source import Source
 
 __all__ = ["Pool"]
@@ -137,8 +137,8 @@ class Pool(ExecutorBase):
         engine: str = "local",
         **options: Any,
     ) -> None:
-        where = machine(engine, options)
-        size = check_at_least("drones", where.usual() if drones is None else drones, 1)
+        machine = find_machine(engine, options)
+        size = check_at_least("drones", machine.default_size() if drones is None else drones, 1)
         name = name or f"pool-{next(_names)}"
         if on_death not in ("replace", "break"):
             raise ValueError(f"on_death is 'replace' or 'break', not {on_death!r}")
@@ -159,11 +159,11 @@ class Pool(ExecutorBase):
             max_queued=None if max_queued is None else check_at_least("max_queued", max_queued, 1),
             hang_timeout=check_hang_timeout(hang_timeout),
             report_waiting=check_report_waiting(report_waiting),
-            machine=where,
+            machine=machine,
             on_death=on_death,
         )
         self._dispatcher = Dispatcher(config)
-        self._dispatcher.close_without(self)
+        self._dispatcher.close_when_collected(self)
         try:
             self._dispatcher.begun.result()
         except BaseException:
@@ -218,15 +218,19 @@ class Pool(ExecutorBase):
         """The drones at this moment. A task that is submitted to one of them runs on that drone
         only.
         """
-        now = [handle for handle in list(self._dispatcher.handles) if handle.state < State.RETIRING]
-        return [Drone._of(self._dispatcher, handle, self._task_options) for handle in now]
+        current = [
+            handle for handle in list(self._dispatcher.handles) if handle.state < State.RETIRING
+        ]
+        return [
+            Drone._from_handle(self._dispatcher, handle, self._task_options) for handle in current
+        ]
 
     @property
     def timeline(self) -> Timeline:
         """The tasks that the drones have run so far, and their times; also after the end. See
         `Timeline`.
         """
-        return take(self._dispatcher)
+        return take_timeline(self._dispatcher)
 
     def _drones(self) -> list[Drone]:
         return self.drones
@@ -257,7 +261,7 @@ class Pool(ExecutorBase):
             self._dispatcher.finish()
 
     def __enter__(self) -> Self:
-        entered(self)
+        enter_pool(self)
         return self
 
     def __exit__(
@@ -266,11 +270,11 @@ class Pool(ExecutorBase):
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        left(self)
+        leave_pool(self)
         self._dispatcher.finish(cancel=kind is not None)
 
     async def __aenter__(self) -> Self:
-        entered(self)
+        enter_pool(self)
         return self
 
     async def __aexit__(
@@ -279,19 +283,16 @@ class Pool(ExecutorBase):
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        left(self)
+        leave_pool(self)
         await self._dispatcher.finish_async(cancel=kind is not None)
 
     def __repr__(self) -> str:
         dispatcher = self._dispatcher
-        if dispatcher.over:
+        if dispatcher.has_ended:
             return f"<Pool {dispatcher.config.name}, ended>"
         busy = sum(bool(handle.in_flight) for handle in dispatcher.handles)
         drones, pending = len(dispatcher.handles), dispatcher.pending()
-        return (
-            f"<Pool {dispatcher.config.name}: {drones} drones, {busy} busy, "
-            f"{pending} pieces of work>"
-        )
+        return f"<Pool {dispatcher.config.name}: {drones} drones, {busy} busy, {pending} tasks>"
 
     def _repr_html_(self) -> str:
         from ..integrations.html import pool_table

@@ -8,9 +8,9 @@ from contextlib import suppress
 from operator import length_hint
 from typing import Any
 
-__all__ = ["REFRESH", "Progress", "total_of"]
+__all__ = ["REFRESH_INTERVAL_SECONDS", "Progress", "total_of"]
 
-REFRESH = 0.1  # seconds between two updates of the bar
+REFRESH_INTERVAL_SECONDS = 0.1  # seconds between two updates of the bar
 
 
 def total_of(iterables: Iterable[Iterable[Any]]) -> int | None:

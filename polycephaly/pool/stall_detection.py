@@ -5,7 +5,7 @@
 A cycle of promises is refused when it is closed (promises/promise.py). But no code can know which
 promises a program will settle by hand. So if a pool has had nothing to run for
 `tuning.stall_report_seconds`, and a thread waits for a task, one warning names the promise. All
-methods but `look_soon` are called while holding the reactor's lock."""
+methods but `request_check` are called while holding the reactor's lock."""
 
 from __future__ import annotations
 
@@ -28,47 +28,48 @@ class StallDetector:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._looks = False  # a look is scheduled, or the warning was given
+        self._is_scheduled = False  # a check is scheduled, or the warning was given
 
-    def look_soon(self) -> None:
-        """Schedule a look. Any thread may call this."""
-        if not self._looks:
-            self._dispatcher.reactor.post(self.look_later)
+    def request_check(self) -> None:
+        """Schedule a check. Any thread may call this."""
+        if not self._is_scheduled:
+            self._dispatcher.reactor.post(self.schedule_check)
 
-    def look_later(self) -> None:
-        if not self._looks:
-            self._looks = True
-            self._dispatcher.reactor.after(tuning.stall_report_seconds, self._look)
+    def schedule_check(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._dispatcher.reactor.call_later(tuning.stall_report_seconds, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         dispatcher = self._dispatcher
-        self._looks = False
+        self._is_scheduled = False
         if dispatcher.queue or any(
             handle.in_flight or handle.dedicated or handle.preferred
             for handle in dispatcher.handles
         ):
             if dispatcher.waiting:
-                self.look_later()
+                self.schedule_check()
             return
         seen: set[Any] = set()  # each is visited once, however many tasks wait for it
         for task in [*dispatcher.waiting]:  # a copy, because other threads add tasks meanwhile
-            by_hand = by_hand_for(task, seen)
-            if by_hand is not None:
+            promise = unsettled_root(task, seen)
+            if promise is not None:
                 more = (
                     f", and {len(dispatcher.waiting) - 1} more wait"
                     if len(dispatcher.waiting) > 1
                     else ""
                 )
-                said = f"{dispatcher.config.name} has nothing to run: {task._named()} waits for {by_hand!r}{more}"
-                cure = "somebody has to settle that by hand. If it is this work that should, it waits for itself"
-                self._looks = True  # the warning is given once
-                dispatcher.reactor.deliver(
-                    partial(warnings.warn, f"{said}; {cure}", RuntimeWarning, 2)
+                message = (
+                    f"{dispatcher.config.name} has nothing to run: {task._description()} waits for "
+                    f"{promise!r}{more}; the program has to settle that promise. If the waiting "
+                    "task should settle the promise, the task waits for itself"
                 )
+                self._is_scheduled = True  # the warning is given once
+                dispatcher.reactor.deliver(partial(warnings.warn, message, RuntimeWarning, 2))
                 return
 
 
-def by_hand_for(task: Task, seen: set[Any]) -> Promise[Any] | None:
+def unsettled_root(task: Task, seen: set[Any]) -> Promise[Any] | None:
     """Return a promise, not `seen` before, for which `task` waits in the end and which only the
     program settles. None if there is none."""
     todo: list[Any] = [task]
@@ -76,8 +77,8 @@ def by_hand_for(task: Task, seen: set[Any]) -> Promise[Any] | None:
         each = todo.pop()
         if each not in seen and isinstance(each, Promise) and not each.done():
             seen.add(each)
-            needed = list(each._waits_for())
-            if not needed and type(each) is Promise:
+            dependencies = list(each._dependencies())
+            if not dependencies and type(each) is Promise:
                 return each
-            todo += needed
+            todo += dependencies
     return None

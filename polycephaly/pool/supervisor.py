@@ -26,22 +26,22 @@ from ..errors import DroneDied
 from ..promises.promise import Promise
 from ..wire.functions import FunctionRegistry
 from ..wire.messages import RECALL, STOP, pack_numbers
-from .drone_handle import DroneHandle, State, drained
+from .drone_handle import DroneHandle, State, drain
 from .handlers import print_lines
 from .task import Task
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-__all__ = ["Supervisor", "because"]
+__all__ = ["Supervisor", "pool_error"]
 
 log = logging.getLogger(__name__)
 
-STOP_GRACE = 5.0  # seconds for a drone's exit handlers
-IN_TRANSIT = 0.25  # seconds to wait for results that a drone had sent before its death
-START_TRIES = 3
-KILLED_TRIES = 100  # in a row, if the drones were killed from outside this package
-TRY_AGAIN = 1.0  # seconds after a failed start, if other drones are there
+STOP_GRACE_SECONDS = 5.0  # seconds for a drone's exit handlers
+LATE_RESULTS_SECONDS = 0.25  # seconds to wait for results that a drone had sent before its death
+MAX_FAILED_STARTS = 3
+MAX_KILLED_STARTS = 100  # in a row, if the drones were killed from outside this package
+START_RETRY_SECONDS = 1.0  # seconds after a failed start, if other drones are there
 
 
 class Supervisor:
@@ -55,8 +55,9 @@ class Supervisor:
         self._numbers = itertools.count(1)
         self.first: DroneHandle | None = None
         self._failed_starts = 0
-        self.too_large_so_far = 0  # drones in a row that were too large before their first task
-        self._renewals: list[Promise[None]] = []  # `refresh` calls whose drones are being started
+        self.too_large_in_a_row = 0  # drones in a row that were too large before their first task
+        # `refresh` calls whose drones are being started.
+        self._pending_refreshes: list[Promise[None]] = []
         self.registry: FunctionRegistry
         self.engine = self._config.machine.open(self)
         try:
@@ -80,10 +81,10 @@ class Supervisor:
         first = Task(self._dispatcher)
         if first.capture(definition, initargs, {}, self.registry):
             raise TypeError(
-                f"a promise is among the initargs of {definition.label}: give its value"
+                f"the initargs of {definition.label} contain a promise: pass the promise's value"
             )
 
-        def once_more() -> Task:
+        def make_task() -> Task:
             task = Task(self._dispatcher)
             task.definition, task.args, task.kind, task.payload = (
                 definition,
@@ -93,7 +94,7 @@ class Supervisor:
             )
             return task
 
-        return once_more
+        return make_task
 
     def fail(self, error: Exception) -> None:
         self._dispatcher.fail(error)
@@ -102,106 +103,110 @@ class Supervisor:
 
     def begin(self) -> None:
         self.engine.begin()
-        self.fill_up()
+        self.start_missing()
 
-    def fill_up(self) -> None:
+    def start_missing(self) -> None:
         """Start drones until there are as many as wanted, not counting those that are retiring or
         stopping."""
         if not self.engine.can_start() or (
             self._config.on_death == "end" and self._dispatcher.begun.done()
         ):
             return
-        have = sum(each.state < State.RETIRING for each in self.handles)
-        for _ in range(self._dispatcher.wanted() - have):
+        size = sum(each.state < State.RETIRING for each in self.handles)
+        for _ in range(self._dispatcher.target_size() - size):
             if not self.engine.can_start() or not self._start_one():
                 return
 
     def _start_one(self) -> bool:
-        taken = {each.name for each in self.handles if each.state < State.RETIRING}
-        index = next(i for i in itertools.count() if self._config.drone_name(i) not in taken)
+        used = {each.name for each in self.handles if each.state < State.RETIRING}
+        index = next(i for i in itertools.count() if self._config.drone_name(i) not in used)
         handle = self.engine.start(next(self._numbers), self._config.drone_name(index), index)
         if handle is None:
             return False
         self.handles.append(handle)
-        self._dispatcher.watch.begin()
+        self._dispatcher.health_monitor.schedule_check()
         self.first = self.first or handle
         return True
 
-    def cannot_start(self, error: BaseException) -> None:
+    def on_start_error(self, error: BaseException) -> None:
         """Handle a drone that could not be started. If other drones are ready, try again later."""
         if self._dispatcher.begun.done() and any(
             each.state is State.READY for each in self.handles
         ):
-            log.warning("%s goes on with fewer drones for a while: %s", self._config.name, error)
-            self._reactor.after(TRY_AGAIN, self.fill_up)
+            log.warning(
+                "a drone of %s could not be started, and will be tried again: %s",
+                self._config.name,
+                error,
+            )
+            self._reactor.call_later(START_RETRY_SECONDS, self.start_missing)
         else:
-            self._dispatcher.cannot_start(error)
+            self._dispatcher.on_start_error(error)
 
-    def started(self, handle: DroneHandle, pid: int) -> None:
+    def on_started(self, handle: DroneHandle, pid: int) -> None:
         handle.pid = pid
         # A drone that no zygote starts could not be observed before.
-        self._dispatcher.watch.begin()
-        self._dispatcher.tell(handle.born)
+        self._dispatcher.health_monitor.schedule_check()
+        self._dispatcher.settle_signal(handle.pid_known)
         if all(each.pid for each in self.handles):
-            self._dispatcher.tell(self._dispatcher.begun)
-            while self._renewals:
-                self._dispatcher.tell(self._renewals.pop())
+            self._dispatcher.settle_signal(self._dispatcher.begun)
+            while self._pending_refreshes:
+                self._dispatcher.settle_signal(self._pending_refreshes.pop())
 
-    def not_started(self, handle: DroneHandle, error: BaseException) -> None:
+    def on_not_started(self, handle: DroneHandle, error: BaseException) -> None:
         self._remove(handle)
-        self._dispatcher.cannot_start(error)
+        self._dispatcher.on_start_error(error)
 
-    def hello(self, handle: DroneHandle) -> None:
+    def on_hello(self, handle: DroneHandle) -> None:
         """Handle the first message of a drone: send its initializer, if there is one."""
         if handle.state is not State.STARTING:
             return
         if self._initializer is None:
-            self._ready(handle)
+            self._mark_ready(handle)
             return
         handle.state = State.PREPARING
         task = self._initializer()
         task.target = handle
-        task._hook(lambda promise: self._reactor.post(partial(self._prepared, handle, promise)))
+        task._hook(lambda promise: self._reactor.post(partial(self._on_prepared, handle, promise)))
         batch, frames = handle.load_batch(deque([task]), 1, self._reactor.timers.now())
         handle.send(frames, batch)
 
-    def _prepared(self, handle: DroneHandle, promise: Promise[Any]) -> None:
+    def _on_prepared(self, handle: DroneHandle, promise: Promise[Any]) -> None:
         if handle.state is not State.PREPARING:
             return
         if promise._exception is None:
-            self._ready(handle)
+            self._mark_ready(handle)
         else:
             self.stop(handle)
-            self._start_failed(
-                because(f"the initializer of {self._config.name} failed", promise._exception)
+            self._count_failed_start(
+                pool_error(f"the initializer of {self._config.name} failed", promise._exception)
             )
 
-    def _ready(self, handle: DroneHandle) -> None:
+    def _mark_ready(self, handle: DroneHandle) -> None:
         handle.state = State.READY
         handle.tasks_done = 0  # the initializer does not count
         self._failed_starts = 0
         # No `|=`: between its read and its write another thread may set the flag.
         if handle.dedicated or self._dispatcher.locality:
             self._dispatcher.dedicated_waiting = True
-        self._dispatcher.look_for_end = True
-        if handle.retires:
+        self._dispatcher.end_check_due = True
+        if handle.retire_when_ready:
             self.retire(handle)
 
-    def too_large(self, handle: DroneHandle, what: str) -> None:
+    def kill_too_large(self, handle: DroneHandle, usage: str) -> None:
         """Kill a drone that is too large before its first task. After a few in a row the pool
         breaks, because the next drone would be as large."""
-        handle.kill(what)
-        self.too_large_so_far += 1
-        if self.too_large_so_far >= START_TRIES:
-            self._dispatcher.break_(
-                BrokenProcessPool(f"no drone of {self._config.name} fits: {what}")
+        handle.kill(usage)
+        self.too_large_in_a_row += 1
+        if self.too_large_in_a_row >= MAX_FAILED_STARTS:
+            self._dispatcher.break_pool(
+                BrokenProcessPool(f"no drone of {self._config.name} fits: {usage}")
             )
 
-    def _start_failed(self, error: BaseException, tries: int = START_TRIES) -> None:
+    def _count_failed_start(self, error: BaseException, tries: int = MAX_FAILED_STARTS) -> None:
         """Count a drone that did not become ready, and break the pool after a few in a row."""
         self._failed_starts += 1
         if self._failed_starts >= tries or self._config.on_death != "replace":
-            self._dispatcher.break_(error)
+            self._dispatcher.break_pool(error)
 
     # -- retiring and stopping ---------------------------------------------------------------------
 
@@ -213,48 +218,48 @@ class Supervisor:
                 handle.send(pack_numbers(RECALL))
             self._dispatcher.directory.evacuate(handle)
             self._dispatcher.locality.release(handle)
-        elif handle.state < State.READY and handle.owes():
-            handle.retires = True  # after it is ready, because it has dedicated tasks
+        elif handle.state < State.READY and handle.has_waiting_tasks():
+            handle.retire_when_ready = True  # after it is ready, because it has dedicated tasks
         elif handle.state < State.READY:
             handle.state = State.STOPPING
             handle.kill()
-        self.fill_up()
+        self.start_missing()
 
     def stop_if_retired(self, handle: DroneHandle) -> None:
         if handle.state is State.RETIRING and not (
-            handle.in_flight or handle.packing or handle.owes()
+            handle.in_flight or handle.packing or handle.has_waiting_tasks()
         ):
             self.stop(handle)
 
     def stop(self, handle: DroneHandle) -> None:
         handle.state = State.STOPPING
         handle.send(pack_numbers(STOP))
-        self._reactor.after(STOP_GRACE, partial(self._kill_if_alive, handle))
+        self._reactor.call_later(STOP_GRACE_SECONDS, partial(self._kill_if_alive, handle))
 
     def _kill_if_alive(self, handle: DroneHandle) -> None:
         if handle.alive:
             handle.kill()
 
-    def kill_all(self, why: str) -> None:
+    def kill_all(self, reason: str) -> None:
         for handle in self.handles:
             handle.state = max(handle.state, State.STOPPING)
-            handle.kill(why)
+            handle.kill(reason)
 
-    def renew(self, snapshot: Any, renewed: Promise[None]) -> None:
-        """Replace all drones by new ones from `snapshot`; settle `renewed` when they are
+    def replace_all(self, snapshot: Any, replaced: Promise[None]) -> None:
+        """Replace all drones by new ones from `snapshot`; settle `replaced` when they are
         started."""
-        if self._dispatcher.wanted() == 0:  # closed or broken in the meantime
+        if self._dispatcher.target_size() == 0:  # closed or broken in the meantime
             return
         old = list(self.handles)
         self.engine.adopt(snapshot)
-        self._renewals.append(renewed)
+        self._pending_refreshes.append(replaced)
         for handle in old:
             self.retire(handle)
-        self.fill_up()
+        self.start_missing()
 
     # -- deaths ------------------------------------------------------------------------------------
 
-    def died(self, handle: DroneHandle, exitcode: int | None) -> None:
+    def on_died(self, handle: DroneHandle, exitcode: int | None) -> None:
         """Handle the death of a drone. `exitcode` is None if the engine cannot know it.
 
         Answered tasks are settled first. Of the others, tasks that had not begun are queued again,
@@ -266,71 +271,88 @@ class Supervisor:
             handle.death = _death(handle, None)
         handle.state = State.DEAD
         print_lines(handle)
-        handle.last_words()
+        handle.collect_last_results()
         order = list(handle.in_flight)
         # `order` falls into three parts: answers already sent, tasks begun, tasks not begun.
-        sent = order.index(handle.sent()) + 1 if handle.sent() in handle.in_flight else 0
-        begun = order.index(handle.started()) + 1 if handle.started() in handle.in_flight else sent
+        sent = (
+            order.index(handle.last_answered()) + 1
+            if handle.last_answered() in handle.in_flight
+            else 0
+        )
+        begun = (
+            order.index(handle.last_started()) + 1
+            if handle.last_started() in handle.in_flight
+            else sent
+        )
         # Overlapped tasks are answered in any order, but begun in the order of sending.
         begun = max(
-            begun, sum(0 < handle.in_flight[number].place <= handle.begun for number in order)
+            begun,
+            sum(
+                0 < handle.in_flight[number].overlap_index <= handle.highest_answered
+                for number in order
+            ),
         )
         not_begun = [handle.in_flight.pop(number) for number in order[max(sent, begun) :]]
-        dedicated = [*(w for w in not_begun if w.target), *drained(handle.dedicated)]
+        dedicated = [*(task for task in not_begun if task.target), *drain(handle.dedicated)]
         error = _death(handle, handle.in_flight[order[begun - 1]] if begun > sent else None)
-        self._dispatcher.requeue([w for w in not_begun if w.target is None])
+        self._dispatcher.requeue([task for task in not_begun if task.target is None])
         lost = [handle.in_flight.pop(number) for number in order[sent:begun]]
-        self._dispatcher.record.lost(handle.name, lost)
-        self._dispatcher.lose(lost, error, again=True)
-        self._dispatcher.lose(dedicated, error, again=False)
+        self._dispatcher.record.add_lost(handle.name, lost)
+        self._dispatcher.reject_or_retry(lost, error, may_retry=True)
+        self._dispatcher.reject_or_retry(dedicated, error, may_retry=False)
         if handle.in_flight:
-            self._reactor.after(IN_TRANSIT, partial(self._give_up, handle, error))
+            self._reactor.call_later(
+                LATE_RESULTS_SECONDS, partial(self._give_up_late_results, handle, error)
+            )
         else:
             self._remove(handle)
         if before <= State.RETIRING:
             handle.death = error
-            self._unexpected(handle, error, before)
-        self._dispatcher.directory.died(handle)
+            self._on_unexpected_death(handle, error, before)
+        self._dispatcher.directory.on_drone_died(handle)
         self._dispatcher.locality.release(handle)
-        self.fill_up()
-        self._dispatcher.look_for_end = True
+        self.start_missing()
+        self._dispatcher.end_check_due = True
 
-    def _unexpected(self, handle: DroneHandle, error: DroneDied, before: State) -> None:
-        if self._config.on_death == "break":
-            self._dispatcher.break_(error)
-        elif before < State.READY and self._dispatcher.wanted() and self._config.on_death == "end":
-            self._dispatcher.break_(error)  # no other drone takes its place
-        elif before < State.READY and self._dispatcher.wanted():
+    def _on_unexpected_death(self, handle: DroneHandle, error: DroneDied, before: State) -> None:
+        on_death = self._config.on_death
+        if on_death == "break":
+            self._dispatcher.break_pool(error)
+        elif before < State.READY and self._dispatcher.target_size() and on_death == "end":
+            self._dispatcher.break_pool(error)  # no other drone takes its place
+        elif before < State.READY and self._dispatcher.target_size():
             # Killed from outside: that says little about whether drones can start.
             killed = error.exitcode == -signal.SIGKILL and not handle.kill_reason
-            why = because(f"drones of {self._config.name} die before they are ready", error)
-            self._start_failed(why, KILLED_TRIES if killed else START_TRIES)
-        elif self._config.on_death == "end":
+            reason = pool_error(f"drones of {self._config.name} die before they are ready", error)
+            self._count_failed_start(reason, MAX_KILLED_STARTS if killed else MAX_FAILED_STARTS)
+        elif on_death == "end":
             if self._dispatcher.refusal is None:
                 self._dispatcher.refusal = error
             self._dispatcher.closing = True
         else:
             log.info("%s", error)
 
-    def _give_up(self, handle: DroneHandle, error: DroneDied) -> None:
+    def _give_up_late_results(self, handle: DroneHandle, error: DroneDied) -> None:
         """Give up the results that the dead drone had sent but that did not arrive in time."""
-        self._dispatcher.lose(list(handle.in_flight.values()), error, again=True)
+        self._dispatcher.reject_or_retry(list(handle.in_flight.values()), error, may_retry=True)
         handle.in_flight.clear()
         self._remove(handle)
-        self._dispatcher.look_for_end = True
+        self._dispatcher.end_check_due = True
 
     def _remove(self, handle: DroneHandle) -> None:
         print_lines(handle)
         handle.close()
         handle.state = State.DEAD
-        self._dispatcher.cancellation.call_off(handle)
-        self._dispatcher.lose(drained(handle.dedicated), handle.closed_error(), again=False)
+        self._dispatcher.cancellation.cancel_timer(handle)
+        self._dispatcher.reject_or_retry(
+            drain(handle.dedicated), handle.closed_error(), may_retry=False
+        )
         self._dispatcher.locality.release(handle)
         if handle in self.handles:
             self.handles.remove(handle)
-        self._dispatcher.tell(handle.born)
-        self._dispatcher.tell(handle.ended)
-        self.engine.released(handle)
+        self._dispatcher.settle_signal(handle.pid_known)
+        self._dispatcher.settle_signal(handle.ended)
+        self.engine.reclaim(handle)
 
     def end(self) -> None:
         """Release the engine; no drone is left."""
@@ -341,23 +363,23 @@ class Supervisor:
 def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
     code = handle.exitcode
     if code is None:
-        how = f"died ({handle.fate})"
+        end = f"died ({handle.exit_reason})"
     else:
-        how = (
+        end = (
             f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
         )
-    why = (
+    reason = (
         f", because {handle.kill_reason}"
         if handle.kill_reason and code in (None, -signal.SIGKILL)
         else ""
     )
-    message = f"drone {handle.name} (pid {handle.pid}) {how}{why}"
+    message = f"drone {handle.name} (pid {handle.pid}) {end}{reason}"
     running = task.definition.label if task is not None else None
     if running:
-        message += f"{why and ','} while running {running}"
+        message += f"{reason and ','} while running {running}"
     stderr, stack = "\n".join(handle.stderr), "\n".join(handle.stack)
     if stderr:
-        message += f"\nits last lines on stderr:\n{stderr}"
+        message += f"\nlast lines of the drone on stderr:\n{stderr}"
     if stack:
         message += f"\n{stack}"
     died = DroneDied(
@@ -374,7 +396,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def because(what: str, cause: BaseException) -> BrokenProcessPool:
-    error = BrokenProcessPool(f"{what}: {type(cause).__name__}: {cause}")
+def pool_error(event: str, cause: BaseException) -> BrokenProcessPool:
+    error = BrokenProcessPool(f"{event}: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

@@ -17,29 +17,52 @@ from pickle import dumps, loads
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import Lost, another
-from ..promises.promise import CANCELLED, DICT_AT_BIRTH, FINISHED, PENDING, Promise, Spans, outcome
+from ..errors import Lost, copy_error
+from ..promises.promise import (
+    CANCELLED,
+    DICT_AT_CREATION,
+    FINISHED,
+    PENDING,
+    Promise,
+    Spans,
+    outcome,
+)
 from ..store.blocks import pristine_view
 from ..store.kept import Kept
-from ..store.placeholders import PayloadWithRefs, meeting, taking, untaken
-from ..store.references import Received, Serialized, load, load_beside
+from ..store.placeholders import (
+    PayloadWithRefs,
+    PicklingContext,
+    split_remote_objects,
+    with_remote_objects,
+)
+from ..store.references import Received, Serialized, load, load_with_buffers
 from ..store.shared import Shared
 from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
-from ..wire.pickling import LARGE_BUFFER, MainSnapshot, capture, join, pack
-from ..wire.slices import SHORT, SMALL, Answers, part_of
-from .flow_graph import note_failure
-from .inputs import CONTAINERS, Placeholder, Placeholders, cancel_upstream, fall, forget
+from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, MainSnapshot, capture, join_payloads, pack
+from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, slice_calls
+from .flow_graph import record_failure
+from .inputs import (
+    CONTAINERS,
+    Placeholder,
+    Placeholders,
+    cancel_upstream,
+    propagate_failure,
+    remove_settled_hooks,
+)
 
 if TYPE_CHECKING:
     from ..store.directory import RemoteObject
     from .dispatcher import Dispatcher
     from .drone_handle import DroneHandle
 
-__all__ = ["Answer", "AnswersTogether", "KeptTask", "Sending", "Slice", "Task"]
+__all__ = ["Answer", "AnswerBatch", "KeptTask", "Sending", "Slice", "Task"]
 
 _numbers = itertools.count(1)
-_CURE = " (a future of the standard library does not go along: give `polycephaly.race(future)`, a promise of its value)"
+_FUTURE_CURE = (
+    " (a future of the standard library cannot be pickled: pass `polycephaly.race(future)`, a "
+    "promise of its value)"
+)
 
 
 class Task(Promise[Any]):
@@ -48,9 +71,9 @@ class Task(Promise[Any]):
 
     _can_be_interrupted = True
     target: DroneHandle | None = None  # the only drone that may run the task, if any
-    prefers: DroneHandle | None = None  # the drone that has most of its kept values
-    burden = 0  # bytes that would have to be moved to another drone
-    preferred = 0.0  # the time since when the task waits for `prefers`
+    preferred_drone: DroneHandle | None = None  # the drone that has most of its kept values
+    bytes_to_move = 0  # bytes that would have to be moved to another drone
+    preferred_since = 0.0  # the time since when the task waits for `preferred_drone`
     keeps = False  # the value stays in the drone that computes it
     sending: Sending | None = None  # shared by the tasks of one message; None before sending
     kind = CALL
@@ -63,36 +86,39 @@ class Task(Promise[Any]):
     status = 0  # of the answer, as in wire/messages.py
     count = 1  # number of calls
     item: int | None = None  # in a `map`: the index of its first call
-    place = 0  # if overlapped: its position among the overlapped tasks sent to the drone, from 1
+    # If overlapped: its position among the overlapped tasks that the drone was sent, from 1.
+    overlap_index = 0
     definition: RemoteFunction
-    answer: Answer | AnswersTogether | None = None
+    answer: Answer | AnswerBatch | None = None
     timeout: float | None = None  # seconds that the task may run
     retries = 0  # how many more times the task is run if its drone dies
-    party = ""  # tag of the submitting client, in a served pool (server/fairness.py)
-    relays: Any = None  # the client's function, if a joined host may run it (server/session.py)
+    client_tag = ""  # tag of the submitting client, in a served pool (server/fairness.py)
+    # The client's function, if a joined host may run the task (server/session.py).
+    client_function: Any = None
     # Leases of a remote pool's shared values (engines/remote/shared.py), held until sending.
     leases: Any = None
     # Kept values whose handles are in the answer, held until the answer is unpickled.
-    given: list[RemoteObject] | None = None
-    lent = False  # leased to another process, which may be running it
+    answer_objects: list[RemoteObject] | None = None
+    is_leased = False  # leased to another process, which may be running it
     runs_elsewhere = False  # another process has reported the start
     # While the task waits: the promises to wait for, and the other values in `args`.
     inputs: Sequence[Any] = ()
     # The pickled arguments, kept if the value is stored on a node that may be lost, and `retries`
     # allow that the value is computed again.
-    recipe: Any = None
+    recompute_payload: Any = None
     # If an input is stored on another node: the payload with open placeholders, and the inputs.
     unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None
-    _lying: Any = None
-    needed: tuple[int, ...] = ()  # the numbers of the tasks among its inputs
-    followed: Sequence[Any] = ()  # ends of channels in the call, which must learn if they arrived
+    _received_value: Any = None
+    input_numbers: tuple[int, ...] = ()  # the numbers of the tasks among its inputs
+    # Ends of channels in the call, which must learn if they arrived.
+    channel_ends: Sequence[Any] = ()
     is_node = False  # of a graph (flow.py): see `cancel`
     # The synchronization counter: an iterator with one step less than there are inputs.
-    _filling: Iterator[int]
+    _countdown: Iterator[int]
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self._open = None  # as in Promise.__init__
-        if DICT_AT_BIRTH:
+        self._unclaimed = None  # as in Promise.__init__
+        if DICT_AT_CREATION:
             self.__dict__  # noqa: B018
         self.number = next(_numbers)
         self.dispatcher = dispatcher
@@ -112,7 +138,7 @@ class Task(Promise[Any]):
         together, bulky, shared, nested = not kwargs, False, False, False
         for arg in (*args, *kwargs.values()) if kwargs else args:
             kind = type(arg)
-            if kind in SMALL:
+            if kind in SMALL_TYPES:
                 continue
             if kind is Task:
                 inputs.append(arg)
@@ -120,8 +146,8 @@ class Task(Promise[Any]):
             if kind is str or kind is bytes:
                 size = len(arg)
                 self.weight += size
-                together = together and size < SHORT
-                bulky = bulky or size >= LARGE_BUFFER
+                together = together and size < MIN_SEPARATE_LENGTH
+                bulky = bulky or size >= MIN_LARGE_BUFFER_BYTES
                 continue
             if isinstance(arg, Promise):
                 inputs.append(arg)
@@ -134,15 +160,15 @@ class Task(Promise[Any]):
             elif kind is Shared:
                 shared = True
             elif kind is bytearray:
-                bulky = bulky or len(arg) >= LARGE_BUFFER
+                bulky = bulky or len(arg) >= MIN_LARGE_BUFFER_BYTES
         if together:
             self.args = args
             return inputs
         if shared:
-            args, kwargs = _with_stand_ins(args, kwargs, registry.snapshot)
+            args, kwargs = _replace_handles(args, kwargs, registry.snapshot)
         if inputs or nested:
-            return self._capture_with_holes(args, kwargs, registry, bulky)
-        with meeting(registry.directory) as pickling:
+            return self._capture_with_placeholders(args, kwargs, registry, bulky)
+        with PicklingContext(registry.directory) as pickling:
             try:
                 if kwargs:
                     self.kind = CALL_KEYWORDS
@@ -150,65 +176,74 @@ class Task(Promise[Any]):
                 elif args:
                     self.payload = pack(args, registry.snapshot, registry.store, bulky)
             except Exception as error:
-                error.add_note(
-                    f"while pickling the arguments of {definition.label}: {_culprit(args, kwargs, registry)}"
-                )
+                self._add_pickling_note(error, args, kwargs, registry)
                 raise
-        self._note(pickling)
+        self._hold_found(pickling)
         return inputs
 
-    def _capture_with_holes(
+    def _capture_with_placeholders(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry, bulky: bool
     ) -> Sequence[Promise[Any]]:
         self.kind = CALL_KEYWORDS
-        with Placeholders() as holes, meeting(registry.directory) as pickling:
+        with Placeholders() as placeholders, PicklingContext(registry.directory) as pickling:
             try:
                 self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
-                if holes.inputs:
-                    holes.check(args, kwargs)
+                if placeholders.inputs:
+                    placeholders.check(args, kwargs)
             except Exception as error:
-                error.add_note(
-                    f"while pickling the arguments of {self.definition.label}: {_culprit(args, kwargs, registry)}"
-                )
+                self._add_pickling_note(error, args, kwargs, registry)
                 raise
-        self._note(pickling)
-        return holes.inputs
+        self._hold_found(pickling)
+        return placeholders.inputs
 
-    def _note(self, pickling: meeting) -> None:
-        if pickling.met:
-            self.take(pickling.met)
+    def _add_pickling_note(
+        self,
+        error: Exception,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        registry: FunctionRegistry,
+    ) -> None:
+        error.add_note(
+            f"while pickling the arguments of {self.definition.label}: "
+            f"{_describe_unpicklable(args, kwargs, registry)}"
+        )
+
+    def _hold_found(self, pickling: PicklingContext) -> None:
+        """Hold the kept values and the ends of channels that the pickler has found."""
+        if pickling.remote_objects:
+            self.add_kept_values(pickling.remote_objects)
         if pickling.moved:
-            self._followed_by(pickling.moved)
+            self._add_channel_ends(pickling.moved)
 
-    def take_captured(self) -> None:
+    def hold_captured(self) -> None:
         """Hold the kept values that the function captures until this call is answered."""
         definition = self.definition
         kept, definition.kept = definition.kept, {}
-        self.take(kept)
+        self.add_kept_values(kept)
         if definition.moved:
-            self._followed_by(definition.moved)
+            self._add_channel_ends(definition.moved)
 
-    def _followed_by(self, moved: list[Any]) -> None:
-        self.followed = [*self.followed, *moved]
+    def _add_channel_ends(self, moved: list[Any]) -> None:
+        self.channel_ends = [*self.channel_ends, *moved]
         for each in moved:
-            each._goes_with(self)
+            each._follow_task(self)
 
-    def never_began(self) -> None:
+    def release_payload(self) -> None:
         """Release the payload of a task that was settled while in flight, and that the drone has
         not opened and will not open, or has died. Called while holding the reactor's lock."""
         self.payload = b""
-        followed, self.followed = self.followed, ()
-        for each in followed:
-            self.dispatcher.reactor.deliver(partial(each._never_arrived, self))
+        ends, self.channel_ends = self.channel_ends, ()
+        for each in ends:
+            self.dispatcher.reactor.deliver(partial(each._on_task_lost, self))
 
-    def take(self, remote_objects: dict[int, RemoteObject]) -> None:
+    def add_kept_values(self, remote_objects: dict[int, RemoteObject]) -> None:
         """Add kept values to those that the task takes."""
-        # With promises among `args`, `_fill` does this later.
+        # With promises among `args`, `_fill_inputs` does this later.
         if self.args is not None and not any(isinstance(arg, Promise) for arg in self.args):
             self.args, self.payload = None, dumps(self.args, 5) if self.args else b""
-        self.payload = taking(self.payload, remote_objects)
+        self.payload = with_remote_objects(self.payload, remote_objects)
 
-    def captured(self) -> tuple[Any, ...]:
+    def captured_args(self) -> tuple[Any, ...]:
         """Return the arguments of a call without keywords and promises again."""
         if self.args is not None:
             return self.args
@@ -217,18 +252,18 @@ class Task(Promise[Any]):
             views = [
                 pristine_view(segment)[at : at + length] for segment, at, length in payload.places
             ]
-            args: tuple[Any, ...] = load_beside(payload.inline, views)
+            args: tuple[Any, ...] = load_with_buffers(payload.inline, views)
         else:
             args = loads(payload) if payload else ()
         return args
 
     def wait_for(self, inputs: Sequence[Promise[Any]]) -> None:
-        """Have `Dispatcher.filled` called once: when all `inputs` have values, or when one has
-        failed and this task is rejected for that."""
+        """Have `Dispatcher.on_inputs_ready` called once: when all `inputs` have values, or when one
+        has failed and this task is rejected for that."""
         self.inputs = inputs if self.args is None else self.args
-        self.needed = tuple([each.number for each in inputs if isinstance(each, Task)])
-        self._filling = iter(range(1, len(inputs)))
-        settled = self._one_settled
+        self.input_numbers = tuple([each.number for each in inputs if isinstance(each, Task)])
+        self._countdown = iter(range(1, len(inputs)))
+        settled = self._on_input_settled
         for each in inputs:
             hooks, state = each._hooks, each._state
             if state in (FINISHED, CANCELLED):
@@ -238,86 +273,91 @@ class Task(Promise[Any]):
             else:  # the same as `_hook`, without the call
                 hooks.append(settled)
                 if each._state != PENDING and each.done():
-                    each._run_hooks(each._first)
+                    each._run_hooks(each._hook_index)
 
-    def _one_settled(self, settled: Promise[Any]) -> None:
+    def _on_input_settled(self, settled: Promise[Any]) -> None:
         if self._state == PENDING:
             if settled._exception is not None or settled._state != FINISHED:
-                fall(self, settled)
+                propagate_failure(self, settled)
             # One atomic step of the counter, which also shows the last thread that it is the last.
-            elif next(self._filling, None) is None:
-                self._fill()
+            elif next(self._countdown, None) is None:
+                self._fill_inputs()
 
-    def _fill(self) -> None:
+    def _fill_inputs(self) -> None:
         self.queued = monotonic()
         args, inputs = self.args, self.inputs
         if args is not None:
             values = [
-                arg._result if isinstance(arg, Promise) and not arg._lies else arg for arg in args
+                arg._result if isinstance(arg, Promise) and not arg._is_lazy else arg
+                for arg in args
             ]
             captured = (
                 self.payload.remote_objects if type(self.payload) is PayloadWithRefs else None
             )
-            if SMALL.issuperset(map(type, values)):
+            if SMALL_TYPES.issuperset(map(type, values)):
                 self.args = tuple(values)
                 self.inputs = ()
                 if captured:
-                    self.take(captured)
-                self.dispatcher.filled(self)
+                    self.add_kept_values(captured)
+                self.dispatcher.on_inputs_ready(self)
                 return
         try:
             registry = self.dispatcher.registry
             if args is not None:
                 self.args, self.payload, self.weight = None, b"", type(self).weight
                 if any(isinstance(value, Promise) for value in values):
-                    inputs = self._capture_with_holes(tuple(values), {}, registry, True)
+                    inputs = self._capture_with_placeholders(tuple(values), {}, registry, True)
                 else:
                     inputs = self.capture(self.definition, tuple(values), {}, registry)
-                if not all(each._lies for each in inputs):
-                    raise TypeError("the value of a promise is, or has in it, another promise")
+                if not all(each._is_lazy for each in inputs):
+                    raise TypeError("the value of a promise is or contains another promise")
                 if captured:
-                    self.take(captured)
+                    self.add_kept_values(captured)
             if self.kind == CALL_KEYWORDS and inputs:
                 parts = {
                     index: part
                     for index, each in enumerate(inputs)
-                    if (part := each._part(registry)) is not None
+                    if (part := each._serialized_part(registry)) is not None
                 }
                 results = [
                     None if index in parts else each.result() for index, each in enumerate(inputs)
                 ]
-                with meeting(registry.directory) as pickling:
+                with PicklingContext(registry.directory) as pickling:
                     packed = pack(results, registry.snapshot, registry.store)
-                inner = pickling.met or {}
+                inner = pickling.remote_objects or {}
                 if pickling.moved:
-                    self._followed_by(pickling.moved)
-                if any(each._is_far() for each in inputs):
+                    self._add_channel_ends(pickling.moved)
+                if any(each._is_remote() for each in inputs):
                     self.unfilled = self.payload, inputs
-                outer, remote_objects = untaken(self.payload)
-                joined = join([*parts], (outer, packed, *parts.values()), registry.store)
-                self.payload = taking(joined, remote_objects | inner)
+                outer, remote_objects = split_remote_objects(self.payload)
+                joined = join_payloads([*parts], (outer, packed, *parts.values()), registry.store)
+                self.payload = with_remote_objects(joined, remote_objects | inner)
                 self.kind = CALL_FILLED
             self.inputs = ()
         except Exception as error:
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
             self._settle(FINISHED, None, error)
-            self.let_go()
-        self.dispatcher.filled(self)
+            self.release_inputs()
+        self.dispatcher.on_inputs_ready(self)
 
-    read: Callable[[Any], Any] = staticmethod(load)
+    unpickle: Callable[[Any], Any] = staticmethod(load)
     """Build the value from the answer. Raises the errors of unpickling."""
 
-    def open(self, payload: Any) -> Any:
+    def unpack(self, payload: Any) -> Any:
         """Return the value, or become a `LazyTask`, which leaves the value where it is stored.
 
         A value that contains handles of kept values is always unpickled, because the handles are
         written for this process."""
-        if isinstance(payload, Received) and not self.given and (self.is_node or payload.is_far()):
-            self._lying = payload  # first: other threads read this after the next line
+        if (
+            isinstance(payload, Received)
+            and not self.answer_objects
+            and (self.is_node or payload.is_slow_to_open())
+        ):
+            self._received_value = payload  # first: other threads read this after the next line
             # The class adds only methods: attributes are stored as before.
             self.__class__ = LazyTask
             return None
-        return self.read(payload)
+        return self.unpickle(payload)
 
     # -- as a promise ------------------------------------------------------------------------------
 
@@ -335,48 +375,50 @@ class Task(Promise[Any]):
     ) -> bool:
         settled = super()._settle(state, result, exception, unless_running)
         if self.is_node and settled and (exception is not None or state != FINISHED):
-            note_failure(self, state)
+            record_failure(self, state)
         return settled
 
-    def fill_again(self, lost: Lost) -> None:
+    def recompute_inputs(self, lost: Lost) -> None:
         """Compute the lost inputs of this task again, which was not begun because of the loss.
 
-        Raises `lost` like `computed_again`. Called while holding the reactor's lock."""
+        Raises `lost` like `recompute`. Called while holding the reactor's lock."""
         if self.unfilled is None:
             raise lost
         (self.payload, inputs), self.unfilled = self.unfilled, None
         self.kind, self.args, self.sending = CALL_KEYWORDS, None, None
-        far = [each if isinstance(each, LazyTask) and each._is_far() else None for each in inputs]
+        remote = [
+            each if isinstance(each, LazyTask) and each._is_remote() else None for each in inputs
+        ]
         self.wait_for(
             [
-                it if each is None else each.computed_again(lost)
-                for each, it in zip(far, inputs, strict=True)
+                each if lazy is None else lazy.recompute(lost)
+                for lazy, each in zip(remote, inputs, strict=True)
             ]
         )
 
-    def let_go(self) -> None:
+    def release_inputs(self) -> None:
         """Release the inputs and the arguments, because the task is settled."""
         inputs = self.inputs
         if inputs:
             self.inputs, self.payload = (), b""
             if self.args is not None:
                 self.args = ()
-            forget(inputs)
+            remove_settled_hooks(inputs)
 
     def _withdraw(self) -> None:
-        self.let_go()
+        self.release_inputs()
         self.dispatcher.reactor.post(partial(self.dispatcher.withdraw, self))
 
-    def _break_off(self) -> None:
+    def _cancel_on_interrupt(self) -> None:
         self.cancel()
 
-    def _waits_for(self) -> Sequence[Promise[Any]]:
+    def _dependencies(self) -> Sequence[Promise[Any]]:
         return [each for each in self.inputs if isinstance(each, Promise) and not each.done()]
 
-    def _help(self, end: float | None) -> None:
-        if self.inputs and end is None:
-            self.dispatcher.somebody_waits(self)
-        self.dispatcher.reactor.drive(self, end)
+    def _help(self, deadline: float | None) -> None:
+        if self.inputs and deadline is None:
+            self.dispatcher.note_waiting_thread(self)
+        self.dispatcher.reactor.drive(self, deadline)
 
     @property
     def handle(self) -> DroneHandle | None:
@@ -391,33 +433,40 @@ class Task(Promise[Any]):
         definition = getattr(self, "definition", None)
         return "a call" if definition is None else str(definition.label)
 
-    def _named(self) -> str:
+    def _description(self) -> str:
         return f"{self.label} #{self.number}"
 
     def running(self) -> bool:
         handle = self.handle
         return self._state == PENDING and (
-            self.runs_elsewhere or (handle is not None and handle.runs(self.number))
+            self.runs_elsewhere or (handle is not None and handle.is_running(self.number))
         )
 
     @property
     def spans(self) -> Spans:
-        sending, answer = self.sending, self.answered_with()
+        sending, answer = self.sending, self.get_answer()
         sent, name = (sending.at, sending.handle.name) if sending is not None else (None, None)
         if answer is None:
             return Spans(queued=self.queued, sent=sent, drone=name)
-        there, back = answer.there, answer.back
+        bytes_sent, bytes_received = answer.bytes_sent, answer.bytes_received
         # The arguments were pickled together with others: count the bytes that they take alone.
         if self.args is not None:
-            there = len(dumps(self.args, 5))
-            back = back or len(dumps(self._result, 5))
+            bytes_sent = len(dumps(self.args, 5))
+            bytes_received = bytes_received or len(dumps(self._result, 5))
         return Spans(
-            self.queued, sent, answer.started, answer.finished, answer.received, there, back, name
+            self.queued,
+            sent,
+            answer.started,
+            answer.finished,
+            answer.received,
+            bytes_sent,
+            bytes_received,
+            name,
         )
 
-    def answered_with(self) -> Answer | None:
+    def get_answer(self) -> Answer | None:
         answer = self.answer
-        return answer.of(self.number) if isinstance(answer, AnswersTogether) else answer
+        return answer.answer_for(self.number) if isinstance(answer, AnswerBatch) else answer
 
 
 class LazyTask(Task):
@@ -427,23 +476,23 @@ class LazyTask(Task):
     The values of nodes of a graph stay in shared memory; with Ray, all values stay on a node of the
     cluster."""
 
-    _lies = True
-    _opened = False
-    _unopened: Exception | None = None  # why unpickling failed
-    _again: Task | None = None
+    _is_lazy = True
+    _is_loaded = False
+    _load_error: Exception | None = None  # why unpickling failed
+    _recomputed: Task | None = None
 
-    def _bring_here(self) -> Any:
-        if not self._opened:
-            if self._unopened is not None:
-                raise another(self._unopened)
+    def _load_value(self) -> Any:
+        if not self._is_loaded:
+            if self._load_error is not None:
+                raise copy_error(self._load_error)
             try:
-                self._result = load(self._lying)
+                self._result = load(self._received_value)
             except Lost as lost:
-                self._result = self.computed_again(lost).result()
+                self._result = self.recompute(lost).result()
             except Exception as error:
-                self._unopened = error
+                self._load_error = error
                 raise
-            self._opened = True
+            self._is_loaded = True
         return self._result
 
     def _get_snapshot(self) -> tuple[bool, bool, Any, BaseException | None]:
@@ -459,50 +508,51 @@ class LazyTask(Task):
 
         A value on another node is not fetched just to find out whether unpickling fails."""
         error = super().exception(timeout)
-        if error is None and not self._is_far():
+        if error is None and not self._is_remote():
             try:
-                self._bring_here()
+                self._load_value()
             except Exception as unopened:
                 error = unopened
         return error
 
     def __repr__(self) -> str:
-        unopened = not self._opened and self._state == FINISHED and self._exception is None
+        unopened = not self._is_loaded and self._state == FINISHED and self._exception is None
         return f"<Promise fulfilled at {id(self):#x}>" if unopened else super().__repr__()
 
-    def computed_again(self, lost: Lost) -> Task:
+    def recompute(self, lost: Lost) -> Task:
         """Return a task that computes the lost value again, the same one for all callers. Raises
         `lost` if `retries` do not allow that."""
-        if self._again is not None:
-            return self._again
-        if not self.retries or self.recipe is None:
+        if self._recomputed is not None:
+            return self._recomputed
+        if not self.retries or self.recompute_payload is None:
             raise lost
-        again = self._again = Task(self.dispatcher)
+        again = self._recomputed = Task(self.dispatcher)
         again.definition, again.kind, again.args, again.payload = (
             self.definition,
             self.kind,
             self.args,
-            self.recipe,
+            self.recompute_payload,
         )
         again.unfilled, again.timeout, again.retries = self.unfilled, self.timeout, self.retries - 1
-        self.dispatcher.start(again)
+        self.dispatcher.submit_task(again)
         return again
 
-    def _is_far(self) -> bool:
-        return not self._opened and bool(self._lying.is_far())
+    def _is_remote(self) -> bool:
+        return not self._is_loaded and bool(self._received_value.is_slow_to_open())
 
-    def _part(self, registry: FunctionRegistry) -> Serialized | None:
-        return self._lying.parcel() if self._lying.lies_in(registry.store) else None
+    def _serialized_part(self, registry: FunctionRegistry) -> Serialized | None:
+        received = self._received_value
+        return received.to_serialized() if received.is_readable_in(registry.store) else None
 
 
 class KeptTask(Task):
     """A task whose value stays in the drone. Its result is a handle of the value."""
 
     keeps = True
-    weight = Task.weight + 1  # so that `_more_of` does not put it into a run of plain calls
+    weight = Task.weight + 1  # so that `_take_similar` does not put it into a run of plain calls
     remote_object: RemoteObject | None = None  # if the task computes a lost value again
 
-    read: Callable[[Any], Any] = staticmethod(Kept.of)
+    unpickle: Callable[[Any], Any] = staticmethod(Kept._from_owner)
 
 
 class Sending:
@@ -525,11 +575,11 @@ class Answer(NamedTuple):
     started: float
     finished: float
     received: float
-    there: int = 0
-    back: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
-class AnswersTogether:
+class AnswerBatch:
     """The answers of many tasks, in the form in which they arrived."""
 
     __slots__ = ("_finished", "_numbers", "_received", "_started")
@@ -542,7 +592,7 @@ class AnswersTogether:
         self._finished = finished
         self._received = received
 
-    def of(self, number: int) -> Answer:
+    def answer_for(self, number: int) -> Answer:
         index = self._numbers.index(number)
         return Answer(self._started[index], self._finished[index], self._received)
 
@@ -565,9 +615,9 @@ class Slice(Task):
         self.payload = calls
         self.count = count
 
-    read = staticmethod(Answers)
+    unpickle = staticmethod(Answers)
 
-    def open(self, payload: Any) -> Answers:
+    def unpack(self, payload: Any) -> Answers:
         """Return the answers at once, wherever they are stored: the reader takes one by one."""
         return Answers(payload)
 
@@ -577,39 +627,44 @@ class Slice(Task):
         begun = self.count - rest
         running, later = (
             Slice(
-                self.dispatcher, self.definition, part_of(self.payload, start, stop), stop - start
+                self.dispatcher,
+                self.definition,
+                slice_calls(self.payload, start, stop),
+                stop - start,
             )
             for start, stop in ((done, begun), (begun, self.count))
         )
         running.retries = later.retries = self.retries
-        running.given = self.given
+        running.answer_objects = self.answer_objects
         running.continues = True
         if self.item is not None:
             running.item, later.item = self.item + done, self.item + begun
         return running, later
 
 
-def _with_stand_ins(
+def _replace_handles(
     args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def stand_in(arg: Any) -> Any:
+    def replace(arg: Any) -> Any:
         if isinstance(arg, Placeholder):
-            return arg.stands_for()
-        return arg.stand_in(snapshot) if type(arg) is Shared else arg
+            return arg.stand_in_promise()
+        return arg._contents_for(snapshot) if type(arg) is Shared else arg
 
-    return tuple(map(stand_in, args)), {name: stand_in(arg) for name, arg in kwargs.items()}
+    return tuple(map(replace, args)), {name: replace(arg) for name, arg in kwargs.items()}
 
 
-def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry) -> str:
+def _describe_unpicklable(
+    args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry
+) -> str:
     """Return which argument cannot be pickled."""
     for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
-            with Placeholders() as holes:
+            with Placeholders() as placeholders:
                 capture(arg, registry.snapshot)
-            holes.check(arg)
+            placeholders.check(arg)
         except Exception:
-            return f"{name}, a {type(arg).__qualname__}{_CURE if _has_future(arg) else ''}"
-    return "all of them together"
+            return f"{name}, a {type(arg).__qualname__}{_FUTURE_CURE if _has_future(arg) else ''}"
+    return "all arguments together"
 
 
 def _has_future(arg: Any) -> bool:

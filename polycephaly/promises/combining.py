@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future
 from time import monotonic
 from typing import Any, TypeVar, overload
 
-from .promise import CANCELLED, FINISHED, Promise, break_off, outcome
+from .promise import CANCELLED, FINISHED, Promise, cancel_on_interrupt, outcome
 
 __all__ = ["as_completed", "gather", "race"]
 
@@ -66,31 +66,31 @@ def gather(*promises: Future[Any]) -> Promise[list[Any]]:
     >>> both.value
     [1, 2]
     """
-    _check("gather", promises)
-    everyone = _Gathered(promises)
+    _check_futures("gather", promises)
+    combined = _Gathered(promises)
     waiting_for = list(promises)
 
     def one_settled(future: Future[Any]) -> None:
         if future.cancelled():
-            everyone._settle(FINISHED, None, CancelledError())
+            combined._settle(FINISHED, None, CancelledError())
         elif (error := future.exception()) is not None:
-            everyone._settle(FINISHED, None, error)
+            combined._settle(FINISHED, None, error)
         else:
             # The pop is atomic. Only the number of entries matters, not which one is removed.
             waiting_for.pop()
             if not waiting_for:
                 try:
                     values = [p.result() for p in promises]
-                except BaseException as lost:  # from opening a value that is stored elsewhere
-                    everyone._settle(FINISHED, None, lost)
+                except BaseException as unopened:  # from opening a value that is stored elsewhere
+                    combined._settle(FINISHED, None, unopened)
                 else:
-                    everyone._settle(FINISHED, values, None)
+                    combined._settle(FINISHED, values, None)
 
     if not promises:
-        everyone._settle(FINISHED, [], None)
+        combined._settle(FINISHED, [], None)
     for each in promises:
         each.add_done_callback(one_settled)
-    return everyone
+    return combined
 
 
 @overload
@@ -130,14 +130,14 @@ def race(*promises: Future[Any]) -> Promise[Any]:
     >>> first.value
     'quick'
     """
-    _check("race", promises)
+    _check_futures("race", promises)
     if not promises:
-        raise ValueError("race() of no promises would never settle")
+        raise ValueError("race() needs a promise: a race of no promises would never settle")
     first: Promise[Any] = Promise()
-    first._stands_for = promises
+    first._awaited = promises
 
     def one_settled(future: Future[Any]) -> None:
-        first._stands_for = ()
+        first._awaited = ()
         if future.cancelled():
             first._settle(CANCELLED, None, None)
         else:
@@ -179,53 +179,53 @@ class as_completed(Iterator[F], AsyncIterator[F]):
     """
 
     def __init__(self, promises: Iterable[F], timeout: float | None = None) -> None:
-        self._open: dict[F, None] = {}
-        everyone = tuple(dict.fromkeys(promises))
-        _check("as_completed", everyone)
-        # One place per promise: the k-th promise that settles fills the k-th place.
-        places: list[Promise[F]] = [Promise() for _ in everyone]
-        self._places = places
-        self._open = still_open = dict.fromkeys(everyone)  # in the order given
+        self._pending: dict[F, None] = {}
+        distinct = tuple(dict.fromkeys(promises))
+        _check_futures("as_completed", distinct)
+        # One slot per promise: the k-th promise that settles fills the k-th slot.
+        slots: list[Promise[F]] = [Promise() for _ in distinct]
+        self._slots = slots
+        self._pending = pending = dict.fromkeys(distinct)  # in the order given
         self._next = 0
-        self._end = None if timeout is None else monotonic() + timeout
-        turn = itertools.count()
+        self._deadline = None if timeout is None else monotonic() + timeout
+        indices = itertools.count()
 
         # This hook has no reference to the iterator, so that an iterator which is no longer used
         # can be dropped before all promises have settled.
         def one_settled(future: Any) -> None:
-            still_open.pop(future, None)
-            places[next(turn)]._settle(FINISHED, future, None)
+            pending.pop(future, None)
+            slots[next(indices)]._settle(FINISHED, future, None)
 
         self._hook = one_settled
-        for each in everyone:
+        for each in distinct:
             each.add_done_callback(one_settled)
 
-    def _let_go(self) -> None:
-        """Remove the hook from the promises that are still open, so that they keep nothing
+    def _remove_hooks(self) -> None:
+        """Remove the hook from the promises that are still pending, so that they keep nothing
         alive.
         """
-        for each in list(self._open):
+        for each in list(self._pending):
             if isinstance(each, Promise):
                 each._unhook(self._hook)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not finalizing():
-            self._let_go()
+            self._remove_hooks()
 
     def __iter__(self) -> as_completed[F]:
         return self
 
     def __next__(self) -> F:
-        if self._next == len(self._places):
+        if self._next == len(self._slots):
             raise StopIteration
-        left = None if self._end is None else max(0.0, self._end - monotonic())
+        remaining = None if self._deadline is None else max(0.0, self._deadline - monotonic())
         try:
-            future = self._places[self._next].result(left)
+            future = self._slots[self._next].result(remaining)
         except KeyboardInterrupt:
-            break_off(self._open)
+            cancel_on_interrupt(self._pending)
             raise
         except TimeoutError:
-            self._let_go()
+            self._remove_hooks()
             raise
         self._next += 1
         return future
@@ -234,11 +234,11 @@ class as_completed(Iterator[F], AsyncIterator[F]):
         return self
 
     async def __anext__(self) -> F:
-        if self._next == len(self._places):
+        if self._next == len(self._slots):
             raise StopAsyncIteration
-        place = self._places[self._next]
+        slot = self._slots[self._next]
         self._next += 1
-        return await place
+        return await slot
 
 
 class _Gathered(Promise[list[Any]]):
@@ -251,20 +251,20 @@ class _Gathered(Promise[list[Any]]):
         self._promises = promises
 
     def _withdraw(self) -> None:
-        for each in reversed(self._promises):  # the last one first, as in `break_off`
+        for each in reversed(self._promises):  # the last one first, as in `cancel_on_interrupt`
             each.cancel()
 
-    def _waits_for(self) -> Iterable[Future[Any]]:
+    def _dependencies(self) -> Iterable[Future[Any]]:
         return self._promises
 
-    def _break_off(self) -> None:
+    def _cancel_on_interrupt(self) -> None:
         self.cancel()
 
     def running(self) -> bool:
         return any(each.running() for each in self._promises)
 
 
-def _check(what: str, promises: Iterable[object]) -> None:
+def _check_futures(function: str, promises: Iterable[object]) -> None:
     for each in promises:
         if not isinstance(each, Future):
-            raise TypeError(f"{what}() takes promises, not {each!r}")
+            raise TypeError(f"{function}() takes promises, not {each!r}")

@@ -4,7 +4,7 @@ A `Promise` is a `concurrent.futures.Future` that costs one object: no lock and 
 until a thread waits in a way that needs one.
 
     settler (reactor, canceller, user)            waiter, callback, `await`
-    S1  del self._open      (claims, once)        W1  append a hook to self._hooks
+    S1  del self._unclaimed  (claims, once)       W1  append a hook to self._hooks
     S2  result, exception, then _state            W2  look at _state: if settled, pop hooks
     S3  pop hooks one by one, call each
 
@@ -36,7 +36,15 @@ from typing import Any, Generic, NoReturn, TypeVar, cast, overload
 from ..runtime.tuning import tuning
 from .trampoline import Trampoline
 
-__all__ = ["Promise", "Signal", "Spans", "break_off", "callbacks", "misplaced", "outcome"]
+__all__ = [
+    "Promise",
+    "Signal",
+    "Spans",
+    "callbacks",
+    "cancel_on_interrupt",
+    "misplaced_error",
+    "outcome",
+]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -48,15 +56,15 @@ CANCELLED = "CANCELLED_AND_NOTIFIED"
 FINISHED = "FINISHED"
 
 # On CPython 3.11 a `__dict__` that is made later can be freed twice: see decision record 0005.
-DICT_AT_BIRTH = sys.version_info < (3, 12)
+DICT_AT_CREATION = sys.version_info < (3, 12)
 
-_MANY = 256
+_MAX_UNREVERSED_HOOKS = 256
 """The list of hooks is reversed if it has more entries than this."""
 
-_chain = Trampoline(deep=50)
+_trampoline = Trampoline(max_depth=50)
 """Runs the settling of promises by `then`, each of which is settled by the one before it."""
 
-_STEPS_SHOWN = 10
+_MAX_SHOWN_STEPS = 10
 """Maximum number of promises of a cycle that an error message shows."""
 
 # All loggers of the package are children of this one.
@@ -66,30 +74,32 @@ callbacks = logging.getLogger("concurrent.futures")
 a user's callback is silent.
 """
 
-green: tuple[Callable[[], bool], Callable[[Promise[Any]], Generator[Any, Any, None]]] | None = None
+green_hooks: (
+    tuple[Callable[[], bool], Callable[[Promise[Any]], Generator[Any, Any, None]]] | None
+) = None
 """Set while green threads are in use. The first callable returns whether the caller is a green
 thread between two awaits. The second makes a green thread await a promise.
 """
 
-waiting: dict[int, tuple[Promise[Any], float | None]] = {}
+waiting_threads: dict[int, tuple[Promise[Any], float | None]] = {}
 """For each native thread that waits: the promise, and the deadline (`time.monotonic`; None: no
 limit).
 """
 
-asked_to_end: Callable[[int, bool], bool] | None = None
+is_end_requested: Callable[[int, bool], bool] | None = None
 """Set while green threads are in use. Returns whether the native thread with this id was asked to
 end, so that the promise it waits for must be cancelled. True as second argument marks the request
 as delivered.
 """
 
-in_turn: Callable[[], bool] | None = None
+holds_reactor_lock: Callable[[], bool] | None = None
 """Set while there is a reactor. Returns whether this thread holds the reactor's lock. The only user
 code that runs under the lock is in finalizers.
 """
 
 
 class _Pickling(threading.local):
-    stand_in: Callable[[Promise[Any]], tuple[Any, ...]] | None = None
+    reduce_promise: Callable[[Promise[Any]], tuple[Any, ...]] | None = None
 
 
 pickling = _Pickling()
@@ -97,7 +107,7 @@ pickling = _Pickling()
 promise, in the form of `__reduce__`.
 """
 
-settlers: set[int] = set()
+settling_threads: set[int] = set()
 """Ids of the threads that settle promises. Such a thread would wait for itself if it waited for a
 promise, so waiting there raises an error.
 """
@@ -143,11 +153,11 @@ class Spans:
         return self.bytes_sent + self.bytes_received
 
 
-def misplaced(promise: Promise[Any]) -> TypeError:
+def misplaced_error(promise: Promise[Any]) -> TypeError:
     return TypeError(
-        "a promise cannot be pickled, so not be in a set, a key, an object or what a function "
-        "captures: give it as an "
-        f"argument, or in lists, tuples and values of dicts that are ({promise!r})"
+        "a promise cannot be pickled, so a set, a key, an object or the variables that a function "
+        "captures cannot contain one: pass the promise as an argument, or in lists, tuples and "
+        f"values of dicts that are arguments ({promise!r})"
     )
 
 
@@ -170,19 +180,19 @@ class Promise(Future[T], Generic[T]):
     _result: Any = None
     _exception: BaseException | None = None
     _hooks: list[Callable[[Promise[Any]], object]] | None = None
-    _calling = False  # True while a settler calls several hooks
+    _calling_hooks = False  # True while a settler calls several hooks
     # Approximate number of hooks of tasks that no longer wait: see pool/inputs.py.
-    _gone = 0
+    _stale_hooks = 0
     # Index in `_hooks` of the next hook to call: 0, or -1 after the list was reversed.
-    _first = 0
+    _hook_index = 0
     _made_condition: Condition | None = None
     output: str = ""
     """The end of the task's output, after the promise is settled (at most 4 KiB)."""
 
     def __init__(self) -> None:
         # Future.__init__ is not called on purpose, because it makes a lock and a condition.
-        self._open = None
-        if DICT_AT_BIRTH:
+        self._unclaimed = None
+        if DICT_AT_CREATION:
             self.__dict__  # noqa: B018 - reading creates the dict
 
     # -- state -------------------------------------------------------------------------------------
@@ -213,7 +223,7 @@ class Promise(Future[T], Generic[T]):
             self._wait(timeout)
         error = self._exception
         if error is None:
-            value: T = self._bring_here() if self._lies else self._result
+            value: T = self._load_value() if self._is_lazy else self._result
             return value
         try:
             raise error
@@ -280,12 +290,12 @@ class Promise(Future[T], Generic[T]):
     cancels the promise too.
     """
 
-    _may_be_anywhere = False
+    _may_be_inside_objects = False
     """Whether the promise may also stand inside objects among the arguments of a call. True if the
     promise belongs to a handle, not to a user.
     """
 
-    from_outside = True
+    _settled_from_outside = True
     """Whether anything but green threads of this process may settle the promise."""
 
     def _withdraw(self) -> None:
@@ -294,41 +304,41 @@ class Promise(Future[T], Generic[T]):
         Must not block. May be called twice.
         """
 
-    def _help(self, end: float | None) -> None:
+    def _help(self, deadline: float | None) -> None:
         """Help to settle promises while the caller waits.
 
-        Return when the promise is settled or `time.monotonic()` reaches `end`.
+        Return when the promise is settled or `time.monotonic()` reaches `deadline`.
         """
 
-    _stands_for: tuple[Future[Any], ...] = ()
+    _awaited: tuple[Future[Any], ...] = ()
     """The futures that this promise waits for while it is not settled."""
 
-    def _waits_for(self) -> Iterable[Future[Any]]:
+    def _dependencies(self) -> Iterable[Future[Any]]:
         """Return the futures that must settle before this promise can, as far as is known."""
-        return self._stands_for
+        return self._awaited
 
-    _lies = False
+    _is_lazy = False
     """True if the value is stored elsewhere and is deserialised on first access."""
 
-    def _bring_here(self) -> Any:
+    def _load_value(self) -> Any:
         """Open the stored value once, and return it. Raise the error that opening raises."""
         raise NotImplementedError
 
-    def _is_far(self) -> bool:
-        """Return whether the value may be on another machine, and may be lost with that machine."""
+    def _is_remote(self) -> bool:
+        """Return whether the value may be on another machine, and be lost if that machine fails."""
         return False
 
-    def _part(self, registry: Any) -> Any:
+    def _serialized_part(self, registry: Any) -> Any:
         """Return the stored value as a part of arguments, a `Serialized`; None if it must be
         opened.
         """
         return None
 
-    def _break_off(self) -> None:
+    def _cancel_on_interrupt(self) -> None:
         """Cancel the tasks behind the promise, because Ctrl-C interrupted the wait for it."""
-        break_off(self._stands_for)
+        cancel_on_interrupt(self._awaited)
 
-    def _look_up(self) -> None:
+    def _on_wait_interval(self) -> None:
         """Called now and then while the caller waits."""
 
     @overload
@@ -373,47 +383,47 @@ class Promise(Future[T], Generic[T]):
         if not callable(fn):
             raise TypeError(f"then() takes a callable, which is given the value, not {fn!r}")
         after: Promise[Any] = Promise()
-        after._stands_for = (self,)
+        after._awaited = (self,)
         receiver = getattr(fn, "__self__", None)  # the promise, if `fn` is its `set_result`
         if isinstance(receiver, Promise) and not self.done():
             _check_no_cycle(self, receiver)
-            receiver._stands_for = (self,)
+            receiver._awaited = (self,)
 
         def follow(inner: Promise[Any]) -> None:
-            after._stands_for = ()
-            _chain.go(
+            after._awaited = ()
+            _trampoline.run(
                 after._settle,
                 inner._state,
                 *((None, None) if inner._state == CANCELLED else outcome(inner)),
             )
 
-        def go_on(done: Promise[Any]) -> None:
-            after._stands_for = ()
+        def on_settled(done: Promise[Any]) -> None:
+            after._awaited = ()
             if isinstance(receiver, Promise):
-                receiver._stands_for = ()
+                receiver._awaited = ()
             if done._state == CANCELLED:
-                _chain.go(after._settle, CANCELLED, None, None)
+                _trampoline.run(after._settle, CANCELLED, None, None)
                 return
             if done._exception is not None:
-                _chain.go(after._settle, FINISHED, None, done._exception)
+                _trampoline.run(after._settle, FINISHED, None, done._exception)
                 return
             try:
                 value = fn(done.result())
             except BaseException as error:
-                _chain.go(after._settle, FINISHED, None, error)
+                _trampoline.run(after._settle, FINISHED, None, error)
                 return
             if isinstance(value, Promise):
                 try:
                     _check_no_cycle(value, after)
                 except RuntimeError as error:
-                    _chain.go(after._settle, FINISHED, None, error)
+                    _trampoline.run(after._settle, FINISHED, None, error)
                     return
-                after._stands_for = (value,)
+                after._awaited = (value,)
                 value._hook(follow)
             else:
-                _chain.go(after._settle, FINISHED, value, None)
+                _trampoline.run(after._settle, FINISHED, value, None)
 
-        self._hook(go_on)
+        self._hook(on_settled)
         return after
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
@@ -469,11 +479,11 @@ class Promise(Future[T], Generic[T]):
             return True
 
     def __await__(self) -> Generator[Any, None, T]:
-        in_green = green is not None and green[0]()
+        in_green = green_hooks is not None and green_hooks[0]()
         if not self.done():
             if in_green:
-                assert green is not None
-                yield from green[1](self)
+                assert green_hooks is not None
+                yield from green_hooks[1](self)
             else:
                 yield from self._await_in_asyncio()
         if self._state == CANCELLED and not in_green:
@@ -492,11 +502,12 @@ class Promise(Future[T], Generic[T]):
         See the module's docstring for the steps.
         """
         try:
-            del self._open
+            del self._unclaimed
         except AttributeError:
             return False
         if self._made_condition is not None:
-            self._open = None  # first, so that a Ctrl-C in the next call leaves no claim behind
+            # First, so that a Ctrl-C in the next call leaves no claim behind.
+            self._unclaimed = None
             return self._settle_watched(
                 self._made_condition, state, result, exception, unless_running
             )
@@ -525,7 +536,7 @@ class Promise(Future[T], Generic[T]):
             if unless_running and self._state == RUNNING:
                 return False
             try:
-                del self._open
+                del self._unclaimed
             except AttributeError:
                 return False
             self._result = result
@@ -544,7 +555,7 @@ class Promise(Future[T], Generic[T]):
         return True
 
     def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
-        if self._calling:
+        if self._calling_hooks:
             try:
                 hook(self)
             except Exception:
@@ -560,7 +571,7 @@ class Promise(Future[T], Generic[T]):
                 hooks = self._hooks
         hooks.append(hook)
         if self.done():
-            self._run_hooks(self._first)
+            self._run_hooks(self._hook_index)
 
     def _unhook(self, hook: Callable[[Promise[Any]], object]) -> None:
         """Remove `hook`, if present. Hooks are compared by identity, because `==` would run user
@@ -580,9 +591,9 @@ class Promise(Future[T], Generic[T]):
                 return
             index += 1
 
-    def _turn(self, hooks: list[Callable[[Promise[Any]], object]]) -> int:
-        if not self._first:  # straight-line code from here on
-            self._first = -1
+    def _reverse_hooks(self, hooks: list[Callable[[Promise[Any]], object]]) -> int:
+        if not self._hook_index:  # straight-line code from here on
+            self._hook_index = -1
             hooks.reverse()
         return -1
 
@@ -596,26 +607,26 @@ class Promise(Future[T], Generic[T]):
             return
         if hooks:
             try:
-                self._run_many(hook, hooks, first)
+                self._run_all_hooks(hook, hooks, first)
             finally:
                 # Around a call, not around a loop: on CPython 3.13 the end of a loop, where Ctrl-C
                 # may arrive, is not covered by any `try`.
-                self._calling = False
+                self._calling_hooks = False
             return
         try:
             hook(self)
         except Exception:
             callbacks.exception("exception calling callback for %r", self)
 
-    def _run_many(
+    def _run_all_hooks(
         self,
         hook: Callable[[Promise[Any]], object],
         hooks: list[Callable[[Promise[Any]], object]],
         first: int,
     ) -> None:
-        self._calling = True
-        if len(hooks) > _MANY:
-            first = self._turn(hooks)
+        self._calling_hooks = True
+        if len(hooks) > _MAX_UNREVERSED_HOOKS:
+            first = self._reverse_hooks(hooks)
         worst: BaseException | None = None
         while True:
             try:
@@ -637,62 +648,62 @@ class Promise(Future[T], Generic[T]):
 
     def _wait(self, timeout: float | None) -> None:
         if not self.done():
-            if in_turn is not None and in_turn():
+            if holds_reactor_lock is not None and holds_reactor_lock():
                 raise RuntimeError(
-                    f"a finalizer waited for {self!r} while its thread does what would settle "
-                    "that: "
-                    "call `promise`, `close` or `shutdown(wait=False)` in finalizers, and wait "
-                    "elsewhere"
+                    f"a finalizer waited for {self!r} in a thread that holds the reactor's lock, "
+                    "so that the promise could not be settled: call `promise`, `close` or "
+                    "`shutdown(wait=False)` in finalizers, and wait elsewhere"
                 )
-            if get_ident() in settlers:
+            if get_ident() in settling_threads:
                 raise RuntimeError(
                     f"a callback waited for {self!r} in the thread that settles promises, which "
-                    "would then "
-                    "wait for itself; use .then(), or wait in a thread of your own"
+                    "would then wait for itself: use .then(), or wait in another thread"
                 )
-            end = None if timeout is None else monotonic() + timeout
+            deadline = None if timeout is None else monotonic() + timeout
             me = get_ident()
-            before = waiting.get(me)  # set if a callback waits for another promise
+            outer = waiting_threads.get(me)  # set if a callback waits for another promise
             try:
-                waiting[me] = self, end
+                waiting_threads[me] = self, deadline
                 if (
                     self._cancels_with_waiter
-                    and asked_to_end is not None
-                    and asked_to_end(me, False)
+                    and is_end_requested is not None
+                    and is_end_requested(me, False)
                 ):
                     self.cancel()
-                self._help(end)
+                self._help(deadline)
                 if not self.done():
-                    self._wait_for_settler(timeout, end)
+                    self._wait_for_settler(timeout, deadline)
             except KeyboardInterrupt:
-                self._break_off()
+                self._cancel_on_interrupt()
                 raise
             finally:
-                if before is None:
-                    waiting.pop(me, None)
+                if outer is None:
+                    waiting_threads.pop(me, None)
                 else:
-                    waiting[me] = before
+                    waiting_threads[me] = outer
         if self._state == CANCELLED:
             error = CancelledError()
-            error.told = asked_to_end is not None and asked_to_end(get_ident(), True)  # type: ignore[attr-defined]
+            error.waiter_cancelled = (  # type: ignore[attr-defined]
+                is_end_requested is not None and is_end_requested(get_ident(), True)
+            )
             raise error
 
-    def _wait_for_settler(self, timeout: float | None, end: float | None) -> None:
-        here = allocate_lock()
-        here.acquire()
+    def _wait_for_settler(self, timeout: float | None, deadline: float | None) -> None:
+        settled = allocate_lock()
+        settled.acquire()
 
         def wake(_: Promise[Any]) -> None:
-            here.release()
+            settled.release()
 
         self._hook(wake)
         in_main = get_ident() == main_thread().ident
-        longest = tuning.signal_check_seconds if in_main else tuning.settled_check_seconds
+        interval = tuning.signal_check_seconds if in_main else tuning.settled_check_seconds
         while not self.done():
-            left = longest if end is None else min(end - monotonic(), longest)
-            if here.acquire(timeout=max(0.0, left)):
+            remaining = interval if deadline is None else min(deadline - monotonic(), interval)
+            if settled.acquire(timeout=max(0.0, remaining)):
                 break
-            self._look_up()
-            if end is not None and monotonic() >= end:
+            self._on_wait_interval()
+            if deadline is not None and monotonic() >= deadline:
                 self._unhook(wake)
                 if not self.done():
                     raise TimeoutError(f"{self!r} was not settled within {timeout} s")
@@ -701,20 +712,20 @@ class Promise(Future[T], Generic[T]):
         import asyncio
 
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
+        wakeup: asyncio.Future[None] = loop.create_future()
 
         def wake() -> None:
-            if not turn.done():
-                turn.set_result(None)
+            if not wakeup.done():
+                wakeup.set_result(None)
 
-        def settled(_: Promise[Any]) -> None:
+        def on_settled(_: Promise[Any]) -> None:
             # RuntimeError: the loop was closed in the meantime, so no task is left to wake.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
-        self._hook(settled)
+        self._hook(on_settled)
         try:
-            yield from turn
+            yield from wakeup
         except asyncio.CancelledError:
             if self._cancels_with_waiter:
                 self.cancel()
@@ -729,16 +740,16 @@ class Promise(Future[T], Generic[T]):
             self.__dict__.setdefault("_waiters", [])
             condition = self.__dict__.setdefault("_made_condition", Condition())
         # Claimed, but the settler may not have seen the condition.
-        if not hasattr(self, "_open") and not self.done():
+        if not hasattr(self, "_unclaimed") and not self.done():
             self._wait_for_settler(None, None)
         return condition
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if pickling.stand_in is None:
-            raise misplaced(self)
-        return pickling.stand_in(self)
+        if pickling.reduce_promise is None:
+            raise misplaced_error(self)
+        return pickling.reduce_promise(self)
 
-    def _named(self) -> str:
+    def _description(self) -> str:
         """Return the name of this promise for messages."""
         return repr(self)
 
@@ -784,40 +795,40 @@ def _raise_asyncio_cancelled() -> NoReturn:
     raise asyncio.CancelledError()
 
 
-def _check_no_cycle(waiting: Promise[Any], goal: Promise[Any]) -> None:
-    """Raise `Deadlock` if `waiting` waits for `goal`, by any number of steps.
+def _check_no_cycle(start: Promise[Any], goal: Promise[Any]) -> None:
+    """Raise `Deadlock` if `start` waits for `goal`, by any number of steps.
 
-    `goal` is about to wait for `waiting`.
+    `goal` is about to wait for `start`.
     """
-    came_from: dict[Future[Any], Future[Any] | None] = {waiting: None}
-    todo: list[Future[Any]] = [waiting]
+    came_from: dict[Future[Any], Future[Any] | None] = {start: None}
+    todo: list[Future[Any]] = [start]
     while todo:
         step: Future[Any] | None = todo.pop()
         if step is goal:
             path = []
             while isinstance(step, Promise):
-                path.append(step._named())
+                path.append(step._description())
                 step = came_from[step]
             path = [*path[::-1], path[-1]]
-            if len(path) > _STEPS_SHOWN:
-                path[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [
-                    f"({len(path) - _STEPS_SHOWN} more)"
+            if len(path) > _MAX_SHOWN_STEPS:
+                path[_MAX_SHOWN_STEPS // 2 : -_MAX_SHOWN_STEPS // 2] = [
+                    f"({len(path) - _MAX_SHOWN_STEPS} more)"
                 ]
             from ..errors import Deadlock
 
             raise Deadlock(f"promises would wait for each other in a circle: {' -> '.join(path)}")
         if isinstance(step, Promise) and not step.done():
-            for each in step._waits_for():
+            for each in step._dependencies():
                 if each not in came_from:
                     came_from[each] = step
                     todo.append(each)
 
 
-def break_off(promises: Iterable[Future[Any]]) -> None:
+def cancel_on_interrupt(promises: Iterable[Future[Any]]) -> None:
     """Cancel the tasks behind `promises`, the last one first.
 
     A drone whose task ends by this would otherwise start the next one.
     """
     for each in reversed(list(promises)):
         if isinstance(each, Promise):
-            each._break_off()
+            each._cancel_on_interrupt()

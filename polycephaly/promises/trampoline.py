@@ -2,7 +2,7 @@
 
 A settled promise, for one, settles the promises that follow it.
 
-    step ──> step ──> ... `deep` steps nested ──> later steps wait until the outermost step is done
+    step ──> step ──> ... `max_depth` steps nested ──> later steps wait for the outermost one's end
 
 Each thread has its own state, so nothing is shared between threads. Every postponed step is run,
 even if a step raises: the error is raised after all of them. Ctrl-C may also arrive between two
@@ -22,45 +22,45 @@ __all__ = ["Trampoline"]
 
 
 class Trampoline(threading.local):
-    def __init__(self, deep: int) -> None:
-        self._deep = deep
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
         self._depth = 0
         self._pid = getpid()
-        self._later: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._postponed: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
-    def go(self, step: Callable[..., object], *args: Any) -> None:
+    def run(self, step: Callable[..., object], *args: Any) -> None:
         """Run `step` now, or before the outermost step of this thread returns."""
         if self._pid != getpid():
             # This process was forked inside a step. The enclosing and the postponed steps belong to
             # the parent.
             self._pid = getpid()
             self._depth = 0
-            self._later = deque()
-        before = self._depth
-        if before >= self._deep:
-            self._later.append((step, args))
+            self._postponed = deque()
+        outer_depth = self._depth
+        if outer_depth >= self._max_depth:
+            self._postponed.append((step, args))
             return
         try:
-            self._depth = before + 1
+            self._depth = outer_depth + 1
             step(*args)
         finally:
-            self._depth = before
-            if self._later and not before:
+            self._depth = outer_depth
+            if self._postponed and not outer_depth:
                 self._depth = 1
                 try:
                     try:
-                        self._do_all()
+                        self._run_postponed()
                     finally:
-                        if self._later:
-                            self._do_all()
+                        if self._postponed:
+                            self._run_postponed()
                 finally:
                     self._depth = 0
 
-    def _do_all(self) -> None:
+    def _run_postponed(self) -> None:
         worst: BaseException | None = None
-        while self._later:
+        while self._postponed:
             try:
-                step, args = self._later.popleft()
+                step, args = self._postponed.popleft()
                 step(*args)
             except BaseException as raised:  # SystemExit and Ctrl-C too
                 worst = raised

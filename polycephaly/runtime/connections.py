@@ -31,24 +31,24 @@ from contextlib import suppress
 from pickle import Pickler
 from typing import Any
 
-__all__ = ["Search", "leave_connections"]
+__all__ = ["InheritanceSearch", "replace_connections"]
 
-_NETWORK = (socket.AF_INET, socket.AF_INET6)
-_STREAMS = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
+_NETWORK_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_STREAM_TYPES = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
 
 
-class Search(Pickler):
+class InheritanceSearch(Pickler):
     """A pickler that writes nothing and records what must be inherited by a fork.
 
     `found` holds the descriptors of the open files, sockets and connections in the pickled object.
-    `inherits` is true if the object contains a lock, queue or similar of `multiprocessing` whose
-    pickling fails because the object has to be inherited.
+    `must_inherit` is true if the object contains a lock, queue or similar of `multiprocessing`
+    whose pickling fails because the object has to be inherited.
     """
 
     def __init__(self) -> None:
         super().__init__(self, 5, buffer_callback=lambda _: False)
         self.found: set[int] = set()
-        self.inherits = False
+        self.must_inherit = False
         connection: Any = sys.modules.get("multiprocessing.connection")
         self._kinds = (
             socket.socket,
@@ -56,7 +56,7 @@ class Search(Pickler):
             *([connection.Connection] if connection is not None else ()),
         )
 
-    def write(self, piece: object) -> None:
+    def write(self, data: object) -> None:
         pass
 
     def reducer_override(self, obj: Any) -> Any:
@@ -68,50 +68,50 @@ class Search(Pickler):
             try:
                 return obj.__reduce_ex__(5)
             except RuntimeError:  # the rest of the object is still searched
-                self.inherits = True
+                self.must_inherit = True
                 return int, ()
         return NotImplemented
 
 
-def leave_connections(owner: int, given: Iterable[object]) -> None:
+def replace_connections(owner: int, inherited: Iterable[object]) -> None:
     """Replace the connections of the process `owner`, of which this process is a fork.
 
-    The process must be single-threaded. Descriptors found in `given` stay open.
+    The process must be single-threaded. Descriptors found in `inherited` stay open.
     """
-    stays = {0, 1, 2}
-    for each in given:
-        search = Search()
+    kept = {0, 1, 2}
+    for each in inherited:
+        search = InheritanceSearch()
         with suppress(Exception):  # the code that needs the pickle reports the error
             search.dump(each)
-        stays |= search.found
-    programs = _streams_of_programs(owner)
+        kept |= search.found
+    program_pipes = _pipes_of_programs(owner)
     ended, closed = socket.socketpair()
     with ended:
         closed.close()
         for fd in map(int, os.listdir("/proc/self/fd")):
-            if fd not in stays and fd != ended.fileno():
+            if fd not in kept and fd != ended.fileno():
                 with suppress(OSError):  # the descriptor of the listing itself
-                    _leave(fd, ended, programs)
+                    _replace(fd, ended, program_pipes)
 
 
-def _leave(fd: int, ended: socket.socket, programs: set[tuple[str, int]]) -> None:
+def _replace(fd: int, ended: socket.socket, program_pipes: set[tuple[str, int]]) -> None:
     kind = stat.S_IFMT(os.fstat(fd).st_mode)
     if kind == stat.S_IFSOCK:
         # Not `socket.socket`: its Python part takes four times as long.
         end = socket.SocketType(fileno=fd)
         try:
-            if end.type == socket.SOCK_DGRAM and end.family in _NETWORK:
+            if end.type == socket.SOCK_DGRAM and end.family in _NETWORK_FAMILIES:
                 with socket.socket(end.family, end.type, end.proto) as fresh:
                     with suppress(OSError):  # not connected
                         fresh.connect(end.getpeername())
                     os.dup2(fresh.fileno(), fd, inheritable=False)
-            elif end.type in _STREAMS and (end.family != socket.AF_UNIX or _has_name(end)):
+            elif end.type in _STREAM_TYPES and (end.family != socket.AF_UNIX or _has_name(end)):
                 os.dup2(ended.fileno(), fd, inheritable=False)
         finally:
             end.detach()
-    elif kind == stat.S_IFIFO and programs:
+    elif kind == stat.S_IFIFO and program_pipes:
         mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-        if (os.readlink(f"/proc/self/fd/{fd}"), mode) in programs:
+        if (os.readlink(f"/proc/self/fd/{fd}"), mode) in program_pipes:
             ends = os.pipe()
             os.dup2(ends[mode != os.O_RDONLY], fd, inheritable=False)
             for each in ends:
@@ -130,7 +130,7 @@ def _has_name(end: socket.SocketType) -> bool:
         return False
 
 
-def _streams_of_programs(owner: int) -> set[tuple[str, int]]:
+def _pipes_of_programs(owner: int) -> set[tuple[str, int]]:
     """Return the pipes that are standard streams of children of `owner`.
 
     Each pipe comes with the access mode (`O_RDONLY`, `O_WRONLY`) of the end that `owner` has.

@@ -7,33 +7,36 @@ records the signal. On exit, when the state is consistent again, the original ha
 Swapping twice costs about 0.5 us.
 
 Handlers of other signals may raise as well (an alarm used as a time limit). Swapping those too
-would cost more than it is worth. If the program has installed a handler for one of `_NAMES`, SIGINT
-is not deferred: the task is left to the reactor's thread, where no handler ever runs.
+would cost more than it is worth. If the program has installed a handler for one of `_SIGNAL_NAMES`,
+SIGINT is not deferred: the task is left to the reactor's thread, where no handler ever runs.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from _signal import getsignal  # type: ignore[import-not-found]  # the C functions: a fifth of the time
+from _signal import getsignal  # type: ignore[import-not-found]  # in C: a fifth of the time
 from _signal import signal as set_handler
 from _thread import get_ident
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
-__all__ = ["DeferredSigint", "can_be_raised"]
+__all__ = ["DeferredSigint", "is_safe_from_signals"]
 
 _SIGINT = int(signal.SIGINT)
-_NAMES = ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGCHLD")
-_OTHERS = tuple(int(getattr(signal, name)) for name in _NAMES)
+_SIGNAL_NAMES = ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGCHLD")
+_OTHER_SIGNALS = tuple(int(getattr(signal, name)) for name in _SIGNAL_NAMES)
 
 
-def can_be_raised() -> bool:
-    """Return True if, with SIGINT deferred, no handler (of `_NAMES`) can raise in this thread."""
+def is_safe_from_signals() -> bool:
+    """Return True if, with SIGINT deferred, no handler (of `_SIGNAL_NAMES`) can raise in this
+    thread.
+    """
     if get_ident() != threading.main_thread().ident:
         return True
-    for number in _OTHERS:  # noqa: SIM110 - a plain loop: this is on the path of every round trip
+    # A plain loop, because this is on the path of every round trip.
+    for number in _OTHER_SIGNALS:  # noqa: SIM110
         if callable(getsignal(number)):
             return False
     return True
@@ -59,10 +62,10 @@ class DeferredSigint:
             handler = getsignal(_SIGINT)
             if callable(handler):
                 self._handler = handler
-                set_handler(_SIGINT, self._note)
+                set_handler(_SIGINT, self._record)
         return self
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _record(self, signum: int, frame: FrameType | None) -> None:
         self.tripped, self._frame = True, frame
         if self._on_trip is not None:
             self._on_trip()
@@ -71,7 +74,7 @@ class DeferredSigint:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         handler = self._handler
         if handler is not None:

@@ -3,8 +3,9 @@
 A fork copies one thread only. In the child, state that another thread was changing stays half
 changed for ever, and a lock that another thread held stays locked. So while `fork` forks, each
 thread of this package waits at a *safe point*, where it holds no lock and its state is consistent.
-Each such thread runs under a lock of its own, which `add_turn` registers, and `fork` takes all
-these locks first. Afterwards the parent releases them. In the child, hooks make everything anew.
+Each such thread runs under a lock of its own, which `add_thread_lock` registers, and `fork` takes
+all these locks first. Afterwards the parent releases them. In the child, hooks make everything
+anew.
 
 An `OwnThread` never leaves inconsistent state and needs no such lock. The thread of green threads
 runs code of users all the time and cannot hold a lock for so long. Instead it registers a context
@@ -29,7 +30,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
-__all__ = ["GuardedLock", "OwnThread", "add_pause", "add_turn", "fork", "own_idents", "remove_turn"]
+__all__ = [
+    "GuardedLock",
+    "OwnThread",
+    "add_pause",
+    "add_thread_lock",
+    "fork",
+    "own_thread_ids",
+    "remove_thread_lock",
+]
 
 guard = threading.RLock()
 """Held while a reactor starts, ends or forks."""
@@ -45,7 +54,7 @@ class GuardedLock:
         lock: Any = threading.RLock()
         self.acquire: Callable[..., bool] = lock.acquire
         self.release: Callable[[], None] = lock.release
-        self.is_mine: Callable[[], bool] = lock._is_owned
+        self.is_held_here: Callable[[], bool] = lock._is_owned
         """Return True if the calling thread holds the lock."""
 
     def __enter__(self) -> None:
@@ -55,7 +64,7 @@ class GuardedLock:
         self.release()
 
 
-_turns: dict[threading.Thread, AbstractContextManager[Any]] = {}
+_thread_locks: dict[threading.Thread, AbstractContextManager[Any]] = {}
 _pauses: list[Callable[[], AbstractContextManager[None]]] = []
 
 
@@ -66,9 +75,9 @@ class OwnThread(threading.Thread):
         super().__init__(name=name, target=target, daemon=True)
 
 
-def add_turn(thread: threading.Thread, turn: AbstractContextManager[Any]) -> None:
+def add_thread_lock(thread: threading.Thread, lock: AbstractContextManager[Any]) -> None:
     with guard:
-        _turns[thread] = turn
+        _thread_locks[thread] = lock
 
 
 def add_pause(pause: Callable[[], AbstractContextManager[None]]) -> None:
@@ -79,9 +88,9 @@ def add_pause(pause: Callable[[], AbstractContextManager[None]]) -> None:
     _pauses.append(pause)
 
 
-def remove_turn(thread: threading.Thread) -> None:
+def remove_thread_lock(thread: threading.Thread) -> None:
     with guard:
-        _turns.pop(thread, None)
+        _thread_locks.pop(thread, None)
 
 
 def fork() -> int:
@@ -94,27 +103,27 @@ def fork() -> int:
         # stand-in.
         with suppress(Exception):
             stream.flush()
-    with guard, ExitStack() as standing:
+    with guard, ExitStack() as safe_points:
         for pause in _pauses:
-            standing.enter_context(pause())
-        for turn in list(_turns.values()):
-            standing.enter_context(turn)
-        with _no_warning_of_our_threads():
+            safe_points.enter_context(pause())
+        for lock in list(_thread_locks.values()):
+            safe_points.enter_context(lock)
+        with _no_warning_of_own_threads():
             pid = os.fork()
         if pid == 0:
             # The parent's threads own these locks; `_after_fork_in_child` has forgotten them.
-            standing.pop_all()
+            safe_points.pop_all()
         return pid
 
 
-def own_idents() -> set[int]:
+def own_thread_ids() -> set[int]:
     """Return the identities of this package's threads that have such a lock or need none."""
-    ours = (t for t in threading.enumerate() if t in _turns or isinstance(t, OwnThread))
+    ours = (t for t in threading.enumerate() if t in _thread_locks or isinstance(t, OwnThread))
     return {thread.ident for thread in ours if thread.ident is not None}
 
 
-def _no_warning_of_our_threads() -> Any:
-    others = set(threading.enumerate()) - {threading.current_thread()} - set(_turns)
+def _no_warning_of_own_threads() -> Any:
+    others = set(threading.enumerate()) - {threading.current_thread()} - set(_thread_locks)
     others = {thread for thread in others if not isinstance(thread, OwnThread)}
     if others or sys.version_info < (3, 12):
         return nullcontext()
@@ -124,7 +133,7 @@ def _no_warning_of_our_threads() -> Any:
 def _after_fork_in_child() -> None:
     global guard
     guard = threading.RLock()
-    _turns.clear()
+    _thread_locks.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

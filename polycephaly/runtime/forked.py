@@ -5,7 +5,7 @@
 
 A frame that calls such code reads `generation` before the call and compares it afterwards. If the
 two differ, this process is a child that was forked during the call, and the queue, socket or
-promise that the frame would continue with belongs to the parent. `leave_if_forked` then ends the
+promise that the frame would continue with belongs to the parent. `exit_if_forked` then ends the
 child as the main program of an interpreter ends.
 """
 
@@ -18,13 +18,13 @@ import threading
 from contextlib import suppress
 from typing import NoReturn
 
-__all__ = ["generation", "leave_if_forked"]
+__all__ = ["exit_if_forked", "generation"]
 
 generation = 0
 """The number of forks between the first process and this one."""
 
 
-def leave_if_forked(since: int, error: BaseException | None = None) -> None:
+def exit_if_forked(since: int, error: BaseException | None = None) -> None:
     """End this process if it was forked after the generation `since`.
 
     Called when code of users has returned, or has raised `error`. The exit status is 0 after a
@@ -32,19 +32,19 @@ def leave_if_forked(since: int, error: BaseException | None = None) -> None:
     is printed. Threads that the child has started end first, then its exit handlers run.
     """
     if generation != since:
-        _leave(error)
+        _exit(error)
 
 
-def _leave(error: BaseException | None) -> NoReturn:
+def _exit(error: BaseException | None) -> NoReturn:
     status = 0
     try:
-        status = _status(error)
+        status = _exit_status(error)
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
         atexit._run_exitfuncs()
     except BaseException as worse:
-        status = _status(worse)
+        status = _exit_status(worse)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # None, or closed
@@ -52,7 +52,7 @@ def _leave(error: BaseException | None) -> NoReturn:
         os._exit(status)
 
 
-def _status(error: BaseException | None) -> int:
+def _exit_status(error: BaseException | None) -> int:
     if error is None:
         return 0
     if not isinstance(error, SystemExit):
@@ -64,9 +64,9 @@ def _status(error: BaseException | None) -> int:
     return 1
 
 
-def _another_process() -> None:
+def _count_fork() -> None:
     global generation
     generation += 1
 
 
-os.register_at_fork(after_in_child=_another_process)
+os.register_at_fork(after_in_child=_count_fork)

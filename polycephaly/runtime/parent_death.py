@@ -7,7 +7,8 @@ Three means are used, because each sees cases that the others miss:
 
 * The parent-death pipe is a socket pair. The owner alone holds the other end. However the owner
   ends, the kernel closes that end and the zygote reads end-of-file. A copy of that end in another
-  process would keep it open, so `OURS` lists the files that every forked child closes first.
+  process would keep it open, so `CLOSED_IN_CHILD` lists the files that every forked child closes
+  first.
 * A pidfd of the owner is readable when that process has ended, whatever copies of descriptors exist
   (Linux 5.3). A pidfd also covers a child that C code forked without Python's hooks.
 * PR_SET_PDEATHSIG: the kernel kills the child when the *thread* that forked it ends. So it serves
@@ -32,8 +33,9 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 __all__ = [
-    "OURS", "Descriptor", "become_subreaper", "children", "close", "die_with_parent", "end_family", "end_process_group",
-    "join_family", "new_family", "open_pidfd", "own", "receive_fds",
+    "CLOSED_IN_CHILD", "Descriptor", "become_subreaper", "children", "close", "close_in_child",
+    "die_with_parent", "end_family", "end_process_group", "join_family", "new_family",
+    "open_pidfd", "receive_fds",
 ]  # fmt: skip
 
 
@@ -53,7 +55,7 @@ class Descriptor:
             os.close(fd)
 
 
-OURS: set[Closable] = set()
+CLOSED_IN_CHILD: set[Closable] = set()
 """Open files of this process that no forked child may keep.
 
 They are objects, not numbers: each knows when it is closed, so closing twice cannot close another
@@ -69,8 +71,9 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 F = TypeVar("F", bound=Closable)
 
 
-def own(file: F) -> F:
-    OURS.add(file)
+def close_in_child(file: F) -> F:
+    """Return `file`, which every forked child closes first."""
+    CLOSED_IN_CHILD.add(file)
     return file
 
 
@@ -78,27 +81,27 @@ def close(file: Closable) -> None:
     with suppress(OSError):
         file.close()
     # Removed after closing: a child forked in between closes the file again, which has no effect.
-    OURS.discard(file)
+    CLOSED_IN_CHILD.discard(file)
 
 
 def _after_fork_in_child() -> None:
-    for file in list(OURS):
+    for file in list(CLOSED_IN_CHILD):
         close(file)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def receive_fds(end: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+def receive_fds(end: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int]]:
     """Return a message and the descriptors sent with it, which no program started here inherits.
 
     `socket.recv_fds` takes the flag for that, and ignores it.
     """
     fds = array.array("i")
-    message, beside, _, _ = end.recvmsg(
-        size, socket.CMSG_SPACE(most * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    message, ancillary, _, _ = end.recvmsg(
+        size, socket.CMSG_SPACE(max_fds * fds.itemsize), socket.MSG_CMSG_CLOEXEC
     )
-    for level, kind, payload in beside:
+    for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     return message, list(fds)
@@ -158,8 +161,8 @@ def end_process_group(leader: int) -> None:
             kill(leader, signal.SIGKILL)
 
 
-_FAMILY = "POLYCEPHALY_FAMILY"
-_ROUNDS = 20
+_FAMILY_VARIABLE = "POLYCEPHALY_FAMILY"
+_MAX_KILL_ROUNDS = 20
 
 
 def new_family() -> str:
@@ -168,30 +171,30 @@ def new_family() -> str:
     The zygote completes the name with its pid (`join_family`). Names of zygotes below begin with
     it.
     """
-    return os.environ.get(_FAMILY) or secrets.token_hex(8)
+    return os.environ.get(_FAMILY_VARIABLE) or secrets.token_hex(8)
 
 
 def join_family(family: str) -> None:
     """In the zygote: make all programs started below it members of its family."""
-    os.environ[_FAMILY] = f"{family}/{os.getpid()}"
+    os.environ[_FAMILY_VARIABLE] = f"{family}/{os.getpid()}"
 
 
 def end_family(family: str, zygote: int) -> None:
     """Send SIGKILL to all programs of the family of a dead zygote.
 
     The search is repeated until none is found, because a program may start others just before it is
-    killed. There are at most `_ROUNDS` rounds, because even SIGKILL may take long for some
+    killed. There are at most `_MAX_KILL_ROUNDS` rounds, because even SIGKILL may take long for some
     programs.
     """
-    mark = f"{_FAMILY}={family}/{zygote}".encode()
-    for _ in range(_ROUNDS):
+    mark = f"{_FAMILY_VARIABLE}={family}/{zygote}".encode()
+    for _ in range(_MAX_KILL_ROUNDS):
         if not sum(
-            _killed_if_marked(int(name), mark) for name in os.listdir("/proc") if name.isdigit()
+            _kill_if_marked(int(name), mark) for name in os.listdir("/proc") if name.isdigit()
         ):
             return
 
 
-def _killed_if_marked(pid: int, mark: bytes) -> bool:
+def _kill_if_marked(pid: int, mark: bytes) -> bool:
     """Kill `pid` if `mark` is in its environment, and return True if it was killed.
 
     The signal goes to a pidfd, so no other process that has got the number since is hit.

@@ -9,27 +9,35 @@ import os
 from contextlib import suppress
 
 __all__ = [
-    "birth_of", "boot_of_this_machine", "descendants", "memory_of", "processor_times", "state_of", "system_call_of",
+    "boot_id",
+    "descendants",
+    "memory_of",
+    "processor_times",
+    "start_time_of",
+    "state_of",
+    "system_call_of",
     "threads_of",
 ]  # fmt: skip
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _X86_64 = {
-    0: "read", 1: "write", 2: "open", 7: "poll", 16: "ioctl", 17: "pread64", 19: "readv", 20: "writev", 23: "select",
-    34: "pause", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg",
-    47: "recvmsg", 61: "wait4", 65: "semop", 70: "msgrcv", 72: "fcntl", 73: "flock", 74: "fsync",
-    128: "rt_sigtimedwait", 130: "rt_sigsuspend", 202: "futex", 208: "io_getevents", 220: "semtimedop",
-    230: "clock_nanosleep", 232: "epoll_wait", 242: "mq_timedsend", 243: "mq_timedreceive", 247: "waitid",
-    257: "openat", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 288: "accept4", 299: "recvmmsg",
-    426: "io_uring_enter", 441: "epoll_pwait2", 449: "futex_waitv",
+    0: "read", 1: "write", 2: "open", 7: "poll", 16: "ioctl", 17: "pread64", 19: "readv",
+    20: "writev", 23: "select", 34: "pause", 35: "nanosleep", 42: "connect", 43: "accept",
+    44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 65: "semop",
+    70: "msgrcv", 72: "fcntl", 73: "flock", 74: "fsync", 128: "rt_sigtimedwait",
+    130: "rt_sigsuspend", 202: "futex", 208: "io_getevents", 220: "semtimedop",
+    230: "clock_nanosleep", 232: "epoll_wait", 242: "mq_timedsend", 243: "mq_timedreceive",
+    247: "waitid", 257: "openat", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 288: "accept4",
+    299: "recvmmsg", 426: "io_uring_enter", 441: "epoll_pwait2", 449: "futex_waitv",
 }  # fmt: skip
 _GENERIC = {
-    4: "io_getevents", 22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat", 63: "read", 64: "write",
-    65: "readv", 66: "writev", 67: "pread64", 72: "pselect6", 73: "ppoll", 82: "fsync", 95: "waitid", 98: "futex",
-    101: "nanosleep", 115: "clock_nanosleep", 133: "rt_sigsuspend", 137: "rt_sigtimedwait", 188: "msgrcv",
-    192: "semtimedop", 193: "semop", 202: "accept", 203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg",
-    212: "recvmsg", 242: "accept4", 243: "recvmmsg", 260: "wait4", 426: "io_uring_enter", 441: "epoll_pwait2",
+    4: "io_getevents", 22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat",
+    63: "read", 64: "write", 65: "readv", 66: "writev", 67: "pread64", 72: "pselect6", 73: "ppoll",
+    82: "fsync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep",
+    133: "rt_sigsuspend", 137: "rt_sigtimedwait", 188: "msgrcv", 192: "semtimedop", 193: "semop",
+    202: "accept", 203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg",
+    242: "accept4", 243: "recvmmsg", 260: "wait4", 426: "io_uring_enter", 441: "epoll_pwait2",
     449: "futex_waitv",
 }  # fmt: skip
 _SYSTEM_CALLS = _X86_64 if os.uname().machine == "x86_64" else _GENERIC
@@ -37,13 +45,13 @@ _SYSTEM_CALLS = _X86_64 if os.uname().machine == "x86_64" else _GENERIC
 
 The kernel reports numbers only. x86_64 has numbers of its own; newer architectures share theirs.
 """
-_OWN = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
+_PRIVATE_FIELDS = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
 
 
-def _stat(what: str) -> list[str]:
+def _stat(path: str) -> list[str]:
     """Return the fields of a process or thread after the name: the first is its state."""
     try:
-        with open(f"/proc/{what}/stat") as stat:
+        with open(f"/proc/{path}/stat") as stat:
             return stat.read().rpartition(")")[2].split()
     except OSError:
         return []
@@ -58,7 +66,7 @@ def state_of(pid: int, thread: str = "") -> str:
     return (_stat(f"{pid}/task/{thread}" if thread else str(pid)) or [""])[0]
 
 
-def birth_of(pid: int) -> str:
+def start_time_of(pid: int) -> str:
     """Return text that distinguishes a process from all others with the same pid.
 
     The text consists of the boot of the machine and the start time after that. Empty if there is no
@@ -67,11 +75,11 @@ def birth_of(pid: int) -> str:
     fields = _stat(str(pid))
     if not fields or fields[0] in "ZX":
         return ""
-    boot = boot_of_this_machine()
+    boot = boot_id()
     return f"{boot}:{fields[19]}" if boot else fields[19]
 
 
-def boot_of_this_machine() -> str:
+def boot_id() -> str:
     """Return the boot ID, which tells this machine from others and from its earlier boots."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
@@ -91,11 +99,12 @@ def threads_of(pid: int) -> list[str]:
 def processor_times(pid: int, thread: str) -> tuple[float, float]:
     """Return the seconds that a thread has run, and that it was ready but had no processor."""
     try:
-        with open(f"/proc/{pid}/task/{thread}/schedstat") as told:
-            ran, waited, _ = map(int, told.read().split())
+        with open(f"/proc/{pid}/task/{thread}/schedstat") as schedstat:
+            ran, waited, _ = map(int, schedstat.read().split())
         return ran / 1e9, waited / 1e9
     except (OSError, ValueError):  # ended, or a kernel that does not count waiting
-        return sum(int(ticks) for ticks in _stat(f"{pid}/task/{thread}")[11:13]) / _TICKS, 0.0
+        ticks = sum(int(field) for field in _stat(f"{pid}/task/{thread}")[11:13])
+        return ticks / _TICKS_PER_SECOND, 0.0
 
 
 def system_call_of(pid: int, thread: str) -> str | None:
@@ -105,8 +114,8 @@ def system_call_of(pid: int, thread: str) -> str | None:
     the other one is permitted: one of the same user, in most containers too.
     """
     try:
-        with open(f"/proc/{pid}/task/{thread}/syscall") as told:
-            number = int(told.read().split()[0])
+        with open(f"/proc/{pid}/task/{thread}/syscall") as syscall:
+            number = int(syscall.read().split()[0])
     except (OSError, ValueError, IndexError):  # gone, forbidden, or "running"
         return None
     return _SYSTEM_CALLS.get(number, f"number {number}") if number >= 0 else None
@@ -132,20 +141,22 @@ def memory_of(pid: int, at_least: int) -> int:
     to find those, so it is asked only if the resident memory reaches `at_least`. If not, the
     resident size is returned.
     """
-    everyone = [pid, *descendants(pid)]
-    resident = sum(map(_resident, everyone))
-    return resident if resident < at_least else sum(map(_own, everyone))
+    pids = [pid, *descendants(pid)]
+    resident = sum(map(_resident_bytes, pids))
+    return resident if resident < at_least else sum(map(_private_bytes, pids))
 
 
-def _resident(pid: int) -> int:
+def _resident_bytes(pid: int) -> int:
     with suppress(OSError), open(f"/proc/{pid}/statm") as statm:
-        return int(statm.read().split()[1]) * _PAGE
+        return int(statm.read().split()[1]) * _PAGE_BYTES
     return 0
 
 
-def _own(pid: int) -> int:
+def _private_bytes(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/smaps_rollup") as rollup:
-            return sum(int(line.split()[1]) << 10 for line in rollup if line.startswith(_OWN))
+            return sum(
+                int(line.split()[1]) << 10 for line in rollup if line.startswith(_PRIVATE_FIELDS)
+            )
     except OSError:  # an older kernel, or a process that has changed its user
-        return _resident(pid)
+        return _resident_bytes(pid)

@@ -7,7 +7,7 @@
     zygotes ──> parent-death pipes ──────┤
     drones' output ────> pipes ──────────┘
 
-All state of dispatchers and drone handles is changed while holding the reactor's lock (`_turn`): by
+All state of dispatchers and drone handles is changed while holding the reactor's lock (`_lock`): by
 the reactor's thread, by a caller that finds a drone idle (and sends its task itself), or by a
 caller that waits (and reads the results itself). So a round trip crosses no thread. No code of
 users runs under the lock, except that the garbage collector may run a finalizer of theirs there: a
@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from ..pool.handlers import hear
+from ..pool.handlers import handle_message
 from ..promises import promise as promises
-from ..promises.promise import FINISHED, Promise, callbacks, settlers
-from ..wire.endpoint import BulkTransport, has_news, news_fd
+from ..promises.promise import FINISHED, Promise, callbacks, settling_threads
+from ..wire.endpoint import BulkTransport, has_input, input_fd
 from ..wire.messages import Malformed
 from . import fork_guard, parent_death
-from .deferred_sigint import DeferredSigint, can_be_raised
+from .deferred_sigint import DeferredSigint, is_safe_from_signals
 from .timers import Timer, Timers
 from .tuning import tuning
 
@@ -58,12 +58,12 @@ log = logging.getLogger(__name__)
 
 # Messages read while holding the lock once: a stranger that sends without end must not delay all
 # others.
-BULK_MOST = 100
-LONGEST = 3600.0  # seconds: the kernel does not accept a timeout of years
+MAX_BULK_MESSAGES = 100
+MAX_WAIT_SECONDS = 3600.0  # the kernel does not accept a timeout of years
 # Tasks that a delivery makes ready: if fewer, they wait for its end, to be sent as one message.
-TOGETHER = 32
+MIN_TASKS_SENT_EARLY = 32
 # Seconds that a result that no thread waits for may stay unread on a lent fast transport.
-TICK = 0.002
+TICK_SECONDS = 0.002
 
 _reactor: Reactor | None = None
 
@@ -71,7 +71,7 @@ _reactor: Reactor | None = None
 def lease_reactor() -> Reactor:
     """Return this process's reactor, started if need be.
 
-    The reactor lives until `Reactor.give_back` was called as often.
+    The reactor lives until `Reactor.end_lease` was called as often.
     """
     global _reactor
     with fork_guard.guard:
@@ -88,14 +88,14 @@ def _forget_reactor() -> None:
     """
     global _reactor
     if _reactor is not None:
-        _reactor.stay_behind()
-        _left_behind.append(_reactor)
+        _reactor.disable_in_child()
+        _reactors_of_parent.append(_reactor)
         _reactor = None
-    promises.in_turn = None
-    settlers.clear()
+    promises.holds_reactor_lock = None
+    settling_threads.clear()
 
 
-_left_behind: list[Any] = []
+_reactors_of_parent: list[Any] = []
 os.register_at_fork(after_in_child=_forget_reactor)
 
 
@@ -112,7 +112,7 @@ def _end_with_interpreter() -> None:
         # At an interactive prompt, an error does not end the program.
         if hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None:
             for dispatcher in list(reactor.dispatchers):
-                if dispatcher.has_promised_to_finish:
+                if dispatcher.finishes_at_exit:
                     dispatcher.finish()
     finally:
         reactor.post(reactor.abandon_all)
@@ -123,10 +123,10 @@ class Reactor:
     def __init__(self) -> None:
         self.endpoint = BulkTransport()
         self.leases = 0
-        self.gone = False
-        self.left_behind = False
+        self.has_ended = False
+        self.belongs_to_parent = False
         self.dispatchers: list[Dispatcher] = []
-        self.ending: list[Promise[None]] = []
+        self.end_promises: list[Promise[None]] = []
         """Promises that are settled when their dispatcher has ended.
 
         If no dispatcher is left, they are settled after the reactor has ended too, so that nothing
@@ -138,11 +138,11 @@ class Reactor:
         If this process is killed, they remove its directory. So those of the last dispatcher end
         when that directory is gone.
         """
-        self.thread = threading.Thread(target=self._live, name="polycephaly-hub", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="polycephaly-reactor", daemon=True)
         self._router: zmq.Socket[bytes] | None = None
-        self._turn = fork_guard.GuardedLock()
+        self._lock = fork_guard.GuardedLock()
         self._inbox: deque[Callable[[], object]] = deque()
-        self._errands: list[Callable[[], object]] = []
+        self._jobs_outside_lock: list[Callable[[], object]] = []
         self._deliveries: list[Callable[[], object]] = []
         self._handles: dict[bytes, LocalHandle] = {}
         self._watched: dict[int, Callable[[], object]] = {}
@@ -150,33 +150,33 @@ class Reactor:
         """Set while holding the lock. Its `now` is the time of limits, grace periods and checks."""
         self._delivering = False
         self._deliverer: int | None = None  # the thread that runs deliveries, if any
-        self._driver = threading.Lock()
-        self._driving = 0  # the thread that holds `_driver`
-        self._lent = False
-        self._drives = self._drives_seen = 0
+        self._driver_lock = threading.Lock()
+        self._driver_id = 0  # the thread that holds `_driver_lock`
+        self._lent_to_driver = False
+        self._drive_count = self._drive_count_at_tick = 0
         self._next_tick = 0.0
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = parent_death.own(select.epoll())
+        self._epoll = parent_death.close_in_child(select.epoll())
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._lanes = parent_death.own(select.epoll())
-        self._lane_links: dict[int, LocalHandle] = {}
-        self._nudging = threading.RLock()
+        self._fast_epoll = parent_death.close_in_child(select.epoll())
+        self._fast_handles: dict[int, LocalHandle] = {}
+        self._nudge_lock = threading.RLock()
         self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lanes.register(self._nudge_fd, select.EPOLLIN)
-        self.watch(self._lanes.fileno(), lambda: self._read_lanes(self._lanes.poll(0)))
-        promises.in_turn = self._turn.is_mine
+        self._fast_epoll.register(self._nudge_fd, select.EPOLLIN)
+        self.watch(self._fast_epoll.fileno(), lambda: self._read_fast(self._fast_epoll.poll(0)))
+        promises.holds_reactor_lock = self._lock.is_held_here
         atexit.unregister(_end_with_interpreter)
         atexit.register(_end_with_interpreter)
-        fork_guard.add_turn(self.thread, self._turn)
+        fork_guard.add_thread_lock(self.thread, self._lock)
         self.thread.start()
 
-    def stay_behind(self) -> None:
+    def disable_in_child(self) -> None:
         """In a forked child: have all that crossed the fork refuse its use.
 
         The threads that it would wait for do not exist here.
         """
-        self.gone = self.left_behind = True
+        self.has_ended = self.belongs_to_parent = True
         self._asleep = False
         for dispatcher in self.dispatchers:
             dispatcher.refusal = RuntimeError(
@@ -190,48 +190,48 @@ class Reactor:
 
         Called once the first zygote exists, because that ensures that both are removed.
         """
-        with fork_guard.guard, self._turn:
+        with fork_guard.guard, self._lock:
             if self._router is None:
                 self._router = self.endpoint.open()
-                # The descriptor reports new messages only: `has_news` is asked before each sleep.
-                self._epoll.register(news_fd(self._router), select.EPOLLIN | select.EPOLLET)
+                # The descriptor reports new messages only: `has_input` is asked before each sleep.
+                self._epoll.register(input_fd(self._router), select.EPOLLIN | select.EPOLLET)
 
-    def post(self, act: Callable[[], object]) -> None:
-        """Have the reactor's thread call `act` under the lock.
+    def post(self, callback: Callable[[], object]) -> None:
+        """Have the reactor's thread call `callback` under the lock.
 
         Takes no lock, so finalizers may call it.
         """
-        self._inbox.append(act)
+        self._inbox.append(callback)
         self.wake()
 
     def wake(self) -> None:
         if self._asleep:
             try:
-                del self._bell
-            except AttributeError:  # another thread rings it
+                del self._wakeup_token
+            except AttributeError:  # another thread wakes the reactor
                 return
             os.eventfd_write(self._wake_fd, 1)
 
-    def serve(self, dispatcher: Dispatcher) -> None:
+    def send_tasks(self, dispatcher: Dispatcher) -> None:
         """Send the tasks of `dispatcher` from this thread, if no other thread holds the lock.
 
         Called when a dispatcher with an idle drone has got a task.
         """
-        if get_ident() == self._deliverer and len(dispatcher.queue) < TOGETHER:
+        if get_ident() == self._deliverer and len(dispatcher.queue) < MIN_TASKS_SENT_EARLY:
             return  # the queues are checked after the delivery
-        if self._turn.is_mine() or not can_be_raised():
+        if self._lock.is_held_here() or not is_safe_from_signals():
             self.wake()
             return
         with DeferredSigint():
-            while dispatcher.hungry and (dispatcher.queue or dispatcher.dedicated_waiting):
-                if not self._turn.acquire(blocking=False):
+            while dispatcher.wants_tasks and (dispatcher.queue or dispatcher.dedicated_waiting):
+                if not self._lock.acquire(blocking=False):
                     self.wake()
                     return
                 try:
                     dispatcher.dispatch(self.timers.now())
-                    dispatcher.after_turn()
+                    dispatcher.after_critical_section()
                 finally:
-                    self._turn.release()
+                    self._lock.release()
                 if self._deliveries:
                     self.wake()
 
@@ -241,57 +241,62 @@ class Reactor:
         Such a caller leaves the interpreter to no other thread. The reactor's thread settles the
         results, because this thread does not wait for them.
         """
-        if can_be_raised() and not self._turn.is_mine():
+        if is_safe_from_signals() and not self._lock.is_held_here():
             with DeferredSigint():
                 # The thread that holds the lock may be waiting for the interpreter, which this
                 # thread has.
-                if self._turn.acquire(timeout=TICK):
+                if self._lock.acquire(timeout=TICK_SECONDS):
                     try:
-                        self._read_lanes(self._lanes.poll(0))
-                        self._serve_dispatchers(self.timers.now())
+                        self._read_fast(self._fast_epoll.poll(0))
+                        self._run_dispatchers(self.timers.now())
                     finally:
-                        self._turn.release()
-                if self._deliveries or self._could_send():
+                        self._lock.release()
+                if self._deliveries or self._can_send():
                     self.wake()
 
-    def drive(self, promise: Promise[Any], end: float | None) -> None:
-        """Read the fast transports until `promise` is settled or the time is `end`.
+    def drive(self, promise: Promise[Any], deadline: float | None) -> None:
+        """Read the fast transports until `promise` is settled or the time is `deadline`.
 
         Returns at once if another thread does so, or this one cannot. The caller then waits for a
         lock.
         """
-        if self.left_behind:
+        if self.belongs_to_parent:
             raise RuntimeError(
                 f"{promise!r} belongs to another process, of which this one is a fork"
             )
-        if self.gone or get_ident() in settlers or self._turn.is_mine() or not can_be_raised():
+        if (
+            self.has_ended
+            or get_ident() in settling_threads
+            or self._lock.is_held_here()
+            or not is_safe_from_signals()
+        ):
             return
         with DeferredSigint(self._nudge) as deferred_sigint:
             # A finalizer in a drive of this thread: no other thread would drive.
-            again = self._driving == get_ident()
-            if not again and not self._driver.acquire(blocking=False):
+            nested = self._driver_id == get_ident()
+            if not nested and not self._driver_lock.acquire(blocking=False):
                 return
-            self._driving = get_ident()
+            self._driver_id = get_ident()
             hook = self._nudge_driver
             try:
-                self._drives += 1
-                if not self._lent and not self.gone:
-                    self._lent = True
-                    self._epoll.unregister(self._lanes.fileno())
+                self._drive_count += 1
+                if not self._lent_to_driver and not self.has_ended:
+                    self._lent_to_driver = True
+                    self._epoll.unregister(self._fast_epoll.fileno())
                     self.wake()  # so that its thread ticks
                 promise._hook(hook)
-                self._drive(promise, end, deferred_sigint)
+                self._drive(promise, deadline, deferred_sigint)
             finally:
                 promise._unhook(hook)
-                if not again:
-                    self._driving = 0
-                    self._driver.release()
+                if not nested:
+                    self._driver_id = 0
+                    self._driver_lock.release()
 
-    def can_be_waited_for(self) -> bool:
+    def can_wait(self) -> bool:
         """Return True if promises go on being settled while this thread waits."""
-        return not (self.gone or get_ident() in settlers or self._turn.is_mine())
+        return not (self.has_ended or get_ident() in settling_threads or self._lock.is_held_here())
 
-    def _take_back_lanes(self) -> None:
+    def _reclaim_fast_epoll(self) -> None:
         """Take back the fast transports, if they were not used since the last tick.
 
         Called by the reactor's thread at a tick.
@@ -299,38 +304,40 @@ class Reactor:
         now = self.timers.now()
         if now < self._next_tick:
             return
-        self._next_tick = now + TICK
-        if self._driver.acquire(blocking=False):
-            if self._drives == self._drives_seen:
-                self._lent = False
-                self._epoll.register(self._lanes.fileno(), select.EPOLLIN)
-            self._drives_seen = self._drives
-            self._driver.release()
+        self._next_tick = now + TICK_SECONDS
+        if self._driver_lock.acquire(blocking=False):
+            if self._drive_count == self._drive_count_at_tick:
+                self._lent_to_driver = False
+                self._epoll.register(self._fast_epoll.fileno(), select.EPOLLIN)
+            self._drive_count_at_tick = self._drive_count
+            self._driver_lock.release()
 
     def _drive(
-        self, promise: Promise[Any], end: float | None, deferred_sigint: DeferredSigint
+        self, promise: Promise[Any], deadline: float | None, deferred_sigint: DeferredSigint
     ) -> None:
-        news: list[tuple[int, int]] = []
-        while not (promise.done() or deferred_sigint.tripped or self.gone):
-            waits = not any(
-                dispatcher.hungry and dispatcher.queue for dispatcher in self.dispatchers
+        events: list[tuple[int, int]] = []
+        while not (promise.done() or deferred_sigint.tripped or self.has_ended):
+            must_wait = not any(
+                dispatcher.wants_tasks and dispatcher.queue for dispatcher in self.dispatchers
             )
             # A finalizer may just have driven, and have received the result.
-            if waits and not promise.done():
-                left = None if end is None else end - monotonic()
-                if left is not None and left <= 0:
+            if must_wait and not promise.done():
+                remaining = None if deadline is None else deadline - monotonic()
+                if remaining is not None and remaining <= 0:
                     return
-                longest = tuning.signal_check_seconds
-                news = self._lanes.poll(longest if left is None else min(left, longest))
-            with self._turn:
-                self._read_lanes(news)
-                self._serve_dispatchers(self.timers.now())
+                interval = tuning.signal_check_seconds
+                events = self._fast_epoll.poll(
+                    interval if remaining is None else min(remaining, interval)
+                )
+            with self._lock:
+                self._read_fast(events)
+                self._run_dispatchers(self.timers.now())
                 batch = self._take_deliveries()
             if batch is not None:
                 self._deliver(batch)
 
     def _nudge(self) -> None:
-        if not self.gone:
+        if not self.has_ended:
             os.eventfd_write(self._nudge_fd, 1)
 
     def _nudge_driver(self, promise: Promise[Any]) -> None:
@@ -339,31 +346,31 @@ class Reactor:
         `_end` closes the descriptor under the same lock. A Ctrl-C may nudge without the lock, but
         only while a thread drives, and then the reactor does not end.
         """
-        if get_ident() not in settlers or get_ident() == self.thread.ident:
-            with self._nudging:
+        if get_ident() not in settling_threads or get_ident() == self.thread.ident:
+            with self._nudge_lock:
                 self._nudge()
 
     # -- holding the lock: used by dispatchers -----------------------------------------------------
 
-    def add_link(self, handle: LocalHandle) -> None:
+    def add_handle(self, handle: LocalHandle) -> None:
         self._handles[handle.identity] = handle
         if handle.fast_transport is not None:
-            self._lane_links[handle.fast_transport.fileno()] = handle
-            self._lanes.register(handle.fast_transport.fileno(), select.EPOLLIN)
+            self._fast_handles[handle.fast_transport.fileno()] = handle
+            self._fast_epoll.register(handle.fast_transport.fileno(), select.EPOLLIN)
 
-    def remove_link(self, handle: LocalHandle) -> None:
+    def remove_handle(self, handle: LocalHandle) -> None:
         self._handles.pop(handle.identity, None)
-        self._unwatch_lane(handle)
+        self._unwatch_fast(handle)
 
-    def _unwatch_lane(self, handle: LocalHandle) -> None:
+    def _unwatch_fast(self, handle: LocalHandle) -> None:
         if (
             handle.fast_transport is not None
-            and self._lane_links.pop(handle.fast_transport.fileno(), None) is not None
+            and self._fast_handles.pop(handle.fast_transport.fileno(), None) is not None
         ):
-            self._lanes.unregister(handle.fast_transport.fileno())
+            self._fast_epoll.unregister(handle.fast_transport.fileno())
 
-    def watch(self, fd: int, act: Callable[[], object]) -> None:
-        self._watched[fd] = act
+    def watch(self, fd: int, callback: Callable[[], object]) -> None:
+        self._watched[fd] = callback
         self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
@@ -371,8 +378,8 @@ class Reactor:
             with suppress(OSError):
                 self._epoll.unregister(fd)
 
-    def after(self, seconds: float, act: Callable[[], object]) -> Timer:
-        timer = self.timers.set(self.timers.now() + seconds, partial(self._guarded, act))
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
+        timer = self.timers.set(self.timers.now() + seconds, partial(self._call_guarded, callback))
         self.wake()  # a sleeping thread does not know of this timer
         return timer
 
@@ -382,19 +389,19 @@ class Reactor:
         assert self._router is not None
         return self._router
 
-    def deliver(self, act: Callable[[], object]) -> None:
-        """Have `act` called after the lock is released.
+    def deliver(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called after the lock is released.
 
-        The order is that of the calls. `act` may run code of users.
+        The order is that of the calls. `callback` may run code of users.
         """
-        self._deliveries.append(act)
+        self._deliveries.append(callback)
 
-    def run_errand(self, act: Callable[[], object]) -> None:
-        """Have the reactor's thread call `act` without the lock: for code that forks."""
-        self._errands.append(act)
+    def run_outside_lock(self, callback: Callable[[], object]) -> None:
+        """Have the reactor's thread call `callback` without the lock: for code that forks."""
+        self._jobs_outside_lock.append(callback)
         self.wake()
 
-    def receive_by_lane(self, handle: LocalHandle, *, all_of_it: bool = False) -> None:
+    def receive_fast(self, handle: LocalHandle, *, all_messages: bool = False) -> None:
         """Read one message, or all that there are.
 
         One is enough if the transport's descriptor will report the next.
@@ -406,35 +413,35 @@ class Reactor:
                     return
                 # The other end is closed; the zygote will report how the drone ended.
                 if not frames:
-                    self._unwatch_lane(handle)
+                    self._unwatch_fast(handle)
                     return
-                hear(handle, frames)
-            except Malformed as wrong:
-                log.warning("a message of %s was dropped: %s", handle.name, wrong)
-                handle.dispatcher.doubt(handle)
+                handle_message(handle, frames)
+            except Malformed as malformed:
+                log.warning("a malformed message of %s was dropped: %s", handle.name, malformed)
+                handle.dispatcher.watch_for_lost_answer(handle)
             except Exception as error:
                 handle.dispatcher.fail(error)
-            if not all_of_it:
+            if not all_messages:
                 return
 
-    def receive(self, most: int) -> None:
-        """Read messages that drones have sent by the bulk transport, `most` at most."""
+    def receive_bulk(self, max_messages: int) -> None:
+        """Read messages that drones have sent by the bulk transport, `max_messages` at most."""
         router = self._router
-        while router is not None and most > 0 and has_news(router):
-            most -= 1
+        while router is not None and max_messages > 0 and has_input(router):
+            max_messages -= 1
             identity, *frames = router.recv_multipart(zmq.NOBLOCK)
             handle = self._handles.get(identity)
             # A drone that is gone by now, or a stranger: its message is not parsed.
             if handle is None:
-                log.info("a message of nobody's drone was dropped")
+                log.info("a message of an unknown sender was dropped")
                 continue
             if not handle.bulk_open:
                 handle.open_bulk(router)
             try:
-                hear(handle, frames)
-            except Malformed as wrong:
-                log.warning("a message of %s was dropped: %s", handle.name, wrong)
-                handle.dispatcher.doubt(handle)
+                handle_message(handle, frames)
+            except Malformed as malformed:
+                log.warning("a malformed message of %s was dropped: %s", handle.name, malformed)
+                handle.dispatcher.watch_for_lost_answer(handle)
             except Exception as error:
                 handle.dispatcher.fail(error)
 
@@ -444,61 +451,61 @@ class Reactor:
 
     # -- the reactor's thread ----------------------------------------------------------------------
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         while True:
-            with self._turn:
-                self._turn_once()
+            with self._lock:
+                self._run_once()
                 batch = self._take_deliveries()
             if batch is not None:
                 self._deliver(batch)
                 batch = None  # nothing of it is kept during the sleep
-            self._run_errands()
-            gone = self.leases == 0 and self._end()
-            if gone or self.leases:
+            self._run_jobs_outside_lock()
+            ended = self.leases == 0 and self._end()
+            if ended or self.leases:
                 while self.last_zygotes:
                     self.last_zygotes.pop().end()
-                ended, self.ending = self.ending, []
-                for promise in ended:
+                promises_to_settle, self.end_promises = self.end_promises, []
+                for promise in promises_to_settle:
                     promise._settle(FINISHED, None, None)
-            if gone:
+            if ended:
                 return
             self._sleep()
 
-    def _turn_once(self) -> None:
+    def _run_once(self) -> None:
         inbox = self._inbox
         while inbox:
-            self._guarded(inbox.popleft())
-        self._guarded(partial(self.receive, BULK_MOST))
-        self.timers.fire()
-        self._serve_dispatchers(self.timers.now())
+            self._call_guarded(inbox.popleft())
+        self._call_guarded(partial(self.receive_bulk, MAX_BULK_MESSAGES))
+        self.timers.fire_due()
+        self._run_dispatchers(self.timers.now())
 
-    def _serve_dispatchers(self, now: float) -> None:
+    def _run_dispatchers(self, now: float) -> None:
         for dispatcher in self.dispatchers[:]:
             try:
                 if dispatcher.queue or dispatcher.dedicated_waiting:
                     dispatcher.dispatch(now)
-                dispatcher.after_turn()
+                dispatcher.after_critical_section()
             except Exception as error:
                 dispatcher.fail(error)
 
-    def _read_lanes(self, news: list[tuple[int, int]]) -> None:
-        for fd, _ in news:
-            handle = self._lane_links.get(fd)
+    def _read_fast(self, events: list[tuple[int, int]]) -> None:
+        for fd, _ in events:
+            handle = self._fast_handles.get(fd)
             if handle is not None:
-                self.receive_by_lane(handle)
+                self.receive_fast(handle)
             elif fd == self._nudge_fd:
                 with suppress(BlockingIOError):
                     os.eventfd_read(fd)
 
-    def _guarded(self, act: Callable[[], object]) -> None:
+    def _call_guarded(self, callback: Callable[[], object]) -> None:
         try:
-            act()
+            callback()
         except Exception as error:
-            owner: Any = getattr(getattr(act, "func", act), "__self__", None)
+            owner: Any = getattr(getattr(callback, "func", callback), "__self__", None)
             if hasattr(owner, "fail"):  # a dispatcher, or its supervisor
                 owner.fail(error)
             else:
-                log.exception("a bug in polycephaly: %r failed", act)
+                log.exception("a bug in polycephaly: %r failed", callback)
 
     def _take_deliveries(self) -> list[Callable[[], object]] | None:
         """Return the callbacks to deliver, or None if there are none or another thread delivers.
@@ -513,73 +520,73 @@ class Reactor:
 
     def _deliver(self, batch: list[Callable[[], object]] | None) -> None:
         me = get_ident()
-        settlers.add(me)
+        settling_threads.add(me)
         while batch is not None:
             self._deliverer = me
-            for act in batch:
+            for callback in batch:
                 try:
-                    act()
+                    callback()
                 except BaseException:  # SystemExit too: this thread serves all
                     callbacks.exception("a callback failed")
-            del act
-            with self._turn:
+            del callback
+            with self._lock:
                 self._delivering, self._deliverer = False, None
-                if self._could_send():
-                    self._serve_dispatchers(self.timers.now())
+                if self._can_send():
+                    self._run_dispatchers(self.timers.now())
                 batch = self._take_deliveries()
-        settlers.discard(me)
+        settling_threads.discard(me)
 
-    def _run_errands(self) -> None:
-        errands, self._errands = self._errands, []
-        for act in errands:
-            self._guarded(act)
+    def _run_jobs_outside_lock(self) -> None:
+        jobs, self._jobs_outside_lock = self._jobs_outside_lock, []
+        for job in jobs:
+            self._call_guarded(job)
 
     def _sleep(self) -> None:
-        self._bell = True
+        self._wakeup_token = True
         self._asleep = True
-        with self._turn:  # one thread at a time may use the socket and the timers
-            waits, left = not self._anything_to_do(), self.timers.left()
-        if waits:
-            timeout = LONGEST if left is None else min(left, LONGEST)
-            news = self._epoll.poll(
-                min(timeout, TICK) if self._lent or not self.leases else timeout
+        with self._lock:  # one thread at a time may use the socket and the timers
+            must_wait, remaining = not self._has_anything_to_do(), self.timers.seconds_left()
+        if must_wait:
+            timeout = MAX_WAIT_SECONDS if remaining is None else min(remaining, MAX_WAIT_SECONDS)
+            events = self._epoll.poll(
+                min(timeout, TICK_SECONDS) if self._lent_to_driver or not self.leases else timeout
             )
-            if self._lent:
-                self._take_back_lanes()
+            if self._lent_to_driver:
+                self._reclaim_fast_epoll()
         else:
             # Descriptors are polled even so: a drone that sends by bulk without end must not starve
             # them.
-            news = self._epoll.poll(0)
+            events = self._epoll.poll(0)
         self._asleep = False
         try:
-            del self._bell
+            del self._wakeup_token
         except AttributeError:
-            # If `_bell` is gone, a caller has taken it: the eventfd has been written or is about to
-            # be. Its write is awaited, so that it does not come later.
-            ring = select.poll()  # not select(): no descriptors from 1024 on
-            ring.register(self._wake_fd, select.POLLIN)
-            ring.poll()
+            # If `_wakeup_token` is gone, a caller has taken it: the eventfd has been written or is
+            # about to be. Its write is awaited, so that it does not come later.
+            poller = select.poll()  # not select(): no descriptors from 1024 on
+            poller.register(self._wake_fd, select.POLLIN)
+            poller.poll()
             os.eventfd_read(self._wake_fd)
-        if news:
-            with self._turn:
-                for fd, _ in news:
-                    act = self._watched.get(fd)
-                    if act is not None:
-                        self._guarded(act)
+        if events:
+            with self._lock:
+                for fd, _ in events:
+                    callback = self._watched.get(fd)
+                    if callback is not None:
+                        self._call_guarded(callback)
 
-    def _anything_to_do(self) -> bool:
+    def _has_anything_to_do(self) -> bool:
         return bool(
             self._inbox
             or (self._deliveries and not self._delivering)
-            or self._errands
-            or (self.ending and self.leases)
-            or (self._router is not None and has_news(self._router))
-            or self._could_send()
+            or self._jobs_outside_lock
+            or (self.end_promises and self.leases)
+            or (self._router is not None and has_input(self._router))
+            or self._can_send()
         )
 
-    def _could_send(self) -> bool:
+    def _can_send(self) -> bool:
         return any(
-            (dispatcher.hungry and dispatcher.queue) or dispatcher.dedicated_waiting
+            (dispatcher.wants_tasks and dispatcher.queue) or dispatcher.dedicated_waiting
             for dispatcher in self.dispatchers
         )
 
@@ -590,22 +597,22 @@ class Reactor:
         """
         global _reactor
         with fork_guard.guard, ExitStack() as last:
-            if self.leases or self._inbox or not self._driver.acquire(blocking=False):
+            if self.leases or self._inbox or not self._driver_lock.acquire(blocking=False):
                 return False
-            last.callback(self._driver.release)
+            last.callback(self._driver_lock.release)
             if _reactor is self:
                 _reactor = None
-            with self._nudging:
-                self.gone = True
-            fork_guard.remove_turn(self.thread)
+            with self._nudge_lock:
+                self.has_ended = True
+            fork_guard.remove_thread_lock(self.thread)
             self.endpoint.close()
             parent_death.close(self._epoll)
-            parent_death.close(self._lanes)
+            parent_death.close(self._fast_epoll)
             os.close(self._wake_fd)
             os.close(self._nudge_fd)
         return True
 
-    def give_back(self) -> None:
+    def end_lease(self) -> None:
         """Undo one `lease_reactor`. Not while holding the lock, because it takes the fork guard."""
         with fork_guard.guard:
             self.leases -= 1

@@ -8,7 +8,13 @@ import resource
 from _thread import allocate_lock, get_native_id, start_new_thread
 from contextlib import suppress
 
-__all__ = ["ZMQ_THREADS", "check_descriptors", "check_threads", "named", "shared_memory_ceiling"]
+__all__ = [
+    "ZMQ_THREADS",
+    "check_descriptors",
+    "check_threads",
+    "name_limit",
+    "shared_memory_ceiling",
+]
 
 
 def check_descriptors(drones: int) -> None:
@@ -23,13 +29,13 @@ def check_descriptors(drones: int) -> None:
     except FileNotFoundError:  # not Linux
         used = 0
     except OSError as error:
-        raise named(error) from error
+        raise name_limit(error) from error
     needed = used + 3 * drones + 32
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise OSError(
             errno.EMFILE,
-            f"{drones} drones need about {needed} file descriptors; the file descriptor limit is {limit} "
-            "(RLIMIT_NOFILE; see ulimit -n)",
+            f"{drones} drones need about {needed} file descriptors; the file descriptor limit is "
+            f"{limit} (RLIMIT_NOFILE; see ulimit -n)",
         )
 
 
@@ -45,12 +51,12 @@ def check_threads(count: int) -> None:
     """
     gate = allocate_lock()
     threads: list[int] = []
-    begun = allocate_lock()
-    begun.acquire()
+    started = allocate_lock()
+    started.acquire()
 
     def wait() -> None:
         threads.append(get_native_id())
-        begun.release()
+        started.release()
         with gate:
             pass
 
@@ -58,14 +64,15 @@ def check_threads(count: int) -> None:
     try:
         for _ in range(count):
             start_new_thread(wait, ())
-            begun.acquire()
+            started.acquire()
     except RuntimeError:
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         raise OSError(
             errno.EAGAIN,
-            f"ZeroMQ needs {count} threads, and this process may start {len(threads)} more: the process limit is "
-            f"reached, which is {limit} for all processes and threads of a user (RLIMIT_NPROC; see ulimit -u), or that "
-            "of the control group (pids.max); raise it, or end what else is running",
+            f"ZeroMQ needs {count} threads, and this process may start {len(threads)} more: the "
+            f"process limit is reached, which is {limit} for all processes and threads of a user "
+            "(RLIMIT_NPROC; see ulimit -u), or that of the control group (pids.max); raise the "
+            "limit, or end other programs",
         ) from None
     finally:
         gate.release()
@@ -74,7 +81,7 @@ def check_threads(count: int) -> None:
                 pass
 
 
-def named(error: Exception) -> BaseException:
+def name_limit(error: Exception) -> BaseException:
     """Return `error`, with the name of the system's limit if one was reached."""
     if not isinstance(error, OSError):
         return error
@@ -86,9 +93,9 @@ def named(error: Exception) -> BaseException:
     }
     if error.errno not in limits:
         return error
-    what, where = limits[error.errno]
+    limit, setting = limits[error.errno]
     return OSError(
-        error.errno, f"a drone could not be started: {what} reached ({where}): {error.strerror}"
+        error.errno, f"a drone could not be started: {limit} reached ({setting}): {error.strerror}"
     )
 
 

@@ -18,29 +18,29 @@ from typing import Protocol
 
 __all__ = ["Alarm", "Timer", "Timers"]
 
-_FEW = 64  # cancelled timers, up to which no sweep is worth its time
+_MAX_UNSWEPT_TIMERS = 64  # cancelled timers, up to which no sweep is worth its time
 
 
 class Alarm(Protocol):
-    """An entry of the heap. The owner calls `go_off` once, unless cancelled before."""
+    """An entry of the heap. The owner calls `fire` once, unless cancelled before."""
 
-    off: bool
-    """True after the alarm has gone off or was cancelled."""
+    is_over: bool
+    """True after the alarm has fired or was cancelled."""
 
-    def go_off(self) -> object: ...
+    def fire(self) -> object: ...
 
 
 class Timer:
     """An alarm that calls the given function."""
 
-    __slots__ = ("go_off", "off")
+    __slots__ = ("fire", "is_over")
 
     def __init__(self, action: Callable[[], object]) -> None:
-        self.go_off = action
-        self.off = False
+        self.fire = action
+        self.is_over = False
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -56,7 +56,7 @@ class Timers:
         """In a test's time: advance it to `when` and return True, if all threads wait."""
         self.heap: list[tuple[float, int, Alarm]] = []
         self._order = count()
-        self._called_off = 0
+        self._cancelled = 0
 
     def set(self, when: float, action: Callable[[], object]) -> Timer:
         timer = Timer(action)
@@ -66,52 +66,52 @@ class Timers:
     def add(self, when: float, alarm: Alarm) -> None:
         heappush(self.heap, (when, next(self._order), alarm))
 
-    def call_off(self, alarm: Alarm) -> None:
-        if alarm.off:
+    def cancel(self, alarm: Alarm) -> None:
+        if alarm.is_over:
             return
-        alarm.off = True
+        alarm.is_over = True
         if type(alarm) is Timer:
-            alarm.go_off = _nothing  # frees the objects that the callback holds
-        self._called_off += 1
-        if self._called_off > _FEW and self._called_off * 2 > len(self.heap):
-            self.heap[:] = [entry for entry in self.heap if not entry[2].off]
+            alarm.fire = _do_nothing  # frees the objects that the callback holds
+        self._cancelled += 1
+        if self._cancelled > _MAX_UNSWEPT_TIMERS and self._cancelled * 2 > len(self.heap):
+            self.heap[:] = [entry for entry in self.heap if not entry[2].is_over]
             heapify(self.heap)
-            self._called_off = 0
+            self._cancelled = 0
 
-    def fire(self) -> None:
+    def fire_due(self) -> None:
         """Call all alarms that are due."""
         heap, now = self.heap, self.now()
         while heap and heap[0][0] <= now:
             alarm = heappop(heap)[2]
-            if alarm.off:
-                self._called_off -= 1
+            if alarm.is_over:
+                self._cancelled -= 1
             else:
-                alarm.off = True
-                alarm.go_off()
+                alarm.is_over = True
+                alarm.fire()
 
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Return the seconds until the next alarm is due, or None if there is none.
 
         In a test's time, None is also returned while a thread runs, because the time stands still
         then.
         """
         heap = self.heap
-        while heap and heap[0][2].off:
+        while heap and heap[0][2].is_over:
             heappop(heap)
-            self._called_off -= 1
+            self._cancelled -= 1
         if not heap:
             return None
-        left = max(0.0, heap[0][0] - self.now())
-        if left and self.jump is not None:
+        remaining = max(0.0, heap[0][0] - self.now())
+        if remaining and self.jump is not None:
             return 0.0 if self.jump(heap[0][0]) else None
-        return left
+        return remaining
 
-    def keep_to(self, now: Callable[[], float], jump: Callable[[float], bool] | None) -> None:
+    def switch_clock(self, now: Callable[[], float], jump: Callable[[float], bool] | None) -> None:
         """Switch to another clock. The time that is left of each alarm stays the same."""
         change = now() - self.now()
         self.heap[:] = [(when + change, order, alarm) for when, order, alarm in self.heap]
         self.now, self.jump = now, jump
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.heap.clear()
-        self._called_off = 0
+        self._cancelled = 0

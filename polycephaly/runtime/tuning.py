@@ -70,7 +70,7 @@ class Tuning:
     client_silence_seconds: float = 15.0
     """Time, counted in these checks, after which a silent client is dropped."""
     client_sign_seconds: float = 2.0
-    """Time between two heartbeats (LIVES) of a client."""
+    """Time between two heartbeats (ALIVE) of a client."""
     handshake_seconds: float = 5.0
     """Time for a connection to prove that its key is allowed. Read when a server is made."""
     unread_bytes: int = 64 << 20

@@ -4,8 +4,8 @@ libzmq keeps the frames of a multipart message until the last one arrives, and l
 number nor their sum. The kernel reports how many bytes were read from each connection (TCP_INFO),
 and libzmq reports by which descriptor each message arrived. The bytes read since a connection's
 last message are the most that libzmq can hold of an unfinished one. A regular peer sends no message
-of more than `LARGEST` bytes. So if the connections together exceed `HELD` plus that much for each,
-an irregular peer is among them.
+of more than `MAX_FRAME_BYTES` bytes. So if the connections together exceed `MAX_UNFINISHED_BYTES`
+plus that much for each, an irregular peer is among them.
 
 libzmq owns the descriptors and closes them in its own thread, so that a number may refer to another
 file at any moment. Therefore a duplicate is shut down, and only while its peer address is that of
@@ -22,23 +22,23 @@ import struct
 import termios
 from contextlib import suppress
 
-from ..engines.remote.messages import LARGEST
+from ..engines.remote.messages import MAX_FRAME_BYTES
 
 __all__ = ["Accepted"]
 
-HELD = 64 << 20  # bytes of unfinished messages of all connections together
+MAX_UNFINISHED_BYTES = 64 << 20  # of all connections together
 # offset of tcpi_bytes_received (8 bytes, Linux 4.1 and later) in struct tcp_info
 _BYTES_RECEIVED = 128
 
 
 class _Tcp:
-    def __init__(self, end: socket.socket, number: int) -> None:
+    def __init__(self, connection: socket.socket, number: int) -> None:
         self.number = number
-        self.condemned = False
-        self.peer = end.getpeername()
-        self.silent = 0  # looks since its last message
-        self.taken = _taken(end)
-        self.unfinished = 0
+        self.marked_for_shutdown = False
+        self.peer = connection.getpeername()
+        self.silent_checks = 0  # checks since its last message
+        self.read_until_message = _bytes_read(connection)  # at the last message
+        self.unfinished_bytes = 0
 
 
 class Accepted:
@@ -47,78 +47,77 @@ class Accepted:
     def __init__(self) -> None:
         self.count = 0
         self._tcps: dict[int, _Tcp] = {}
-        self._heard: set[int] = set()
+        self._active_fds: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._tcps)
 
     def add(self, fd: int) -> None:
         self.count += 1
-        with suppress(OSError), _duplicate(fd) as end:  # the connection may have ended already
-            self._tcps[fd] = _Tcp(end, self.count)
+        # The connection may have ended already.
+        with suppress(OSError), _duplicate(fd) as connection:
+            self._tcps[fd] = _Tcp(connection, self.count)
 
-    def condemn(self, fd: int, known: int) -> None:
-        """Have the next look shut the connection by which a message arrived.
+    def mark_for_shutdown(self, fd: int, max_number: int) -> None:
+        """Have the next check shut the connection by which a message arrived.
 
-        `known` is the number of connections accepted when the message's peer was let in. If the
-        descriptor is another connection's by now, that connection has a higher number: the peer's
-        own connection was open until then.
+        `max_number` is the number of connections accepted when the message's peer was let in. If
+        the descriptor is another connection's by now, that connection has a higher number: the
+        peer's own connection was open until then.
         """
         tcp = self._tcps.get(fd)
-        if tcp is not None and tcp.number <= known:
-            tcp.condemned = True
+        if tcp is not None and tcp.number <= max_number:
+            tcp.marked_for_shutdown = True
 
     def discard(self, fd: int) -> None:
         self._tcps.pop(fd, None)
 
-    def hear(self, fd: int) -> None:
+    def record_message(self, fd: int) -> None:
         """Note that a message arrived by that descriptor."""
-        self._heard.add(fd)
+        self._active_fds.add(fd)
 
-    def look(self, silence: float, every: float) -> list[str]:
+    def check(self, max_silence: float, interval: float) -> list[str]:
         """Shut connections that send no messages; return a line with peer and reason for each.
 
-        Call this every `every` seconds. Silence is counted in calls, so that a server that was
-        stopped for a while does not shut all connections. Condemned connections are shut without a
-        line.
+        Call this every `interval` seconds. Silence is counted in calls, so that a server that was
+        stopped for a while does not shut all connections. Connections that are marked for shutdown
+        are shut without a line.
         """
         shut = []
         for fd, tcp in list(self._tcps.items()):
             try:
-                with _duplicate(fd) as end:
-                    taken = _taken(end) if end.getpeername() == tcp.peer else None
+                with _duplicate(fd) as connection:
+                    is_same = connection.getpeername() == tcp.peer
+                    bytes_read = _bytes_read(connection) if is_same else None
             except OSError:
-                taken = None
-            if taken is None:  # libzmq reports its end, or has
+                bytes_read = None
+            if bytes_read is None:  # libzmq reports its end, or has
                 del self._tcps[fd]
                 continue
-            tcp.silent += 1
-            if fd in self._heard:
-                tcp.taken, tcp.silent = taken, 0
-            tcp.unfinished = taken - tcp.taken
-            if tcp.condemned:
+            tcp.silent_checks += 1
+            if fd in self._active_fds:
+                tcp.read_until_message, tcp.silent_checks = bytes_read, 0
+            tcp.unfinished_bytes = bytes_read - tcp.read_until_message
+            if tcp.marked_for_shutdown:
                 self._shut(fd, "")
-            elif tcp.silent * every > silence:
-                shut.append(self._shut(fd, f"it has sent no message for {silence:g} s"))
-        self._heard.clear()
-        left = sorted(self._tcps, key=lambda fd: self._tcps[fd].unfinished)
-        held = sum(tcp.unfinished for tcp in self._tcps.values())
-        while left and held > HELD + LARGEST * len(left):
-            fd = left.pop()
-            held -= self._tcps[fd].unfinished
-            shut.append(
-                self._shut(
-                    fd, f"{self._tcps[fd].unfinished:,} bytes of its message came, and no end of it"
-                )
-            )
+            elif tcp.silent_checks * interval > max_silence:
+                shut.append(self._shut(fd, f"no message for {max_silence:g} s"))
+        self._active_fds.clear()
+        remaining = sorted(self._tcps, key=lambda fd: self._tcps[fd].unfinished_bytes)
+        total = sum(tcp.unfinished_bytes for tcp in self._tcps.values())
+        while remaining and total > MAX_UNFINISHED_BYTES + MAX_FRAME_BYTES * len(remaining):
+            fd = remaining.pop()
+            unfinished_bytes = self._tcps[fd].unfinished_bytes
+            total -= unfinished_bytes
+            shut.append(self._shut(fd, f"{unfinished_bytes:,} bytes of an unfinished message"))
         return shut
 
-    def _shut(self, fd: int, why: str) -> str:
+    def _shut(self, fd: int, reason: str) -> str:
         tcp = self._tcps.pop(fd)
-        with suppress(OSError), _duplicate(fd) as end:
-            if end.getpeername() == tcp.peer:
-                end.shutdown(socket.SHUT_RDWR)
-        return f"{tcp.peer[0]}: {why}"
+        with suppress(OSError), _duplicate(fd) as connection:
+            if connection.getpeername() == tcp.peer:
+                connection.shutdown(socket.SHUT_RDWR)
+        return f"{tcp.peer[0]}: {reason}"
 
 
 def _duplicate(fd: int) -> socket.socket:
@@ -131,9 +130,9 @@ def _duplicate(fd: int) -> socket.socket:
         raise
 
 
-def _taken(end: socket.socket) -> int:
+def _bytes_read(connection: socket.socket) -> int:
     """Return how many bytes were read from the socket. Raise `OSError`."""
-    told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    (received,) = struct.unpack_from("Q", told, _BYTES_RECEIVED)
-    (waiting,) = struct.unpack("i", fcntl.ioctl(end, termios.FIONREAD, bytes(4)))
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    (received,) = struct.unpack_from("Q", info, _BYTES_RECEIVED)
+    (waiting,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
     return int(received - waiting)

@@ -1,6 +1,6 @@
 """Admin requests of clients: status, the end of the pool, single drones; and shared values.
 
-    ASK, SHARE ──> AdminService ──> at once, or in a short-lived thread ── tell ──> TELL
+    REQUEST, SHARE ──> AdminService ──> at once, or in a short-lived thread ──> REPLY
 
 A thread of its own is used for requests that may take long (a status reads memory figures, a
 timeline is long, a refresh forks, a large value is copied) and for code of the pool's owner
@@ -15,24 +15,24 @@ from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..engines.remote.messages import TELL, pack_note
+from ..engines.remote.messages import REPLY, pack_json
 from ..pool.drone_handle import State
 from ..promises.promise import Promise
 from ..runtime import fork_guard
-from ..store.shared import Shared, hold
+from ..store.shared import Shared, store_pickled
 from ..timeline.plain import pack_timeline
 from ..timeline.timeline import Timeline
 from ..wire.messages import Malformed
-from .answers import OF_DRONES, Tell
-from .state import KNOWN, known_of
+from .answers import DRONE_REQUESTS, Reply
+from .state import IDENTITY_FIELDS, describe_identity
 
 if TYPE_CHECKING:
     from .server import Client, Server
 
 __all__ = ["AdminService"]
 
-SOON = 5.0  # seconds that joined hosts have to send their timelines
-ASIDE = 1.0  # seconds that closing the server waits for a reply in preparation
+TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines
+REPLY_TIMEOUT_SECONDS = 1.0  # closing the server waits so long for a reply in preparation
 
 
 class AdminService:
@@ -40,115 +40,128 @@ class AdminService:
         self._server = server
         self._pool = server._pool
         self._on_stop = on_stop
-        # Long computations run one at a time; `Client.asking` queues those of one client.
-        self._long = threading.Lock()
-        self._asides: set[threading.Thread] = set()
+        # Long computations run one at a time. `Client.long_request_lock` queues those of one
+        # client.
+        self._long_requests = threading.Lock()
+        self._reply_threads: set[threading.Thread] = set()
 
-    def finish(self) -> None:
+    def wait_for_replies(self) -> None:
         """Wait for replies in preparation: a client that asks for the server's end gets a reply."""
-        for aside in list(self._asides):
+        for thread in list(self._reply_threads):
             # A thread that is just being started cannot be joined yet.
-            if aside is not threading.current_thread() and aside.is_alive():
-                aside.join(ASIDE)
+            if thread is not threading.current_thread() and thread.is_alive():
+                thread.join(REPLY_TIMEOUT_SECONDS)
 
-    def ask(self, client: Client, note: dict[str, Any]) -> None:
+    def handle_request(self, client: Client, request: dict[str, Any]) -> None:
         """Answer an admin request. Raise `Malformed`."""
-        what, number, drone = note.get("what"), note.get("id"), note.get("drone", 0)
-        if not (isinstance(what, str) and isinstance(number, int) and isinstance(drone, int)):
-            raise Malformed("a question that is none")
-        tell = partial(self._tell, client, number)
-        workers = self._server._workers
+        kind, number, drone = request.get("what"), request.get("id"), request.get("drone", 0)
+        if not (isinstance(kind, str) and isinstance(number, int) and isinstance(drone, int)):
+            raise Malformed("a malformed request")
+        reply = partial(self._reply, client, number)
+        joined_hosts = self._server._joined_hosts
         try:
-            if what in OF_DRONES:
-                if workers.has(drone):
-                    workers.ask(what, drone, tell)
+            if kind in DRONE_REQUESTS:
+                if joined_hosts.is_joined_drone(drone):
+                    joined_hosts.request(kind, drone, reply)
                 else:
-                    OF_DRONES[what](self._pool, drone, tell)
-            elif what == "status":
-                self._aside(tell, partial(self._look, client, self._server.status))
-            elif what == "drones":
+                    DRONE_REQUESTS[kind](self._pool, drone, reply)
+            elif kind == "status":
+                self._run_in_thread(reply, partial(self._compute, client, self._server.status))
+            elif kind == "drones":
                 own = [
-                    known_of(handle)
+                    describe_identity(handle)
                     for handle in list(self._pool._dispatcher.handles)
                     if handle.state < State.RETIRING
                 ]
-                tell(
-                    value=own + [{name: each[name] for name in KNOWN} for each in workers.drones()]
+                joined = [
+                    {name: each[name] for name in IDENTITY_FIELDS} for each in joined_hosts.drones()
+                ]
+                reply(value=own + joined)
+            elif kind == "setup":
+                reply(value=self._server.setup)
+            elif kind == "timeline":
+                self._run_in_thread(
+                    reply, partial(self._timeline, client, joined_hosts.timelines())
                 )
-            elif what == "setup":
-                tell(value=self._server.setup)
-            elif what == "timeline":
-                self._aside(tell, partial(self._timeline, client, workers.timelines()))
-            elif what == "refresh":
-                self._aside(tell, self._pool.refresh)
-            elif what == "stop":
-                self._stop(tell, bool(note.get("now")))
+            elif kind == "refresh":
+                self._run_in_thread(reply, self._pool.refresh)
+            elif kind == "stop":
+                self._stop(reply, bool(request.get("now")))
             else:
-                tell(error=f"this server does not know what {what!r} is")
+                reply(error=f"this server does not know the request {kind!r}")
         except RuntimeError as error:
-            tell(error=str(error))
+            reply(error=str(error))
 
-    def _timeline(self, client: Client, joined: list[Promise[Timeline]]) -> dict[str, Any] | None:
-        wait(joined, SOON)
+    def _timeline(
+        self, client: Client, joined_timelines: list[Promise[Timeline]]
+    ) -> dict[str, Any] | None:
+        wait(joined_timelines, TIMELINE_TIMEOUT_SECONDS)
 
-        def look() -> dict[str, Any]:
+        def compute() -> dict[str, Any]:
             timeline = self._pool.timeline
-            for theirs in joined:
-                if theirs.done() and theirs.exception() is None:
-                    timeline += theirs.result()
+            for joined_timeline in joined_timelines:
+                if joined_timeline.done() and joined_timeline.exception() is None:
+                    timeline += joined_timeline.result()
             return pack_timeline(timeline)
 
-        return self._look(client, look)
+        return self._compute(client, compute)
 
-    def _look(self, client: Client, look: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    def _compute(
+        self, client: Client, compute: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
         """Compute a long reply, one at a time.
 
         At most one request of each client waits for those of others, so that a client with many
         requests delays only itself.
         """
-        with client.asking, self._long:
+        with client.long_request_lock, self._long_requests:
             if client.identity not in self._server._clients:  # the client has left
                 return None
-            return look()
+            return compute()
 
-    def _stop(self, tell: Tell, now: bool) -> None:
+    def _stop(self, reply: Reply, now: bool) -> None:
         if self._on_stop is None:
-            raise RuntimeError(f"the owner of {self._server.name} does not let clients stop it")
-        self._aside(tell, partial(self._on_stop, now))
+            raise RuntimeError(
+                f"the owner of {self._server.name} does not let clients stop the pool"
+            )
+        self._run_in_thread(reply, partial(self._on_stop, now))
 
-    def hold(self, client: Client, number: int, asked: int, runs: list[list[bytes]]) -> None:
+    def store_shared_value(
+        self, client: Client, number: int, request_number: int, buffers: list[list[bytes]]
+    ) -> None:
         """Copy a client's value into the pool's shared memory."""
 
-        def put() -> None:
+        def copy() -> None:
             store = self._pool._dispatcher.registry.store
             assert store is not None
-            self._server._post(partial(self._keep, client, number, hold(runs, store)))
+            value = store_pickled(buffers, store)
+            self._server._post(partial(self._add_shared_value, client, number, value))
 
-        self._aside(partial(self._tell, client, asked), put)
+        self._run_in_thread(partial(self._reply, client, request_number), copy)
 
-    def _keep(self, client: Client, number: int, value: Shared[Any]) -> None:
+    def _add_shared_value(self, client: Client, number: int, value: Shared[Any]) -> None:
         # The client may have left in the meantime.
         if self._server._clients.get(client.identity) is client:
-            client.desk.shared[number] = value
+            client.session.shared[number] = value
 
-    def _tell(self, client: Client, number: int, **said: Any) -> None:
+    def _reply(self, client: Client, number: int, **fields: Any) -> None:
         """Send a reply. Any thread may call this."""
         server = self._server
-        # A note may be long: pack it here, not in the server's thread.
-        note = pack_note(TELL, {"id": number, **said})
-        server._post(lambda: server._say(client, note, questions=1))
+        # A reply may be long: pack it here, not in the server's thread.
+        frames = pack_json(REPLY, {"id": number, **fields})
+        server._post(lambda: server._send_to_client(client, frames, requests=1))
 
-    def _aside(self, tell: Tell, act: Callable[[], Any]) -> None:
-        def go() -> None:
+    def _run_in_thread(self, reply: Reply, function: Callable[[], Any]) -> None:
+        def run() -> None:
             try:
-                tell(value=act())
+                reply(value=function())
             except MemoryError as error:
-                tell(error=str(error), kind="MemoryError")
+                reply(error=str(error), kind="MemoryError")
             except Exception as error:
-                tell(error=f"{type(error).__name__}: {error}")
+                reply(error=f"{type(error).__name__}: {error}")
             finally:
-                self._asides.discard(aside)
+                self._reply_threads.discard(thread)
 
-        aside = fork_guard.OwnThread("polycephaly-aside", go)
-        self._asides.add(aside)
-        aside.start()
+        thread = fork_guard.OwnThread("polycephaly-request", run)
+        self._reply_threads.add(thread)
+        thread.start()

@@ -1,6 +1,6 @@
 """Admin requests about single drones of a pool.
 
-`tell` takes the reply, and may be called in any thread.
+`reply` sends the reply, and may be called in any thread.
 """
 
 from __future__ import annotations
@@ -8,41 +8,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .session import find
-from .state import known_of
+from .session import find_drone
+from .state import describe_identity
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool
 
-__all__ = ["OF_DRONES", "Tell"]
+__all__ = ["DRONE_REQUESTS", "Reply"]
 
-Tell = Callable[..., None]
+Reply = Callable[..., None]
 
 
-def _look_at(pool: Pool, number: int, tell: Tell) -> None:
-    handle = find(pool, number)
+def _describe(pool: Pool, number: int, reply: Reply) -> None:
+    handle = find_drone(pool, number)
 
-    def known(_: object) -> None:
+    def send_reply(_: object) -> None:
         waiting = None if handle.waiting is None else handle.waiting.as_dict()
-        tell(value={**known_of(handle), "unresponsive": handle.unresponsive, "waiting": waiting})
+        state = {"unresponsive": handle.unresponsive, "waiting": waiting}
+        reply(value={**describe_identity(handle), **state})
 
-    handle.born._hook(known)
+    handle.pid_known._hook(send_reply)
 
 
-def _interrupt(pool: Pool, number: int, tell: Tell) -> None:
-    handle = find(pool, number)
+def _interrupt(pool: Pool, number: int, reply: Reply) -> None:
+    handle = find_drone(pool, number)
     pool._dispatcher.reactor.post(lambda: pool._dispatcher.interrupt(handle))
-    tell(value=None)
+    reply(value=None)
 
 
-def _kill(pool: Pool, number: int, tell: Tell) -> None:
-    handle = find(pool, number)
-    handle.ended._hook(lambda _: tell(value=None))
+def _kill(pool: Pool, number: int, reply: Reply) -> None:
+    handle = find_drone(pool, number)
+    handle.ended._hook(lambda _: reply(value=None))
     pool._dispatcher.reactor.post(handle.kill)
 
 
-OF_DRONES: dict[Any, Callable[[Pool, int, Tell], None]] = {
-    "drone": _look_at,
+DRONE_REQUESTS: dict[Any, Callable[[Pool, int, Reply], None]] = {
+    "drone": _describe,
     "interrupt": _interrupt,
     "kill": _kill,
 }

@@ -16,48 +16,48 @@ if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher
     from ..pool.task import Task
 
-__all__ = ["FairTurns"]
+__all__ = ["FairOrder"]
 
-REST = 20
+PAUSE_FACTOR = 20
 """Pause after an ordering, as a multiple of its duration: the reactor has other things to do."""
 
 
-class FairTurns:
+class FairOrder:
     """Reorders the dispatcher's queue."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._asked = False
+        self._is_posted = False
         self._not_before = 0.0
         self.due = False  # a client has submitted calls that may overtake those of others
 
-    def look(self) -> None:
+    def order_if_due(self) -> None:
         """Post an ordering if one is due. Called holding the server's lock."""
-        if self.due and not self._asked and monotonic() >= self._not_before:
-            self.due, self._asked = False, True
+        if self.due and not self._is_posted and monotonic() >= self._not_before:
+            self.due, self._is_posted = False, True
             self._dispatcher.reactor.post(self._order)
 
     def _order(self) -> None:
         """Reorder the queue, holding the reactor's lock.
 
-        Until the dispatcher is over, other threads only append to the queue and take nothing.
+        Until the dispatcher has ended, other threads only append to the queue and take nothing.
         """
-        begun, dispatcher = monotonic(), self._dispatcher
-        if not dispatcher.over:
+        started_at, dispatcher = monotonic(), self._dispatcher
+        if not dispatcher.has_ended:
             queue = dispatcher.queue
-            parties: dict[str, list[Task]] = {}
+            tasks_by_client: dict[str, list[Task]] = {}
             for task in [*queue]:
-                parties.setdefault(task.party, []).append(task)
-            if len(parties) > 1:
-                places = (
+                tasks_by_client.setdefault(task.client_tag, []).append(task)
+            if len(tasks_by_client) > 1:
+                ordered = (
                     task
-                    for each in zip_longest(*parties.values())
+                    for each in zip_longest(*tasks_by_client.values())
                     for task in each
                     if task is not None
                 )
-                for place, task in enumerate(places):
-                    if queue[place] is not task:
-                        queue[place] = task
+                for index, task in enumerate(ordered):
+                    if queue[index] is not task:
+                        queue[index] = task
         now = monotonic()
-        self._not_before = now + REST * (now - begun)
-        self._asked = False
+        self._not_before = now + PAUSE_FACTOR * (now - started_at)
+        self._is_posted = False

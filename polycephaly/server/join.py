@@ -2,7 +2,7 @@
 
     server ── WORK, within our window ──> client session ──> dispatcher.queue ──> our drones
            <── RESULTS ───────────────────────────────────── promises, as they settle
-           <── RETURNED ── recalled, or when we leave ── leases.lend ──┘
+           <── RETURNED ── recalled, or when we leave ── leases.lease ─┘
 
 The header of joined.py says who owns a call at each moment. A call is given back by removing it
 from the dispatcher's queue, holding the reactor's lock, so no drone has been sent it. All other
@@ -29,43 +29,43 @@ from typing import TYPE_CHECKING, Any, Self
 import zmq
 
 from ..engines.remote import pool_registry
-from ..engines.remote.bell import Bell
+from ..engines.remote.bell import Wakeup
 from ..engines.remote.client_socket import ClientSocket
 from ..engines.remote.keys import Card
 from ..engines.remote.messages import (
-    ASK,
     BYE,
     CANCEL,
     HELLO,
-    NEWS,
+    HOST_STATUS,
     OUTPUT,
     RECALL,
     REFUSED,
+    REPLY,
+    REQUEST,
     RETURNED,
     RUNNING,
-    TELL,
     WINDOW,
     WORK,
     Item,
-    hello,
-    pack_note,
+    pack_hello,
+    pack_json,
     pack_numbers,
     pack_results,
     read_hello,
-    read_note,
+    read_json,
     read_numbers,
     read_work,
 )
 from ..pool.config import check_timeout
 from ..pool.task import Task
-from ..promises.promise import FINISHED, Promise, Signal, settlers
+from ..promises.promise import FINISHED, Promise, Signal, settling_threads
 from ..runtime import fork_guard
 from ..timeline.plain import pack_timeline
 from ..wire.messages import CALL, Malformed
 from ..wire.output import Line
-from .answers import OF_DRONES
-from .session import ClientFunction, ClientSession, outcome, run
-from .state import drones_of
+from .answers import DRONE_REQUESTS
+from .session import ClientFunction, ClientSession, make_result, submit_call
+from .state import describe_drones
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool
@@ -74,11 +74,12 @@ __all__ = ["Joined", "join"]
 
 log = logging.getLogger("polycephaly")
 
-NEWS_EVERY = 1.0  # seconds
-AHEAD = 0.05
-"""Seconds of tasks that wait here for each drone: the round trip, and a margin for other activity.
+STATUS_INTERVAL_SECONDS = 1.0
+PREFETCH_SECONDS = 0.05
+"""Duration of the calls that wait here for each drone: the round trip, and a margin for other
+activity.
 """
-MOST_AHEAD = 500  # calls that wait here for each drone
+MAX_PREFETCHED_CALLS = 500  # that wait here for each drone
 
 
 class Joined:
@@ -100,34 +101,34 @@ class Joined:
         self._dispatcher = pool._dispatcher
         self.address = card.address
         self.name = ""
-        self._welcome: Signal[None] = Signal()
-        self._over: Signal[None] = Signal()
-        self._desk = ClientSession(self._run, self._settled, None)
+        self._connected: Signal[None] = Signal()
+        self._ended: Signal[None] = Signal()
+        self._session = ClientSession(self._submit_call, self._on_settled, None)
         self._outcomes: deque[tuple[int, Promise[Any]]] = deque()
         self._lines: deque[Line] = deque()
         self._tags: set[str] = set()
-        self._acts: deque[Callable[[], object]] = deque()
-        self._bell = Bell()
-        self._leaving = self._at_once = self._dismissed = False
-        self._giving_back = 0
+        self._posted: deque[Callable[[], object]] = deque()
+        self._wakeup = Wakeup()
+        self._leaving = self._leave_now = self._bye_received = False
+        self._returns_in_progress = 0
         self._window = -1
-        self._seconds: float | None = None  # duration of a call
-        self._news_at = 0.0
-        self._turn = fork_guard.GuardedLock()
+        self._call_seconds: float | None = None  # duration of a call
+        self._last_status_at = 0.0
+        self._lock = fork_guard.GuardedLock()
         try:
             self._dealer = ClientSocket(card)
         except BaseException:
-            self._bell.close()
+            self._wakeup.close()
             raise
         _joined.add(self)
-        self._thread = threading.Thread(target=self._live, name="polycephaly-worker", daemon=True)
-        fork_guard.add_turn(self._thread, self._turn)
+        self._thread = threading.Thread(target=self._run, name="polycephaly-join", daemon=True)
+        fork_guard.add_thread_lock(self._thread, self._lock)
         self._thread.start()
         try:
-            self._welcome.result(timeout)
+            self._connected.result(timeout)
         except TimeoutError:
             self.leave(now=True)
-            raise self._dealer.no_answer(timeout) from None
+            raise self._dealer.timeout_error(timeout) from None
         except BaseException:
             self.leave(now=True)
             raise
@@ -146,8 +147,8 @@ class Joined:
             If true, running calls are cancelled here and rejected at the server with `DroneDied`.
         """
         self._leaving = True
-        self._at_once |= now
-        self._bell.ring()
+        self._leave_now |= now
+        self._wakeup.wake()
         while self._thread.is_alive():
             self._thread.join(0.5)  # time-limited, so that Ctrl-C is handled
 
@@ -162,7 +163,7 @@ class Joined:
             If the server ends or the connection is lost.
         """
         try:
-            self._over.result()
+            self._ended.result()
         except KeyboardInterrupt:
             try:
                 self.leave()
@@ -182,180 +183,194 @@ class Joined:
         self.leave(now=kind is not None)
 
     def __repr__(self) -> str:
-        return f"<Joined: {self._pool!r} works for {self.name} at {self.address}>"
+        return f"<Joined: {self._pool!r} lends its drones to {self.name} at {self.address}>"
 
-    def _run(self, given: ClientFunction, item: Item, shared: object) -> Promise[Any]:
-        if given.tag not in self._tags:
-            self._tags.add(given.tag)
-            self._dispatcher.output_listeners[given.tag] = self._printed
-        return run(self._pool, given, item)
+    def _submit_call(self, function: ClientFunction, item: Item, shared: object) -> Promise[Any]:
+        if function.tag not in self._tags:
+            self._tags.add(function.tag)
+            self._dispatcher.output_listeners[function.tag] = self._on_output
+        return submit_call(self._pool, function, item)
 
-    def _printed(self, line: Line) -> None:
+    def _on_output(self, line: Line) -> None:
         self._lines.append(line)
-        self._bell.ring()
+        self._wakeup.wake()
 
-    def _settled(self, number: int, promise: Promise[Any]) -> None:
+    def _on_settled(self, number: int, promise: Promise[Any]) -> None:
         self._outcomes.append((number, promise))
-        self._bell.ring()
+        self._wakeup.wake()
 
-    def _post(self, act: Callable[[], object]) -> None:
-        self._acts.append(act)
-        self._bell.ring()
+    def _post(self, callback: Callable[[], object]) -> None:
+        self._posted.append(callback)
+        self._wakeup.wake()
 
     # -- the connection's thread -------------------------------------------------------------------
 
-    def _live(self) -> None:
-        settlers.add(get_ident())
+    def _run(self) -> None:
+        settling_threads.add(get_ident())
         poller = zmq.Poller()
-        for each in (self._dealer.socket, self._dealer.monitor, self._bell):
+        for each in (self._dealer.socket, self._dealer.monitor, self._wakeup):
             poller.register(each, zmq.POLLIN)
-        size = self._dispatcher.config.size
+        config = self._dispatcher.config
         self._dealer.send(
-            hello(size, role="worker", name=self._dispatcher.config.name, host=socket.gethostname())
+            pack_hello(config.size, role="worker", name=config.name, host=socket.gethostname())
         )
         try:
-            while not self._is_over():
-                self._bell.asleep = True
+            while not self._is_finished():
+                self._wakeup.asleep = True
                 if not (
-                    self._acts or self._outcomes or self._lines or self._leaves() or self._is_over()
+                    self._posted
+                    or self._outcomes
+                    or self._lines
+                    or self._should_announce_leave()
+                    or self._is_finished()
                 ):
-                    poller.poll(int(NEWS_EVERY * 1000))
-                self._bell.asleep = False
-                with self._turn:
-                    self._once()
+                    poller.poll(int(STATUS_INTERVAL_SECONDS * 1000))
+                self._wakeup.asleep = False
+                with self._lock:
+                    self._run_round()
         except Exception as error:
             log.exception("a bug in polycephaly breaks the connection to %s", self.address)
-            self._dealer.lost = f"a bug in polycephaly: {error}"
+            self._dealer.loss_reason = f"a bug in polycephaly: {error}"
         finally:
-            self._end()
+            self._finish()
 
-    def _once(self) -> None:
-        self._bell.hush()
+    def _run_round(self) -> None:
+        self._wakeup.reset()
         self._leaving |= self._dispatcher.refusal is not None  # this pool was shut down
-        for frames in self._dealer.received():
+        for frames in self._dealer.receive_messages():
             try:
-                self._hear(frames)
-            except (Malformed, LookupError) as wrong:
-                log.warning("a malformed message of the server was dropped: %s", wrong)
-        while self._acts:
-            self._acts.popleft()()
-        if self._dealer.lost or not self._dealer.welcomed:
+                self._handle_message(frames)
+            except (Malformed, LookupError) as error:
+                log.warning("a malformed message of the server was dropped: %s", error)
+        while self._posted:
+            self._posted.popleft()()
+        if self._dealer.loss_reason or not self._dealer.hello_received:
             return
         self._send_outcomes()
-        if self._leaves():
+        if self._should_announce_leave():
             self._window = 0
             self._dealer.send(pack_numbers(WINDOW, [0]))
-            self._give_back(1 << 30)
-        self._tell_news()
+            self._return_unstarted(1 << 30)
+        self._send_status()
         self._open_window()
 
-    def _leaves(self) -> bool:
+    def _should_announce_leave(self) -> bool:
         """Whether this host is to leave, and has not announced so."""
-        return self._leaving and self._window != 0 and self._dealer.welcomed
+        return self._leaving and self._window != 0 and self._dealer.hello_received
 
-    def _is_over(self) -> bool:
-        if self._dealer.lost or self._at_once or (self._leaving and not self._dealer.welcomed):
+    def _is_finished(self) -> bool:
+        if (
+            self._dealer.loss_reason
+            or self._leave_now
+            or (self._leaving and not self._dealer.hello_received)
+        ):
             return True
-        left = (
-            self._desk.tasks
+        unfinished = (
+            self._session.tasks
             or self._outcomes
-            or self._acts
-            or (self._giving_back and not self._dispatcher.over)
+            or self._posted
+            or (self._returns_in_progress and not self._dispatcher.has_ended)
         )
-        return self._dismissed and not left
+        return self._bye_received and not unfinished
 
-    def _end(self) -> None:
-        lost = self._dealer.lost
-        with self._turn:
-            fork_guard.remove_turn(self._thread)
+    def _finish(self) -> None:
+        reason = self._dealer.loss_reason
+        with self._lock:
+            fork_guard.remove_thread_lock(self._thread)
             _joined.discard(self)
             self._dealer.close()
-            self._bell.close()
-        self._desk.drop()
+            self._wakeup.close()
+        self._session.cancel_all()
         for tag in self._tags:
             self._dispatcher.output_listeners.pop(tag, None)
         error = (
-            ConnectionError(f"the connection to {self.address} is lost: {lost}") if lost else None
+            ConnectionError(f"the connection to {self.address} is lost: {reason}")
+            if reason
+            else None
         )
-        for promise in (self._welcome, self._over):
+        for promise in (self._connected, self._ended):
             if not promise.done():
                 promise._settle(FINISHED, None, error)
-        settlers.discard(get_ident())
+        settling_threads.discard(get_ident())
 
-    def _hear(self, frames: list[bytes]) -> None:
+    def _handle_message(self, frames: list[bytes]) -> None:
         kind = frames[0]
         if kind == WORK:
-            self._take(list(read_work(frames)))
+            self._handle_work(list(read_work(frames)))
         elif kind == CANCEL:
-            self._desk.cancel(read_numbers(frames), running=True)
+            self._session.cancel(read_numbers(frames), running=True)
         elif kind == RECALL:
-            self._give_back(read_numbers(frames)[0])
-        elif kind == ASK:
-            self._answer(read_note(frames))
+            self._return_unstarted(read_numbers(frames)[0])
+        elif kind == REQUEST:
+            self._handle_request(read_json(frames))
         elif kind == HELLO:
-            why, _, who = read_hello(frames, "the server", "this worker")
-            if why is not None:
-                self._dealer.lost = why
+            incompatibility, _, properties = read_hello(frames, "the server", "this host")
+            if incompatibility is not None:
+                self._dealer.loss_reason = incompatibility
                 return
-            self.name = str(who.get("name"))
-            self._dealer.welcomed = True
-            self._tell_news()
+            self.name = str(properties.get("name"))
+            self._dealer.hello_received = True
+            self._send_status()
             self._open_window()
-            self._welcome._settle(FINISHED, None, None)
+            self._connected._settle(FINISHED, None, None)
         elif kind == REFUSED:
-            self._dealer.lost = b" ".join(frames[1:]).decode("utf-8", "replace")
+            self._dealer.loss_reason = b" ".join(frames[1:]).decode("utf-8", "replace")
         elif kind == BYE:
             if not self._leaving:
-                self._dealer.lost = "the server was closed"
-            self._dismissed = True
+                self._dealer.loss_reason = "the server was closed"
+            self._bye_received = True
         else:
-            raise Malformed(f"a message of type {kind[:8]!r}")
+            raise Malformed(f"a message of unknown type {kind[:8]!r}")
 
-    def _take(self, items: list[Item]) -> None:
-        back = []
+    def _handle_work(self, items: list[Item]) -> None:
+        returned = []
         for item in items:
-            given_to_any = item.kind >= CALL and not item.target
-            if self._leaving and given_to_any:
-                back.append(item.number)
+            is_for_any_drone = item.kind >= CALL and not item.target
+            if self._leaving and is_for_any_drone:
+                returned.append(item.number)
                 continue
-            self._desk.take(item)
-            self._desk.begin()
+            self._session.add_item(item)
+            self._session.submit_waiting()
             if (
-                given_to_any
+                is_for_any_drone
                 and self._dispatcher.refusal is not None
-                and not isinstance(self._desk.tasks[item.number], Task)
+                and not isinstance(self._session.tasks[item.number], Task)
             ):
                 # This pool was shut down just now and has not accepted the call.
-                del self._desk.tasks[item.number]
-                back.append(item.number)
+                del self._session.tasks[item.number]
+                returned.append(item.number)
                 self._leaving = True
-        if back:
-            self._dealer.send(pack_numbers(RETURNED, back))
+        if returned:
+            self._dealer.send(pack_numbers(RETURNED, returned))
 
     # -- giving back -------------------------------------------------------------------------------
 
-    def _give_back(self, most: int) -> None:
-        self._giving_back += 1
-        self._dispatcher.reactor.post(partial(self._find_some, most))
+    def _return_unstarted(self, max_calls: int) -> None:
+        self._returns_in_progress += 1
+        self._dispatcher.reactor.post(partial(self._take_unstarted, max_calls))
 
-    def _find_some(self, most: int) -> None:
+    def _take_unstarted(self, max_calls: int) -> None:
         """Take queued calls back, holding the reactor's lock.
 
         Only calls of this session: the pool may have tasks of its own, or of other servers and
         clients.
         """
-        ours = set(map(id, list(self._desk.tasks.values())))
-        tasks = self._dispatcher.leases.lend(most, lambda task: id(task) in ours)
-        self._dispatcher.leases.settled(tasks)
-        self._post(partial(self._return, tasks))
+        own_task_ids = set(map(id, list(self._session.tasks.values())))
+        tasks = self._dispatcher.leases.lease(max_calls, lambda task: id(task) in own_task_ids)
+        self._dispatcher.leases.on_settled(tasks)
+        self._post(partial(self._send_returned, tasks))
 
-    def _return(self, tasks: list[Task]) -> None:
-        self._giving_back -= 1
-        mine = {id(task): number for number, task in self._desk.tasks.items()}
-        numbers = [mine[id(task)] for task in tasks if id(task) in mine and not task.done()]
+    def _send_returned(self, tasks: list[Task]) -> None:
+        self._returns_in_progress -= 1
+        numbers_by_id = {id(task): number for number, task in self._session.tasks.items()}
+        numbers = [
+            numbers_by_id[id(task)]
+            for task in tasks
+            if id(task) in numbers_by_id and not task.done()
+        ]
         for number in numbers:
-            del self._desk.tasks[number]
-        if not self._dealer.lost:
+            del self._session.tasks[number]
+        if not self._dealer.loss_reason:
             self._dealer.send(pack_numbers(RETURNED, numbers))
 
     # -- reports -----------------------------------------------------------------------------------
@@ -363,19 +378,19 @@ class Joined:
     def _send_outcomes(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         if lines:
-            told = [(line.text, line.drone, line.stream, line.tag) for line in lines]
-            self._dealer.send(pack_note(OUTPUT, {"lines": told}))
+            packed = [(line.text, line.drone, line.stream, line.tag) for line in lines]
+            self._dealer.send(pack_json(OUTPUT, {"lines": packed}))
         results = []
         for _ in range(len(self._outcomes)):
             number, promise = self._outcomes.popleft()
-            if self._desk.tasks.pop(number, None) is None:
+            if self._session.tasks.pop(number, None) is None:
                 continue
-            results.append(outcome(number, promise))
-            self._follow(promise)
+            results.append(make_result(number, promise))
+            self._update_call_seconds(promise)
         if results:
             self._dealer.send(pack_results(results))
 
-    def _follow(self, promise: Promise[Any]) -> None:
+    def _update_call_seconds(self, promise: Promise[Any]) -> None:
         """Update the estimated duration of a call from the recent durations of its function.
 
         Longer durations count at once, shorter ones gradually.
@@ -386,8 +401,10 @@ class Joined:
             else None
         )
         if seconds is not None:
-            old = self._seconds
-            self._seconds = seconds if old is None or seconds > old else old + (seconds - old) * 0.1
+            old = self._call_seconds
+            if old is not None and seconds <= old:
+                seconds = old + (seconds - old) * 0.1
+            self._call_seconds = seconds
 
     def _open_window(self) -> None:
         """Announce how many calls to send here.
@@ -397,37 +414,39 @@ class Joined:
         """
         if self._leaving:
             return
-        ahead = (
-            0 if self._seconds is None else min(MOST_AHEAD, int(AHEAD / max(self._seconds, 1e-6)))
-        )
-        window = self._dispatcher.config.size * (1 + ahead)
+        prefetched = 0
+        if self._call_seconds is not None:
+            prefetched = min(
+                MAX_PREFETCHED_CALLS, int(PREFETCH_SECONDS / max(self._call_seconds, 1e-6))
+            )
+        window = self._dispatcher.config.size * (1 + prefetched)
         if not 0.8 <= self._window / window <= 1.25:
             self._window = window
             self._dealer.send(pack_numbers(WINDOW, [window]))
 
-    def _tell_news(self) -> None:
+    def _send_status(self) -> None:
         now = monotonic()
-        if now - self._news_at >= NEWS_EVERY:
-            self._news_at = now
-            self._dealer.send(pack_note(NEWS, {"drones": drones_of(self._pool)}))
-            if begun := self._desk.begun():
-                self._dealer.send(pack_numbers(RUNNING, begun))
+        if now - self._last_status_at >= STATUS_INTERVAL_SECONDS:
+            self._last_status_at = now
+            self._dealer.send(pack_json(HOST_STATUS, {"drones": describe_drones(self._pool)}))
+            if newly_running := self._session.newly_running():
+                self._dealer.send(pack_numbers(RUNNING, newly_running))
 
-    def _answer(self, note: dict[str, Any]) -> None:
-        def tell(**said: Any) -> None:
-            self._post(lambda: self._dealer.send(pack_note(TELL, {"id": note["id"], **said})))
+    def _handle_request(self, request: dict[str, Any]) -> None:
+        def reply(**fields: Any) -> None:
+            self._post(lambda: self._dealer.send(pack_json(REPLY, {"id": request["id"], **fields})))
 
-        if note["what"] == "timeline":  # a timeline may be long: pack it in another thread
+        if request["what"] == "timeline":  # a timeline may be long: pack it in another thread
 
-            def say() -> None:
-                tell(value={"now": monotonic(), "timeline": pack_timeline(self._pool.timeline)})
+            def send_timeline() -> None:
+                reply(value={"now": monotonic(), "timeline": pack_timeline(self._pool.timeline)})
 
-            fork_guard.OwnThread("polycephaly-aside", say).start()
+            fork_guard.OwnThread("polycephaly-request", send_timeline).start()
             return
         try:
-            OF_DRONES[note["what"]](self._pool, note["drone"], tell)
+            DRONE_REQUESTS[request["what"]](self._pool, request["drone"], reply)
         except RuntimeError as error:
-            tell(error=str(error))
+            reply(error=str(error))
 
 
 _joined: set[Joined] = set()
@@ -470,25 +489,25 @@ def join(
     >>> import polycephaly as poly, os, tempfile
     >>> from polycephaly.server.join import join
     >>> card = os.path.join(tempfile.mkdtemp(), "pool.json")
-    >>> with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.Pool(1) as mine, join(mine, card):
-    ...     with poly.connect(card) as remote:
+    >>> with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.Pool(1) as mine:
+    ...     with join(mine, card), poly.connect(card) as remote:
     ...         remote.doit(abs, -3)
     3
     """
     check_timeout(timeout)
     pool._dispatcher.check_open()
-    return Joined(pool, pool_registry.card_of(where, server_key, keys), timeout)
+    return Joined(pool, pool_registry.resolve_card(where, server_key, keys), timeout)
 
 
-_left_behind: list[Joined] = []
+_inherited: list[Joined] = []
 
 
 def _forget_joined() -> None:
     """In a forked child: give up all connections, because their threads do not exist here."""
     for joined in _joined:
-        # The bell's lock may be held by a thread that does not exist in the child.
-        joined._bell.asleep = False
-    _left_behind.extend(_joined)
+        # The wake-up's lock may be held by a thread that does not exist in the child.
+        joined._wakeup.asleep = False
+    _inherited.extend(_joined)
     _joined.clear()
 
 

@@ -1,9 +1,9 @@
 """The server's side of `join`: clients' calls that drones of another process run.
 
-    dispatcher.queue ── lend ──> host.in_flight ── WORK ──> the host's queue ──> its drones
-        ^                             │ RESULTS ──> the call's promise
-        ├── come_back <── RETURNED ───┤
-        └── retries, or DroneDied <───┘ the host was lost
+    dispatcher.queue ── lease ──> host.in_flight ── WORK ──> the host's queue ──> its drones
+        ^                                 │ RESULTS ──> the call's promise
+        ├── requeue_unstarted <─ RETURNED ┤
+        └── retries, or DroneDied <───────┘ the host was lost
 
 Each call runs once, because it is in one place at any moment: in the dispatcher's queue, before any
 drone has it (only holders of the reactor's lock take from the queue); in flight at one joined host;
@@ -27,25 +27,25 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..engines.remote.messages import (
-    ASK,
     BYE,
     CANCEL,
-    NEWS,
+    HOST_STATUS,
     OUTPUT,
     RECALL,
+    REPLY,
+    REQUEST,
     RESULTS,
     RETURNED,
     RUNNING,
-    TELL,
     WINDOW,
     Item,
     Result,
     pack_definition,
-    pack_note,
+    pack_json,
     pack_numbers,
     pack_work,
+    read_json,
     read_lines,
-    read_note,
     read_numbers,
     read_results,
 )
@@ -59,7 +59,7 @@ from ..wire.functions import KnownFunctions
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from .flow_control import Flow
 from .session import ClientFunction
-from .state import KNOWN
+from .state import IDENTITY_FIELDS
 
 if TYPE_CHECKING:
     from .server import Server
@@ -68,30 +68,30 @@ __all__ = ["JoinedHost", "JoinedHosts"]
 
 log = logging.getLogger("polycephaly")
 
-_INDEX = 32
+_INDEX_SHIFT = 32
 """Bits of a drone's number at its host. The bits above hold the host's index."""
 
 
 class JoinedHost(Flow):
     """One joined host, as the server sees it."""
 
-    def __init__(self, identity: bytes, key: str, index: int, who: dict[str, Any]) -> None:
+    def __init__(self, identity: bytes, key: str, index: int, properties: dict[str, Any]) -> None:
         super().__init__(monotonic())
         self.identity = identity
         self.key = key
-        self.told = monotonic()
+        self.status_at = monotonic()
         self.index = index
-        self.name = f"{who.get('name')} on {who.get('host')}"
+        self.name = f"{properties.get('name')} on {properties.get('host')}"
         self.window = 0
-        self.leaves = False
-        self.recalled = False
+        self.is_leaving = False
+        self.recall_pending = False
         self.in_flight: dict[int, Task] = {}
-        self.defined = KnownFunctions()
+        self.sent_functions = KnownFunctions()
         self.drones: list[dict[str, Any]] = []
-        self.asked: dict[int, Callable[..., None]] = {}
+        self.pending_requests: dict[int, Callable[..., None]] = {}
 
     @property
-    def room(self) -> int:
+    def credit(self) -> int:
         return self.window - len(self.in_flight)
 
 
@@ -101,67 +101,67 @@ class JoinedHosts:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._dispatcher = server._pool._dispatcher
-        self._workers: dict[bytes, JoinedHost] = {}
+        self._hosts: dict[bytes, JoinedHost] = {}
         self._indices = itertools.count(1)
-        self._ask_numbers = itertools.count(1)
-        self._leases = False
+        self._request_numbers = itertools.count(1)
+        self._is_lending = False
 
     def __bool__(self) -> bool:
-        return bool(self._workers)
+        return bool(self._hosts)
 
     def __iter__(self) -> Iterator[JoinedHost]:
-        return iter(list(self._workers.values()))
+        return iter(list(self._hosts.values()))
 
     def get(self, identity: bytes) -> JoinedHost | None:
-        return self._workers.get(identity)
+        return self._hosts.get(identity)
 
-    def admit(self, identity: bytes, key: str, who: dict[str, Any]) -> None:
-        worker = self._workers[identity] = JoinedHost(identity, key, next(self._indices), who)
-        log.info("%s has joined", worker.name)
+    def admit(self, identity: bytes, key: str, properties: dict[str, Any]) -> None:
+        host = self._hosts[identity] = JoinedHost(identity, key, next(self._indices), properties)
+        log.info("%s has joined", host.name)
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def share(self) -> None:
-        """Lend queued calls to hosts that have room, and tell hosts which definitions to forget."""
+    def lend_queued(self) -> None:
+        """Lend queued calls to hosts that have credit; tell hosts which definitions to forget."""
         for each in self:
-            if each.defined.unused:
-                unused = [Item(number, 0, FORGET) for number in each.defined.take_unused()]
+            if each.sent_functions.unused:
+                unused = [Item(number, 0, FORGET) for number in each.sent_functions.pop_unused()]
                 self._server._send(each.identity, pack_work(unused))
-        roomy = [(each, each.room) for each in self if each.room > 0 and each.drones]
-        if roomy and self._dispatcher.queue and not self._leases:
-            self._leases = True
-            self._dispatcher.reactor.post(partial(self._lend, roomy))
+        credits = [(each, each.credit) for each in self if each.credit > 0 and each.drones]
+        if credits and self._dispatcher.queue and not self._is_lending:
+            self._is_lending = True
+            self._dispatcher.reactor.post(partial(self._lend, credits))
 
-    def _lend(self, roomy: list[tuple[JoinedHost, int]]) -> None:
+    def _lend(self, credits: list[tuple[JoinedHost, int]]) -> None:
         """Take calls from the queue, holding the reactor's lock."""
-        for worker, room in roomy:
-            tasks = self._dispatcher.leases.lend(room, _is_relayed)
+        for host, credit in credits:
+            tasks = self._dispatcher.leases.lease(credit, _is_relayed)
             if tasks:
-                self._server._post(partial(self._give, worker, tasks))
-        self._server._post(self._has_lent)
+                self._server._post(partial(self._send_calls, host, tasks))
+        self._server._post(self._on_lent)
 
-    def _has_lent(self) -> None:
-        self._leases = False
+    def _on_lent(self) -> None:
+        self._is_lending = False
 
-    def _give(self, worker: JoinedHost, tasks: list[Task], target: int = 0) -> None:
-        if worker.identity not in self._workers or (worker.leaves and not target):
-            self._not_given(tasks, target)
+    def _send_calls(self, host: JoinedHost, tasks: list[Task], target: int = 0) -> None:
+        if host.identity not in self._hosts or (host.is_leaving and not target):
+            self._on_not_sent(tasks, target)
             return
         items: list[Item] = []
-        given: list[Task] = []
+        sent: list[Task] = []
         for task in tasks:
             if task.done():  # cancelled meanwhile
                 continue
             try:
-                kind, payload = task.captured()
+                kind, payload = task.captured_args()
             except Exception as error:  # the pool has ended and its memory was freed
-                self._post(partial(self._dispatcher.leases.lost, [task], error))
+                self._post(partial(self._dispatcher.leases.on_lost, [task], error))
                 continue
-            self._define(worker, task.relays, items)
+            self._add_definition(host, task.client_function, items)
             items.append(
                 Item(
                     task.number,
-                    task.relays.number,
+                    task.client_function.number,
                     kind,
                     payload,
                     target,
@@ -169,46 +169,48 @@ class JoinedHosts:
                     task.retries,
                 )
             )
-            given.append(task)
-        if not given:
+            sent.append(task)
+        if not sent:
             return
-        if not self._server._send(worker.identity, pack_work(items)):
-            self._not_given(given, target)
+        if not self._server._send(host.identity, pack_work(items)):
+            self._on_not_sent(sent, target)
             return
-        for task in given:
-            worker.in_flight[task.number] = task
-            task._hook(partial(self._look_if_cancelled, worker))
+        for task in sent:
+            host.in_flight[task.number] = task
+            task._hook(partial(self._forward_cancel, host))
 
-    def _not_given(self, tasks: list[Task], target: int) -> None:
+    def _on_not_sent(self, tasks: list[Task], target: int) -> None:
         if target:
-            error = RuntimeError("the drone has ended: its worker has left")
-            self._post(partial(self._dispatcher.leases.lost, tasks, error))
+            error = RuntimeError("the drone has ended: its host has left")
+            self._post(partial(self._dispatcher.leases.on_lost, tasks, error))
         else:
-            self._post(partial(self._dispatcher.leases.come_back, tasks))
+            self._post(partial(self._dispatcher.leases.requeue_unstarted, tasks))
 
-    def _define(self, worker: JoinedHost, given: ClientFunction, items: list[Item]) -> None:
-        if given.number not in worker.defined:
-            items += [Item(oldest, 0, FORGET) for oldest in worker.defined.add(given)]
+    def _add_definition(
+        self, host: JoinedHost, function: ClientFunction, items: list[Item]
+    ) -> None:
+        if function.number not in host.sent_functions:
+            items += [Item(oldest, 0, FORGET) for oldest in host.sent_functions.add(function)]
             items.append(
                 Item(
-                    given.number,
+                    function.number,
                     0,
-                    given.kind,
-                    pack_definition(given.label, given.payload, given.tag),
+                    function.kind,
+                    pack_definition(function.label, function.payload, function.tag),
                 )
             )
 
-    def _look_if_cancelled(self, worker: JoinedHost, task: Promise[Any]) -> None:
+    def _forward_cancel(self, host: JoinedHost, task: Promise[Any]) -> None:
         """Cancel the call at its host if the task was cancelled. Any thread may call this."""
         if task._state == CANCELLED:
             assert isinstance(task, Task)
-            self._server._post(partial(self._withdraw, worker, task.number))
+            self._server._post(partial(self._cancel_at_host, host, task.number))
 
-    def _withdraw(self, worker: JoinedHost, number: int) -> None:
-        if worker.in_flight.pop(number, None) is not None:
-            self._server._send(worker.identity, pack_numbers(CANCEL, [number]))
+    def _cancel_at_host(self, host: JoinedHost, number: int) -> None:
+        if host.in_flight.pop(number, None) is not None:
+            self._server._send(host.identity, pack_numbers(CANCEL, [number]))
 
-    def take_back(self) -> None:
+    def recall_waiting(self) -> None:
         """Recall calls that wait at one host while drones elsewhere are idle.
 
         A host's window was sized for short calls; calls may turn out to wait behind long ones.
@@ -219,66 +221,64 @@ class JoinedHosts:
             handle.state is State.READY and not handle.in_flight
             for handle in list(self._dispatcher.handles)
         )
-        for worker in self:
+        for host in self:
             others = sum(
-                max(0, len(each.drones) - len(each.in_flight))
-                for each in self
-                if each is not worker
+                max(0, len(each.drones) - len(each.in_flight)) for each in self if each is not host
             )
-            waiting = len(worker.in_flight) - len(worker.drones)
-            if waiting > 0 and idle + others > 0 and not worker.recalled:
-                worker.recalled = True
+            waiting = len(host.in_flight) - len(host.drones)
+            if waiting > 0 and idle + others > 0 and not host.recall_pending:
+                host.recall_pending = True
                 self._server._send(
-                    worker.identity, pack_numbers(RECALL, [min(waiting, idle + others)])
+                    host.identity, pack_numbers(RECALL, [min(waiting, idle + others)])
                 )
 
     # -- messages of a joined host -----------------------------------------------------------------
 
-    def hear(self, worker: JoinedHost, frames: list[bytes]) -> None:
+    def handle_message(self, host: JoinedHost, frames: list[bytes]) -> None:
         """Handle a message of a host. Raise `Malformed`."""
         kind = frames[0]
         if kind == RESULTS:
-            self._settle(worker, list(read_results(frames)))
+            self._settle(host, list(read_results(frames)))
         elif kind == RETURNED:
-            worker.recalled = False
-            back = [
+            host.recall_pending = False
+            returned = [
                 task
                 for number in read_numbers(frames)
-                if (task := worker.in_flight.pop(number, None)) is not None
+                if (task := host.in_flight.pop(number, None)) is not None
             ]
-            self._post(partial(self._dispatcher.leases.come_back, back))
+            self._post(partial(self._dispatcher.leases.requeue_unstarted, returned))
         elif kind == WINDOW:
-            worker.window = sum(read_numbers(frames))  # one number
-            if not worker.window:
-                worker.leaves = True
-                self._server._send(worker.identity, [BYE])
-        elif kind == NEWS:
-            worker.drones = _checked(read_note(frames).get("drones"))
-            worker.told = worker.heard
+            host.window = sum(read_numbers(frames))  # one number
+            if not host.window:
+                host.is_leaving = True
+                self._server._send(host.identity, [BYE])
+        elif kind == HOST_STATUS:
+            host.drones = _check_drones(read_json(frames).get("drones"))
+            host.status_at = host.last_message_at
         elif kind == RUNNING:
             for number in read_numbers(frames):
-                if (task := worker.in_flight.get(number)) is not None:
+                if (task := host.in_flight.get(number)) is not None:
                     task.runs_elsewhere = True
         elif kind == OUTPUT:
-            self._server.tell_lines(read_lines(frames, 4))
-        elif kind == TELL:
-            note = read_note(frames)
-            tell = (
-                worker.asked.pop(note.get("id", 0), None)
-                if isinstance(note.get("id"), int)
+            self._server.send_output_lines(read_lines(frames, 4))
+        elif kind == REPLY:
+            fields = read_json(frames)
+            reply = (
+                host.pending_requests.pop(fields.get("id", 0), None)
+                if isinstance(fields.get("id"), int)
                 else None
             )
-            if tell is not None:
-                tell(**{name: note[name] for name in ("value", "error") if name in note})
+            if reply is not None:
+                reply(**{name: fields[name] for name in ("value", "error") if name in fields})
         elif kind == BYE:
-            self.drop(worker, "it has left")
+            self.remove(host, "the host has left")
         else:
-            raise Malformed(f"a message of type {kind[:8]!r}")
+            raise Malformed(f"a message of unknown type {kind[:8]!r}")
 
-    def _settle(self, worker: JoinedHost, results: list[Result]) -> None:
+    def _settle(self, host: JoinedHost, results: list[Result]) -> None:
         settled = []
         for number, status, payload, tail in results:
-            task = worker.in_flight.pop(number, None)
+            task = host.in_flight.pop(number, None)
             if task is None:
                 continue
             task.output = tail
@@ -287,34 +287,35 @@ class JoinedHosts:
             else:
                 task._settle(FINISHED, (status, payload), None)
                 settled.append(task)
-        self._post(partial(self._dispatcher.leases.settled, settled))
+        self._post(partial(self._dispatcher.leases.on_settled, settled))
 
-    def drop(self, worker: JoinedHost, why: str) -> None:
-        if self._workers.pop(worker.identity, None) is None:
+    def remove(self, host: JoinedHost, reason: str) -> None:
+        if self._hosts.pop(host.identity, None) is None:
             return
-        tasks = list(worker.in_flight.values())
+        tasks = list(host.in_flight.values())
         log.log(
             logging.WARNING if tasks else logging.INFO,
-            "%s: %s; it had %d calls",
-            worker.name,
-            why,
+            "%s: %s; %d calls were in flight there",
+            host.name,
+            reason,
             len(tasks),
         )
         for task in tasks:
-            label = task.relays.label
+            label = task.client_function.label
             error = DroneDied(
-                f"worker {worker.name} was lost with {label}, which it had perhaps begun: {why}",
-                drone=worker.name,
+                f"the joined host {host.name} was lost with {label}, which may have begun: "
+                f"{reason}",
+                drone=host.name,
                 running=label,
             )
-            self._post(partial(self._dispatcher.leases.lost, [task], error))
-        for tell in worker.asked.values():
-            tell(error=f"the drone has ended: worker {worker.name} was lost")
+            self._post(partial(self._dispatcher.leases.on_lost, [task], error))
+        for reply in host.pending_requests.values():
+            reply(error=f"the drone has ended: the joined host {host.name} was lost")
 
     def close(self) -> None:
-        for worker in self:
-            self._server._send(worker.identity, [BYE])
-            self.drop(worker, "the server was closed")
+        for host in self:
+            self._server._send(host.identity, [BYE])
+            self.remove(host, "the server was closed")
 
     # -- single drones -----------------------------------------------------------------------------
 
@@ -324,85 +325,87 @@ class JoinedHosts:
         return [
             {
                 **each,
-                "number": worker.index << _INDEX | each["number"],
-                "seconds": _aged(each, now - worker.told),
+                "number": host.index << _INDEX_SHIFT | each["number"],
+                "seconds": _current_seconds(each, now - host.status_at),
             }
-            for worker in self
-            for each in worker.drones
+            for host in self
+            for each in host.drones
         ]
 
-    def has(self, number: int) -> bool:
-        return bool(number >> _INDEX)
+    def is_joined_drone(self, number: int) -> bool:
+        return bool(number >> _INDEX_SHIFT)
 
-    def _worker_of(self, number: int) -> JoinedHost:
-        for worker in self:
-            if worker.index == number >> _INDEX:
-                return worker
-        raise RuntimeError(
-            f"the drone has ended: its worker is not connected to {self._dispatcher.config.name} any more"
-        )
+    def _host_of(self, number: int) -> JoinedHost:
+        for host in self:
+            if host.index == number >> _INDEX_SHIFT:
+                return host
+        raise RuntimeError(f"the drone has ended: its host has left {self._dispatcher.config.name}")
 
-    def run(self, given: ClientFunction, item: Item) -> Promise[Any]:
+    def submit_call(self, function: ClientFunction, item: Item) -> Promise[Any]:
         """Run a call on one drone of a host. Raise `RuntimeError` if the host is gone."""
-        worker = self._worker_of(item.target)
+        host = self._host_of(item.target)
         dispatcher = self._dispatcher
         dispatcher.check_open()
         task = Task(dispatcher)
-        task.definition = dispatcher.registry.define(given.call)
-        task.definition.label = given.label
-        task.relays, task.args, task.lent = given, (item.kind, item.payload), True
+        task.definition = dispatcher.registry.define(function.forwarded)
+        task.definition.label = function.label
+        task.client_function, task.args, task.is_leased = function, (item.kind, item.payload), True
         task.timeout = item.timeout or dispatcher.task_options.timeout
-        dispatcher.hold(task)
-        self._give(worker, [task], item.target & (1 << _INDEX) - 1)
+        dispatcher.park(task)
+        self._send_calls(host, [task], item.target & (1 << _INDEX_SHIFT) - 1)
         return task
 
-    def ask(self, what: str, number: int, tell: Callable[..., None]) -> None:
+    def request(self, kind: str, number: int, reply: Callable[..., None]) -> None:
         """Send an admin request to a drone's host. Raise `RuntimeError` if the host is gone."""
-        self._ask(self._worker_of(number), what, number, tell)
+        self._send_request(self._host_of(number), kind, number, reply)
 
     def timelines(self) -> list[Promise[Timeline]]:
         """Return, for each host, a promise of its drones' timeline, by this machine's clock."""
-        told: list[Promise[Timeline]] = []
-        for worker in self:
+        promises: list[Promise[Timeline]] = []
+        for host in self:
             promise: Promise[Timeline] = Promise()
-            told.append(promise)
-            self._ask(worker, "timeline", 0, partial(_take_timeline, promise))
-        return told
+            promises.append(promise)
+            self._send_request(host, "timeline", 0, partial(_settle_timeline, promise))
+        return promises
 
-    def _ask(self, worker: JoinedHost, what: str, number: int, tell: Callable[..., None]) -> None:
-        asked = next(self._ask_numbers)
-        worker.asked[asked] = tell
-        note = {"id": asked, "what": what, "drone": number & (1 << _INDEX) - 1}
-        self._server._send(worker.identity, pack_note(ASK, note))
+    def _send_request(
+        self, host: JoinedHost, kind: str, number: int, reply: Callable[..., None]
+    ) -> None:
+        request_number = next(self._request_numbers)
+        host.pending_requests[request_number] = reply
+        request = {"id": request_number, "what": kind, "drone": number & (1 << _INDEX_SHIFT) - 1}
+        self._server._send(host.identity, pack_json(REQUEST, request))
 
-    def _post(self, act: Callable[[], object]) -> None:
-        self._dispatcher.reactor.post(act)
+    def _post(self, callback: Callable[[], object]) -> None:
+        self._dispatcher.reactor.post(callback)
 
 
-def _take_timeline(promise: Promise[Timeline], value: Any = None, error: str = "") -> None:
+def _settle_timeline(promise: Promise[Timeline], value: Any = None, error: str = "") -> None:
     """Settle `promise`, holding the server's lock. A host may send any value."""
     try:
         timeline = unpack_timeline(value["timeline"], value["now"] - monotonic())
-    except (TypeError, ValueError, LookupError, AttributeError) as wrong:
-        promise._settle(FINISHED, None, RuntimeError(error or f"no timeline: {wrong}"))
+    except (TypeError, ValueError, LookupError, AttributeError) as problem:
+        promise._settle(FINISHED, None, RuntimeError(error or f"malformed timeline: {problem}"))
     else:
         promise._settle(FINISHED, timeline, None)
 
 
 def _is_relayed(task: Task) -> bool:
-    return task.relays is not None
+    return task.client_function is not None
 
 
-def _checked(drones: Any) -> list[dict[str, Any]]:
+def _check_drones(drones: Any) -> list[dict[str, Any]]:
     """Return `drones` if well-formed; else raise `Malformed`."""
     if not isinstance(drones, list) or not all(
-        isinstance(each, dict) and each.keys() >= {*KNOWN} and isinstance(each["number"], int)
+        isinstance(each, dict)
+        and each.keys() >= {*IDENTITY_FIELDS}
+        and isinstance(each["number"], int)
         for each in drones
     ):
-        raise Malformed("drones that are none")
+        raise Malformed("malformed drone entries")
     return drones
 
 
-def _aged(drone: dict[str, Any], seconds: float) -> float | None:
+def _current_seconds(drone: dict[str, Any], seconds: float) -> float | None:
     known = drone.get("seconds")
     return known + seconds if isinstance(known, float) else None

@@ -1,11 +1,11 @@
 """`serve` and `Server`: a pool for other processes, over TCP, for clients with an allowed key.
 
-    strangers ──x                       ┌──> pool.promise(relayed, bytes) ──> drones
+    strangers ──x                       ┌──> pool.promise(run_client_call, ..) ──> drones
     clients ──CURVE──> ROUTER ── thread ┤
                           └── ZAP: is this public key allowed?
     clients <── RESULTS <── thread <── outcomes <── promises, as they settle
             <── OUTPUT <─────────────────┘      <── lines with the client's tag, as they come
-            <── TELL <──── thread <── acts <── short-lived threads: slow admin requests
+            <── REPLY <─── thread <── posted callbacks <── short-lived threads: slow admin requests
 
 One thread owns the sockets and unpickles no payload (see drone/forwarded.py). A peer without the
 secret half of an allowed key fails in libzmq's handshake: only its public key reaches Python, and
@@ -40,55 +40,55 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .. import __version__
 from ..engines.remote import pool_registry
-from ..engines.remote.bell import Bell
-from ..engines.remote.forks import listening
-from ..engines.remote.keys import Card, check_address, check_key, new_pair, wants_ipv6
+from ..engines.remote.bell import Wakeup
+from ..engines.remote.forks import listening_ports
+from ..engines.remote.keys import Card, check_address, check_key, new_key_pair, wants_ipv6
 from ..engines.remote.messages import (
-    ASK,
+    ALIVE,
     BYE,
     CANCEL,
-    GIVE_UP,
     HELLO,
-    LARGEST,
-    LINE,
-    LIVES,
+    LINE_OVERHEAD_BYTES,
+    MAX_FRAME_BYTES,
     OUTPUT,
+    OUTPUT_ACK,
     PING,
     RECALL,
     REFUSED,
+    RELEASE,
+    REQUEST,
     RUNNING,
-    SEEN,
     SHARE,
-    SHARES,
+    WITH_SHARED,
     WORK,
     Item,
     Result,
-    hello,
-    pack_note,
+    pack_hello,
+    pack_json,
     pack_numbers,
     pack_results,
     read_hello,
-    read_note,
+    read_json,
     read_numbers,
-    read_share,
+    read_shared_value,
     read_work,
 )
-from ..promises.promise import Promise, settlers
+from ..promises.promise import Promise, settling_threads
 from ..runtime import fork_guard
-from ..runtime.procfs import birth_of
+from ..runtime.procfs import start_time_of
 from ..runtime.system_limits import shared_memory_ceiling
 from ..runtime.tuning import tuning
 from ..store.shared import Shared
-from ..wire.endpoint import has_news, new_context
+from ..wire.endpoint import has_input, new_context
 from ..wire.messages import CALL, Malformed
 from ..wire.output import Line
 from .accepted import Accepted
 from .admin import AdminService
-from .fairness import FairTurns
+from .fairness import FairOrder
 from .flow_control import ClientFlow, Flow
 from .joined import JoinedHost, JoinedHosts
-from .session import ClientFunction, ClientSession, outcome, run
-from .state import drones_of, queued_in
+from .session import ClientFunction, ClientSession, make_result, submit_call
+from .state import count_queued, describe_drones
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool
@@ -97,27 +97,27 @@ __all__ = ["Server", "serve"]
 
 log = logging.getLogger(__name__)
 
-DOMAIN = b"polycephaly"
-LOOK_AT_CONNECTIONS = 0.2  # seconds between looks at connections, if there are any
-A_TURN = 100  # messages that are read in one round
-DEFINITIONS = 1024  # of one client: function definitions
-LOOK_AT_WORKERS = 0.1  # seconds between looks at how calls are spread, if hosts have joined
+ZAP_DOMAIN = b"polycephaly"
+CONNECTION_CHECK_SECONDS = 0.2  # between checks of the connections, if there are any
+MAX_MESSAGES_PER_ROUND = 100
+MAX_CLIENT_DEFINITIONS = 1024  # function definitions of one client
+HOST_CHECK_SECONDS = 0.1  # between checks of how calls are spread, if hosts have joined
 HEARTBEAT_MS = 3000
 
 
 class Client(ClientFlow):
     """A connected client."""
 
-    desk: ClientSession
+    session: ClientSession
 
     def __init__(self, identity: bytes, key: str) -> None:
         super().__init__(monotonic())
         self.identity = identity
         self.key = key
         self.tag = secrets.token_hex(8)  # marks the lines that the client's tasks print
-        self.unseen = 0  # bytes of such lines that the client has not handled yet
-        self.left_out = 0  # lines that were left out
-        self.asking = threading.Lock()  # held for a long request: one at a time
+        self.unacknowledged_bytes = 0  # bytes of such lines that the client has not handled yet
+        self.omitted_lines = 0
+        self.long_request_lock = threading.Lock()  # held for a long request: one at a time
 
 
 class Server:
@@ -149,31 +149,31 @@ class Server:
         self.setup = setup
         self._pool = pool
         check_address(address)
-        self.key, secret = new_pair()
+        self.key, secret = new_key_pair()
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, Client] = {}
-        self._workers = JoinedHosts(self)
-        self._turns = FairTurns(pool._dispatcher)
-        self._questions = AdminService(self, on_stop)
-        self._gone: set[bytes] = set()  # peers that cannot be sent to any more
-        self._mute: set[bytes] = set()  # disconnected peers, whose messages are dropped
+        self._joined_hosts = JoinedHosts(self)
+        self._fair_order = FairOrder(pool._dispatcher)
+        self._admin = AdminService(self, on_stop)
+        self._unreachable: set[bytes] = set()  # peers that cannot be sent to any more
+        self._muted: set[bytes] = set()  # disconnected peers, whose messages are dropped
         self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
-        self._acts: deque[Callable[[], object]] = deque()
+        self._posted: deque[Callable[[], object]] = deque()
         self._tasks_done = 0
-        self._turned_away = 0
+        self._refused_connections = 0
         self._accepted = Accepted()
-        self._ceiling = shared_memory_ceiling() // 2
+        self._max_held_bytes = shared_memory_ceiling() // 2
         # Disconnected peers by key: number, last reason.
-        self._put_out: dict[str, tuple[int, str]] = {}
-        self._bell = Bell()
-        self._closing = self._over = self._somebody_left = False
+        self._disconnected: dict[str, tuple[int, str]] = {}
+        self._wakeup = Wakeup()
+        self._closing = self._is_closed = self._connection_ended = False
         self.started = time()
         # The thread works under this lock, so that a fork copies nothing half done. A forked child
         # closes its copies of the sockets at once (engines/remote/forks.py): a zygote would
         # otherwise keep the port, and clients would wait for the child.
-        self._turn = fork_guard.GuardedLock()
+        self._lock = fork_guard.GuardedLock()
         with ExitStack() as undo:
-            undo.callback(self._bell.close)
+            undo.callback(self._wakeup.close)
             context = new_context()
             undo.callback(context.term)
             self._zap = context.socket(zmq.REP)
@@ -186,10 +186,10 @@ class Server:
             # aborts the process ("Assertion failed: !_io_error").
             for option, value in (
                 (zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.ROUTER_MANDATORY, 1),
-                (zmq.IPV6, wants_ipv6(address)), (zmq.ZAP_DOMAIN, DOMAIN),
+                (zmq.IPV6, wants_ipv6(address)), (zmq.ZAP_DOMAIN, ZAP_DOMAIN),
                 (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, secret.encode()),
                 (zmq.HANDSHAKE_IVL, int(tuning.handshake_seconds * 1000)),
-                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.MAXMSGSIZE, LARGEST),
+                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             ):  # fmt: skip
                 self._router.setsockopt(option, value)
             self._monitor = self._router.get_monitor_socket(
@@ -202,11 +202,11 @@ class Server:
             except zmq.ZMQError as error:
                 raise OSError(error.errno, f"{address}: {error.strerror}") from None
             self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._made = undo.pop_all()
+            self._resources = undo.pop_all()
         _serving.add(self)
-        listening.add(self.port)
-        self._thread = threading.Thread(target=self._live, name="polycephaly-server", daemon=True)
-        fork_guard.add_turn(self._thread, self._turn)
+        listening_ports.add(self.port)
+        self._thread = threading.Thread(target=self._run, name="polycephaly-server", daemon=True)
+        fork_guard.add_thread_lock(self._thread, self._lock)
         self._thread.start()
 
     @property
@@ -244,10 +244,10 @@ class Server:
         May be called more than once.
         """
         if self.card is not None:
-            pool_registry.leave(self.card)
-        self._questions.finish()
+            pool_registry.unregister(self.card)
+        self._admin.wait_for_replies()
         self._closing = True
-        self._bell.ring()
+        self._wakeup.wake()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -261,20 +261,20 @@ class Server:
 
     # -- any thread --------------------------------------------------------------------------------
 
-    def _settled(self, client: Client, number: int, promise: Promise[Any]) -> None:
+    def _on_settled(self, client: Client, number: int, promise: Promise[Any]) -> None:
         self._outcomes.append((client, number, promise))
-        self._bell.ring()
+        self._wakeup.wake()
 
-    def _printed(self, client: Client, line: Line) -> None:
+    def _on_output(self, client: Client, line: Line) -> None:
         self._outcomes.append((client, 0, line))
-        self._bell.ring()
+        self._wakeup.wake()
 
-    def _post(self, act: Callable[[], object]) -> None:
-        """Call `act` in the server's next round. Any thread may call this."""
-        self._acts.append(act)
-        self._bell.ring()
-        if self._over:  # no round follows: drop what `act` refers to
-            self._acts.clear()
+    def _post(self, callback: Callable[[], object]) -> None:
+        """Call `callback` in the server's next round. Any thread may call this."""
+        self._posted.append(callback)
+        self._wakeup.wake()
+        if self._is_closed:  # no round follows: drop what `callback` refers to
+            self._posted.clear()
 
     def status(self) -> dict[str, Any]:
         """Return the dict of `RemotePool.status`.
@@ -291,87 +291,89 @@ class Server:
             "started": self.started,
             "width": dispatcher.config.width,
             "clients": self.clients,
-            "queued": queued_in(self._pool)
-            + sum(len(each.desk.waiting) for each in list(self._clients.values())),
+            "queued": count_queued(self._pool)
+            + sum(len(each.session.waiting) for each in list(self._clients.values())),
             "tasks_done": self._tasks_done,
-            "drones": drones_of(self._pool) + self._workers.drones(),
+            "drones": describe_drones(self._pool) + self._joined_hosts.drones(),
         }
 
     # -- the server's thread -----------------------------------------------------------------------
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         # This thread must not wait for room in the pool: clients are bounded by their credit and
         # not by `max_queued`.
-        settlers.add(get_ident())
+        settling_threads.add(get_ident())
         poller = zmq.Poller()
-        for each in (self._router, self._zap, self._monitor, self._bell):
+        for each in (self._router, self._zap, self._monitor, self._wakeup):
             poller.register(each, zmq.POLLIN)
-        look = look_at_connections = monotonic() + tuning.client_check_seconds
+        next_client_check = next_connection_check = monotonic() + tuning.client_check_seconds
         while not self._closing:
-            self._bell.asleep = True
-            if not (self._outcomes or self._acts or self._gone or self._closing):
-                often = LOOK_AT_CONNECTIONS if self._accepted else tuning.client_check_seconds
-                if self._workers:
-                    often = LOOK_AT_WORKERS
-                poller.poll(int(often * 1000))
-            self._bell.asleep = False
-            with self._turn:
-                self._bell.hush()
+            self._wakeup.asleep = True
+            if not (self._outcomes or self._posted or self._unreachable or self._closing):
+                interval = tuning.client_check_seconds
+                if self._accepted:
+                    interval = CONNECTION_CHECK_SECONDS
+                if self._joined_hosts:
+                    interval = HOST_CHECK_SECONDS
+                poller.poll(int(interval * 1000))
+            self._wakeup.asleep = False
+            with self._lock:
+                self._wakeup.reset()
                 try:
-                    self._let_in()
-                    gone, self._gone = self._gone, set()
-                    self._hear_all(gone)
-                    while self._acts:
-                        self._acts.popleft()()
+                    self._authenticate()
+                    unreachable, self._unreachable = self._unreachable, set()
+                    self._receive(unreachable)
+                    while self._posted:
+                        self._posted.popleft()()
                     self._send_outcomes()
-                    self._turns.look()
-                    self._workers.share()
-                    late = monotonic() >= look
-                    self._see_connections()
-                    if self._somebody_left or late:
-                        self._somebody_left = False
-                        self._drop_the_gone(late)
-                    self._workers.take_back()
-                    if monotonic() >= look_at_connections:
-                        look_at_connections = monotonic() + LOOK_AT_CONNECTIONS
-                        if not has_news(self._router):
-                            self._mute.clear()
+                    self._fair_order.order_if_due()
+                    self._joined_hosts.lend_queued()
+                    is_check_due = monotonic() >= next_client_check
+                    self._check_monitor()
+                    if self._connection_ended or is_check_due:
+                        self._connection_ended = False
+                        self._check_silence(is_check_due)
+                    self._joined_hosts.recall_waiting()
+                    if monotonic() >= next_connection_check:
+                        next_connection_check = monotonic() + CONNECTION_CHECK_SECONDS
+                        if not has_input(self._router):
+                            self._muted.clear()
                         for client in self._clients.values():
-                            if begun := client.desk.begun():
-                                self._say(client, pack_numbers(RUNNING, begun))
-                        self._check_ceiling()
+                            if newly_running := client.session.newly_running():
+                                self._send_to_client(client, pack_numbers(RUNNING, newly_running))
+                        self._check_held_bytes()
                         # Clients are disconnected earlier, with a reason.
-                        patience = 2 * tuning.client_silence_seconds
-                        for why in self._accepted.look(patience, LOOK_AT_CONNECTIONS):
-                            self._note_put_out("of no key yet", why)
-                    if late:
-                        look = monotonic() + tuning.client_check_seconds
-                        self._tell_of_strangers()
+                        max_silence = 2 * tuning.client_silence_seconds
+                        for reason in self._accepted.check(max_silence, CONNECTION_CHECK_SECONDS):
+                            self._record_disconnected("none yet", reason)
+                    if is_check_due:
+                        next_client_check = monotonic() + tuning.client_check_seconds
+                        self._log_refusals()
                 except Exception:
-                    log.exception("a bug in polycephaly: a server's turn failed")
-        with self._turn:
+                    log.exception("a bug in polycephaly: a round of the server failed")
+        with self._lock:
             try:
-                while self._acts:
-                    self._acts.popleft()()
+                while self._posted:
+                    self._posted.popleft()()
                 self._send_outcomes()
-                self._tell_of_strangers()
+                self._log_refusals()
             except Exception:
-                log.exception("a bug in polycephaly: a server's last turn failed")
+                log.exception("a bug in polycephaly: the last round of the server failed")
             for client in list(self._clients.values()):
-                self._drop(client, "the server was closed")
-            self._workers.close()
-            self._over = True
-            self._acts.clear()
-            fork_guard.remove_turn(self._thread)
+                self._drop_client(client, "the server was closed")
+            self._joined_hosts.close()
+            self._is_closed = True
+            self._posted.clear()
+            fork_guard.remove_thread_lock(self._thread)
             _serving.discard(self)
-            listening.discard(self.port)
-            self._made.close()
-        settlers.discard(get_ident())
+            listening_ports.discard(self.port)
+            self._resources.close()
+        settling_threads.discard(get_ident())
 
-    def _let_in(self) -> None:
+    def _authenticate(self) -> None:
         """Answer libzmq's requests whether a key may connect (ZeroMQ's ZAP protocol, RFC 27)."""
-        for _ in range(A_TURN):
-            if not has_news(self._zap):
+        for _ in range(MAX_MESSAGES_PER_ROUND):
+            if not has_input(self._zap):
                 return
             request = self._zap.recv_multipart(zmq.NOBLOCK)
             version, number, domain, _, _, mechanism = request[:6]
@@ -382,173 +384,182 @@ class Server:
             )
             # Compare with each key in constant time, so that the duration reveals nothing about the
             # keys.
-            known = [each for each in list(self._allowed) if secrets.compare_digest(each, key)]
-            self._see_connections()
+            matches = [each for each in list(self._allowed) if secrets.compare_digest(each, key)]
+            self._check_monitor()
             # The key, and how many connections were accepted so far: the peer's is one of these.
             user = f"{key} {self._accepted.count}".encode()
-            status = (b"200", b"OK", user) if known and domain == DOMAIN else (b"400", b"", b"")
-            if not known:
-                self._turned_away += 1
+            is_let_in = matches and domain == ZAP_DOMAIN
+            status = (b"200", b"OK", user) if is_let_in else (b"400", b"", b"")
+            if not matches:
+                self._refused_connections += 1
             self._zap.send_multipart([version, number, *status, b""])
 
-    def _hear_all(self, gone: set[bytes]) -> None:
+    def _receive(self, unreachable: set[bytes]) -> None:
         """Handle messages, also those of peers that have gone, before these are dropped."""
-        for _ in range(A_TURN):
-            if not has_news(self._router):
-                for identity in gone:
-                    self._let_go(identity, "the connection is gone")
+        for _ in range(MAX_MESSAGES_PER_ROUND):
+            if not has_input(self._router):
+                for identity in unreachable:
+                    self._drop_peer(identity, "the connection has ended")
                 return
             received: Any = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             identity, *frames = [each.bytes for each in received]
-            if identity in self._mute:
+            if identity in self._muted:
                 continue
-            key, _, known = str(received[-1].get("User-Id")).partition(" ")
+            key, _, accepted_count = str(received[-1].get("User-Id")).partition(" ")
             fd = int(received[-1].get(zmq.SRCFD))
-            self._accepted.hear(fd)
+            self._accepted.record_message(fd)
             try:
-                self._hear(identity, key, frames)
-            except (Malformed, LookupError, OverflowError) as wrong:
-                self._put(identity, key, fd, int(known), str(wrong))
-        self._gone |= gone  # to be dropped when all their messages were read
+                self._handle_message(identity, key, frames)
+            except (Malformed, LookupError, OverflowError) as error:
+                self._disconnect(identity, key, fd, int(accepted_count), str(error))
+        self._unreachable |= unreachable  # to be dropped when all their messages were read
 
-    def _put(self, identity: bytes, key: str, fd: int, known: int, why: str) -> None:
+    def _disconnect(
+        self, identity: bytes, key: str, fd: int, accepted_count: int, reason: str
+    ) -> None:
         """Disconnect a peer, with a reason, and drop its further messages.
 
         A ROUTER closes no single peer, so the TCP connection is shut beneath libzmq (accepted.py),
         after there was time to send the reason.
         """
-        self._note_put_out(key[:8], why)
-        self._send(identity, [REFUSED, f"put out: {why}".encode()])
-        self._let_go(identity, f"put out: {why}")
-        self._mute.add(identity)
-        self._accepted.condemn(fd, known)
+        self._record_disconnected(key[:8], reason)
+        self._send(identity, [REFUSED, f"disconnected by the server: {reason}".encode()])
+        self._drop_peer(identity, f"disconnected by the server: {reason}")
+        self._muted.add(identity)
+        self._accepted.mark_for_shutdown(fd, accepted_count)
 
-    def _note_put_out(self, key: str, why: str) -> None:
-        times, _ = self._put_out.get(key, (0, ""))
-        self._put_out[key] = times + 1, why
+    def _record_disconnected(self, key: str, reason: str) -> None:
+        count, _ = self._disconnected.get(key, (0, ""))
+        self._disconnected[key] = count + 1, reason
 
-    def _check_ceiling(self) -> None:
+    def _check_held_bytes(self) -> None:
         """Disconnect the peer that holds most, if all together exceed the ceiling.
 
         Its further messages are those of an unknown peer, and thus end its connection.
         """
-        peers: list[Client | JoinedHost] = [*self._clients.values(), *self._workers]
-        if sum(each.held for each in peers) > self._ceiling:
-            most = max(peers, key=lambda each: each.held)
-            why = f"the server holds more than {self._ceiling:,} bytes of its clients, {most.held:,} of them yours"
-            self._note_put_out(most.key[:8], why)
-            self._let_go(most.identity, f"put out: {why}")
+        peers: list[Client | JoinedHost] = [*self._clients.values(), *self._joined_hosts]
+        if sum(each.held_bytes for each in peers) > self._max_held_bytes:
+            largest = max(peers, key=lambda each: each.held_bytes)
+            reason = (
+                f"the server holds more than {self._max_held_bytes:,} bytes of its clients' data, "
+                f"{largest.held_bytes:,} of them for this client"
+            )
+            self._record_disconnected(largest.key[:8], reason)
+            self._drop_peer(largest.identity, f"disconnected by the server: {reason}")
 
-    def _hear(self, identity: bytes, key: str, frames: list[bytes]) -> None:
-        client, worker = self._clients.get(identity), self._workers.get(identity)
-        peer: Flow | None = client or worker
+    def _handle_message(self, identity: bytes, key: str, frames: list[bytes]) -> None:
+        client, joined_host = self._clients.get(identity), self._joined_hosts.get(identity)
+        peer: Flow | None = client or joined_host
         if peer is not None:
-            peer.heard, peer.silent = monotonic(), 0
-            whole = peer.whole(frames)
-            if whole is None:
+            peer.last_message_at, peer.silent_checks = monotonic(), 0
+            message = peer.reassemble(frames)
+            if message is None:
                 return
-            frames = whole
+            frames = message
         kind = frames[0]
         if kind == HELLO:
             if peer is not None:
-                raise Malformed("a second hello")
-            why, _, who = read_hello(frames, "the client", "the server")
-            if why is not None:
-                log.warning("a client (%s) was refused: %s", key[:8], why)
-                self._send(identity, [REFUSED, why.encode()])
+                raise Malformed("a second HELLO message")
+            incompatibility, _, properties = read_hello(frames, "the client", "the server")
+            if incompatibility is not None:
+                log.warning("a client (%s) was refused: %s", key[:8], incompatibility)
+                self._send(identity, [REFUSED, incompatibility.encode()])
                 return
-            self._admit(identity, key, who)
+            self._admit(identity, key, properties)
             return
         if kind == PING and peer is not None:
-            peer.came_back(frames)
+            peer.on_ping_returned(frames)
             if client is not None:
-                self._send_on(client)
-                self._begin(client)
+                self._send_outbox(client)
+                self._submit_waiting(client)
             return
-        if worker is not None:
-            self._workers.hear(worker, frames)
+        if joined_host is not None:
+            self._joined_hosts.handle_message(joined_host, frames)
             return
         if client is None:  # it was dropped, or has sent no HELLO
             if kind != BYE:
-                raise Malformed("the server does not know it (any more): connect again")
+                raise Malformed("the server does not know this connection: connect again")
             return
         if kind == WORK:
-            self._take(client, frames)
+            self._handle_work(client, frames)
         elif kind == CANCEL:
             numbers = read_numbers(frames)
-            client.cancels(numbers)
-            client.desk.cancel(numbers, running=True)
-        elif kind == RECALL and not client.recalled:
-            client.recalled = True
-            client.desk.cancel(read_numbers(frames), running=False)
+            client.count_cancelled(numbers)
+            client.session.cancel(numbers, running=True)
+        elif kind == RECALL and not client.has_recalled:
+            client.has_recalled = True
+            client.session.cancel(read_numbers(frames), running=False)
         elif kind == SHARE:
-            client.asks()
-            self._questions.hold(client, *read_share(frames))
-        elif kind == GIVE_UP:
+            client.count_request()
+            self._admin.store_shared_value(client, *read_shared_value(frames))
+        elif kind == RELEASE:
             for number in read_numbers(frames):
-                del client.desk.shared[number]
-        elif kind == ASK:
-            client.asks()
-            self._questions.ask(client, read_note(frames))
-        elif kind == SEEN:
-            seen = sum(read_numbers(frames))
-            if not 0 < seen <= client.unseen:
-                raise Malformed("more output dealt with than there was")
-            client.unseen -= seen
-        elif kind == LIVES:
-            client.lives(monotonic())
+                del client.session.shared[number]
+        elif kind == REQUEST:
+            client.count_request()
+            self._admin.handle_request(client, read_json(frames))
+        elif kind == OUTPUT_ACK:
+            acknowledged = sum(read_numbers(frames))
+            if not 0 < acknowledged <= client.unacknowledged_bytes:
+                raise Malformed("more output acknowledged than was sent")
+            client.unacknowledged_bytes -= acknowledged
+        elif kind == ALIVE:
+            client.count_alive(monotonic())
         elif kind == BYE:
-            self._drop(client, "you have left")
+            self._drop_client(client, "the client has left")
         else:
-            raise Malformed(f"a message of type {kind[:8]!r}")
+            raise Malformed(f"a message of unknown type {kind[:8]!r}")
 
-    def _take(self, client: Client, frames: list[bytes]) -> None:
-        """Take a client's calls and definitions. Raise `Malformed`."""
-        defined = False
+    def _handle_work(self, client: Client, frames: list[bytes]) -> None:
+        """Handle a client's calls and definitions. Raise `Malformed`."""
+        has_definitions = False
         for item in read_work(frames):
-            if item.kind & ~SHARES >= CALL:
-                client.call(item.number, len(item.payload))
+            if item.kind & ~WITH_SHARED >= CALL:
+                client.count_call(item.number, len(item.payload))
             else:
-                defined = True
-            client.desk.take(item)
-        self._begin(client)
-        self._turns.due |= sum(bool(each.desk.tasks) for each in self._clients.values()) > 1
-        if defined:
-            definitions = client.desk._definitions.values()
-            if len(definitions) > DEFINITIONS:
-                raise Malformed(f"more than {DEFINITIONS} definitions")
-            client.defined = sum(len(each.payload) for each in definitions)
+                has_definitions = True
+            client.session.add_item(item)
+        self._submit_waiting(client)
+        self._fair_order.due |= sum(bool(each.session.tasks) for each in self._clients.values()) > 1
+        if has_definitions:
+            definitions = client.session._definitions.values()
+            if len(definitions) > MAX_CLIENT_DEFINITIONS:
+                raise Malformed(f"more than {MAX_CLIENT_DEFINITIONS} function definitions")
+            client.definition_bytes = sum(len(each.payload) for each in definitions)
 
-    def _begin(self, client: Client) -> None:
-        client.desk.begin(
-            max(client.room, self._pool._dispatcher.config.size) if not client.outbox else 0
+    def _submit_waiting(self, client: Client) -> None:
+        client.session.submit_waiting(
+            max(client.credit, self._pool._dispatcher.config.size) if not client.outbox else 0
         )
 
-    def _admit(self, identity: bytes, key: str, who: dict[str, Any]) -> None:
+    def _admit(self, identity: bytes, key: str, properties: dict[str, Any]) -> None:
         size = self._pool._dispatcher.config.size
-        if who.get("role") == "worker":
-            self._workers.admit(identity, key, who)
-            self._send(identity, hello(size, name=self.name))
+        if properties.get("role") == "worker":
+            self._joined_hosts.admit(identity, key, properties)
+            self._send(identity, pack_hello(size, name=self.name))
             return
         client = Client(identity, key)
-        client.desk = ClientSession(self._run, partial(self._settled, client), client.tag)
-        printed = partial(self._printed, client)
+        client.session = ClientSession(
+            self._submit_call, partial(self._on_settled, client), client.tag
+        )
+        on_output = partial(self._on_output, client)
         self._pool._dispatcher.output_listeners[client.tag] = (
-            printed if who.get("output") else _discard
+            on_output if properties.get("output") else _discard
         )
         self._clients[identity] = client
-        self._send(identity, hello(size, name=self.name))
+        self._send(identity, pack_hello(size, name=self.name))
 
-    def _run(
-        self, given: ClientFunction, item: Item, shared: Sequence[Shared[Any]]
+    def _submit_call(
+        self, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]]
     ) -> Promise[Any]:
-        if not self._workers.has(item.target):
-            return run(self._pool, given, item, shared)
+        if not self._joined_hosts.is_joined_drone(item.target):
+            return submit_call(self._pool, function, item, shared)
         if shared:
             raise RuntimeError(
-                f"a shared value lies in the memory of {socket.gethostname()}, and this drone is joined"
+                f"the shared value is in the memory of {socket.gethostname()}, and this drone runs "
+                "on a joined host: use a drone of that machine"
             )
-        return self._workers.run(given, item)
+        return self._joined_hosts.submit_call(function, item)
 
     # -- messages to clients -----------------------------------------------------------------------
 
@@ -560,57 +571,57 @@ class Server:
             if isinstance(settled, Line):
                 printed.setdefault(client, []).append(settled)
                 continue
-            if client.desk.tasks.pop(number, None) is None:
+            if client.session.tasks.pop(number, None) is None:
                 continue  # the session was dropped
             self._tasks_done += not settled.cancelled()
-            results.setdefault(client, []).append(outcome(number, settled))
+            results.setdefault(client, []).append(make_result(number, settled))
         # A task's output arrives before its result.
         for client, lines in printed.items():
             self._send_lines(client, lines)
         for client, some in results.items():
-            client.gave(max(len(payload) for _, _, payload, _ in some))
-            self._say(client, pack_results(some), [number for number, *_ in some])
-            self._begin(client)
+            client.record_result_bytes(max(len(payload) for _, _, payload, _ in some))
+            self._send_to_client(client, pack_results(some), [number for number, *_ in some])
+            self._submit_waiting(client)
 
     def _send_lines(self, client: Client, lines: list[Line]) -> None:
-        """Send lines; leave lines out for a client that does not read them, to bound the memory."""
-        told: list[tuple[str, str, str]] = []
+        """Send lines; omit lines for a client that does not read them, to bound the memory."""
+        packed: list[tuple[str, str, str]] = []
         for line in lines:
-            if client.unseen > tuning.unseen_bytes:
-                client.left_out += 1
+            if client.unacknowledged_bytes > tuning.unseen_bytes:
+                client.omitted_lines += 1
                 continue
-            if client.left_out:
-                gap = f"[{client.left_out} lines were left out here]"
-                told.append((gap, line.drone, line.stream))
-                client.unseen += len(gap) + LINE
-                client.left_out = 0
-            told.append((line.text, line.drone, line.stream))
-            client.unseen += len(line.text) + LINE
-        if told and client.identity in self._clients:
-            self._say(client, pack_note(OUTPUT, {"lines": told}))
+            if client.omitted_lines:
+                gap = f"[{client.omitted_lines} lines were omitted here]"
+                packed.append((gap, line.drone, line.stream))
+                client.unacknowledged_bytes += len(gap) + LINE_OVERHEAD_BYTES
+                client.omitted_lines = 0
+            packed.append((line.text, line.drone, line.stream))
+            client.unacknowledged_bytes += len(line.text) + LINE_OVERHEAD_BYTES
+        if packed and client.identity in self._clients:
+            self._send_to_client(client, pack_json(OUTPUT, {"lines": packed}))
 
-    def tell_lines(self, told: list[tuple[str, str, str, str]]) -> None:
+    def send_output_lines(self, lines: list[tuple[str, str, str, str]]) -> None:
         """Pass on lines that a joined host's drones have printed; needs the server's lock."""
         output_listeners = self._pool._dispatcher.output_listeners
-        for text, drone, stream, tag in told:
+        for text, drone, stream, tag in lines:
             listener = output_listeners.get(tag)
             if listener is not None:
                 listener(Line(text, drone, stream, tag))
 
-    def _say(
-        self, client: Client, frames: list[bytes], answers: Sequence[int] = (), questions: int = 0
+    def _send_to_client(
+        self, client: Client, frames: list[bytes], answers: Sequence[int] = (), requests: int = 0
     ) -> None:
         """Send a message as soon as the client has read enough of the earlier ones."""
-        client.outbox.append((frames, answers, questions))
+        client.outbox.append((frames, answers, requests))
         client.outbox_bytes += sum(map(len, frames))
-        self._send_on(client)
+        self._send_outbox(client)
 
-    def _send_on(self, client: Client) -> None:
-        while client.outbox and client.unread <= tuning.unread_bytes:
-            frames, answers, questions = client.outbox.popleft()
+    def _send_outbox(self, client: Client) -> None:
+        while client.outbox and client.unread_bytes <= tuning.unread_bytes:
+            frames, answers, requests = client.outbox.popleft()
             client.outbox_bytes -= sum(map(len, frames))
-            client.answered(answers, questions)
-            client.sends(frames)
+            client.count_answered(answers, requests)
+            client.count_sent(frames)
             self._send(client.identity, frames)
         if client.outbox and not client.is_probed:
             self._send(client.identity, client.probe())
@@ -619,65 +630,66 @@ class Server:
         try:
             self._router.send_multipart([identity, *frames])
         except zmq.ZMQError:
-            self._gone.add(identity)
+            self._unreachable.add(identity)
             return False
         return True
 
-    def _see_connections(self) -> None:
-        while has_news(self._monitor):
+    def _check_monitor(self) -> None:
+        while has_input(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._accepted.add(event["value"])
             else:
                 self._accepted.discard(event["value"])
-                self._somebody_left = True  # perhaps only a peer that was never let in
+                self._connection_ended = True  # perhaps only a peer that was never let in
 
-    def _drop_the_gone(self, look: bool) -> None:
-        silence = tuning.client_silence_seconds
-        for peer in [*self._clients.values(), *self._workers]:
-            peer.silent += look
-            if peer.silent * tuning.client_check_seconds > silence:
-                self._let_go(peer.identity, f"not heard of for {silence:g} s")
+    def _check_silence(self, is_check_due: bool) -> None:
+        max_silence = tuning.client_silence_seconds
+        for peer in [*self._clients.values(), *self._joined_hosts]:
+            peer.silent_checks += is_check_due
+            if peer.silent_checks * tuning.client_check_seconds > max_silence:
+                reason = f"the server received no message for {max_silence:g} s"
+                self._drop_peer(peer.identity, reason)
             else:
                 self._send(peer.identity, peer.probe())
 
-    def _let_go(self, identity: bytes, why: str) -> None:
+    def _drop_peer(self, identity: bytes, reason: str) -> None:
         """Drop a client or a joined host."""
         if (client := self._clients.get(identity)) is not None:
-            self._drop(client, why)
-        elif (worker := self._workers.get(identity)) is not None:
-            self._workers.drop(worker, why)
+            self._drop_client(client, reason)
+        elif (joined_host := self._joined_hosts.get(identity)) is not None:
+            self._joined_hosts.remove(joined_host, reason)
 
-    def _tell_of_strangers(self) -> None:
-        if self._turned_away:  # only now and then: strangers could otherwise fill the log
+    def _log_refusals(self) -> None:
+        if self._refused_connections:  # only now and then: strangers could otherwise fill the log
             log.warning(
-                "%s: %d times somebody without an allowed key was turned away",
+                "%s: %d connections without an allowed key were refused",
                 self.address,
-                self._turned_away,
+                self._refused_connections,
             )
-            self._turned_away = 0
-        for key, (times, why) in self._put_out.items():
+            self._refused_connections = 0
+        for key, (count, reason) in self._disconnected.items():
             log.warning(
-                "%s: %d peers (%s) were put out, the last one for: %s",
+                "%s: %d peers (key: %s) were disconnected; the last reason: %s",
                 self.address,
-                times,
+                count,
                 key,
-                why,
+                reason,
             )
-        self._put_out.clear()
+        self._disconnected.clear()
 
-    def _drop(self, client: Client, why: str) -> None:
+    def _drop_client(self, client: Client, reason: str) -> None:
         if self._clients.pop(client.identity, None) is None:
             return
-        self._send(client.identity, [REFUSED, why.encode()])
+        self._send(client.identity, [REFUSED, reason.encode()])
         self._pool._dispatcher.output_listeners.pop(client.tag, None)
-        tasks = client.desk.drop()
+        tasks = client.session.cancel_all()
         level = logging.INFO if tasks else logging.DEBUG
         log.log(
             level,
-            "a client (%s) is let go: %s; %d of its works are cancelled",
+            "a client (%s) is no longer connected: %s (cancelled tasks: %d)",
             client.key[:8],
-            why,
+            reason,
             tasks,
         )
 
@@ -753,11 +765,11 @@ def serve(
         raise TypeError(f"serve takes a pool of this process, not {pool!r}")
     pool._dispatcher.check_open()
     if name is not None:
-        pool_registry.check_free(name)
+        pool_registry.check_name_available(name)
     server = Server(pool, address, allow, on_stop, _setup)
     try:
         if name is not None or file is not None:
-            public, secret = new_pair()
+            public, secret = new_key_pair()
             server.allow(public)
             pid = os.getpid()
             card = Card(
@@ -767,12 +779,12 @@ def serve(
                 secret,
                 name or "",
                 pid,
-                birth_of(pid),
+                start_time_of(pid),
                 server.started,
                 __version__,
             )
             if name is not None:
-                pool_registry.claim(card)
+                pool_registry.register(card)
                 server.card = card
             if file is not None:
                 card.write(file)
@@ -788,11 +800,11 @@ def _forget_servers() -> None:
     The objects stay as they are, because libzmq's state belongs to threads that do not exist here.
     """
     for server in _serving:
-        # The bell's lock may be held by a thread that does not exist in the child.
-        server._bell.asleep = False
-    _left_behind.extend(_serving)
+        # The wake-up's lock may be held by a thread that does not exist in the child.
+        server._wakeup.asleep = False
+    _inherited.extend(_serving)
     _serving.clear()
 
 
-_left_behind: list[Server] = []
+_inherited: list[Server] = []
 os.register_at_fork(after_in_child=_forget_servers)

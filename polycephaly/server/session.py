@@ -1,7 +1,7 @@
 """The session of one peer: its calls on their way through a pool, and their results, all as bytes.
 
-    WORK ── take ──> definitions: label, ForwardedFunction(bytes)
-                └──> waiting calls ── begin ──> promises ── settled ──> outcome ──> RESULTS
+    WORK ── add_item ──> definitions: label, ForwardedFunction(bytes)
+                    └──> waiting calls ── submit_waiting ──> promises ── make_result ──> RESULTS
 
 Each client of a server has a session, with definitions and numbers of its own. Nothing of a peer is
 unpickled here: see drone/forwarded.py.
@@ -15,9 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..drone.forwarded import ForwardedFunction, pack_error, relayed
-from ..engines.remote.messages import SHARES, Item, Result, read_definition, read_shares
-from ..errors import another
+from ..drone.forwarded import ForwardedFunction, pack_error, run_client_call
+from ..engines.remote.messages import (
+    WITH_SHARED,
+    Item,
+    Result,
+    read_definition,
+    read_shared_numbers,
+)
+from ..errors import copy_error
 from ..pool.config import TaskOptions
 from ..pool.drone_handle import DroneHandle, State
 from ..promises.promise import CANCELLED, Promise
@@ -37,13 +43,13 @@ from ..wire.messages import (
 if TYPE_CHECKING:
     from ..pool.pool import Pool
 
-__all__ = ["ClientFunction", "ClientSession", "find", "outcome", "run"]
+__all__ = ["ClientFunction", "ClientSession", "find_drone", "make_result", "submit_call"]
 
 
 class ClientFunction:
     """A function that a peer has defined. `number` is unique in this process."""
 
-    __slots__ = ("__weakref__", "call", "kind", "label", "number", "payload", "tag")
+    __slots__ = ("__weakref__", "forwarded", "kind", "label", "number", "payload", "tag")
 
     def __init__(self, kind: int, label: str, payload: bytes, tag: str) -> None:
         self.number = next(_numbers)
@@ -51,7 +57,7 @@ class ClientFunction:
         self.label = label
         self.payload = payload
         self.tag = tag
-        self.call = ForwardedFunction(relayed, tag, kind, payload)
+        self.forwarded = ForwardedFunction(run_client_call, tag, kind, payload)
 
 
 _numbers = itertools.count(1)
@@ -60,27 +66,27 @@ _numbers = itertools.count(1)
 class ClientSession:
     """The functions and calls of one peer.
 
-    `settled` is called with the number and the promise of each call, in any thread. Output of the
-    calls is marked with `tag`; if None, with the tag in the call's definition.
+    `on_settled` is called with the number and the promise of each call, in any thread. Output of
+    the calls is marked with `tag`; if None, with the tag in the call's definition.
     """
 
     def __init__(
         self,
-        run: Callable[[ClientFunction, Item, Sequence[Shared[Any]]], Promise[Any]],
-        settled: Callable[[int, Promise[Any]], object],
+        submit_call: Callable[[ClientFunction, Item, Sequence[Shared[Any]]], Promise[Any]],
+        on_settled: Callable[[int, Promise[Any]], object],
         tag: str | None,
     ) -> None:
-        self._run = run
-        self._settled = settled
+        self._submit_call = submit_call
+        self._on_settled = on_settled
         self._tag = tag
         self._definitions: dict[int, ClientFunction] = {}
         self.waiting: dict[int, tuple[ClientFunction, Item, list[Shared[Any]]]] = {}
         self.tasks: dict[int, Promise[Any]] = {}
-        self._told: set[int] = set()  # those of `tasks` that `begun` has returned
+        self._reported_running: set[int] = set()  # keys of `tasks`, returned by `newly_running`
         self.shared: dict[int, Shared[Any]] = {}  # the peer's values in the pool's shared memory
 
-    def take(self, item: Item) -> None:
-        """Take a definition or a call. Raise `Malformed`."""
+    def add_item(self, item: Item) -> None:
+        """Add a definition or a call. Raise `Malformed`."""
         if item.kind in (DEFINE_CALLABLE, DEFINE_CODE):
             label, payload, tag = read_definition(item.payload)
             self._definitions[item.number] = ClientFunction(
@@ -88,56 +94,57 @@ class ClientSession:
             )
         elif item.kind == FORGET:
             self._definitions.pop(item.number, None)
-        elif item.kind & ~SHARES in (CALL, CALL_KEYWORDS, CALL_FILLED):
+        elif item.kind & ~WITH_SHARED in (CALL, CALL_KEYWORDS, CALL_FILLED):
             numbers: list[int] = []
-            if item.kind & SHARES:
-                numbers, payload = read_shares(item.payload)
-                item = item._replace(kind=item.kind & ~SHARES, payload=payload)
-            given = self._definitions.get(item.definition)
-            if given is None or item.number in self.tasks or item.number in self.waiting:
+            if item.kind & WITH_SHARED:
+                numbers, payload = read_shared_numbers(item.payload)
+                item = item._replace(kind=item.kind & ~WITH_SHARED, payload=payload)
+            function = self._definitions.get(item.definition)
+            if function is None or item.number in self.tasks or item.number in self.waiting:
                 raise Malformed(
-                    f"a call of definition {item.definition}, which is not there, or with a number that is in use"
+                    f"a call of the unknown definition {item.definition}, or with a number that is "
+                    "in use"
                 )
-            self.waiting[item.number] = given, item, [self.shared[number] for number in numbers]
+            self.waiting[item.number] = function, item, [self.shared[number] for number in numbers]
         else:
-            raise Malformed(f"an item of kind {item.kind}")
+            raise Malformed(f"an item of unknown kind {item.kind}")
 
-    def begin(self, room: int = sys.maxsize) -> None:
-        """Submit waiting calls in order, until the pool has `room` calls of this session."""
-        while self.waiting and len(self.tasks) < room:
+    def submit_waiting(self, limit: int = sys.maxsize) -> None:
+        """Submit waiting calls in order, until the pool has `limit` calls of this session."""
+        while self.waiting and len(self.tasks) < limit:
             number = next(iter(self.waiting))
-            given, item, shared = self.waiting.pop(number)
+            function, item, shared = self.waiting.pop(number)
             try:
-                promise = self._run(given, item, shared)
+                promise = self._submit_call(function, item, shared)
             except Exception as error:  # the pool takes no more tasks
                 promise = Promise()
-                promise.set_exception(another(error))
+                promise.set_exception(copy_error(error))
             self._add(number, promise)
 
     def _add(self, number: int, promise: Promise[Any]) -> None:
         self.tasks[number] = promise
-        promise._hook(partial(self._settled, number))
+        promise._hook(partial(self._on_settled, number))
 
-    def begun(self) -> list[int]:
+    def newly_running(self) -> list[int]:
         """Return the running calls that no earlier call of this method has returned."""
-        self._told &= self.tasks.keys()
-        begun = [
+        self._reported_running &= self.tasks.keys()
+        numbers = [
             number
             for number, task in self.tasks.items()
-            if number not in self._told and task.running()
+            if number not in self._reported_running and task.running()
         ]
-        self._told.update(begun)
-        return begun
+        self._reported_running.update(numbers)
+        return numbers
 
     def cancel(self, numbers: Iterable[int], running: bool) -> None:
         for number in numbers:
             if self.waiting.pop(number, None) is not None:
                 self._add(number, Promise())
             promise = self.tasks.get(number)
-            if promise is not None and (running or not getattr(promise, "lent", False)):
+            if promise is not None and (running or not getattr(promise, "is_leased", False)):
                 promise.cancel(running=running)
 
-    def drop(self) -> int:
+    def cancel_all(self) -> int:
         """Cancel all calls without reporting their outcomes; return their number."""
         tasks = list(self.tasks.values())
         count = len(tasks) + len(self.waiting)
@@ -151,43 +158,44 @@ class ClientSession:
         return count
 
 
-def run(
-    pool: Pool, given: ClientFunction, item: Item, shared: Sequence[Shared[Any]] = ()
+def submit_call(
+    pool: Pool, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]] = ()
 ) -> Promise[Any]:
     """Submit a call to the pool.
 
     Raise the errors of `Pool.promise`, and `RuntimeError` if the call's target drone has ended.
     """
     dispatcher = pool._dispatcher
-    handle = find(pool, item.target) if item.target else None
+    handle = find_drone(pool, item.target) if item.target else None
     task_options = None
     if item.timeout is not None or item.retries is not None:
-        own = dispatcher.task_options
+        defaults = dispatcher.task_options
         task_options = TaskOptions(
-            item.timeout or own.timeout, own.retries if item.retries is None else item.retries
+            item.timeout or defaults.timeout,
+            defaults.retries if item.retries is None else item.retries,
         )
     # Set the label before the call is recorded, and each time: a refresh makes new definitions.
-    dispatcher.registry.define(given.call).label = given.label
+    dispatcher.registry.define(function.forwarded).label = function.label
     task = dispatcher.submit(
-        given.call, (item.kind, item.payload, *shared), {}, handle, task_options
+        function.forwarded, (item.kind, item.payload, *shared), {}, handle, task_options
     )
     if hasattr(task, "definition"):
-        task.party = given.tag
-        task.relays = None if shared else given  # shared values are for local drones
+        task.client_tag = function.tag
+        task.client_function = None if shared else function  # shared values are for local drones
     return task
 
 
-def find(pool: Pool, number: int) -> DroneHandle:
+def find_drone(pool: Pool, number: int) -> DroneHandle:
     """Return the drone of that number. Raise `RuntimeError` if it has ended."""
     for handle in list(pool._dispatcher.handles):
         if handle.number == number and handle.state is not State.DEAD:
             return handle
     raise RuntimeError(
-        f"the drone has ended: {pool._dispatcher.config.name} has none of number {number} any more"
+        f"the drone has ended: {pool._dispatcher.config.name} has no drone of number {number}"
     )
 
 
-def outcome(number: int, promise: Promise[Any]) -> Result:
+def make_result(number: int, promise: Promise[Any]) -> Result:
     """Return the result of a settled promise, under the number that the peer knows."""
     error, tail = promise._exception, promise.output
     if promise._state == CANCELLED:

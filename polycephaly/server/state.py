@@ -11,12 +11,12 @@ from ..pool.drone_handle import DroneHandle, State
 if TYPE_CHECKING:
     from ..pool.pool import Pool
 
-__all__ = ["KNOWN", "drones_of", "known_of", "queued_in"]
+__all__ = ["IDENTITY_FIELDS", "count_queued", "describe_drones", "describe_identity"]
 
-KNOWN = ("number", "name", "pid", "host")
+IDENTITY_FIELDS = ("number", "name", "pid", "host")
 
 
-def drones_of(pool: Pool) -> list[dict[str, Any]]:
+def describe_drones(pool: Pool) -> list[dict[str, Any]]:
     """Return one entry for each drone.
 
     `memory` is the bytes that the drone and the processes it started hold for themselves; reading
@@ -25,10 +25,10 @@ def drones_of(pool: Pool) -> list[dict[str, Any]]:
     handles = [
         handle for handle in list(pool._dispatcher.handles) if handle.state is not State.DEAD
     ]
-    return [known_of(handle) | _doing(handle) for handle in handles]
+    return [describe_identity(handle) | _describe_activity(handle) for handle in handles]
 
 
-def known_of(handle: DroneHandle) -> dict[str, Any]:
+def describe_identity(handle: DroneHandle) -> dict[str, Any]:
     return {
         "number": handle.number,
         "name": handle.name,
@@ -37,17 +37,17 @@ def known_of(handle: DroneHandle) -> dict[str, Any]:
     }
 
 
-def queued_in(pool: Pool) -> int:
+def count_queued(pool: Pool) -> int:
     """Return the number of tasks that no drone has been sent."""
     dispatcher = pool._dispatcher
     return len(dispatcher.queue) + sum(len(handle.dedicated) for handle in list(dispatcher.handles))
 
 
-def _doing(handle: DroneHandle) -> dict[str, Any]:
+def _describe_activity(handle: DroneHandle) -> dict[str, Any]:
     now = monotonic()
     tasks = list(handle.in_flight.values())
-    label, since = None, handle.last_heard or None
-    started = handle.started() if tasks else 0
+    label, since = None, handle.last_contact_at or None
+    started = handle.last_started() if tasks else 0
     if tasks:
         running = next((task for task in tasks if task.number == started), tasks[0])
         label = running.definition.label

@@ -19,47 +19,47 @@ from typing import Any
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.tuning import tuning
 from .arena import (
-    REGIONS,
-    SPAN,
+    MAX_REGIONS,
+    REGION_BYTES,
     Arena,
     Full,
-    Keep,
     Mapping,
+    RangeRef,
     address_of,
-    forks_run,
-    look_for_ended_forks,
+    has_running_forks,
     map_range,
+    release_ended_forks,
     view,
 )
 from .references import Place, Serialized
 
-__all__ = ["Segment", "Store", "place_of", "pristine_view"]
+__all__ = ["Segment", "Store", "find_place", "pristine_view"]
 
 Buffer = bytes | bytearray | memoryview
 
-ALIGN = 64
-LARGE_PICKLE = 32 * 1024
+ALIGNMENT_BYTES = 64
+MIN_SHARED_PICKLE_BYTES = 32 * 1024
 """Minimum size in bytes of a pickle in shared memory; smaller ones fit into the fast transport."""
-MAPPED_FROM = 1 << 20
+MIN_MAPPED_BYTES = 1 << 20
 """Minimum size in bytes of a reused block that its writer maps; below, `write` is as fast."""
-PIECE = 4 << 20
+COPY_CHUNK_BYTES = 4 << 20
 """Bytes copied between two chances for other threads."""
 
 _MAP_POPULATE = 0x8000
 
 
 class _Block:
-    __slots__ = ("filled", "idle_since", "mapping", "offset", "room")
+    __slots__ = ("capacity", "idle_since", "mapping", "offset", "resident_bytes")
 
-    def __init__(self, offset: int, room: int) -> None:
+    def __init__(self, offset: int, capacity: int) -> None:
         self.offset = offset
-        self.room = room
-        self.filled = 0  # number of bytes from its start that have memory
+        self.capacity = capacity
+        self.resident_bytes = 0  # bytes from its start that have memory
         self.mapping: mmap.mmap | None = None
         self.idle_since = 0.0
 
 
-class Segment(Keep):
+class Segment(RangeRef):
     """A block that was written, for as long as any process needs it."""
 
     __slots__ = ("_block", "_store")
@@ -69,9 +69,9 @@ class Segment(Keep):
         self._block = block
         super().__init__(store.arena, block.offset, length)
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self._store._returned.append(self._block)
-        self.arena.ring()
+        self.arena.request_cleanup()
 
 
 class Store:
@@ -80,13 +80,13 @@ class Store:
     def __init__(self, arena: Arena, number: int) -> None:
         self.arena = arena
         self._pid = os.getpid()
-        self._top = number * SPAN
-        self._end = self._top + SPAN if number < REGIONS else self._top
+        self._top = number * REGION_BYTES
+        self._end = self._top + REGION_BYTES if number < MAX_REGIONS else self._top
         self._free: dict[int, deque[_Block]] = {}  # by size; warm blocks on the right
-        self._warm = 0  # bytes of memory in the free blocks
+        self._warm_bytes = 0  # bytes of memory in the free blocks
         self._returned: deque[_Block] = deque()
         self._lock = threading.Lock()
-        self._owner = 0  # the thread that holds the lock
+        self._lock_owner = 0  # the thread that holds the lock
 
     def put(self, runs: Sequence[Sequence[Buffer]]) -> tuple[Segment, list[tuple[int, int]]]:
         """Copy `runs`, each run's pieces end to end; return the segment, and the runs' places.
@@ -100,36 +100,36 @@ class Store:
         for run in runs:
             length = sum(map(len, run))
             places.append((size, length))
-            size += -(-length // ALIGN) * ALIGN
-        if self._owner == threading.get_ident():
-            raise Full("a finalizer came while memory was being taken")
+            size += -(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if self._lock_owner == threading.get_ident():
+            raise Full("a finalizer asked for memory while this thread was allocating some")
         with self._lock, DeferredSigint():  # a Ctrl-C between the lines would lose the block
-            self._owner = threading.get_ident()
+            self._lock_owner = threading.get_ident()
             try:
-                block = self._take(size)
+                block = self._take_block(size)
                 segment = Segment(self, block, size)  # before `ended` is checked: see Arena.end
             finally:
-                self._owner = 0
+                self._lock_owner = 0
         if self.arena.ended:
             raise Full("the pool has ended")
-        if size > block.filled:
-            self._check_room(size - block.filled)
+        if size > block.resident_bytes:
+            self._check_room(size - block.resident_bytes)
         try:
             self._fill(block, runs, places, size)
         except BaseException:
-            self._cool(block)  # how much of the block has memory is unknown
+            self._free_pages(block)  # how much of the block has memory is unknown
             del segment  # otherwise the traceback would hold it
             raise
         return segment, places
 
-    def parcel(self, pieces: Sequence[Any], buffers: Sequence[memoryview]) -> Serialized:
+    def put_pickle(self, pieces: Sequence[Any], buffers: Sequence[memoryview]) -> Serialized:
         """Put a large pickle, and the buffers beside it, into shared memory.
 
         Buffers that are in the arena already stay there. Raises `Full` or `OSError` if there is no
         room.
         """
-        inline = b"".join(pieces) if sum(map(len, pieces)) < LARGE_PICKLE else b""
-        borrowed = [place_of(buffer, self.arena) for buffer in buffers]
+        inline = b"".join(pieces) if sum(map(len, pieces)) < MIN_SHARED_PICKLE_BYTES else b""
+        borrowed = [find_place(buffer, self.arena) for buffer in buffers]
         runs: list[Sequence[Any]] = [] if inline else [pieces]
         runs += [[buffer] for buffer, place in zip(buffers, borrowed, strict=True) if place is None]
         places: list[Place] = []
@@ -146,42 +146,42 @@ class Store:
         """Warn that a value had to take another path."""
         self.arena.warn(error)
 
-    def _take(self, size: int) -> _Block:
-        room = _rounded(size)
-        self._take_back()
-        free = self._free.get(room)
+    def _take_block(self, size: int) -> _Block:
+        capacity = _rounded(size)
+        self._reclaim_blocks()
+        free = self._free.get(capacity)
         if free:
             block = free.pop()
-            self._warm -= block.filled
+            self._warm_bytes -= block.resident_bytes
             return block
-        if self._top + room > self._end:
+        if self._top + capacity > self._end:
             raise Full("the addresses for shared memory are used up")
-        block = _Block(self._top, room)
-        self._top += room
+        block = _Block(self._top, capacity)
+        self._top += capacity
         return block
 
-    def _take_back(self) -> None:
+    def _reclaim_blocks(self) -> None:
         now = monotonic()
         while self._returned:
             block = self._returned.popleft()
             block.idle_since = now
-            free = self._free.setdefault(block.room, deque())
-            if self._warm + block.filled > self.arena.ceiling // 8:
-                self._cool(block)
+            free = self._free.setdefault(block.capacity, deque())
+            if self._warm_bytes + block.resident_bytes > self.arena.ceiling // 8:
+                self._free_pages(block)
                 free.appendleft(block)
             else:
-                self._warm += block.filled
+                self._warm_bytes += block.resident_bytes
                 free.append(block)
 
     def _check_room(self, more: int) -> None:
         arena = self.arena
         if arena.used() + more > arena.ceiling:
-            self.tidy(0.0)
+            self.free_idle_memory(0.0)
             used = arena.used()
             if used + more > arena.ceiling:
                 raise Full(
-                    f"{more:,} bytes more of shared memory would be too much: "
-                    f"{used:,} of at most {arena.ceiling:,} are in use"
+                    f"shared memory is full: {used:,} of at most {arena.ceiling:,} bytes are in "
+                    f"use, and {more:,} more are needed"
                 )
 
     def _fill(
@@ -192,10 +192,13 @@ class Store:
         size: int,
     ) -> None:
         target: memoryview | None = None
-        if MAPPED_FROM <= size <= block.filled:
+        if MIN_MAPPED_BYTES <= size <= block.resident_bytes:
             if block.mapping is None or len(block.mapping) < size:
                 block.mapping = map_range(
-                    self.arena.fd, block.offset, block.filled, mmap.MAP_SHARED | _MAP_POPULATE
+                    self.arena.fd,
+                    block.offset,
+                    block.resident_bytes,
+                    mmap.MAP_SHARED | _MAP_POPULATE,
                 )
             target = memoryview(block.mapping)
         for run, (at, _) in zip(runs, places, strict=True):
@@ -205,39 +208,39 @@ class Store:
                 else:
                     _write(self.arena.fd, block.offset + at, memoryview(piece))
                 at += len(piece)
-        block.filled = max(block.filled, size)
+        block.resident_bytes = max(block.resident_bytes, size)
 
-    def tidy(self, idle: float | None = None) -> bool:
+    def free_idle_memory(self, idle: float | None = None) -> bool:
         """Free the memory of unused blocks; return whether there will be more to do.
 
         Blocks unused for `idle` seconds (`tuning.warm_seconds` if None) lose their memory. Ranges
         kept for forked children that have ended are released.
         """
-        look_for_ended_forks()
+        release_ended_forks()
         # The lock's holder may be running a finalizer that waits for this thread: do not wait.
         if not self._lock.acquire(blocking=False):
             return True
         try:
-            self._owner = threading.get_ident()
-            self._take_back()
+            self._lock_owner = threading.get_ident()
+            self._reclaim_blocks()
             latest = monotonic() - (tuning.warm_seconds if idle is None else idle)
             for free in self._free.values():
                 for block in free:
-                    if block.filled and block.idle_since <= latest:
-                        self._warm -= block.filled
-                        self._cool(block)
-            return self.is_untidy()
+                    if block.resident_bytes and block.idle_since <= latest:
+                        self._warm_bytes -= block.resident_bytes
+                        self._free_pages(block)
+            return self.has_idle_memory()
         finally:
-            self._owner = 0
+            self._lock_owner = 0
             self._lock.release()
 
-    def is_untidy(self) -> bool:
-        return self._warm > 0 or bool(self._returned) or forks_run()
+    def has_idle_memory(self) -> bool:
+        return self._warm_bytes > 0 or bool(self._returned) or has_running_forks()
 
-    def _cool(self, block: _Block) -> None:
+    def _free_pages(self, block: _Block) -> None:
         block.mapping = None
-        block.filled = 0
-        self.arena.punch(block.offset, block.room)
+        block.resident_bytes = 0
+        self.arena.punch_hole(block.offset, block.capacity)
 
 
 def _rounded(size: int) -> int:
@@ -256,12 +259,12 @@ def _write(fd: int, offset: int, piece: memoryview) -> None:
 
 
 def _copy(target: memoryview, at: int, piece: memoryview) -> None:
-    for done in range(0, len(piece), PIECE):
-        part = piece[done : done + PIECE]
+    for done in range(0, len(piece), COPY_CHUNK_BYTES):
+        part = piece[done : done + COPY_CHUNK_BYTES]
         target[at + done : at + done + len(part)] = part
 
 
-def pristine_view(segment: Keep) -> memoryview:
+def pristine_view(segment: RangeRef) -> memoryview:
     """Return a view of data that this process wrote and never changes.
 
     Pickling parts of the view makes no copy.
@@ -273,14 +276,16 @@ def pristine_view(segment: Keep) -> memoryview:
     return whole
 
 
-def place_of(buffer: memoryview, arena: Arena) -> tuple[Segment, int, int] | None:
+def find_place(buffer: memoryview, arena: Arena) -> tuple[Segment, int, int] | None:
     """Return the place of `buffer` in `arena`, or None if it is not part of a pristine view."""
     mapping: Any = buffer
     while isinstance(mapping, memoryview):
         mapping = mapping.obj
-    if not isinstance(mapping, Mapping) or not mapping.pristine or mapping.keep.arena is not arena:
+    if not isinstance(mapping, Mapping) or not mapping.pristine:
         return None
-    if not mapping.keep.is_of_this_image():  # its writer would not know that the range is lent
+    segment = mapping.range_ref
+    # In the second case, the segment's writer would not know that the range is lent.
+    if segment.arena is not arena or not segment.belongs_to_this_process():
         return None
-    assert isinstance(mapping.keep, Segment)
-    return mapping.keep, address_of(buffer) - address_of(mapping), buffer.nbytes
+    assert isinstance(segment, Segment)
+    return segment, address_of(buffer) - address_of(mapping), buffer.nbytes

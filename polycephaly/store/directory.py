@@ -2,7 +2,7 @@
 
     promise(fn, keep=True) ── result ──> RemoteObject 17: holders {drone 0}, nbytes  Kept ──┐
     a call that takes it ──placeholder──> drone 0: the value itself                  Kept ──┼──> 17
-                         └──────────────> drone 1: FETCH from 0, PACKED, BRING to 1  calls ─┘
+                         └──────────────> drone 1: FETCH from 0, PACKED, STORE to 1  calls ─┘
     Kept.value ──────────────────────────> FETCH, PACKED, opened here
 
 A `RemoteObject` stands for one kept value. It is owned by its references: handles, payloads of
@@ -10,8 +10,8 @@ calls that take it (placeholders.py), and recipes; the directory refers to it we
 reference is gone, a finalizer, which takes no lock, queues a DROP for each drone that has the
 value. Nothing else frees a value.
 
-Code that waits for a change of a remote object adds a function to `waiting`. After any change all
-of these are called, holding the reactor's lock, and check for themselves.
+Code that waits for a change of a remote object adds a function to `change_callbacks`. After any
+change all of these are called, holding the reactor's lock, and check for themselves.
 
 See docs/decisions/0006-object-references.md for the ownership rules and the interleavings.
 """
@@ -24,13 +24,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
-from ..drone.store import described, grants
+from ..drone.store import unpack_description, unpack_kept_values
 from ..errors import DroneDied, Lost
 from ..pool.drone_handle import State
 from ..pool.task import KeptTask, Task
 from ..promises.promise import FINISHED, Promise, Signal
 from ..wire.exceptions import unpack_exception
-from .placeholders import here, known, resolve
+from .placeholders import known_owners, pickling_state, resolve
 from .references import Received, load
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RefCount:
         self.holders: dict[DroneHandle, int] = {}
         self._pid = os.getpid()
 
-    def give_up(self) -> None:
+    def queue_drops(self) -> None:
         """Queue a DROP for each holder. Any thread, at any point of its code."""
         if os.getpid() == self._pid:
             for handle, claims in self.holders.items():
@@ -85,24 +85,24 @@ class RemoteObject:
         self.label = label
         self.nbytes = nbytes
         self.kind = kind
-        stake = RefCount(number)
-        self.holders = stake.holders
-        finalize(self, stake.give_up).atexit = False
+        refcount = RefCount(number)
+        self.holders = refcount.holders
+        finalize(self, refcount.queue_drops).atexit = False
         self.packed: bytes | Received | None = None
-        self.unpackable: bytes | None = None  # the pickled error of the value's own pickling
-        self.asked: DroneHandle | None = None  # the drone that was asked to pack the value
+        self.pickling_error: bytes | None = None  # the pickled error of the value's own pickling
+        self.packing_drone: DroneHandle | None = None  # the drone that was asked to pack the value
         self.recipe: Recipe | None = None
         self.retries = 0
-        self.again: Task | None = None  # the task that computes the value again
-        self.lost: BaseException | None = None
-        self.waiting: list[Callable[[], object]] = []
+        self.recomputation: Task | None = None  # the task that computes the value again
+        self.loss_cause: BaseException | None = None
+        self.change_callbacks: list[Callable[[], object]] = []
 
     @property
-    def home(self) -> str | None:
+    def holder_name(self) -> str | None:
         return next((handle.name for handle in list(self.holders) if handle.alive), None)
 
     @property
-    def burden(self) -> int:
+    def transfer_bytes(self) -> int:
         """The approximate bytes to pickle, copy or unpickle for a use elsewhere.
 
         Packed buffers do not count: they are mapped.
@@ -117,57 +117,61 @@ class RemoteObject:
         )
 
     @property
-    def is_stuck(self) -> bool:
+    def is_unpicklable(self) -> bool:
         """True if a drone has the value, but the value cannot be pickled."""
-        return self.unpackable is not None and bool(self.holders)
+        return self.pickling_error is not None and bool(self.holders)
 
     @property
     def state(self) -> str:
-        where = self.home
+        where = self.holder_name
         if where is None:
             where = "shared memory" if self.packed is not None else "nowhere: lost"
         return f"{self.kind}, {self.nbytes:,} bytes in {where}"
 
     @property
-    def what(self) -> str:
-        return f"what {self.label} gave in {self.directory.name}"
+    def description(self) -> str:
+        return f"the value of {self.label} in {self.directory.name}"
 
-    def ticket(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        now = here.now
-        other = None if now is None else now.directory
-        if now is None or other is not self.directory:
+    def make_placeholder(self) -> tuple[Callable[[int], Any], tuple[int]]:
+        context = pickling_state.context
+        other = None if context is None else context.directory
+        if context is None or other is not self.directory:
             where = (
-                f"was given to a call of {other.name}"
+                f"was passed to a call of {other.name}"
                 if other is not None
-                else "was to be pickled elsewhere"
+                else "was pickled outside a call"
             )
             raise TypeError(
-                f"{self.what} is kept in {self.home or 'shared memory'}, and its handle {where}: "
-                "it goes among the arguments of its own pool's calls; elsewhere, send its `value`"
+                f"{self.description} is kept in {self.holder_name or 'shared memory'}, and its "
+                f"handle {where}: pass the handle to calls of its own pool only; elsewhere, send "
+                "its `value`"
             )
-        now.met = {self.number: self} if now.met is None else now.met | {self.number: self}
+        found = context.remote_objects
+        context.remote_objects = (
+            {self.number: self} if found is None else found | {self.number: self}
+        )
         return resolve, (self.number,)
 
-    def fetched(self) -> Any:
+    def fetch_value(self) -> Any:
         """Return the value, rebuilt. Blocks; raises the errors listed at `Kept.value`."""
         dispatcher, packed = self.directory.dispatcher, self.packed
         if self.directory.pid != os.getpid():
             raise RuntimeError(
-                f"{self.what} belongs to another process, of which this one is a fork"
+                f"{self.description} belongs to another process, from which this one was forked"
             )
         if packed is None:
             fetch = _Fetch(self.directory)
             dispatcher.reactor.post(partial(self.directory.fetch, self, fetch))
 
             # The reactor's lock will never be taken again for this pool.
-            def over(_: Promise[None]) -> None:
-                fetch._settle(FINISHED, None, self.directory.why(self))
+            def on_pool_ended(_: Promise[None]) -> None:
+                fetch._settle(FINISHED, None, self.directory.loss_error(self))
 
-            dispatcher.ended._hook(over)
+            dispatcher.ended._hook(on_pool_ended)
             try:
                 packed = fetch.result()
             finally:
-                dispatcher.ended._unhook(over)
+                dispatcher.ended._unhook(on_pool_ended)
         return load(packed)
 
 
@@ -178,12 +182,15 @@ class _Fetch(Signal[Any]):
         super().__init__()
         self._reactor = directory.dispatcher.reactor
 
-    def _help(self, end: float | None) -> None:
-        self._reactor.drive(self, end)
+    def _help(self, deadline: float | None) -> None:
+        self._reactor.drive(self, deadline)
 
 
 class ObjectDirectory:
-    """The object directory of a dispatcher. All methods except `home` need the reactor's lock."""
+    """The object directory of a dispatcher.
+
+    All methods except `best_holder` need the reactor's lock.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
@@ -194,16 +201,16 @@ class ObjectDirectory:
     def name(self) -> str:
         return self.dispatcher.config.name
 
-    def home(self, remote_objects: Iterable[RemoteObject]) -> tuple[DroneHandle | None, int]:
-        """Return the drone that has most bytes of these, and the `burden` of all.
+    def best_holder(self, remote_objects: Iterable[RemoteObject]) -> tuple[DroneHandle | None, int]:
+        """Return the drone that has most bytes of these, and the `transfer_bytes` of all.
 
         Only drones that accept tasks count; of several, the least loaded one is taken. Any thread
         may call this.
         """
         held: dict[DroneHandle, int] = {}
-        burden = 0
+        transfer_bytes = 0
         for remote_object in remote_objects:
-            burden += remote_object.burden
+            transfer_bytes += remote_object.transfer_bytes
             for handle in list(remote_object.holders):
                 if handle.state < State.RETIRING:
                     held[handle] = held.get(handle, 0) + remote_object.nbytes
@@ -212,7 +219,7 @@ class ObjectDirectory:
             key=lambda handle: (held[handle], -len(handle.preferred), -len(handle.in_flight)),
             default=None,
         )
-        return best, burden
+        return best, transfer_bytes
 
     # -- values come and go ------------------------------------------------------------------------
 
@@ -220,46 +227,47 @@ class ObjectDirectory:
         """Record that `task` was answered by drone `handle`, which keeps the value."""
         remote_object = task.remote_object
         if remote_object is None:
-            nbytes, kind = described(payload)
+            nbytes, kind = unpack_description(payload)
             remote_object = RemoteObject(self, task.number, task.definition.label, nbytes, kind)
             self._remote_objects[task.number] = remote_object
             if task.retries > 0 and task.target is None:
                 remote_object.recipe = Recipe(
                     task.definition, task.kind, task.args, task.payload, task.timeout
                 )
-        remote_object.again = task.remote_object = remote_object.unpackable = None
+        remote_object.recomputation = task.remote_object = remote_object.pickling_error = None
         remote_object.retries = task.retries
-        self._put(remote_object, handle)
-        self._changed(remote_object)
+        self._add_holder(remote_object, handle)
+        self._notify_changed(remote_object)
         return remote_object
 
-    def given(self, handle: DroneHandle, task: Task | None, payload: Any) -> None:
+    def on_kept_values(self, handle: DroneHandle, task: Task | None, payload: Any) -> None:
         """Record values that drone `handle` made itself.
 
         Handles of these are, or will be, in the result of `task`.
         """
         given = []
-        for number, nbytes, kind in grants(payload):
+        for number, nbytes, kind in unpack_kept_values(payload):
             remote_object = self._remote_objects.get(number)
             if remote_object is None:
-                label = task.definition.label if task is not None else "work that was lost"
-                remote_object = self._remote_objects[number] = known[number] = RemoteObject(
+                label = task.definition.label if task is not None else "a lost task"
+                remote_object = self._remote_objects[number] = known_owners[number] = RemoteObject(
                     self, number, label, nbytes, kind
                 )
-            self._put(remote_object, handle)
+            self._add_holder(remote_object, handle)
             given.append(remote_object)
         if task is not None:
-            task.given = given if task.given is None else task.given + given
+            before = task.answer_objects
+            task.answer_objects = given if before is None else before + given
 
-    def _put(self, remote_object: RemoteObject, handle: DroneHandle) -> None:
+    def _add_holder(self, remote_object: RemoteObject, handle: DroneHandle) -> None:
         if handle.alive:
             remote_object.holders[handle] = remote_object.holders.get(handle, 0) + 1
             if handle.state >= State.RETIRING:
-                self._ask(remote_object)
+                self._request_packing(remote_object)
         else:
-            remote_object.lost = handle.death
+            remote_object.loss_cause = handle.death
 
-    def not_brought(self, handle: DroneHandle, number: int) -> None:
+    def on_store_lost(self, handle: DroneHandle, number: int) -> None:
         """Record that a message which should have brought the value did not arrive."""
         remote_object = self._remote_objects.get(number)
         if remote_object is not None and handle in remote_object.holders:
@@ -267,56 +275,56 @@ class ObjectDirectory:
             if not remote_object.holders[handle]:
                 del remote_object.holders[handle]
 
-    def packed(self, handle: DroneHandle, number: int, payload: Any) -> None:
-        remote_object = self._answered(handle, number)
+    def on_packed(self, handle: DroneHandle, number: int, payload: Any) -> None:
+        remote_object = self._finish_packing(handle, number)
         if remote_object is not None:
             remote_object.packed = payload if isinstance(payload, Received) else bytes(payload)
-            self._changed(remote_object)
+            self._notify_changed(remote_object)
 
-    def not_packed(self, handle: DroneHandle, number: int, payload: Any) -> None:
-        remote_object = self._answered(handle, number)
+    def on_pack_failed(self, handle: DroneHandle, number: int, payload: Any) -> None:
+        remote_object = self._finish_packing(handle, number)
         if remote_object is not None:
-            remote_object.unpackable = bytes(payload)
-            self._changed(remote_object)
+            remote_object.pickling_error = bytes(payload)
+            self._notify_changed(remote_object)
 
-    def _answered(self, handle: DroneHandle, number: int) -> RemoteObject | None:
+    def _finish_packing(self, handle: DroneHandle, number: int) -> RemoteObject | None:
         handle.packing.discard(number)
         remote_object = self._remote_objects.get(number)
-        if remote_object is not None and remote_object.asked is handle:
-            remote_object.asked = None
+        if remote_object is not None and remote_object.packing_drone is handle:
+            remote_object.packing_drone = None
         return remote_object
 
-    def died(self, handle: DroneHandle) -> None:
+    def on_drone_died(self, handle: DroneHandle) -> None:
         """Remove a drone that sends no more messages from all holders."""
         handle.packing.clear()
         for remote_object in list(self._remote_objects.values()):
             if handle in remote_object.holders:
                 del remote_object.holders[handle]
-                if remote_object.asked is handle:
-                    remote_object.asked = None
+                if remote_object.packing_drone is handle:
+                    remote_object.packing_drone = None
                 if handle.death is not None:
-                    remote_object.lost = handle.death
-                self._changed(remote_object)
+                    remote_object.loss_cause = handle.death
+                self._notify_changed(remote_object)
 
     def evacuate(self, handle: DroneHandle) -> None:
         """Fetch the values that only this drone has, because it is about to end."""
         for remote_object in list(self._remote_objects.values()):
             if handle in remote_object.holders:
-                self._ask(remote_object)
+                self._request_packing(remote_object)
 
     def close(self) -> None:
         for remote_object in list(self._remote_objects.values()):
             remote_object.holders.clear()
-            self._changed(remote_object)
+            self._notify_changed(remote_object)
 
-    def _changed(self, remote_object: RemoteObject) -> None:
-        waiting, remote_object.waiting = remote_object.waiting, []
-        for look in waiting:
-            look()
+    def _notify_changed(self, remote_object: RemoteObject) -> None:
+        callbacks, remote_object.change_callbacks = remote_object.change_callbacks, []
+        for callback in callbacks:
+            callback()
 
     # -- values are needed -------------------------------------------------------------------------
 
-    def fits(self, task: Task, handle: DroneHandle) -> bool:
+    def prepare_to_send(self, task: Task, handle: DroneHandle) -> bool:
         """Return whether `task` can be sent to drone `handle` now.
 
         If not, the task was moved to a queue where it can be sent, or waits for the values that it
@@ -328,18 +336,18 @@ class ObjectDirectory:
         ]
         if not missing:
             return True
-        home = self.home(remote_objects)[0] if task.target is None else handle
-        if home is not None and home is not handle:
-            self.dispatcher.locality.add(task, home)
+        best = self.best_holder(remote_objects)[0] if task.target is None else handle
+        if best is not None and best is not handle:
+            self.dispatcher.locality.add(task, best)
             return False
         lost = next(
-            (each for each in missing if each.is_stuck or not self._bring_about(each)), None
+            (each for each in missing if each.is_unpicklable or not self._request_value(each)), None
         )
         if lost is not None:
-            self.dispatcher.reject(task, partial(self.why, lost))
+            self.dispatcher.reject(task, partial(self.loss_error, lost))
         else:
-            self.dispatcher.hold(task)
-            missing[0].waiting.append(partial(self.dispatcher.go_on, task))
+            self.dispatcher.park(task)
+            missing[0].change_callbacks.append(partial(self.dispatcher.resume, task))
         return False
 
     def can_move(self, task: Task, handle: DroneHandle) -> bool:
@@ -351,8 +359,8 @@ class ObjectDirectory:
         for each in task.payload.remote_objects.values():
             if handle not in each.holders and each.packed is None:
                 can_be_sent = False
-                if not each.is_stuck:
-                    self._bring_about(each)
+                if not each.is_unpicklable:
+                    self._request_value(each)
         return can_be_sent
 
     def fetch(self, remote_object: RemoteObject, fetch: Promise[Any]) -> None:
@@ -362,40 +370,40 @@ class ObjectDirectory:
             self.dispatcher.reactor.deliver(
                 partial(fetch._settle, FINISHED, remote_object.packed, None)
             )
-        elif not remote_object.is_stuck and self._bring_about(remote_object):
-            remote_object.waiting.append(partial(self.fetch, remote_object, fetch))
+        elif not remote_object.is_unpicklable and self._request_value(remote_object):
+            remote_object.change_callbacks.append(partial(self.fetch, remote_object, fetch))
         else:
             self.dispatcher.reactor.deliver(
-                lambda: fetch._settle(FINISHED, None, self.why(remote_object))
+                lambda: fetch._settle(FINISHED, None, self.loss_error(remote_object))
             )
 
-    def _bring_about(self, remote_object: RemoteObject) -> bool:
+    def _request_value(self, remote_object: RemoteObject) -> bool:
         """Have the value packed or computed again; return False if it is lost."""
-        if self.dispatcher.over:
+        if self.dispatcher.has_ended:
             return False
-        return self._ask(remote_object) or self._compute_again(remote_object)
+        return self._request_packing(remote_object) or self._recompute(remote_object)
 
-    def _ask(self, remote_object: RemoteObject) -> bool:
+    def _request_packing(self, remote_object: RemoteObject) -> bool:
         """Ask a drone that has the value to pack it; return False if no drone can."""
-        if remote_object.packed is not None or remote_object.asked is not None:
+        if remote_object.packed is not None or remote_object.packing_drone is not None:
             return True
         handle = next(
             (each for each in remote_object.holders if each.state <= State.RETIRING), None
         )
-        if handle is None or remote_object.unpackable is not None:
+        if handle is None or remote_object.pickling_error is not None:
             return False
-        remote_object.asked = handle
+        remote_object.packing_drone = handle
         handle.packing.add(remote_object.number)
-        self.dispatcher.fetch_from(handle, remote_object.number)
+        self.dispatcher.request_kept_value(handle, remote_object.number)
         return True
 
-    def _compute_again(self, remote_object: RemoteObject) -> bool:
+    def _recompute(self, remote_object: RemoteObject) -> bool:
         recipe = remote_object.recipe
-        if remote_object.again is not None:
+        if remote_object.recomputation is not None:
             return True
         if recipe is None or remote_object.retries <= 0:
             return False
-        task = remote_object.again = KeptTask(self.dispatcher)
+        task = remote_object.recomputation = KeptTask(self.dispatcher)
         task.number = remote_object.number
         task.remote_object = remote_object
         task.definition, task.kind, task.args, task.payload, task.timeout = recipe
@@ -403,48 +411,45 @@ class ObjectDirectory:
         task.retries = remote_object.retries
         task._hook(
             lambda promise: self.dispatcher.reactor.post(
-                partial(self._computed_again, remote_object, promise)
+                partial(self._on_recomputed, remote_object, promise)
             )
         )
-        self.dispatcher.go_on(task)
+        self.dispatcher.resume(task)
         return True
 
-    def _computed_again(self, remote_object: RemoteObject, promise: Promise[Any]) -> None:
+    def _on_recomputed(self, remote_object: RemoteObject, promise: Promise[Any]) -> None:
         # Otherwise the value was lost again before this call, and another task computes it.
-        if remote_object.again is promise:
-            remote_object.again = None
+        if remote_object.recomputation is promise:
+            remote_object.recomputation = None
         if promise._exception is not None:
-            remote_object.lost, remote_object.recipe = promise._exception, None
-        self._changed(remote_object)
+            remote_object.loss_cause, remote_object.recipe = promise._exception, None
+        self._notify_changed(remote_object)
 
-    def why(self, remote_object: RemoteObject) -> BaseException:
+    def loss_error(self, remote_object: RemoteObject) -> BaseException:
         """Return the error that tells why the value is lost.
 
         Must not be called holding the reactor's lock: the value's own pickling error is unpickled
         here.
         """
-        told, cause, unpackable = (
-            f"what {remote_object.label} gave",
-            remote_object.lost,
-            remote_object.unpackable,
-        )
-        refused = None if unpackable is None else unpack_exception(unpackable)
-        if refused is not None and remote_object.holders:
-            return refused
-        if self.dispatcher.over or (self.dispatcher.closing and cause is None):
-            why = f"{self.name} has ended, and {told} with it: read `value` before"
+        cause, pickled_error = remote_object.loss_cause, remote_object.pickling_error
+        pickling_error = None if pickled_error is None else unpack_exception(pickled_error)
+        if pickling_error is not None and remote_object.holders:
+            return pickling_error
+        reason = f"the value of {remote_object.label} was lost"
+        if self.dispatcher.has_ended or (self.dispatcher.closing and cause is None):
+            reason += f" when {self.name} ended: read `value` before the end"
         elif cause is None:
-            why = f"{told} was lost with its drone, which was replaced"
+            reason += " with its drone, which was replaced"
         elif isinstance(cause, DroneDied):
-            why = f"{told} was lost: {cause}"
+            reason += f": {cause}"
         else:
-            why = f"{told} was lost, and computing it again failed: {type(cause).__name__}: {cause}"
-        known = {name: getattr(cause, name, "") for name in ("drone", "stderr", "stack")}
+            reason += f", and computing it again failed: {type(cause).__name__}: {cause}"
+        details = {name: getattr(cause, name, "") for name in ("drone", "stderr", "stack")}
         error = Lost(
-            why,
+            reason,
             exitcode=getattr(cause, "exitcode", None),
             running=getattr(cause, "running", None),
-            **known,
+            **details,
         )
-        error.__cause__ = refused or cause
+        error.__cause__ = pickling_error or cause
         return error

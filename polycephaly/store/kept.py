@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Generic, Self, TypeVar
 
 from . import placeholders
-from .placeholders import ValueOwner, known
+from .placeholders import ValueOwner, known_owners
 
-__all__ = ["Kept", "arrive"]
+__all__ = ["Kept", "restore_handle"]
 
 T = TypeVar("T")
 
@@ -56,21 +56,21 @@ class Kept(Generic[T]):
     'abcxyz'
     """
 
-    __slots__ = ("__weakref__", "_custody")
+    __slots__ = ("__weakref__", "_owner")
 
     def __init__(self, value: T) -> None:
-        if placeholders.shelf is None:
+        if placeholders.local_store is None:
             raise RuntimeError(
-                "Kept(value) keeps a value in the drone whose work it is called in, and this is no drone: "
-                "pool.share(value) puts one into shared memory"
+                "Kept(value) was called in a process that is no drone: a value can be kept only by "
+                "the drone whose task calls it; use pool.share(value) for shared memory"
             )
-        self._custody: ValueOwner | None = placeholders.shelf.make(value)
+        self._owner: ValueOwner | None = placeholders.local_store.make(value)
 
     @classmethod
-    def of(cls, custody: ValueOwner) -> Self:
+    def _from_owner(cls, owner: ValueOwner) -> Self:
         """Return another handle of a value that is kept already."""
         handle = object.__new__(cls)
-        handle._custody = custody
+        handle._owner = owner
         return handle
 
     @property
@@ -89,7 +89,7 @@ class Kept(Generic[T]):
         Exception
             The errors of the value's own pickling.
         """
-        value: T = self._opened().fetched()
+        value: T = self._get_owner().fetch_value()
         return value
 
     @property
@@ -103,7 +103,7 @@ class Kept(Generic[T]):
         ValueError
             If the handle was released.
         """
-        return self._opened().nbytes
+        return self._get_owner().nbytes
 
     @property
     def drone(self) -> str | None:
@@ -116,20 +116,20 @@ class Kept(Generic[T]):
         ValueError
             If the handle was released.
         """
-        return self._opened().home
+        return self._get_owner().holder_name
 
     def release(self) -> None:
         """Give up this handle.
 
         Calls that received the handle still get the value. A second call does nothing.
         """
-        self._custody = None
+        self._owner = None
 
-    def _opened(self) -> ValueOwner:
-        custody = self._custody
-        if custody is None:
+    def _get_owner(self) -> ValueOwner:
+        owner = self._owner
+        if owner is None:
             raise ValueError("this kept value was released")
-        return custody
+        return owner
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +138,7 @@ class Kept(Generic[T]):
         self.release()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[int]]:
-        return self._opened().ticket()
+        return self._get_owner().make_placeholder()
 
     def __copy__(self) -> Self:
         return self
@@ -147,15 +147,16 @@ class Kept(Generic[T]):
         return self
 
     def __repr__(self) -> str:
-        custody = self._custody
-        return f"<Kept {'released' if custody is None else custody.state} at {id(self):#x}>"
+        owner = self._owner
+        return f"<Kept {'released' if owner is None else owner.state} at {id(self):#x}>"
 
 
-def arrive(number: int) -> Kept[Any]:
+def restore_handle(number: int) -> Kept[Any]:
     """Return a handle that a drone has made. Pickles contain this function's name."""
-    custody = known.get(number)
-    if custody is None:
+    owner = known_owners.get(number)
+    if owner is None:
         raise LookupError(
-            "a handle of a kept value that is not known here: it belongs to a pool of another process"
+            "the handle of a kept value arrived in a process that does not know the value: the "
+            "value belongs to a pool of another process"
         )
-    return Kept.of(custody)
+    return Kept._from_owner(owner)

@@ -1,16 +1,16 @@
 """Placeholders in pickles for values that drones keep, and the pickling context of a call.
 
     controller: Kept ─┬─> placeholder 17 in the pickle ──> drone: resolve(17) ──> the value
-                      └─> `met` of the pickling context: RemoteObject 17 ──> PayloadWithRefs
-                          BRING 17, if the drone does not have the value
+                      └─> the pickling context: RemoteObject 17 ──> PayloadWithRefs
+                          STORE 17, if the drone does not have the value
 
-A handle can be pickled only for a call of its own pool: `meeting`, the pickling context, names the
-pool and collects the handles met. A payload with placeholders becomes a `PayloadWithRefs`, which
-holds their remote objects. So no value that a call needs is given up before the call is answered;
-then the answer replaces the payload.
+A handle can be pickled only for a call of its own pool: `PicklingContext`, the pickling context,
+names the pool and collects the remote objects of the handles. A payload with placeholders becomes a
+`PayloadWithRefs`, which holds their remote objects. So no value that a call needs is given up
+before the call is answered; then the answer replaces the payload.
 
 Handles made by a drone travel the other way, in results, also as numbers. The reactor receives
-these numbers (GIVEN) before the result.
+these numbers (KEPT_VALUES) before the result.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PayloadWithRefs",
+    "PicklingContext",
     "ValueOwner",
-    "here",
-    "known",
-    "meeting",
+    "known_owners",
+    "pickling_state",
     "resolve",
-    "taking",
-    "untaken",
+    "split_remote_objects",
+    "with_remote_objects",
 ]
 
 
-class meeting:
+class PicklingContext:
     """The pickling context: values pickled in this block belong to a call of that directory's pool.
 
-    `met` holds the kept values found, by number. `moved` holds the objects that follow the call's
-    fate (see `_goes_with`). The context is entered for every call whose arguments are pickled, and
-    costs a third of a microsecond.
+    `remote_objects` holds the kept values found, by number. `moved` holds the objects that follow
+    the call's fate (see `_follow_task`). The context is entered for every call whose arguments are
+    pickled, and costs a third of a microsecond.
     """
 
-    __slots__ = ("_outer", "directory", "met", "moved")
+    __slots__ = ("_outer", "directory", "moved", "remote_objects")
 
     def __init__(self, directory: ObjectDirectory | None) -> None:
         self.directory = directory
-        self.met: dict[int, RemoteObject] | None = None
+        self.remote_objects: dict[int, RemoteObject] | None = None
         self.moved: list[Any] | None = None
 
-    def moves(self, thing: Any) -> None:
+    def add_moved(self, thing: Any) -> None:
         if self.moved is None:
             self.moved = [thing]
         # The value is pickled twice if a faster pickler has failed.
@@ -60,21 +60,22 @@ class meeting:
             self.moved.append(thing)
 
     def __enter__(self) -> Self:
-        self._outer = here.now
-        here.now = self
+        self._outer = pickling_state.context
+        pickling_state.context = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        here.now = self._outer
+        pickling_state.context = self._outer
 
 
-class _Here(threading.local):
-    now: meeting | None = None  # the context of the call that this thread is pickling, if any
-    # True while this thread pickles a value kept by this drone for another process
-    asked_for = False
+class _PicklingState(threading.local):
+    # The context of the call that this thread is pickling, if any.
+    context: PicklingContext | None = None
+    # True while this thread pickles a value kept by this drone for another process.
+    for_other_process = False
 
 
-here = _Here()
+pickling_state = _PicklingState()
 
 
 class PayloadWithRefs:
@@ -92,19 +93,19 @@ class PayloadWithRefs:
         return len(self.payload)
 
 
-def travelling(payload: Any) -> int:
+def sent_bytes(payload: Any) -> int:
     """Return the bytes sent with a call: neither data only referred to, nor kept values."""
-    payload = untaken(payload)[0]
-    return payload.travels if isinstance(payload, Serialized) else len(payload)
+    payload = split_remote_objects(payload)[0]
+    return payload.bytes_sent if isinstance(payload, Serialized) else len(payload)
 
 
-def taking(payload: Any, remote_objects: dict[int, RemoteObject]) -> Any:
+def with_remote_objects(payload: Any, remote_objects: dict[int, RemoteObject]) -> Any:
     """Return `payload`, holding `remote_objects` in addition."""
-    inner, before = untaken(payload)
+    inner, before = split_remote_objects(payload)
     return PayloadWithRefs(inner, before | remote_objects) if remote_objects else payload
 
 
-def untaken(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
+def split_remote_objects(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
     """Return the payload itself, and the remote objects that it holds."""
     return (
         (payload.payload, payload.remote_objects)
@@ -115,22 +116,22 @@ def untaken(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
 
 def resolve(number: int) -> Any:
     """Return the kept value, in a drone. Pickles contain this function's name."""
-    if shelf is None:
-        raise LookupError(f"kept value {number} was asked for where none is kept")
-    return shelf.value(number)
+    if local_store is None:
+        raise LookupError(f"kept value {number} was requested in a process that is no drone")
+    return local_store.value(number)
 
 
 class ValueOwner(Protocol):
-    """The object behind a handle: a `RemoteObject`, or `KeptHere` in a drone."""
+    """The object behind a handle: a `RemoteObject`, or `LocalKeptValue` in a drone."""
 
     @property
     def nbytes(self) -> int: ...
     @property
-    def home(self) -> str | None: ...
+    def holder_name(self) -> str | None: ...
     @property
     def state(self) -> str: ...
-    def fetched(self) -> Any: ...
-    def ticket(self) -> tuple[Callable[[int], Any], tuple[int]]:
+    def fetch_value(self) -> Any: ...
+    def make_placeholder(self) -> tuple[Callable[[int], Any], tuple[int]]:
         """Return how a handle is pickled in this thread's context.
 
         Raises `TypeError` if the handle cannot be pickled there.
@@ -142,10 +143,10 @@ class LocalStore(Protocol):
     def make(self, value: Any) -> ValueOwner: ...
 
 
-shelf: LocalStore | None = None
+local_store: LocalStore | None = None
 """The store of this drone; None if this process is no drone."""
 
-known: WeakValueDictionary[int, ValueOwner] = WeakValueDictionary()
+known_owners: WeakValueDictionary[int, ValueOwner] = WeakValueDictionary()
 """Values kept by a drone's own `Kept(value)`, by number: in the drone that made the value, and
 where a handle of it has arrived.
 """

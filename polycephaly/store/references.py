@@ -2,7 +2,7 @@
 
     sender: Serialized(inline, places) ─header─> receiver: Received(inline, places) ──load──> value
             holds Segments                                 holds ObjectRefs, as do the buffers
-            RefTable.lent[17] = segment <───── 17 ──────── the last ObjectRef has died
+            RefTable.lent[17] = segment <───── 17 ──────── the last ObjectRef was freed
 
 A `Serialized` is a pickle and its out-of-band buffers (PEP 574). A small pickle goes through the
 socket, behind the header; a large one is in the segment too, as the first place. Each sending lends
@@ -24,7 +24,7 @@ from struct import Struct
 from typing import Any
 
 from ..wire.messages import Malformed
-from .arena import REGIONS, SPAN, Arena, Keep, view
+from .arena import MAX_REGIONS, REGION_BYTES, Arena, RangeRef, view
 
 __all__ = [
     "ObjectRef",
@@ -33,20 +33,20 @@ __all__ = [
     "RefTable",
     "Serialized",
     "load",
-    "load_beside",
     "load_joined",
-    "read_waybill",
+    "load_with_buffers",
+    "unpack_header",
 ]
 
 _COUNTS = Struct("<HI")
-_LOAN = Struct("<QQQ")
+_REF = Struct("<QQQ")
 _PLACE = Struct("<HQQ")
 
-Place = tuple[Keep, int, int]
+Place = tuple[RangeRef, int, int]
 """A range written by this process, or lent to it, and a place in the range: start and length."""
 
 
-class ObjectRef(Keep):
+class ObjectRef(RangeRef):
     """A range that another process has lent to this one."""
 
     __slots__ = ("_ref_table", "number")
@@ -56,44 +56,49 @@ class ObjectRef(Keep):
         self._ref_table = ref_table
         super().__init__(ref_table.arena, offset, length)
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         ref_table = self._ref_table
         if not ref_table.closed:
             ref_table.returned.append(self.number)
-            ref_table.ring()
+            ref_table.on_release()
         if ref_table.closed:  # closed in the meantime
-            self.arena.punch(self.offset, self.length)
+            self.arena.punch_hole(self.offset, self.length)
 
 
 class RefTable:
     """The table of references between this process and one other.
 
-    `theirs` is the region of the other process; None if its references may be to any region. `ring`
-    is called, in any thread, after a number was added to `returned`.
+    `peer_region` is the region of the other process; None if its references may be to any region.
+    `on_release` is called, in any thread, after a number was added to `returned`.
     """
 
-    def __init__(self, arena: Arena, theirs: int | None, ring: Callable[[], object]) -> None:
+    def __init__(
+        self, arena: Arena, peer_region: int | None, on_release: Callable[[], object]
+    ) -> None:
         self.arena = arena
         self.region = (
-            (0, REGIONS * SPAN) if theirs is None else (theirs * SPAN, (theirs + 1) * SPAN)
+            (0, MAX_REGIONS * REGION_BYTES)
+            if peer_region is None
+            else (peer_region * REGION_BYTES, (peer_region + 1) * REGION_BYTES)
         )
-        self.ring = ring
-        self.lent: dict[int, Keep] = {}
+        self.on_release = on_release
+        self.lent: dict[int, RangeRef] = {}
         self.returned: deque[int] = deque()
         """Numbers of references that this process no longer needs, to be sent to the other one."""
         self.closed = False
         self._numbers = itertools.count(1)
 
-    def lend(self, segment: Keep) -> int:
+    def lend(self, segment: RangeRef) -> int:
         number = next(self._numbers)
         self.lent[number] = segment
         return number
 
-    def arrived(self, waybill: Any) -> Received:
+    def receive(self, header: Any) -> Received:
         """Return the content of a message. Raises `Malformed`."""
-        return Received(waybill, self)
+        return Received(header, self)
 
-    def came_back(self, number: int) -> None:
+    def release(self, number: int) -> None:
+        """Give up a lent range that the other process no longer needs."""
         self.lent.pop(number, None)
 
     def take_returned(self) -> list[int]:
@@ -118,52 +123,54 @@ class Serialized:
     If `inline` is empty, the pickle is in the first place.
     """
 
-    __slots__ = ("inline", "places", "travels")
+    __slots__ = ("bytes_sent", "inline", "places")
 
     def __init__(self, inline: bytes, places: Sequence[Place], written: int = 0) -> None:
-        """Set `travels`, the bytes sent. `written` is the size of the places copied for this.
+        """Set `bytes_sent`. `written` is the size of the places copied for this payload.
 
         The other places existed before and are only referred to.
         """
         self.inline = inline
         self.places = places
-        self.travels = len(inline) + written
+        self.bytes_sent = len(inline) + written
 
     def __len__(self) -> int:
         return len(self.inline) + sum(length for _, _, length in self.places)
 
-    def waybill(self, ref_table: RefTable) -> bytes:
-        """Return the message that carries this payload once."""
-        numbers: dict[int, int] = {}
-        loans: list[bytes] = []
+    def pack_header(self, ref_table: RefTable) -> bytes:
+        """Return the message that carries this payload once: the header, and a small pickle."""
+        indices: dict[int, int] = {}
+        refs: list[bytes] = []
         places: list[bytes] = []
         for segment, start, length in self.places:
-            which = numbers.get(id(segment))
-            if which is None:
-                which = numbers[id(segment)] = len(loans)
-                loans.append(_LOAN.pack(ref_table.lend(segment), segment.offset, segment.length))
-            places.append(_PLACE.pack(which, start, length))
-        return b"".join((_COUNTS.pack(len(loans), len(places)), *loans, *places, self.inline))
+            index = indices.get(id(segment))
+            if index is None:
+                index = indices[id(segment)] = len(refs)
+                refs.append(_REF.pack(ref_table.lend(segment), segment.offset, segment.length))
+            places.append(_PLACE.pack(index, start, length))
+        return b"".join((_COUNTS.pack(len(refs), len(places)), *refs, *places, self.inline))
 
 
 class Received:
     """A payload that was received."""
 
-    __slots__ = ("_arena", "_inline", "_loans", "_places")
+    __slots__ = ("_arena", "_inline", "_places", "_refs")
 
-    def __init__(self, waybill: Any, ref_table: RefTable) -> None:
+    def __init__(self, header: Any, ref_table: RefTable) -> None:
         """Check the header without opening any range. Raises `Malformed`."""
-        self._inline, listed, self._places = read_waybill(waybill)
-        for _, offset, length in listed:
+        self._inline, refs, self._places = unpack_header(header)
+        for _, offset, length in refs:
             start, stop = ref_table.region
             if offset % mmap.PAGESIZE or not length or offset < start or offset + length > stop:
-                raise Malformed(f"a loan of {length} bytes at {offset}")
-        for which, start, length in self._places:
-            if which >= len(listed) or start + length > listed[which][2]:
-                raise Malformed(f"a place of {length} bytes at {start} in loan {which}")
+                raise Malformed(f"an invalid reference to {length} bytes at {offset}")
+        for index, start, length in self._places:
+            if index >= len(refs) or start + length > refs[index][2]:
+                raise Malformed(
+                    f"an invalid place of {length} bytes at {start} in reference {index}"
+                )
         if not self._inline and not self._places:
-            raise Malformed("a waybill without a pickle")
-        self._loans = [ObjectRef(ref_table, *each) for each in listed]
+            raise Malformed("a header without a pickle")
+        self._refs = [ObjectRef(ref_table, *each) for each in refs]
         self._arena = ref_table.arena
 
     def __len__(self) -> int:
@@ -173,56 +180,58 @@ class Received:
     def pickle_bytes(self) -> int:
         return len(self._inline) or self._places[0][2]
 
-    def parcel(self) -> Serialized:
+    def to_serialized(self) -> Serialized:
         """Return the payload to be lent on as it is: no range is opened."""
         return Serialized(
             self._inline,
-            [(self._loans[which], start, length) for which, start, length in self._places],
+            [(self._refs[index], start, length) for index, start, length in self._places],
         )
 
-    def is_far(self) -> bool:
+    def is_slow_to_open(self) -> bool:
         """Return whether opening the payload would take time."""
         return False
 
-    def lies_in(self, store: Any) -> bool:
+    def is_readable_in(self, store: Any) -> bool:
         """Return whether any process that can read data of this store can read this payload too."""
         return getattr(store, "arena", None) is self._arena
 
     def content(self) -> tuple[bytes, list[memoryview]]:
         """Return the pickle (empty if it is in the first place), and the places."""
-        ranges = [view(loan) for loan in self._loans]
+        ranges = [view(each) for each in self._refs]
         return self._inline, [
-            ranges[which][start : start + length] for which, start, length in self._places
+            ranges[index][start : start + length] for index, start, length in self._places
         ]
 
 
-def read_waybill(
-    waybill: Any,
+def unpack_header(
+    header: Any,
 ) -> tuple[bytes, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
     """Return the pickle (empty if it is in the first place), the references and the places.
 
     Raises `Malformed`.
     """
-    waybill = memoryview(waybill)
-    if len(waybill) < _COUNTS.size:
-        raise Malformed(f"a waybill of {len(waybill)} bytes")
-    loans, places = _COUNTS.unpack_from(waybill)
-    at = _COUNTS.size + loans * _LOAN.size
-    end = at + places * _PLACE.size
-    if len(waybill) < end:
-        raise Malformed(f"a waybill of {len(waybill)} bytes for {loans} loans and {places} places")
-    listed = list(_LOAN.iter_unpack(waybill[_COUNTS.size : at]))
-    return bytes(waybill[end:]), listed, list(_PLACE.iter_unpack(waybill[at:end]))
+    header = memoryview(header)
+    if len(header) < _COUNTS.size:
+        raise Malformed(f"a header of {len(header)} bytes")
+    ref_count, place_count = _COUNTS.unpack_from(header)
+    at = _COUNTS.size + ref_count * _REF.size
+    end = at + place_count * _PLACE.size
+    if len(header) < end:
+        raise Malformed(
+            f"a header of {len(header)} bytes for {ref_count} references and {place_count} places"
+        )
+    refs = list(_REF.iter_unpack(header[_COUNTS.size : at]))
+    return bytes(header[end:]), refs, list(_PLACE.iter_unpack(header[at:end]))
 
 
 def load(payload: Any) -> Any:
     """Return the value of a payload: bytes, or `Received`."""
     if not isinstance(payload, Received):
         return loads(payload)
-    return load_beside(*payload.content())
+    return load_with_buffers(*payload.content())
 
 
-def load_beside(inline: bytes, views: list[Any]) -> Any:
+def load_with_buffers(inline: bytes, views: list[Any]) -> Any:
     """Return the value of a pickle and its buffers.
 
     If `inline` is empty, the first buffer is the pickle.
@@ -233,7 +242,10 @@ def load_beside(inline: bytes, views: list[Any]) -> Any:
 
 
 def load_joined(payload: Any) -> tuple[Any, list[tuple[bytes, list[Any]]]]:
-    """Return the head and the parts of a payload made by `join`; pass each to `load_beside`."""
+    """Return the head and the parts of a payload made by `join`.
+
+    Pass each part to `load_with_buffers`.
+    """
     if isinstance(payload, Received):
         inline, views = payload.content()
     else:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 from ..wire.pickling import MainSnapshot, pack_strictly
 from .arena import Full, view
 from .blocks import Store, pristine_view
-from .references import Serialized, load_beside
+from .references import Serialized, load_with_buffers
 
 __all__ = ["Shared"]
 
@@ -50,15 +50,15 @@ class Shared(Generic[T]):
         self,
         pickled: bytes,
         views: list[Any],
-        own: list[Any] | None = None,
+        writable_views: list[Any] | None = None,
         snapshot: MainSnapshot | None = None,
     ) -> None:
-        """Hold `views`, and `own`: the same places again, as views that this process may write to.
+        """Hold `views`, and the same places again as `writable_views` of this process.
 
         `snapshot` is the one that the value was pickled against.
         """
         self._content: tuple[bytes, list[Any]] | None = (pickled, views)
-        self._own = views if own is None else own
+        self._writable_views = views if writable_views is None else writable_views
         self._snapshot = snapshot
 
     @property
@@ -73,8 +73,8 @@ class Shared(Generic[T]):
         ValueError
             If the handle was released.
         """
-        pickled, _ = self._opened()
-        value: T = load_beside(pickled, self._own)
+        pickled, _ = self._get_content()
+        value: T = load_with_buffers(pickled, self._writable_views)
         return value
 
     @property
@@ -86,14 +86,14 @@ class Shared(Generic[T]):
         ValueError
             If the handle was released.
         """
-        pickled, views = self._opened()
+        pickled, views = self._get_content()
         return len(pickled) + sum(len(each) for each in views)
 
     def release(self) -> None:
         """Free the memory as soon as no process uses it. A second call does nothing."""
-        self._content, self._own = None, []
+        self._content, self._writable_views = None, []
 
-    def _opened(self) -> tuple[bytes, list[Any]]:
+    def _get_content(self) -> tuple[bytes, list[Any]]:
         if self._content is None:
             raise ValueError("this shared value was released")
         return self._content
@@ -106,7 +106,7 @@ class Shared(Generic[T]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
         parts = self._parts()
-        return _arrive, parts if protocol >= 5 else tuple(map(bytes, parts))
+        return _rebuild_handle, parts if protocol >= 5 else tuple(map(bytes, parts))
 
     def __copy__(self) -> Self:
         return self
@@ -114,7 +114,7 @@ class Shared(Generic[T]):
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
-    def stand_in(self, snapshot: MainSnapshot) -> Any:
+    def _contents_for(self, snapshot: MainSnapshot) -> Any:
         """Return the object to pickle in the handle's place, so that the value arrives.
 
         `snapshot` is the one shared with the receiving process.
@@ -122,7 +122,7 @@ class Shared(Generic[T]):
         return Contents(self) if self._snapshot in (None, snapshot) else self.value
 
     def _parts(self) -> tuple[Any, ...]:
-        pickled, views = self._opened()
+        pickled, views = self._get_content()
         return (pickled, *map(PickleBuffer, views))
 
     def __repr__(self) -> str:
@@ -131,13 +131,13 @@ class Shared(Generic[T]):
 
 
 class Contents:
-    """Stands for a handle in pickled arguments; unpickled as the handle's value."""
+    """A placeholder for a handle in pickled arguments; unpickled as the handle's value."""
 
     def __init__(self, handle: Shared[Any]) -> None:
         self._handle = handle
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _open, self._handle._parts()
+        return _rebuild_value, self._handle._parts()
 
 
 def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
@@ -146,15 +146,15 @@ def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
     Raises `Full`, a `MemoryError`, if the limit would be exceeded or the system has no room.
     """
     try:
-        parcel = pack_strictly(value, snapshot, store)
+        serialized = pack_strictly(value, snapshot, store)
     except OSError as error:
         raise Full(f"no shared memory: {error}") from error
-    if not isinstance(parcel, Serialized):
-        return Shared(parcel, [], snapshot=snapshot)
-    return _stored(parcel, snapshot)
+    if not isinstance(serialized, Serialized):
+        return Shared(serialized, [], snapshot=snapshot)
+    return _make_handle(serialized, snapshot)
 
 
-def hold(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
+def store_pickled(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
     """Put a value pickled by another process into shared memory, without opening it.
 
     `runs` holds the pieces of the pickle, then those of each buffer. Raises like `share`.
@@ -163,22 +163,27 @@ def hold(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
         segment, places = store.put(runs)
     except OSError as error:
         raise Full(f"no shared memory: {error}") from error
-    return _stored(Serialized(b"", [(segment, start, length) for start, length in places]), None)
+    serialized = Serialized(b"", [(segment, start, length) for start, length in places])
+    return _make_handle(serialized, None)
 
 
-def _stored(parcel: Serialized, snapshot: MainSnapshot | None) -> Shared[Any]:
+def _make_handle(serialized: Serialized, snapshot: MainSnapshot | None) -> Shared[Any]:
     # Segments of handles inside the value are included.
-    segments = {id(segment): segment for segment, _, _ in parcel.places}
-    stored = {key: pristine_view(segment) for key, segment in segments.items()}
-    own = {key: view(segment) for key, segment in segments.items()}
-    places = [(id(segment), slice(at, at + length)) for segment, at, length in parcel.places]
-    views, own_views = [[ranges[key][part] for key, part in places] for ranges in (stored, own)]
-    return Shared(parcel.inline, views, own_views, snapshot)
+    segments = {id(segment): segment for segment, _, _ in serialized.places}
+    pristine = {key: pristine_view(segment) for key, segment in segments.items()}
+    writable = {key: view(segment) for key, segment in segments.items()}
+    places = [
+        (id(segment), slice(start, start + length)) for segment, start, length in serialized.places
+    ]
+    views, writable_views = [
+        [ranges[key][part] for key, part in places] for ranges in (pristine, writable)
+    ]
+    return Shared(serialized.inline, views, writable_views, snapshot)
 
 
-def _arrive(pickled: bytes, *views: Any) -> Shared[Any]:
+def _rebuild_handle(pickled: bytes, *views: Any) -> Shared[Any]:
     return Shared(pickled, list(views))
 
 
-def _open(pickled: bytes, *views: Any) -> Any:
-    return load_beside(pickled, list(views))
+def _rebuild_value(pickled: bytes, *views: Any) -> Any:
+    return load_with_buffers(pickled, list(views))

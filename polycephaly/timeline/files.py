@@ -26,8 +26,8 @@ def check(path: str | os.PathLike[str]) -> Path:
     if path.suffix.lower() not in _WRITERS:
         raise ValueError(f"a timeline is saved as .html, .svg, .png or .json, not as {path.name!r}")
     if path.suffix.lower() == ".png" and find_spec("PIL") is None:
-        cure = "a PNG needs Pillow: pip install 'polycephaly[plot]' (SVG and HTML do without)"
-        raise ModuleNotFoundError(cure, name="PIL")
+        message = "a PNG needs Pillow: pip install 'polycephaly[plot]' (SVG and HTML do without)"
+        raise ModuleNotFoundError(message, name="PIL")
     return path
 
 

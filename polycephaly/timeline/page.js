@@ -1,5 +1,6 @@
 "use strict";
-// The chart of a timeline: draws only what is in view, and once what shares a pixel. Times are microseconds.
+// The chart of a timeline: draws only what is in view, and once what shares a pixel. Times are
+// microseconds.
 //
 //     data ──> lanes (spans by row and lane, in order of time) ──view: from, to──> canvas
 //                                                               pointer ──spanAt──> tooltip
@@ -10,22 +11,22 @@ const tall = document.getElementById("tall"), tip = document.getElementById("tip
 const pen = canvas.getContext("2d");
 const spans = data.spans, count = spans.row.length;
 
-const AXIS = 26, DRONE = 26, THREAD = 16, LANE = 11, RIGHT = 52;
-const SHORTEST = 0.05;  // microseconds that the view may be narrowed to
-const ARROWS = 300;  // of so many all are drawn; of more, those of the span under the pointer
-const FINE = ["running", "done"].map(name => data.statuses.indexOf(name));
+const AXIS = 26, DRONE_HEIGHT = 26, THREAD_HEIGHT = 16, LANE_HEIGHT = 11, RIGHT = 52;
+const MIN_VIEW_MICROSECONDS = 0.05;  // microseconds that the view may be narrowed to
+const MAX_ARROWS = 300;  // of so many all are drawn; of more, those of the span under the pointer
+const NORMAL_STATUSES = ["running", "done"].map(name => data.statuses.indexOf(name));
 
-// -- rows and lanes, with their places ---------------------------------------------------------------
+// -- rows and lanes, with their places ------------------------------------------------------------
 
-let top_ = 0;
+let nextTop = 0;
 const rows = data.rows.map(row => {
-  const height = row.thread ? THREAD : Math.max(DRONE, Math.min(24, row.lanes) * LANE);
-  const placed = { ...row, top: top_, height, from: [] };
+  const height = row.thread ? THREAD_HEIGHT : Math.max(DRONE_HEIGHT, Math.min(24, row.lanes) * LANE_HEIGHT);
+  const placed = { ...row, top: nextTop, height, from: [] };
   for (let lane = 0; lane < row.lanes; lane++) placed.from.push([]);
-  top_ += height;
+  nextTop += height;
   return placed;
 });
-const total = top_;
+const total = nextTop;
 for (let i = 0; i < count; i++) rows[spans.row[i]].from[spans.lane[i]].push(i);
 
 const font = "12px " + getComputedStyle(document.body).fontFamily;
@@ -35,7 +36,7 @@ let left = 60;
 for (const row of rows) left = Math.max(left, pen.measureText(row.thread || row.drone).width + (row.thread ? 26 : 22));
 left = Math.min(left, 260);
 
-// -- the view ------------------------------------------------------------------------------------------
+// -- the view -------------------------------------------------------------------------------------
 
 const view = { from: 0, to: data.length };
 let width = 0, height = 0, chosen = -1, hovered = -1, waiting = 0;
@@ -43,7 +44,7 @@ const xOf = time => left + (time - view.from) / (view.to - view.from) * (width -
 const timeOf = x => view.from + (x - left) / (width - left - RIGHT) * (view.to - view.from);
 
 function show(from, to) {
-  const long = Math.min(data.length, Math.max(SHORTEST, to - from));
+  const long = Math.min(data.length, Math.max(MIN_VIEW_MICROSECONDS, to - from));
   view.from = Math.max(0, Math.min(from, data.length - long));
   view.to = view.from + long;
   redraw();
@@ -71,7 +72,7 @@ function fit() {
   redraw();
 }
 
-// -- drawing ---------------------------------------------------------------------------------------------
+// -- drawing --------------------------------------------------------------------------------------
 
 let theme = {};
 function readTheme() {
@@ -114,7 +115,7 @@ function drawArrows(scroll) {
   pen.strokeStyle = pen.fillStyle = theme.ink;
   for (const [from, to] of data.arrows) {
     const near = from === hovered || to === hovered;
-    if (!near && data.arrows.length > ARROWS) continue;
+    if (!near && data.arrows.length > MAX_ARROWS) continue;
     const x = xOf(spans.finished[from]), y = middle(from), atX = xOf(spans.started[to]), atY = middle(to);
     if (Math.max(x, atX) < left || Math.min(x, atX) > width) continue;
     const bend = Math.max(12, (atX - x) / 2);
@@ -217,7 +218,7 @@ function drawSpan(i, x, y, wide, high) {
     pen.globalAlpha = dim;
     pen.fillRect(x, y + high - solid, wide, solid);
   }
-  if (!FINE.includes(status[i])) {
+  if (!NORMAL_STATUSES.includes(status[i])) {
     pen.fillStyle = theme.alarm;
     pen.fillRect(x, y, wide, 2);
   }
@@ -242,7 +243,7 @@ function firstIn(lane, time) {  // the first that ends after `time`
   return low;
 }
 
-// -- words -------------------------------------------------------------------------------------------------
+// -- words ----------------------------------------------------------------------------------------
 
 function label(i) {
   const note = data.notes[spans.note[i]], name = data.names[spans.name[i]].name;
@@ -270,7 +271,7 @@ function bytes(n) {
   return n < 1e3 ? `${n} B` : n < 1e6 ? `${(n / 1e3).toPrecision(3)} kB` : n < 1e9 ? `${(n / 1e6).toPrecision(3)} MB` : `${(n / 1e9).toPrecision(3)} GB`;
 }
 
-// -- the tooltip -------------------------------------------------------------------------------------------
+// -- the tooltip ----------------------------------------------------------------------------------
 
 function spanAt(x, y) {
   if (x < left || x > width - RIGHT || y < AXIS) return -1;
@@ -282,7 +283,7 @@ function spanAt(x, y) {
   for (let at = firstIn(lane, time - pixel); at < lane.length && spans.started[lane[at]] <= time + pixel; at++) return lane[at];
   return -1;
 }
-function tell(i, event) {
+function showTooltip(i, event) {
   const row = rows[spans.row[i]], lines = [["drone", row.drone]];
   if (row.thread) lines.push(["green thread", row.thread]);
   lines.push(["status", data.statuses[spans.status[i]]], ["ran for", seconds(spans.finished[i] - spans.started[i])]);
@@ -305,9 +306,9 @@ function element(kind, text) {
   return made;
 }
 
-// -- what the user does --------------------------------------------------------------------------------------
+// -- what the user does ---------------------------------------------------------------------------
 
-let held = null;
+let drag = null;
 canvas.addEventListener("wheel", event => {
   if (event.shiftKey) return;
   event.preventDefault();
@@ -315,23 +316,23 @@ canvas.addEventListener("wheel", event => {
   else zoom(Math.exp(Math.max(-200, Math.min(200, event.deltaY)) / 400), Math.max(view.from, Math.min(view.to, timeOf(event.offsetX))));
 }, { passive: false });
 canvas.addEventListener("pointerdown", event => {
-  held = { x: event.clientX, y: event.clientY, from: view.from, to: view.to, scroll: frame.scrollTop };
+  drag = { x: event.clientX, y: event.clientY, from: view.from, to: view.to, scroll: frame.scrollTop };
   canvas.setPointerCapture(event.pointerId);
   canvas.classList.add("moving");
 });
 canvas.addEventListener("pointermove", event => {
-  if (held) {
-    const by = (held.x - event.clientX) / (width - left - RIGHT) * (held.to - held.from);
-    frame.scrollTop = held.scroll + held.y - event.clientY;
+  if (drag) {
+    const by = (drag.x - event.clientX) / (width - left - RIGHT) * (drag.to - drag.from);
+    frame.scrollTop = drag.scroll + drag.y - event.clientY;
     tip.hidden = true;
-    show(held.from + by, held.to + by);
+    show(drag.from + by, drag.to + by);
     return;
   }
   const at = spanAt(event.offsetX, event.offsetY);
   if (at !== hovered) { hovered = at; redraw(); }
-  if (at < 0) tip.hidden = true; else tell(at, event);
+  if (at < 0) tip.hidden = true; else showTooltip(at, event);
 });
-const release = () => { held = null; canvas.classList.remove("moving"); };
+const release = () => { drag = null; canvas.classList.remove("moving"); };
 canvas.addEventListener("pointerup", release);
 canvas.addEventListener("pointercancel", release);
 canvas.addEventListener("pointerleave", () => { hovered = -1; tip.hidden = true; redraw(); });
@@ -348,7 +349,7 @@ frame.addEventListener("scroll", redraw);
 addEventListener("resize", fit);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); redraw(); });
 
-// -- what stands around the chart ----------------------------------------------------------------------------
+// -- what stands around the chart -----------------------------------------------------------------
 
 document.getElementById("facts").textContent = data.facts.join(", ");
 document.getElementById("bottleneck").textContent = data.bottleneck;

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["page_of"]
 
-ARROWS = 50_000  # a page could not show more
+MAX_ARROWS = 50_000  # a page could not show more
 
 STATUSES = (DONE, RUNNING, ERROR, CANCELLED, TIMEOUT, DIED, SENT)
 
@@ -55,7 +55,7 @@ def page_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
 
 
 def contents(timeline: Timeline) -> dict[str, Any]:
-    start, whole = timeline.start, max(timeline.end - timeline.start, 1e-9)
+    start, duration = timeline.start, max(timeline.end - timeline.start, 1e-9)
     palette = colours(timeline)
     names = {name: index for index, name in enumerate(palette)}
     notes: dict[str, int] = {"": 0}
@@ -82,8 +82,9 @@ def contents(timeline: Timeline) -> dict[str, Any]:
                 if span.needed:
                     needs.append((len(columns["row"]), dict.fromkeys(span.needed)))
                 values = (
-                    number, lane, names[span.name], STATUSES.index(span.status), span.calls, span.bytes_sent,
-                    span.bytes_received, notes.setdefault(span.note, len(notes)), at(span.queued), at(span.sent),
+                    number, lane, names[span.name], STATUSES.index(span.status), span.calls,
+                    span.bytes_sent, span.bytes_received, notes.setdefault(span.note, len(notes)),
+                    at(span.queued), at(span.sent),
                     at(span.started), at(span.finished), at(span.received),
                     None if span.cpu is None else round(span.cpu * 1e6),
                 )  # fmt: skip
@@ -92,7 +93,7 @@ def contents(timeline: Timeline) -> dict[str, Any]:
     return {
         "facts": facts(timeline),
         "bottleneck": timeline.bottleneck,
-        "length": round(whole * 1e6),
+        "length": round(duration * 1e6),
         "statuses": STATUSES,
         "names": [{"name": name, "colour": colour} for name, colour in palette.items()],
         "rows": [
@@ -100,7 +101,7 @@ def contents(timeline: Timeline) -> dict[str, Any]:
                 "drone": row.drone,
                 "thread": row.thread,
                 "lanes": max(1, len(row.lanes)),
-                "busy": round(row.busy / whole, 4),
+                "busy": round(row.busy / duration, 4),
                 "lives": [[at(span.started), at(span.finished)] for span in row.lives],
                 "waits": at(
                     min((span.sent for span in row.sent if span.sent is not None), default=None)
@@ -111,7 +112,10 @@ def contents(timeline: Timeline) -> dict[str, Any]:
         "notes": [*notes],
         "spans": columns,
         "arrows": [
-            (places[giver], taker) for taker, needed in needs for giver in needed if giver in places
-        ][:ARROWS],
+            (places[source], target)
+            for target, needed in needs
+            for source in needed
+            if source in places
+        ][:MAX_ARROWS],
         "table": table(timeline),
     }

@@ -24,20 +24,21 @@ from .text import facts, percent, seconds, size
 if TYPE_CHECKING:
     from .timeline import Timeline
 
-__all__ = ["Bar", "Box", "Drawing", "Words", "colours", "draw", "draw_bars", "ticks"]
+__all__ = ["Bar", "Box", "Drawing", "TextLabel", "colours", "draw", "draw_bars", "ticks"]
 
 PALETTE = (
-    "#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44", "#33bbee", "#cc3311", "#009988", "#8866cc", "#997744",
+    "#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44",
+    "#33bbee", "#cc3311", "#009988", "#8866cc", "#997744",
 )  # fmt: skip
-OTHERS = "#99a0a8"
-LEGEND_MOST = 10
+OTHERS_COLOUR = "#99a0a8"
+MAX_LEGEND_ENTRIES = 10
 
 WIDTH = 1200.0
 MARGIN = 24.0
-DRONE, THREAD = 24.0, 14.0  # heights of rows
-CHARACTER = 6.6  # approximate width of a character in the small size
-PALE = 0.45  # opacity of waiting time
-BETWEEN = 0.75  # opacity if the processor time is not known
+DRONE_ROW_HEIGHT, THREAD_ROW_HEIGHT = 24.0, 14.0  # heights of rows
+CHARACTER_WIDTH = 6.6  # approximate width of a character in the small size
+WAITING_OPACITY = 0.45  # opacity of waiting time
+UNMEASURED_OPACITY = 0.75  # opacity if the processor time is not known
 
 
 class Bar(NamedTuple):
@@ -60,7 +61,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class TextLabel:
     """Text. `anchor` says if `x` is the "start", "middle" or "end"; `y` is the base line."""
 
     x: float
@@ -76,9 +77,9 @@ class Words:
 class Drawing:
     width: float = WIDTH
     height: float = MARGIN
-    parts: list[Box | Words] = field(default_factory=list)
+    parts: list[Box | TextLabel] = field(default_factory=list)
 
-    def add(self, *parts: Box | Words) -> None:
+    def add(self, *parts: Box | TextLabel) -> None:
         self.parts += parts
 
 
@@ -95,23 +96,24 @@ def colours(timeline: Timeline) -> dict[str, str]:
         if name not in running
     ]
     return {
-        name: PALETTE[index] if index < len(PALETTE) else OTHERS for index, name in enumerate(names)
+        name: PALETTE[index] if index < len(PALETTE) else OTHERS_COLOUR
+        for index, name in enumerate(names)
     }
 
 
 def draw(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> Drawing:
     drawing = Drawing()
     drawing.height += 18
-    drawing.add(Words(MARGIN, drawing.height, title, 20, bold=True))
+    drawing.add(TextLabel(MARGIN, drawing.height, title, 20, bold=True))
     drawing.height += 14
     if bars:
         draw_bars(drawing, bars)
         drawing.height += 16
     drawing.height += 8
-    drawing.add(Words(MARGIN, drawing.height, ", ".join(facts(timeline)), 12, colour="soft"))
+    drawing.add(TextLabel(MARGIN, drawing.height, ", ".join(facts(timeline)), 12, colour="soft"))
     for line in textwrap.wrap(timeline.bottleneck, 150):
         drawing.height += 18
-        drawing.add(Words(MARGIN, drawing.height, line, 13))
+        drawing.add(TextLabel(MARGIN, drawing.height, line, 13))
     drawing.height += 14
     _draw_rows(drawing, timeline)
     drawing.height += MARGIN
@@ -122,16 +124,18 @@ def draw(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> Drawing:
 
 
 def draw_bars(drawing: Drawing, bars: Sequence[Bar]) -> None:
-    left = MARGIN + CHARACTER * max(len(bar.label) for bar in bars) + 16
-    most = max(bar.value for bar in bars) or 1.0
-    room = drawing.width - left - MARGIN - CHARACTER * (12 + max(len(bar.note) for bar in bars))
+    left = MARGIN + CHARACTER_WIDTH * max(len(bar.label) for bar in bars) + 16
+    largest = max(bar.value for bar in bars) or 1.0
+    available = (
+        drawing.width - left - MARGIN - CHARACTER_WIDTH * (12 + max(len(bar.note) for bar in bars))
+    )
     for bar in bars:
-        y, long = drawing.height, max(1.0, room * bar.value / most)
+        y, length = drawing.height, max(1.0, available * bar.value / largest)
         drawing.add(
-            Words(left - 8, y + 14, bar.label, 12, "end"),
-            Box(left, y + 3, long, 15, PALETTE[0], title=f"{bar.label}: {seconds(bar.value)}"),
-            Words(
-                left + long + 6,
+            TextLabel(left - 8, y + 14, bar.label, 12, "end"),
+            Box(left, y + 3, length, 15, PALETTE[0], title=f"{bar.label}: {seconds(bar.value)}"),
+            TextLabel(
+                left + length + 6,
                 y + 14,
                 f"{seconds(bar.value)}  {bar.note}".rstrip(),
                 12,
@@ -146,74 +150,86 @@ def draw_bars(drawing: Drawing, bars: Sequence[Bar]) -> None:
 
 def _draw_rows(drawing: Drawing, timeline: Timeline) -> None:
     all_rows, start = rows(timeline), timeline.start
-    whole = max(timeline.end - start, 1e-9)
+    duration = max(timeline.end - start, 1e-9)
     longest = max(
         (len(row.thread) + 2 if row.thread else len(row.drone) for row in all_rows), default=0
     )
-    left = MARGIN + min(240.0, CHARACTER * longest + 14)
+    left = MARGIN + min(240.0, CHARACTER_WIDTH * longest + 14)
     right = drawing.width - MARGIN - 44
-    scale = (right - left) / whole
+    scale = (right - left) / duration
     palette = colours(timeline)
     top = drawing.height + 18
     height = sum(_height(row) for row in all_rows)
-    for tick in ticks(whole, 8):
+    for tick in ticks(duration, 8):
         x = left + tick * scale
-        drawing.add(Words(x, top - 6, seconds(tick) if tick else "0", 11, "middle", "soft"))
+        drawing.add(TextLabel(x, top - 6, seconds(tick) if tick else "0", 11, "middle", "soft"))
         drawing.add(Box(x, top, 1, height, "line"))
     drawing.height = top
     for row in all_rows:
-        y, high = drawing.height, _height(row)
-        characters = int((left - MARGIN - 12) / CHARACTER)
+        y, row_height = drawing.height, _height(row)
+        characters = int((left - MARGIN - 12) / CHARACTER_WIDTH)
         if row.thread:
             drawing.add(
-                Words(left - 10, y + high - 4, _cut(row.thread, characters), 10, "end", "soft")
+                TextLabel(
+                    left - 10,
+                    y + row_height - 4,
+                    _shorten(row.thread, characters),
+                    10,
+                    "end",
+                    "soft",
+                )
             )
         else:
             drawing.add(Box(MARGIN, y, right - MARGIN + 44, 1, "line"))
             drawing.add(
-                Words(
-                    left - 10, y + high / 2 + 4, _cut(row.drone, characters), 12, "end", bold=True
+                TextLabel(
+                    left - 10,
+                    y + row_height / 2 + 4,
+                    _shorten(row.drone, characters),
+                    12,
+                    "end",
+                    bold=True,
                 )
             )
             drawing.add(
-                Words(
+                TextLabel(
                     drawing.width - MARGIN,
-                    y + high / 2 + 4,
-                    percent(row.busy / whole),
+                    y + row_height / 2 + 4,
+                    percent(row.busy / duration),
                     11,
                     "end",
                     "soft",
                 )
             )
-        drawing.add(*_boxes(row, y, high, left, scale, start, palette))
-        drawing.height += high
+        drawing.add(*_boxes(row, y, row_height, left, scale, start, palette))
+        drawing.height += row_height
     drawing.height += 10
     _draw_legend(drawing, palette)
 
 
 def _height(row: Row) -> float:
     if row.thread:
-        return THREAD
-    return DRONE if len(row.lanes) < 3 else min(96.0, 10.0 * len(row.lanes))
+        return THREAD_ROW_HEIGHT
+    return DRONE_ROW_HEIGHT if len(row.lanes) < 3 else min(96.0, 10.0 * len(row.lanes))
 
 
 def _boxes(
     row: Row,
     y: float,
-    high: float,
+    row_height: float,
     left: float,
     scale: float,
     start: float,
     palette: dict[str, str],
 ) -> Iterable[Box]:
     """Yield the boxes of a row. A span narrower than a pixel is merged with its neighbour."""
-    room = high - 5 if not row.thread else high - 4
+    available = row_height - 5 if not row.thread else row_height - 4
     for span in row.lives:
         x = left + ((span.started or start) - start) * scale
-        yield Box(x, y + high / 2 - 0.5, span.seconds * scale, 1, "soft", 0.7)
+        yield Box(x, y + row_height / 2 - 0.5, span.seconds * scale, 1, "soft", 0.7)
     for lane, spans in enumerate(row.lanes):
-        thick = room / len(row.lanes)
-        at = y + 2.5 + lane * thick
+        lane_height = available / len(row.lanes)
+        at = y + 2.5 + lane * lane_height
         drawn = 0.0
         for span in spans:
             assert span.started is not None and span.finished is not None
@@ -222,34 +238,34 @@ def _boxes(
                 continue
             if span.sent is not None and (span.started - span.sent) * scale > 1.5:
                 before = max(drawn, left + (span.sent - start) * scale)
-                yield Box(before, at + thick / 2 - 1, max(0.0, x - before), 2, "soft", 0.6)
+                yield Box(before, at + lane_height / 2 - 1, max(0.0, x - before), 2, "soft", 0.6)
             yield from _bar(
-                span, max(x, drawn), at, max(0.8, end - max(x, drawn)), thick - 1, palette
+                span, max(x, drawn), at, max(0.8, end - max(x, drawn)), lane_height - 1, palette
             )
             drawn = max(end, x + 0.8)
 
 
 def _bar(
-    span: Span, x: float, y: float, wide: float, high: float, palette: dict[str, str]
+    span: Span, x: float, y: float, width: float, row_height: float, palette: dict[str, str]
 ) -> Iterable[Box]:
     """Yield the boxes of a span: solid for the share of processor time, if known; pale above."""
-    colour = palette.get(span.name, OTHERS)
-    title = told(span)
-    yield Box(x, y, wide, high, "paper")  # hides the lines below
+    colour = palette.get(span.name, OTHERS_COLOUR)
+    title = describe_span(span)
+    yield Box(x, y, width, row_height, "paper")  # hides the lines below
     if span.cpu is None:
-        yield Box(x, y, wide, high, colour, BETWEEN, title=title)
+        yield Box(x, y, width, row_height, colour, UNMEASURED_OPACITY, title=title)
     else:
-        solid = high * min(1.0, span.cpu / max(span.seconds, 1e-9))
-        yield Box(x, y, wide, high, colour, PALE, title=title)
-        yield Box(x, y + high - solid, wide, solid, colour)
+        solid = row_height * min(1.0, span.cpu / max(span.seconds, 1e-9))
+        yield Box(x, y, width, row_height, colour, WAITING_OPACITY, title=title)
+        yield Box(x, y + row_height - solid, width, solid, colour)
     if span.status not in (DONE, RUNNING):
-        yield Box(x, y, wide, 2, "alarm")
+        yield Box(x, y, width, 2, "alarm")
 
 
-def told(span: Span) -> str:
+def describe_span(span: Span) -> str:
     """Return a line that describes a span."""
-    what = f"{span.name}({span.note})" if span.note else span.name
-    parts = [f"{what}: {seconds(span.seconds)}, {span.status}"]
+    call = f"{span.name}({span.note})" if span.note else span.name
+    parts = [f"{call}: {seconds(span.seconds)}, {span.status}"]
     if span.calls > 1:
         parts.append(f"{span.calls:,} calls")
     if span.cpu is not None:
@@ -261,31 +277,31 @@ def told(span: Span) -> str:
 
 def _draw_legend(drawing: Drawing, palette: dict[str, str]) -> None:
     x, y = MARGIN, drawing.height + 16
-    shown = [*palette.items()][:LEGEND_MOST]
+    shown = [*palette.items()][:MAX_LEGEND_ENTRIES]
     rest = len(palette) - len(shown)
-    for name, colour in [*shown, *([(f"{rest} more", OTHERS)] if rest > 0 else [])]:
-        name = _cut(name, 40)
-        wide = CHARACTER * len(name) + 34
-        if x + wide > drawing.width - MARGIN:
+    for name, colour in [*shown, *([(f"{rest} more", OTHERS_COLOUR)] if rest > 0 else [])]:
+        name = _shorten(name, 40)
+        width = CHARACTER_WIDTH * len(name) + 34
+        if x + width > drawing.width - MARGIN:
             x, y = MARGIN, y + 20
-        drawing.add(Box(x, y - 10, 12, 12, colour), Words(x + 18, y, name, 12))
-        x += wide
+        drawing.add(Box(x, y - 10, 12, 12, colour), TextLabel(x + 18, y, name, 12))
+        x += width
     y += 20
     key = (
-        "Pale: waiting; solid: computing; between: not measured. A red edge: it failed. "
+        "Pale: waiting; solid: computing; between: not measured. A red edge: failed. "
         "A thin line: on its way, or parked."
     )
-    drawing.add(Words(MARGIN, y, key, 11, colour="soft"))
+    drawing.add(TextLabel(MARGIN, y, key, 11, colour="soft"))
     drawing.height = y
 
 
-def ticks(whole: float, most: int) -> list[float]:
-    """Return round numbers from 0 to `whole`, about `most` of them."""
-    rough = whole / most
+def ticks(duration: float, max_count: int) -> list[float]:
+    """Return round numbers from 0 to `duration`, about `max_count` of them."""
+    rough = duration / max_count
     power = 10.0 ** floor(log10(rough))
     step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough * 0.999)
-    return [index * step for index in range(int(whole / step + 1e-9) + 1)]
+    return [index * step for index in range(int(duration / step + 1e-9) + 1)]
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: max(1, most - 1)]}…"
+def _shorten(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"{text[: max(1, max_length - 1)]}…"

@@ -29,21 +29,25 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def unpack_timeline(plain: dict[str, Any], ahead: float = 0.0) -> Timeline:
-    """Return the timeline for plain data whose clock is `ahead` seconds ahead of this process's."""
-    spans = (_ours(Span(*span)._replace(needed=tuple(span[-1])), ahead) for span in plain["spans"])
+def unpack_timeline(plain: dict[str, Any], clock_offset: float = 0.0) -> Timeline:
+    """Return the timeline for plain data whose clock is `clock_offset` seconds ahead of this
+    process's."""
+    spans = (
+        _to_own_clock(Span(*span)._replace(needed=tuple(span[-1])), clock_offset)
+        for span in plain["spans"]
+    )
     timeline = Timeline(spans, plain["drones"], waiting=plain["waiting"])
     timeline.threads_lost = plain["threads_lost"]
     for sums, spans, start, end in plain["folded"]:
         by_key = {(drone, name): Sums(*numbers) for drone, name, *numbers in sums}
-        timeline.add_record(Aggregated(by_key, spans, start - ahead, end - ahead), [])
+        timeline.add_record(Aggregated(by_key, spans, start - clock_offset, end - clock_offset), [])
     return timeline
 
 
-def _ours(span: Span, ahead: float) -> Span:
+def _to_own_clock(span: Span, clock_offset: float) -> Span:
     names = ("started", "finished", "queued", "sent", "received")
     times: dict[str, Any] = {name: getattr(span, name) for name in names}
     shifted: dict[str, Any] = {
-        name: None if at is None else at - ahead for name, at in times.items()
+        name: None if at is None else at - clock_offset for name, at in times.items()
     }
     return span._replace(**shifted)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from .picture import Bar, Words, draw
+from .picture import Bar, TextLabel, draw
 
 if TYPE_CHECKING:
     from .timeline import Timeline
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["png_of"]
 
 SCALE = 2  # pixels of the picture for one of the drawing
-MOST = 32_000  # height in pixels; the rest is cut off
-LIGHT = {
+MAX_HEIGHT_PIXELS = 32_000  # the rest is cut off
+LIGHT_COLOURS = {
     "ink": "#1c2126",
     "soft": "#66707a",
     "line": "#e3e7eb",
@@ -29,12 +29,12 @@ def png_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
     from PIL import Image, ImageDraw
 
     drawing = draw(timeline, title, bars)
-    high = min(MOST, round(drawing.height * SCALE))
-    image = Image.new("RGB", (round(drawing.width * SCALE), high), LIGHT["paper"])
+    height = min(MAX_HEIGHT_PIXELS, round(drawing.height * SCALE))
+    image = Image.new("RGB", (round(drawing.width * SCALE), height), LIGHT_COLOURS["paper"])
     pen = ImageDraw.Draw(image, "RGBA")
     for part in drawing.parts:
-        colour = LIGHT.get(part.colour, part.colour)
-        if isinstance(part, Words):
+        colour = LIGHT_COLOURS.get(part.colour, part.colour)
+        if isinstance(part, TextLabel):
             anchor = {"start": "ls", "middle": "ms", "end": "rs"}[part.anchor]
             font = _font(round(part.size * SCALE))
             stroke = 0.4 * SCALE if part.bold else 0

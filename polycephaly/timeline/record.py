@@ -2,7 +2,7 @@
 
     handlers ──add──> segment ──full──> segments, `tuning.trace_segments` at most ──oldest──> sums
                                            │
-              any thread ──look()──────────┘
+              any thread ──snapshot()──────────┘
 
 Recording must cost next to nothing, because hundreds of answers come in one batch. So calls that
 are too short to be seen in a picture share one span, and neither tasks nor results are kept.
@@ -25,22 +25,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..pool.task import Answer
 from ..runtime.tuning import tuning
 from ..wire.messages import CALL_SLICE, VALUE
-from ..wire.messages import ERROR as ERRONEOUS
+from ..wire.messages import ERROR as FAILED
 from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
 
 if TYPE_CHECKING:
     from ..pool.task import Task
     from ..wire.functions import RemoteFunction
-from .trail import read, spans_of
+from .trail import spans_of, unpack_events
 
 __all__ = ["Aggregated", "Entry", "TraceBuffer"]
 
 _definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", "kind", "answer"))
 
-OTHERS = "(others)"
-SHORT = 100e-6  # seconds
-THREADS_KEPT = 10_000
-CPU_KEPT = 1000
+OTHER_FUNCTIONS = "(others)"
+MIN_OWN_SPAN_SECONDS = 100e-6  # shorter calls share one span
+MAX_KEPT_THREAD_SPANS = 10_000
+MAX_KEPT_CPU_TIMES = 1000
 
 
 class Aggregated(NamedTuple):
@@ -80,8 +80,8 @@ class Entry(NamedTuple):
     def spans(self) -> Iterator[Span]:
         count = len(self.started)
         one_by_one = zip(
-            _steps(*self.queued, count),
-            _steps(*self.sent, count),
+            _interpolate(*self.queued, count),
+            _interpolate(*self.sent, count),
             self.started,
             self.finished,
             strict=True,
@@ -140,18 +140,20 @@ class TraceBuffer:
     """
 
     def __init__(self) -> None:
-        self._chapter: list[Entry] = []
+        self._segment: list[Entry] = []
         self._size = 0
-        self._state: tuple[Aggregated, tuple[list[Entry], ...]] = Aggregated(), (self._chapter,)
-        self._until: dict[str, float] = {}  # time up to which slices of a drone have been recorded
-        self.threads: deque[Span] = deque(maxlen=THREADS_KEPT)
+        self._state: tuple[Aggregated, tuple[list[Entry], ...]] = Aggregated(), (self._segment,)
+        self._slice_ends: dict[
+            str, float
+        ] = {}  # time up to which slices of a drone have been recorded
+        self.threads: deque[Span] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
         self.threads_lost = 0
         # Seconds of processor time of tasks that are about to be answered, by number.
         self._cpu: dict[int, float] = {}
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 
-    def many(
+    def add_batch(
         self,
         drone: str,
         tasks: Sequence[Task | None],
@@ -160,27 +162,27 @@ class TraceBuffer:
         running: float,
         received: float,
         size: int,
-        alike: bool,
+        same_function: bool,
     ) -> None:
         """Record tasks that were answered together, with values of `size` bytes.
 
-        If `alike`, all are calls of one function. Short ones share one span.
+        If `same_function`, all are calls of one function. Short ones share one span.
         """
         count = len(tasks)
-        if not alike or not all(tasks):  # some were lost, and answered nevertheless
+        if not same_function or not all(tasks):  # some were lost, and answered nevertheless
             self._add_by_definition(drone, tasks, started, finished, received, size / count)
             return
         first: Any = tasks[0]
         last: Any = tasks[-1]
         calls = 1
         times: tuple[Sequence[float], Sequence[float]] = started, finished
-        known: Sequence[tuple[int, tuple[int, ...]]] = ()
-        if count > 1 and running < SHORT * count:
+        links: Sequence[tuple[int, tuple[int, ...]]] = ()
+        if count > 1 and running < MIN_OWN_SPAN_SECONDS * count:
             times, calls = (started[:1], finished[-1:]), count
         else:
-            known = [(task.number, task.needed) for task in tasks if task is not None]
+            links = [(task.number, task.input_numbers) for task in tasks if task is not None]
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
-        there = first.weight * count
+        bytes_sent = first.weight * count
         name = short_name(first.definition.label)
         self._add(
             Entry(
@@ -193,9 +195,9 @@ class TraceBuffer:
                 *times,
                 running,
                 received,
-                there,
+                bytes_sent,
                 size,
-                tasks=known,
+                tasks=links,
             )
         )
 
@@ -212,16 +214,18 @@ class TraceBuffer:
         for index, task in enumerate(tasks):
             if task is not None:
                 by_definition.setdefault(task.definition, []).append(index)
-        for places in by_definition.values():
-            mine = [tasks[place] for place in places]
+        for indices in by_definition.values():
+            alike = [tasks[index] for index in indices]
             began, ended = (
-                [started[place] for place in places],
-                [finished[place] for place in places],
+                [started[index] for index in indices],
+                [finished[index] for index in indices],
             )
             running = sum(ended) - sum(began)
-            self.many(drone, mine, began, ended, running, received, int(size * len(places)), True)
+            self.add_batch(
+                drone, alike, began, ended, running, received, int(size * len(indices)), True
+            )
 
-    def several(self, drone: str, tasks: list[Task], parts: Mapping[int, int]) -> None:
+    def add_answers(self, drone: str, tasks: list[Task], parts: Mapping[int, int]) -> None:
         """Record tasks that were answered one by one, in one message.
 
         `parts` has the number of calls of a task, if that is not one. Short calls of one function
@@ -235,8 +239,10 @@ class TraceBuffer:
                 and CALL_SLICE not in map(_kind, run)
             ):
                 answers = list(map(_answer, run))
-                started, finished, _, there, back = map(sum, zip(*answers, strict=True))
-                if finished - started < SHORT * len(run):
+                started, finished, _, bytes_sent, bytes_received = map(
+                    sum, zip(*answers, strict=True)
+                )
+                if finished - started < MIN_OWN_SPAN_SECONDS * len(run):
                     first, last = run[0], run[-1]
                     queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
                     times = (
@@ -246,7 +252,19 @@ class TraceBuffer:
                         answers[-1].received,
                     )
                     name = short_name(first.definition.label)
-                    self._add(Entry(drone, name, DONE, len(run), queued, sent, *times, there, back))
+                    self._add(
+                        Entry(
+                            drone,
+                            name,
+                            DONE,
+                            len(run),
+                            queued,
+                            sent,
+                            *times,
+                            bytes_sent,
+                            bytes_received,
+                        )
+                    )
                     continue
             for task in run:
                 self._add_one(drone, task, task.answer, parts.get(task.number, 1))
@@ -257,9 +275,9 @@ class TraceBuffer:
         sent: float = task.sending.at  # type: ignore[union-attr]  # it was in flight
         started, finished = max(answer.started, sent), answer.finished
         if task.kind == CALL_SLICE:  # each part of a slice that was cut reports the same start
-            started = max(started, self._until.get(drone, 0.0))
-            self._until[drone] = finished
-        status = status or (DONE if task.status != ERRONEOUS else _how_it_failed(task))
+            started = max(started, self._slice_ends.get(drone, 0.0))
+            self._slice_ends[drone] = finished
+        status = status or (DONE if task.status != FAILED else _failure_status(task))
         cpu = self._cpu.pop(task.number, None) if self._cpu else None
         times = (
             (task.queued, task.queued),
@@ -269,7 +287,7 @@ class TraceBuffer:
             max(0.0, finished - started),
         )
         name = short_name(task.definition.label)
-        known = ((task.number, task.needed),)
+        links = ((task.number, task.input_numbers),)
         self._add(
             Entry(
                 drone,
@@ -278,76 +296,77 @@ class TraceBuffer:
                 calls,
                 *times,
                 answer.received,
-                answer.there,
-                answer.back,
+                answer.bytes_sent,
+                answer.bytes_received,
                 cpu,
-                known,
+                links,
             )
         )
 
-    def lost(self, drone: str, tasks: Iterable[Task]) -> None:
+    def add_lost(self, drone: str, tasks: Iterable[Task]) -> None:
         """Record the tasks that a drone was running when it died.
 
         Their start is not known. The end of the drone's last recorded task is the earliest
         possible, and is used.
         """
         before, now = 0.0, monotonic()
-        for entry in self.look()[1]:
+        for entry in self.snapshot()[1]:
             if entry.drone == drone:
                 before = max(before, min(now, entry.finished[-1]))
         for task in tasks:
-            status = _how_it_failed(task) if task.done() else DIED
-            started = 0.0 if task.place else before
+            status = _failure_status(task) if task.done() else DIED
+            started = 0.0 if task.overlap_index else before
             self._add_one(drone, task, Answer(started, now, now), task.count, status)
 
     def _add(self, entry: Entry) -> None:
-        self._chapter.append(entry)
+        self._segment.append(entry)
         self._size += len(entry.started)
         if self._size >= tuning.trace_spans // tuning.trace_segments:
-            self._turn_over()
+            self._start_segment()
 
-    def _turn_over(self) -> None:
-        folded, chapters = self._state
-        if len(chapters) >= tuning.trace_segments:
-            folded, chapters = _fold(folded, chapters[0]), chapters[1:]
-        self._chapter, self._size = [], 0
-        self._state = folded, (*chapters, self._chapter)
+    def _start_segment(self) -> None:
+        folded, segments = self._state
+        if len(segments) >= tuning.trace_segments:
+            folded, segments = _aggregate(folded, segments[0]), segments[1:]
+        self._segment, self._size = [], 0
+        self._state = folded, (*segments, self._segment)
 
-    def hear_trail(self, drone: str, sent: bytes, ahead: float) -> None:
+    def add_events(self, drone: str, data: bytes, clock_offset: float) -> None:
         """Record the events of a drone's green threads, and the cost of its next answers.
 
-        The drone's clock is `ahead` seconds ahead. Raises `ValueError` if `sent` is malformed.
+        The drone's clock is `clock_offset` seconds ahead. Raises `ValueError` if `data` is
+        malformed.
         """
-        events, cpu, lost = read(sent, ahead)
-        if len(self._cpu) > CPU_KEPT:  # of tasks that were never answered
+        events, cpu, lost = unpack_events(data, clock_offset)
+        if len(self._cpu) > MAX_KEPT_CPU_TIMES:  # of tasks that were never answered
             self._cpu.clear()
         self._cpu.update(cpu)
-        self.threads_lost += lost + max(0, len(self.threads) + len(events) - THREADS_KEPT)
+        self.threads_lost += lost + max(0, len(self.threads) + len(events) - MAX_KEPT_THREAD_SPANS)
         self.threads.extend(spans_of(events, drone))
 
     # -- any thread --------------------------------------------------------------------------------
 
-    def look(self) -> tuple[Aggregated, list[Entry]]:
+    def snapshot(self) -> tuple[Aggregated, list[Entry]]:
         """Return the aggregate and the entries at this moment."""
-        folded, chapters = self._state
-        return folded, [entry for chapter in chapters for entry in chapter[:]]
+        folded, segments = self._state
+        return folded, [entry for segment in segments for entry in segment[:]]
 
 
-def _fold(folded: Aggregated, chapter: list[Entry]) -> Aggregated:
+def _aggregate(folded: Aggregated, segment: list[Entry]) -> Aggregated:
     added: dict[tuple[str, str], list[Any]] = {}
     known = folded.sums
     spans = folded.spans
-    start, end = folded.start or chapter[0].queued[0], folded.end
-    for entry in chapter:
+    start, end = folded.start or segment[0].queued[0], folded.end
+    for entry in segment:
         spans += len(entry.started)
         start, end = min(start, entry.queued[0]), max(end, entry.received)
         key = entry.drone, entry.name
         if key not in known and key not in added and len(known) + len(added) >= tuning.trace_names:
-            key = entry.drone, OTHERS
+            key = entry.drone, OTHER_FUNCTIONS
         if key in added:
-            so_far = added[key]
-            for place, number in enumerate(entry.sums()):
-                so_far[place] += number
+            totals = added[key]
+            for index, number in enumerate(entry.sums()):
+                totals[index] += number
         else:
             added[key] = list(entry.sums())
     sums = dict(known)
@@ -356,13 +375,13 @@ def _fold(folded: Aggregated, chapter: list[Entry]) -> Aggregated:
     return Aggregated(sums, spans, start, end)
 
 
-def _how_it_failed(task: Task) -> str:
+def _failure_status(task: Task) -> str:
     if not task.done():
         return ERROR
     return CANCELLED if task.cancelled() else TIMEOUT
 
 
-def _steps(first: float, last: float, count: int) -> Iterable[float]:
+def _interpolate(first: float, last: float, count: int) -> Iterable[float]:
     if first == last or count == 1:
         return [first] * count
     step = (last - first) / (count - 1)

@@ -67,11 +67,11 @@ def rows(timeline: Timeline) -> list[Row]:
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of `intervals`, which must be sorted by start."""
-    total, until = 0.0, -inf
+    total, covered_until = 0.0, -inf
     for start, end in intervals:
-        if end > until:
-            total += end - max(start, until)
-            until = end
+        if end > covered_until:
+            total += end - max(start, covered_until)
+            covered_until = end
     return total
 
 

@@ -118,7 +118,8 @@ class Sums(NamedTuple):
     bytes_received: int = 0
 
     def __add__(self, other: tuple[object, ...]) -> Sums:
-        return Sums(*(mine + its for mine, its in zip(self, other, strict=True)))  # type: ignore[operator, arg-type]
+        pairs = zip(self, other, strict=True)
+        return Sums(*(one + two for one, two in pairs))  # type: ignore[operator, arg-type]
 
 
 def sums_of(span: Span) -> Sums:

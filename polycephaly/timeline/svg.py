@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
-from .picture import Bar, Box, Drawing, Words, draw, draw_bars
+from .picture import Bar, Box, Drawing, TextLabel, draw, draw_bars
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,46 +28,50 @@ def svg_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
     drawing = draw(timeline, title, bars)
     page = Box(0, 0, drawing.width, drawing.height, "paper")
     parts = [
-        f"<title>{_text(title)}</title>",
+        f"<title>{_escape(title)}</title>",
         f"<style>{STYLE}</style>",
-        *_parts(Drawing(parts=[page])),
-        *_parts(drawing),
+        *_elements(Drawing(parts=[page])),
+        *_elements(drawing),
     ]
-    return _whole(drawing, parts).encode("utf-8", "replace")
+    return _document(drawing, parts).encode("utf-8", "replace")
 
 
 def bars_of(bars: Sequence[Bar]) -> str:
     """Return a bar chart for a page that defines the colours."""
     drawing = Drawing(height=4)
     draw_bars(drawing, bars)
-    return _whole(drawing, _parts(drawing))
+    return _document(drawing, _elements(drawing))
 
 
-def _whole(drawing: Drawing, parts: Iterator[str] | list[str]) -> str:
+def _document(drawing: Drawing, parts: Iterator[str] | list[str]) -> str:
     width, height = round(drawing.width), round(drawing.height)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}"'
+    )
     return "\n".join([f'{head} font-family="{FONT}">', *parts, "</svg>", ""])
 
 
-def _parts(drawing: Drawing) -> Iterator[str]:
+def _elements(drawing: Drawing) -> Iterator[str]:
     for part in drawing.parts:
         fill = part.colour if part.colour.startswith("#") else f"var(--{part.colour})"
-        if isinstance(part, Words):
+        if isinstance(part, TextLabel):
             weight = ' font-weight="600"' if part.bold else ""
             anchor = f' text-anchor="{part.anchor}"' if part.anchor != "start" else ""
-            place = f'x="{part.x:.1f}" y="{part.y:.1f}" font-size="{part.size:g}"'
-            yield f'<text {place}{anchor}{weight} fill="{fill}">{_text(part.text)}</text>'
+            position = f'x="{part.x:.1f}" y="{part.y:.1f}" font-size="{part.size:g}"'
+            yield f'<text {position}{anchor}{weight} fill="{fill}">{_escape(part.text)}</text>'
             continue
         opacity = f' fill-opacity="{part.opacity:g}"' if part.opacity < 1 else ""
-        place = (
+        position = (
             f'x="{part.x:.2f}" y="{part.y:.2f}" width="{part.width:.2f}" height="{part.height:.2f}"'
         )
         if part.title:
-            yield f'<rect {place} fill="{fill}"{opacity}><title>{_text(part.title)}</title></rect>'
+            title = f"<title>{_escape(part.title)}</title>"
+            yield f'<rect {position} fill="{fill}"{opacity}>{title}</rect>'
         else:
-            yield f'<rect {place} fill="{fill}"{opacity}/>'
+            yield f'<rect {position} fill="{fill}"{opacity}/>'
 
 
-def _text(text: str) -> str:
+def _escape(text: str) -> str:
     """Return text for XML, which cannot represent control characters."""
     return escape("".join(each if each.isprintable() else "\ufffd" for each in text))

@@ -12,24 +12,24 @@ from .timeline import Timeline
 if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher
 
-__all__ = ["take"]
+__all__ = ["take_timeline"]
 
 
-def take(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
+def take_timeline(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
     """Return the timeline of all drones, or of the drone `only`.
 
     Any thread may call it, also when the dispatcher has ended.
     """
     now = monotonic()
     record, config = dispatcher.record, dispatcher.config
-    folded, entries = record.look()
+    folded, entries = record.snapshot()
     # The end of the last recorded task of each drone.
     before = {entry.drone: entry.finished[-1] for entry in entries}
     under_way = list(_under_way(dispatcher, before, now))
     drones = {config.drone_name(index): None for index in range(config.size)}
-    taken = Timeline(under_way, [*drones], waiting=len(dispatcher.queue))
-    taken.add_record(folded, entries, list(record.threads), record.threads_lost)
-    return taken if only is None else taken.of_drone(only)
+    timeline = Timeline(under_way, [*drones], waiting=len(dispatcher.queue))
+    timeline.add_record(folded, entries, list(record.threads), record.threads_lost)
+    return timeline if only is None else timeline.of_drone(only)
 
 
 def _under_way(dispatcher: Dispatcher, before: Mapping[str, float], now: float) -> Iterator[Span]:
@@ -39,10 +39,10 @@ def _under_way(dispatcher: Dispatcher, before: Mapping[str, float], now: float) 
             if sending is None:  # just being returned
                 continue
             name, calls = short_name(task.definition.label), task.count
-            if handle.runs(task.number):
+            if handle.is_running(task.number):
                 started = (
                     sending.at
-                    if task.place
+                    if task.overlap_index
                     else min(now, max(sending.at, before.get(handle.name, 0.0)))
                 )
                 yield Span(

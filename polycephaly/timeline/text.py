@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 __all__ = ["facts", "percent", "printable", "seconds", "size", "table", "text"]
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-WAITS = "·"
-THREADS_SHOWN = 26  # of one drone
-FUNCTIONS_SHOWN = 12
-NAME = 28  # columns
-NARROWEST = 60
+WAITING_MARK = "·"
+MAX_SHOWN_THREADS = 26  # of one drone
+MAX_SHOWN_FUNCTIONS = 12
+MAX_NAME_COLUMNS = 28
+MIN_COLUMNS = 60
 
 
 def text(timeline: Timeline, width: int | None = None) -> str:
     if not timeline:
-        return "Timeline: nothing has been done yet."
-    width = max(NARROWEST, width or shutil.get_terminal_size((100, 24)).columns)
+        return "Timeline: nothing has run yet."
+    width = max(MIN_COLUMNS, width or shutil.get_terminal_size((100, 24)).columns)
     all_rows = rows(timeline)
     start = timeline.start
-    whole = max(timeline.end - start, 1e-9)
+    duration = max(timeline.end - start, 1e-9)
     head = f"Timeline: {', '.join(facts(timeline))}"
     lines = [
         head,
         "",
-        *_chart(timeline, all_rows, start, whole, width),
+        *_chart(timeline, all_rows, start, duration, width),
         "",
         *_table(timeline, width),
         "",
@@ -46,43 +46,47 @@ def text(timeline: Timeline, width: int | None = None) -> str:
 def facts(timeline: Timeline) -> list[str]:
     """Return the length and the counts, and what the picture leaves out."""
     calls = sum(each.calls for each in timeline.sums().values())
-    told = [
+    parts = [
         seconds(timeline.end - timeline.start),
         _count(len(timeline.drones), "drone"),
         _count(calls, "call"),
     ]
     if timeline.waiting:
-        told.append(f"{timeline.waiting:,} more in the queue")
+        parts.append(f"{timeline.waiting:,} more in the queue")
     if timeline.folded:
-        told.append(f"{_count(timeline.folded, 'earlier span')} in the table only")
+        parts.append(f"{_count(timeline.folded, 'earlier span')} in the table only")
     if timeline.threads_lost:
-        told.append(f"{_count(timeline.threads_lost, 'call')} of green threads not kept")
-    return told
+        parts.append(f"{_count(timeline.threads_lost, 'call')} of green threads not kept")
+    return parts
 
 
 # -- the chart -------------------------------------------------------------------------------------
 
 
 def _chart(
-    timeline: Timeline, all_rows: list[Row], start: float, whole: float, width: int
+    timeline: Timeline, all_rows: list[Row], start: float, duration: float, width: int
 ) -> list[str]:
-    name = min(NAME, max(len(_title(row)) for row in all_rows))
+    name = min(MAX_NAME_COLUMNS, max(len(_row_title(row)) for row in all_rows))
     cells = width - name - 8
-    step = whole / cells
-    lines = [f"{'':{name}} {_scale(whole, cells)}"]
+    step = duration / cells
+    lines = [f"{'':{name}} {_scale(duration, cells)}"]
     for drone, group in groupby(all_rows, key=lambda row: row.drone):
         own = list(group)
-        shown, hidden = own[: THREADS_SHOWN + 1], own[THREADS_SHOWN + 1 :]
+        shown, hidden = own[: MAX_SHOWN_THREADS + 1], own[MAX_SHOWN_THREADS + 1 :]
         lines += [
-            f"{_cut(_title(row), name):{name}} {_bar(row, start, step, cells)} {percent(row.busy / whole):>5}"
+            f"{_shorten(_row_title(row), name):{name}} {_bar(row, start, step, cells)} "
+            f"{percent(row.busy / duration):>5}"
             for row in shown
         ]
         if hidden:
             lines.append(
                 f"{'':{name}} ... and {_count(len(hidden), 'more green thread')} of {drone}"
             )
-    key = f"{BLOCKS[8]} running (its height: how much of the time)   {WAITS} on its way, or parked"
-    return [*lines, _cut(" " * max(0, min(name + 1, width - len(key))) + key, width)]
+    key = (
+        f"{BLOCKS[8]} running (its height: how much of the time)   "
+        f"{WAITING_MARK} on its way, or parked"
+    )
+    return [*lines, _shorten(" " * max(0, min(name + 1, width - len(key))) + key, width)]
 
 
 def _bar(row: Row, start: float, step: float, cells: int) -> str:
@@ -123,17 +127,17 @@ def _fill(cells: list[float], begin: float, end: float) -> None:
 def _cell(running: float, waiting: float) -> str:
     if running > 0.02:
         return BLOCKS[min(8, max(1, round(running * 8)))]
-    return WAITS if running or waiting > 0.02 else " "
+    return WAITING_MARK if running or waiting > 0.02 else " "
 
 
-def _scale(whole: float, cells: int) -> str:
+def _scale(duration: float, cells: int) -> str:
     marks = [0, cells // 2, cells]
-    labels = ["0", seconds(whole / 2), seconds(whole)]
+    labels = ["0", seconds(duration / 2), seconds(duration)]
     line = labels[0].ljust(marks[1] - len(labels[1]) // 2) + labels[1]
     return line + labels[2].rjust(cells - len(line))
 
 
-def _title(row: Row) -> str:
+def _row_title(row: Row) -> str:
     return f"  {row.thread}" if row.thread else row.drone
 
 
@@ -145,16 +149,16 @@ def table(timeline: Timeline) -> list[Sequence[str]]:
     head = ("function", "calls", "running", "a call", "queued", "there", "back", "sent", "received")
     by_function = _by_function(timeline.sums())
     total = sum((sums for _, sums in by_function), Sums())
-    lines = [_line(name, sums) for name, sums in by_function[:FUNCTIONS_SHOWN]]
-    if len(by_function) > FUNCTIONS_SHOWN:
-        rest = sum((sums for _, sums in by_function[FUNCTIONS_SHOWN:]), Sums())
-        lines.append(_line(f"{len(by_function) - FUNCTIONS_SHOWN} more", rest))
+    lines = [_table_line(name, sums) for name, sums in by_function[:MAX_SHOWN_FUNCTIONS]]
+    if len(by_function) > MAX_SHOWN_FUNCTIONS:
+        rest = sum((sums for _, sums in by_function[MAX_SHOWN_FUNCTIONS:]), Sums())
+        lines.append(_table_line(f"{len(by_function) - MAX_SHOWN_FUNCTIONS} more", rest))
     if len(by_function) > 1:
-        lines.append(_line("together", total))
+        lines.append(_table_line("together", total))
     of_threads = _by_function(timeline.sums(threads=True))
     lines += [
-        _line(f"green: {name}", sums, of_threads=True)
-        for name, sums in of_threads[:FUNCTIONS_SHOWN]
+        _table_line(f"green: {name}", sums, of_threads=True)
+        for name, sums in of_threads[:MAX_SHOWN_FUNCTIONS]
     ]
     return [head, *lines]
 
@@ -165,11 +169,11 @@ def _table(timeline: Timeline, width: int) -> list[str]:
         2 + max(len(line[column]) for line in lines if column < len(line))
         for column in range(1, len(lines[0]))
     ]
-    while width - sum(numbers) < NARROWEST / 3:  # a narrow terminal has the first columns only
+    while width - sum(numbers) < MIN_COLUMNS / 3:  # a narrow terminal has the first columns only
         numbers.pop()
     broad = width - sum(numbers)
     widths = (min(broad, max(len(line[0]) for line in lines)), *numbers)
-    return [_columns(line, widths) for line in lines]
+    return [_format_line(line, widths) for line in lines]
 
 
 def _by_function(sums: dict[tuple[str, str], Sums]) -> list[tuple[str, Sums]]:
@@ -180,7 +184,7 @@ def _by_function(sums: dict[tuple[str, str], Sums]) -> list[tuple[str, Sums]]:
     return sorted(found.items(), key=lambda item: -item[1].running)
 
 
-def _line(name: str, sums: Sums, of_threads: bool = False) -> Sequence[str]:
+def _table_line(name: str, sums: Sums, of_threads: bool = False) -> Sequence[str]:
     calls = max(1, sums.calls)
     failed = f" ({sums.failed:,} failed)" if sums.failed else ""
     times = (seconds(sums.running), seconds(sums.running / calls))
@@ -197,9 +201,11 @@ def _line(name: str, sums: Sums, of_threads: bool = False) -> Sequence[str]:
     )
 
 
-def _columns(line: Sequence[str], widths: Iterable[int]) -> str:
+def _format_line(line: Sequence[str], widths: Iterable[int]) -> str:
     first, *rest = zip(line, widths, strict=False)
-    return f"{_cut(*first):{first[1]}}" + "".join(f"{each:>{columns}}" for each, columns in rest)
+    return f"{_shorten(*first):{first[1]}}" + "".join(
+        f"{each:>{columns}}" for each, columns in rest
+    )
 
 
 # -- formatting ------------------------------------------------------------------------------------
@@ -225,8 +231,8 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def printable(name: str) -> str:
@@ -234,7 +240,7 @@ def printable(name: str) -> str:
     return "".join(each if each.isprintable() else " " for each in name)
 
 
-def _cut(name: str, columns: int) -> str:
+def _shorten(name: str, columns: int) -> str:
     name = printable(name)
     if len(name) <= columns:
         return name

@@ -230,9 +230,9 @@ class Timeline:
     @property
     def bottleneck(self) -> str:
         """The reason that the run was not faster, in one sentence."""
-        from .verdict import verdict
+        from .verdict import bottleneck_of
 
-        return verdict(self)
+        return bottleneck_of(self)
 
     def text(self, width: int | None = None) -> str:
         """Return the text of ``str()``.

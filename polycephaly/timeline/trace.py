@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["events", "json_of"]
 
-FLOWS = 20_000  # spans with an arrow each way; a file with more is too large for viewers
-# Microseconds: length of a slice of the controller, of which only the moment is known.
-INSTANT = 1.0
+MAX_FLOW_SPANS = 20_000  # spans with an arrow each way; a file with more is too large for viewers
+# Length of a slice of the controller, of which only the moment is known.
+INSTANT_MICROSECONDS = 1.0
 
 Event = dict[str, Any]
 
@@ -42,16 +42,16 @@ def json_of(timeline: Timeline, title: str) -> bytes:
 
 def events(timeline: Timeline) -> Iterator[Event]:
     start = timeline.start
-    yield _name("process_name", 0, 0, "controller")
-    yield _name("thread_name", 0, 1, "sends")
-    yield _name("thread_name", 0, 2, "receives")
+    yield _metadata("process_name", 0, 0, "controller")
+    yield _metadata("thread_name", 0, 1, "sends")
+    yield _metadata("thread_name", 0, 2, "receives")
     process = thread = 0
     drone: str | None = None
     tasks: list[tuple[Span, int, int]] = []
     for row in rows(timeline):
         if row.drone != drone:
             drone, process, thread = row.drone, process + 1, 0
-            yield _name("process_name", process, 0, drone)
+            yield _metadata("process_name", process, 0, drone)
             yield {
                 "ph": "M",
                 "name": "process_sort_index",
@@ -61,13 +61,13 @@ def events(timeline: Timeline) -> Iterator[Event]:
             }
         for lane in _lanes(row):
             thread += 1
-            yield _name("thread_name", process, thread, row.thread or "work")
+            yield _metadata("thread_name", process, thread, row.thread or "tasks")
             for span in lane:
                 yield _slice(span, process, thread, start)
                 if not row.thread:
                     tasks.append((span, process, thread))
     yield from _controller(tasks, start)
-    if len(tasks) <= FLOWS:
+    if len(tasks) <= MAX_FLOW_SPANS:
         yield from _graph(tasks, start)
 
 
@@ -84,21 +84,22 @@ def _lanes(row: Row) -> list[list[Span]]:
 
 def _slice(span: Span, process: int, thread: int, start: float) -> Event:
     assert span.started is not None
-    known = {
+    args = {
         "status": span.status,
         "calls": span.calls,
         "bytes sent": span.bytes_sent or None,
         "bytes received": span.bytes_received or None,
-        "queued": _at(span.queued, start),
-        "sent": _at(span.sent, start),
-        "received": _at(span.received, start),
+        "queued": _microseconds(span.queued, start),
+        "sent": _microseconds(span.sent, start),
+        "received": _microseconds(span.received, start),
         "processor seconds": span.cpu,
         "argument": span.note or None,
     }
     return {
-        "ph": "X", "name": span.name, "cat": "green" if span.thread else "work", "pid": process, "tid": thread,
-        "ts": _at(span.started, start), "dur": round(span.seconds * 1e6, 3),
-        "args": {name: value for name, value in known.items() if value is not None},
+        "ph": "X", "name": span.name, "cat": "green" if span.thread else "work",
+        "pid": process, "tid": thread,
+        "ts": _microseconds(span.started, start), "dur": round(span.seconds * 1e6, 3),
+        "args": {name: value for name, value in args.items() if value is not None},
     }  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def _controller(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
     moments = [{span.sent for span, _, _ in tasks}, {span.received for span, _, _ in tasks}]
     for thread, name in ((1, "send"), (2, "receive")):
         for moment in sorted(each for each in moments[thread - 1] if each is not None):
-            ts = _at(moment, start)
+            ts = _microseconds(moment, start)
             yield {
                 "ph": "X",
                 "name": name,
@@ -114,42 +115,44 @@ def _controller(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
                 "pid": 0,
                 "tid": thread,
                 "ts": ts,
-                "dur": INSTANT,
+                "dur": INSTANT_MICROSECONDS,
             }
-    if len(tasks) <= FLOWS:
+    if len(tasks) <= MAX_FLOW_SPANS:
         for number, (span, process, thread) in enumerate(tasks):
             assert span.started is not None and span.finished is not None
             if span.sent is not None:
-                yield _end("s", 2 * number, "there", span.bytes_sent, 0, 1, _at(span.sent, start))
-                yield _end(
+                yield _arrow_end(
+                    "s", 2 * number, "there", span.bytes_sent, 0, 1, _microseconds(span.sent, start)
+                )
+                yield _arrow_end(
                     "f",
                     2 * number,
                     "there",
                     span.bytes_sent,
                     process,
                     thread,
-                    _at(span.started, start),
+                    _microseconds(span.started, start),
                 )
             if span.received is not None:
                 # Inside the slice, because an arrow at its end would not belong to the slice.
-                last = max(span.started, span.finished - INSTANT / 1e6)
-                yield _end(
+                last = max(span.started, span.finished - INSTANT_MICROSECONDS / 1e6)
+                yield _arrow_end(
                     "s",
                     2 * number + 1,
                     "back",
                     span.bytes_received,
                     process,
                     thread,
-                    _at(last, start),
+                    _microseconds(last, start),
                 )
-                yield _end(
+                yield _arrow_end(
                     "f",
                     2 * number + 1,
                     "back",
                     span.bytes_received,
                     0,
                     2,
-                    _at(span.received, start),
+                    _microseconds(span.received, start),
                 )
     waiting = 0
     steps = [(span.queued, 1) for span, _, _ in tasks] + [
@@ -164,45 +167,54 @@ def _controller(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
             "name": "waiting",
             "pid": 0,
             "tid": 0,
-            "ts": _at(moment, start),
+            "ts": _microseconds(moment, start),
             "args": {"pieces": waiting},
         }
 
 
 def _graph(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
-    known = {span.number: (span, process, thread) for span, process, thread in tasks if span.number}
+    by_number = {
+        span.number: (span, process, thread) for span, process, thread in tasks if span.number
+    }
     for span, process, thread in tasks:
         for number in dict.fromkeys(span.needed):
-            if number in known:
-                giver, of_giver, lane = known[number]
-                assert giver.started is not None and giver.finished is not None
-                last = max(giver.started, giver.finished - INSTANT / 1e6)
+            if number in by_number:
+                source, source_process, source_thread = by_number[number]
+                assert source.started is not None and source.finished is not None
+                last = max(source.started, source.finished - INSTANT_MICROSECONDS / 1e6)
                 arrow = {"id": f"{number} {span.number}", "name": "input", "cat": "flow"}
-                yield {"ph": "s", **arrow, "pid": of_giver, "tid": lane, "ts": _at(last, start)}
+                yield {
+                    "ph": "s",
+                    **arrow,
+                    "pid": source_process,
+                    "tid": source_thread,
+                    "ts": _microseconds(last, start),
+                }
                 yield {
                     "ph": "f",
                     "bp": "e",
                     **arrow,
                     "pid": process,
                     "tid": thread,
-                    "ts": _at(span.started, start),
+                    "ts": _microseconds(span.started, start),
                 }
 
 
-def _end(
+def _arrow_end(
     ph: str, number: int, name: str, size: int, process: int, thread: int, ts: float | None
 ) -> Event:
     """Return one end of an arrow."""
     bind = {"bp": "e"} if ph == "f" else {}
     return {
-        "ph": ph, "id": number, "name": name, "cat": "transport", "pid": process, "tid": thread, "ts": ts,
+        "ph": ph, "id": number, "name": name, "cat": "transport",
+        "pid": process, "tid": thread, "ts": ts,
         "args": {"bytes": size}, **bind,
     }  # fmt: skip
 
 
-def _name(what: str, process: int, thread: int, name: str) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+def _metadata(kind: str, process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _at(moment: float | None, start: float) -> float | None:
+def _microseconds(moment: float | None, start: float) -> float | None:
     return None if moment is None else round((moment - start) * 1e6, 3)

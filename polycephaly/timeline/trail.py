@@ -4,9 +4,9 @@
     foreign calls, items of map ────┴──> events ──in a controller──> green.timeline()
                                            └──in a drone──> sent with next results ──> TraceBuffer
 
-Logging must cost nothing if threads are many or quick: events shorter than `SHORTEST` are left out,
-and so are the lives of threads that were spawned beside `LIVES` others. Of arguments, only short
-strings and numbers are kept.
+Logging must cost nothing if threads are many or quick: events shorter than `MIN_EVENT_SECONDS` are
+left out, and so are the lives of threads that were spawned beside `MAX_LIVES_LOGGED` others. Of
+arguments, only short strings and numbers are kept.
 
 The log is sent as JSON, which is plain data whatever its sender. Names are sent once, times as
 whole microseconds.
@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 from .spans import DONE, ERROR, RUNNING, Span, short_name
 
-__all__ = ["EventLog", "LoggedEvent", "trail"]
+__all__ = ["EventLog", "LoggedEvent", "event_log"]
 
-KEPT = 4000  # events
-LIVES = 256
-SHORTEST = 50e-6  # seconds
-NOTE = 40  # characters
-PART = 1000
+MAX_KEPT_EVENTS = 4000
+MAX_LIVES_LOGGED = 256
+MIN_EVENT_SECONDS = 50e-6
+MAX_NOTE_CHARACTERS = 40
+MAX_EVENTS_SENT = 1000
 """Events that are sent at once: with these, a message still fits the fast transport."""
 
 
@@ -57,22 +57,22 @@ class EventLog:
     """The log of a process. Any thread may add events; one thread at a time may take them."""
 
     def __init__(self) -> None:
-        self.events: deque[LoggedEvent] = deque(maxlen=KEPT)
+        self.events: deque[LoggedEvent] = deque(maxlen=MAX_KEPT_EVENTS)
         self.lost = 0  # events that were too many, about: two threads may count at once
         # Of a drone's tasks: number, microseconds of processor time.
-        self.costs: deque[tuple[int, int]] = deque()
+        self.cpu_times: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
 
     # -- green threads add -------------------------------------------------------------------------
 
-    def ended(self, thread: Any, since: float, failed: bool) -> None:
+    def add_life(self, thread: Any, since: float, failed: bool) -> None:
         """Log the end of a green thread that was spawned at `since`."""
-        name = _title(thread)
+        name = _thread_name(thread)
         self._add(
             LoggedEvent(self.number_of(thread), name, name, since, monotonic(), -1.0, True, failed)
         )
 
-    def called(
+    def add_call(
         self,
         thread: Any,
         fn: Any,
@@ -83,14 +83,14 @@ class EventLog:
     ) -> None:
         """Log that a green thread has called `fn`, from `started` until now."""
         now = monotonic()
-        if now - started < SHORTEST:
+        if now - started < MIN_EVENT_SECONDS:
             return
-        note = _note(args[0]) if len(args) == 1 else ""
+        note = _format_argument(args[0]) if len(args) == 1 else ""
         self._add(
             LoggedEvent(
                 self.number_of(thread),
-                _title(thread),
-                _name(fn),
+                _thread_name(thread),
+                _function_name(fn),
                 started,
                 now,
                 cpu,
@@ -108,18 +108,18 @@ class EventLog:
         return number
 
     def _add(self, event: LoggedEvent) -> None:
-        if len(self.events) >= KEPT:
+        if len(self.events) >= MAX_KEPT_EVENTS:
             self.lost += 1
         self.events.append(event)
 
     # -- a drone takes and sends -------------------------------------------------------------------
 
-    def take(self) -> bytes:
+    def pop_packed(self) -> bytes:
         """Return a part of the log to be sent to the controller; empty if there is none."""
-        if not self.events and not self.costs:
+        if not self.events and not self.cpu_times:
             return b""
-        costs = [self.costs.popleft() for _ in range(len(self.costs))]
-        events = [self.events.popleft() for _ in range(min(PART, len(self.events)))]
+        cpu_times = [self.cpu_times.popleft() for _ in range(len(self.cpu_times))]
+        events = [self.events.popleft() for _ in range(min(MAX_EVENTS_SENT, len(self.events)))]
         lost, self.lost = self.lost, 0
         names: dict[str, int] = {}
         rows = [
@@ -135,35 +135,39 @@ class EventLog:
             )
             for each in events
         ]
-        told = {"names": [*names], "events": rows, "work": costs, "lost": lost}
-        return json.dumps(told, separators=(",", ":")).encode()
+        content = {"names": [*names], "events": rows, "work": cpu_times, "lost": lost}
+        return json.dumps(content, separators=(",", ":")).encode()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """In a forked child: clear the log."""
         self.__init__()  # type: ignore[misc]
 
 
-def read(sent: bytes, ahead: float = 0.0) -> tuple[list[LoggedEvent], dict[int, float], int]:
-    """Read the data that `take` returned, from a clock `ahead` seconds ahead.
+def unpack_events(
+    data: bytes, clock_offset: float = 0.0
+) -> tuple[list[LoggedEvent], dict[int, float], int]:
+    """Read the data that `pop_packed` returned, from a clock `clock_offset` seconds ahead.
 
     Returns the events, the processor time by task, and the number of lost events. Raises
     `ValueError`.
     """
     try:
-        told = json.loads(sent)
-        names = [str(name) for name in told["names"]]
-        shift = int(ahead * 1e6)
+        content = json.loads(data)
+        names = [str(name) for name in content["names"]]
+        shift = int(clock_offset * 1e6)
         events = [
             LoggedEvent(
-                int(thread), names[owner], names[name], _seconds(started - shift), _seconds(started - shift + took),
-                _seconds(cpu) if cpu >= 0 else -1.0, bool(flags & 1), bool(flags & 2), str(note)[:NOTE],
+                int(thread), names[owner], names[name],
+                _seconds(started - shift), _seconds(started - shift + took),
+                _seconds(cpu) if cpu >= 0 else -1.0, bool(flags & 1), bool(flags & 2),
+                str(note)[:MAX_NOTE_CHARACTERS],
             )
-            for thread, owner, name, started, took, cpu, flags, note in told["events"]
+            for thread, owner, name, started, took, cpu, flags, note in content["events"]
         ]  # fmt: skip
         return (
             events,
-            {int(number): _seconds(cpu) for number, cpu in told["work"]},
-            int(told["lost"]),
+            {int(number): _seconds(cpu) for number, cpu in content["work"]},
+            int(content["lost"]),
         )
     except (
         KeyError,
@@ -172,15 +176,17 @@ def read(sent: bytes, ahead: float = 0.0) -> tuple[list[LoggedEvent], dict[int, 
         AttributeError,
         RecursionError,
         OverflowError,
-    ) as wrong:
-        raise ValueError(f"a trail that is none: {type(wrong).__name__}: {wrong}") from wrong
+    ) as error:
+        raise ValueError(
+            f"malformed event log of green threads: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _seconds(microseconds: Any) -> float:
     """Convert a time in the past, or a duration."""
     seconds = int(microseconds) / 1e6
     if not 0.0 <= seconds <= monotonic() + 1.0:
-        raise ValueError(f"a time of {seconds} s")
+        raise ValueError(f"a time of {seconds} s is out of range")
     return seconds
 
 
@@ -205,13 +211,13 @@ def spans_of(events: Iterable[LoggedEvent], drone: str) -> list[Span]:
     ]
 
 
-def lives_now(trail: EventLog, threads: Iterable[Any], drone: str) -> list[Span]:
+def unfinished_lives(event_log: EventLog, threads: Iterable[Any], drone: str) -> list[Span]:
     """Return the lives of green threads that have not ended."""
     now = monotonic()
     lives = [
-        LoggedEvent(trail.number_of(thread), name, name, thread._since, now, life=True)
-        for thread, name in [(thread, _title(thread)) for thread in threads]
-        if thread._since is not None
+        LoggedEvent(event_log.number_of(thread), name, name, thread._spawned_at, now, life=True)
+        for thread, name in [(thread, _thread_name(thread)) for thread in threads]
+        if thread._spawned_at is not None
     ]
     return [span._replace(status=RUNNING) for span in spans_of(lives, drone)]
 
@@ -219,12 +225,12 @@ def lives_now(trail: EventLog, threads: Iterable[Any], drone: str) -> list[Span]
 # Users choose names. Reading them must never fail, because a caller waits for the result.
 
 
-def _title(thread: Any) -> str:
+def _thread_name(thread: Any) -> str:
     name = thread.name
     return short_name(name) if type(name) is str else type(name).__qualname__
 
 
-def _name(fn: Any) -> str:
+def _function_name(fn: Any) -> str:
     while type(fn) is partial:
         fn = fn.func
     try:
@@ -234,12 +240,16 @@ def _name(fn: Any) -> str:
     return short_name(name) if type(name) is str else type(fn).__qualname__
 
 
-def _note(arg: Any) -> str:
+def _format_argument(arg: Any) -> str:
     if type(arg) is int:
         # Python refuses to convert integers of thousands of digits.
-        return str(arg)[:NOTE] if arg.bit_length() <= 256 else ""
-    return repr(arg)[:NOTE] if type(arg) is float or (type(arg) is str and len(arg) <= NOTE) else ""
+        return str(arg)[:MAX_NOTE_CHARACTERS] if arg.bit_length() <= 256 else ""
+    return (
+        repr(arg)[:MAX_NOTE_CHARACTERS]
+        if type(arg) is float or (type(arg) is str and len(arg) <= MAX_NOTE_CHARACTERS)
+        else ""
+    )
 
 
-trail = EventLog()
-os.register_at_fork(after_in_child=trail.forget)
+event_log = EventLog()
+os.register_at_fork(after_in_child=event_log.clear)

@@ -16,99 +16,99 @@ from collections.abc import Callable
 from contextlib import suppress
 
 __all__ = [
-    "address_here",
-    "begin",
-    "channels_of",
-    "end",
-    "how_it_ended",
-    "leave_word",
+    "channel_address",
+    "on_directory_made",
+    "on_directory_removed",
+    "on_snapshot_taken",
+    "own_address",
     "pid_of",
-    "snapshot_taken",
+    "record_exit",
+    "recorded_exit_code",
 ]
 
-home_of_parent: str | None = None
+parent_directory: str | None = None
 """In a drone: the directory of the reactor that started it. The drone's own reactor makes its
 directory inside this one.
 """
-own_home: str | None = None
+own_directory: str | None = None
 """The directory of this process's own reactor, or None while it has no reactor."""
-address_of_parent: str | None = None
+parent_address: str | None = None
 """In a forked zygote and its drones: the channel address of the process they were forked from."""
-name_here = "the main image"
+own_name = "the controller process"
 """The name of this process in messages of other processes."""
-at_start: list[Callable[[], object]] = []
+start_callbacks: list[Callable[[], object]] = []
 """Called when other processes may want to reach this one: after the directory of its reactor was
 made, and after each snapshot taken since.
 """
-at_end: list[Callable[[], object]] = []
+end_callbacks: list[Callable[[], object]] = []
 """Called when this process's reactor ends and its directory is removed."""
 
 
-def begin(home: str) -> None:
+def on_directory_made(directory: str) -> None:
     """Record the directory of this process's reactor, which exists now."""
-    global own_home
-    own_home = home
-    snapshot_taken()
+    global own_directory
+    own_directory = directory
+    on_snapshot_taken()
 
 
-def end(home: str) -> None:
-    global own_home
-    if own_home == home:
-        own_home = None
-        for act in at_end:
-            act()
+def on_directory_removed(directory: str) -> None:
+    global own_directory
+    if own_directory == directory:
+        own_directory = None
+        for callback in end_callbacks:
+            callback()
 
 
-def snapshot_taken() -> None:
-    if own_home is not None:
-        for act in at_start:
-            act()
+def on_snapshot_taken() -> None:
+    if own_directory is not None:
+        for callback in start_callbacks:
+            callback()
 
 
-def channels_of(home: str, pid: int) -> str:
+def channel_address(directory: str, pid: int) -> str:
     """Return the path of the socket for the channels of process `pid`."""
-    return f"{home}/{pid}.c"
+    return f"{directory}/{pid}.c"
 
 
-def pid_of(channels: str) -> int:
-    return int(os.path.basename(channels)[:-2])
+def pid_of(address: str) -> int:
+    return int(os.path.basename(address)[:-2])
 
 
-def address_here(home: str | None) -> str | None:
+def own_address(directory: str | None) -> str | None:
     """Return the channel address of this process, or None if it has no directory.
 
-    A drone's socket is in the directory of its parent's reactor. Any other process uses `home`, the
-    directory of its own reactor.
+    A drone's socket is in the directory of its parent's reactor. Any other process uses
+    `directory`, that of its own reactor.
     """
-    place = home_of_parent or home
-    return None if place is None else channels_of(place, os.getpid())
+    parent = parent_directory or directory
+    return None if parent is None else channel_address(parent, os.getpid())
 
 
-def leave_word(channels: str, code: int) -> None:
+def record_exit(address: str, code: int) -> None:
     """Record that a drone ended with exit code `code`, and remove its socket.
 
-    Processes that were connected to the drone read the code with `how_it_ended`.
+    Processes that were connected to the drone read the code with `recorded_exit_code`.
     """
-    if os.path.exists(channels):
+    if os.path.exists(address):
         with suppress(OSError):
             if code:
                 # A symbolic link is created atomically: readers never see half an exit code.
-                os.symlink(str(code), channels[:-1] + "e")
-            os.unlink(channels)
+                os.symlink(str(code), address[:-1] + "e")
+            os.unlink(address)
 
 
-def how_it_ended(channels: str) -> int | None:
+def recorded_exit_code(address: str) -> int | None:
     """Return the exit code of a drone, or None if the code is not known yet or was 0."""
     try:
-        return int(os.readlink(channels[:-1] + "e"))
+        return int(os.readlink(address[:-1] + "e"))
     except (OSError, ValueError):
         return None
 
 
-def _forget() -> None:
+def _forget_reactor() -> None:
     """Forget the reactor in a forked child: only the parent has it."""
-    global own_home
-    own_home = None
+    global own_directory
+    own_directory = None
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget_reactor)

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from select import PIPE_BUF
 
-__all__ = ["LOG", "LONGEST", "MARK", "ORDER", "TAG", "Chunk", "ChunkParser", "chunk"]
+__all__ = ["LOG", "MARK", "MAX_BODY_BYTES", "ORDER", "TAG", "Chunk", "ChunkParser", "chunk"]
 
 TAG = "T"
 """The text that follows was printed on behalf of the body, a short name. An empty body ends it."""
@@ -29,13 +29,14 @@ LOG = "L"
 ORDER = "O"
 """In stdout's pipe: the text that follows was printed after the log record of that number."""
 MARK = b"\x1e"
-LONGEST = 1 << 20  # limit in bytes of one body, all parts together
+MAX_BODY_BYTES = 1 << 20  # of one body, all parts together
 
 _OPENING = MARK + b"poly:"
 _CHUNK = re.compile(rb"\x1epoly:([A-Z])([0-9a-f.]*)([+;])([ -~]*)\x1e")
-_NOT_IN_ONE = re.compile(rb"[^ -~]")
-_PART = PIPE_BUF - 64  # limit in bytes of the part of a body that one write carries
-_PARTS = 16 * (LONGEST // _PART)  # limit of unfinished parts kept in memory, all senders together
+_NOT_PRINTABLE = re.compile(rb"[^ -~]")
+_MAX_PART_BYTES = PIPE_BUF - 64  # of the part of a body that one write carries
+# Kept in memory, all senders together.
+_MAX_UNFINISHED_PARTS = 16 * (MAX_BODY_BYTES // _MAX_PART_BYTES)
 
 _numbers = itertools.count()
 
@@ -49,19 +50,20 @@ def chunk(kind: str, body: str) -> list[bytes]:
     Raises `ValueError` if the body is too long or not printable ASCII.
     """
     text = body.encode("ascii")
-    if len(text) > LONGEST or _NOT_IN_ONE.search(text):
+    if len(text) > MAX_BODY_BYTES or _NOT_PRINTABLE.search(text):
         raise ValueError(
-            f"the body of a chunk is printable ASCII, at most {LONGEST} bytes, not {body[:80]!r}"
+            f"the body of a chunk is printable ASCII, at most {MAX_BODY_BYTES} bytes, "
+            f"not {body[:80]!r}"
         )
     head = _OPENING + kind.encode()
-    if len(text) <= _PART:
+    if len(text) <= _MAX_PART_BYTES:
         return [b"%b;%b\x1e" % (head, text)]
     sender = b"%x.%x" % (os.getpid(), next(_numbers))
-    starts = range(0, len(text), _PART)
+    size = _MAX_PART_BYTES
     return [
         b"%b%b%b%b\x1e"
-        % (head, sender, b"+" if at + _PART < len(text) else b";", text[at : at + _PART])
-        for at in starts
+        % (head, sender, b"+" if at + size < len(text) else b";", text[at : at + size])
+        for at in range(0, len(text), size)
     ]
 
 
@@ -69,26 +71,26 @@ class ChunkParser:
     """Separate chunks from text in the bytes read from one pipe."""
 
     def __init__(self) -> None:
-        self.held = b""
+        self.unparsed = b""
         """The unparsed end of the input, if it may be the beginning of a chunk."""
         self._parts: dict[bytes, list[bytes]] = {}
-        self._kept = 0  # parts in `_parts`, all senders together
+        self._part_count = 0  # parts in `_parts`, all senders together
 
-    def sort(self, new: bytes, last: bool) -> Iterator[bytes | Chunk]:
+    def parse(self, new: bytes, last: bool) -> Iterator[bytes | Chunk]:
         """Yield text and chunks in their order. If `last`, hold nothing back."""
-        text, self.held = self.held + new, b""
+        text, self.unparsed = self.unparsed + new, b""
         done = at = 0  # yielded up to `done`, examined up to `at`
         while (at := text.find(MARK, at)) >= 0:
             found = _CHUNK.match(text, at, at + PIPE_BUF)
             if found is None:
-                if not last and _may_become_one(text, at):
-                    self.held = text[at:]
+                if not last and _may_become_chunk(text, at):
+                    self.unparsed = text[at:]
                     break
                 at += 1
                 continue
             if at > done:
                 yield text[done:at]
-            whole = self._put_together(*found.groups())
+            whole = self._join_parts(*found.groups())
             if whole is not None:
                 yield whole
             done = at = found.end()
@@ -96,29 +98,30 @@ class ChunkParser:
         if rest:
             yield rest
 
-    def _put_together(self, kind: bytes, sender: bytes, more: bytes, body: bytes) -> Chunk | None:
+    def _join_parts(self, kind: bytes, sender: bytes, more: bytes, body: bytes) -> Chunk | None:
         if sender:
             parts = self._parts.setdefault(sender, [])
             parts.append(body)
-            self._kept += 1
+            self._part_count += 1
             # Longer than `chunk` allows: a process printed text that looks like our parts.
-            if len(parts) > LONGEST // _PART + 1:
-                self._drop(sender)
-            elif self._kept > _PARTS:  # A sender died between two parts: drop the oldest parts.
-                self._drop(next(iter(self._parts)))
+            if len(parts) > MAX_BODY_BYTES // _MAX_PART_BYTES + 1:
+                self._drop_parts(sender)
+            elif self._part_count > _MAX_UNFINISHED_PARTS:
+                # A sender died between two parts: drop the oldest parts.
+                self._drop_parts(next(iter(self._parts)))
             if more == b"+":
                 return None
-            body = b"".join(self._drop(sender))
+            body = b"".join(self._drop_parts(sender))
         return kind.decode(), body.decode()
 
-    def _drop(self, sender: bytes) -> list[bytes]:
+    def _drop_parts(self, sender: bytes) -> list[bytes]:
         parts = self._parts.pop(sender, [])
-        self._kept -= len(parts)
+        self._part_count -= len(parts)
         return parts
 
 
-def _may_become_one(text: bytes, at: int) -> bool:
+def _may_become_chunk(text: bytes, at: int) -> bool:
     rest = text[at : at + PIPE_BUF]
     if len(rest) < len(_OPENING):
         return _OPENING.startswith(rest)
-    return rest.startswith(_OPENING) and len(rest) < PIPE_BUF and not _NOT_IN_ONE.search(rest, 1)
+    return rest.startswith(_OPENING) and len(rest) < PIPE_BUF and not _NOT_PRINTABLE.search(rest, 1)

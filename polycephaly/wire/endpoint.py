@@ -2,7 +2,7 @@
 
     <temporary directory>/polycephaly-XXXXXXXX/   mode 0700
         lock      locked (flock) by the owner
-        hub       the ipc:// socket of the reactor's ROUTER
+        zmq       the ipc:// socket of the reactor's ROUTER
         1234.c    socket for the channels (green/distributed/) of process 1234, a drone or the owner
         1234.e    dangling link: its target is the exit code of drone 1234, which had such a socket
         1234/     the same layout for the reactor of drone 1234, which starts drones of its own
@@ -30,11 +30,11 @@ import zmq
 from ..runtime.system_limits import ZMQ_THREADS, check_threads
 from . import addresses
 
-__all__ = ["BulkTransport", "connect", "has_news", "new_context", "news_fd"]
+__all__ = ["BulkTransport", "connect", "has_input", "input_fd", "new_context"]
 
 _PREFIX = "polycephaly-"
-_SOCKET_PATH_MAX = 100  # limit in bytes; the kernel's limit for the path of a Unix socket is 107
-_OLD_ENOUGH = 60.0  # seconds: the owner of a younger directory may not have locked it yet
+_MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit for the path of a Unix socket is 107
+_MIN_ABANDONED_SECONDS = 60.0  # the owner of a younger directory may not have locked it yet
 
 
 class BulkTransport:
@@ -45,8 +45,8 @@ class BulkTransport:
     """
 
     def __init__(self) -> None:
-        self.home = _choose_home()
-        self._made = ExitStack()  # closes whatever `open` has made
+        self.directory = _choose_directory()
+        self._resources = ExitStack()  # closes whatever `open` has made
 
     def open(self) -> zmq.Socket[bytes]:
         """Make the directory and return the bound ROUTER.
@@ -54,10 +54,10 @@ class BulkTransport:
         Raises `OSError` (`zmq.ZMQError` is one) if this fails; then nothing is left behind.
         """
         with ExitStack() as undo:
-            os.mkdir(self.home, 0o700)
-            undo.callback(shutil.rmtree, self.home, ignore_errors=True)
+            os.mkdir(self.directory, 0o700)
+            undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
             lock = os.open(
-                os.path.join(self.home, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+                os.path.join(self.directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,14 +68,14 @@ class BulkTransport:
             router.setsockopt(zmq.LINGER, 0)
             router.setsockopt(zmq.SNDHWM, 0)  # the reactor limits messages in flight by credit
             router.setsockopt(zmq.RCVHWM, 0)
-            router.bind(address(self.home))
-            self._made = undo.pop_all()
-        addresses.begin(self.home)
+            router.bind(address(self.directory))
+            self._resources = undo.pop_all()
+        addresses.on_directory_made(self.directory)
         return router
 
     def close(self) -> None:
-        addresses.end(self.home)
-        self._made.close()
+        addresses.on_directory_removed(self.directory)
+        self._resources.close()
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -88,11 +88,13 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
     return zmq.Context()
 
 
-def address(home: str) -> str:
-    return f"ipc://{home}/hub"
+def address(directory: str) -> str:
+    return f"ipc://{directory}/zmq"
 
 
-def connect(home: str, identity: bytes) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+def connect(
+    directory: str, identity: bytes
+) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     """Connect a drone's DEALER, with the identity that the reactor gave the drone."""
     context = new_context()
     dealer = context.socket(zmq.DEALER)
@@ -101,51 +103,54 @@ def connect(home: str, identity: bytes) -> tuple[zmq.Context[zmq.Socket[bytes]],
     dealer.setsockopt(zmq.LINGER, 5000)
     dealer.setsockopt(zmq.SNDHWM, 0)
     dealer.setsockopt(zmq.RCVHWM, 0)
-    dealer.connect(address(home))
+    dealer.connect(address(directory))
     return context, dealer
 
 
-def has_news(end: zmq.Socket[bytes]) -> bool:
+def has_input(end: zmq.Socket[bytes]) -> bool:
     return bool(cast(int, end.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def news_fd(end: zmq.Socket[bytes]) -> int:
+def input_fd(end: zmq.Socket[bytes]) -> int:
     """Return a descriptor that becomes readable when something happens.
 
-    The descriptor is edge-triggered: call `has_news` before waiting on it.
+    The descriptor is edge-triggered: call `has_input` before waiting on it.
     """
     return cast(int, end.getsockopt(zmq.FD))
 
 
-def _choose_home() -> str:
-    longest = _SOCKET_PATH_MAX - len("/hub")
-    if addresses.home_of_parent is not None:
-        inside = os.path.join(addresses.home_of_parent, str(os.getpid()))
-        if len(inside) <= longest and os.path.isdir(addresses.home_of_parent):
+def _choose_directory() -> str:
+    max_length = _MAX_SOCKET_PATH_BYTES - len("/zmq")
+    if addresses.parent_directory is not None:
+        inside = os.path.join(addresses.parent_directory, str(os.getpid()))
+        if len(inside) <= max_length and os.path.isdir(addresses.parent_directory):
             return inside
-    place = tempfile.gettempdir()
-    _sweep(place)
+    parent = tempfile.gettempdir()
+    _remove_abandoned(parent)
     name = _PREFIX + secrets.token_hex(8)
-    home = os.path.join(place, name)
-    return home if len(home) <= longest else os.path.join("/tmp", name)
+    directory = os.path.join(parent, name)
+    return directory if len(directory) <= max_length else os.path.join("/tmp", name)
 
 
-def _sweep(place: str) -> None:
+def _remove_abandoned(parent: str) -> None:
     """Remove old directories whose lock is free, left by processes that were all killed at once."""
     with suppress(OSError):
-        for entry in os.scandir(place):
-            if entry.name.startswith(_PREFIX) and time.time() - entry.stat().st_mtime > _OLD_ENOUGH:
+        for entry in os.scandir(parent):
+            if (
+                entry.name.startswith(_PREFIX)
+                and time.time() - entry.stat().st_mtime > _MIN_ABANDONED_SECONDS
+            ):
                 _remove_if_abandoned(entry.path)
 
 
-def _remove_if_abandoned(home: str) -> None:
+def _remove_if_abandoned(directory: str) -> None:
     with suppress(OSError):
         # Any user may write to the temporary directory: an entry with our prefix may be a link, or
         # not be a regular file.
-        harmless = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
-        lock = os.open(os.path.join(home, "lock"), os.O_RDWR | harmless)
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+        lock = os.open(os.path.join(directory, "lock"), flags)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(home, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
         finally:
             os.close(lock)

@@ -2,14 +2,14 @@
 
 Pickle calls an exception's class with its `args`. That fails, or builds something else, for every
 class whose constructor takes other arguments than it passes to `Exception.__init__`. Pickle also
-leaves out the cause, the context and the traceback. So an exception travels as a `_Parcel`: the
-first body below that rebuilds the exception correctly (tested in the drone, before sending), the
-parcels of its cause and context, and its traceback as text.
+leaves out the cause, the context and the traceback. So an exception travels as a
+`_PackedException`: the first body below that rebuilds the exception correctly (tested in the drone,
+before sending), its cause and context packed likewise, and its traceback as text.
 
     "pickled"   its own pickle gives the same type and args
     "rebuilt"   class.__new__, then args and attributes, without __init__; not used if the class
                 itself defines how it is pickled and that fails: then it is not meant to be pickled
-    "group"     an exception group: message, and a parcel for each member
+    "group"     an exception group: message, and each member packed likewise
     "text"      none of these works: the error arrives as RemoteError
 
 The rebuilt exception has the original's cause and context. The remote traceback becomes the last
@@ -31,10 +31,10 @@ from ..errors import RemoteError
 __all__ = ["pack_exception", "unpack_exception"]
 
 _OS_FIELDS = ("errno", "strerror", "filename", "filename2")
-_WAYS = ("__reduce__", "__reduce_ex__")
+_REDUCE_METHODS = ("__reduce__", "__reduce_ex__")
 
 
-class _Parcel(NamedTuple):
+class _PackedException(NamedTuple):
     body: str
     data: bytes
     members: tuple[Any, ...]
@@ -46,19 +46,19 @@ class _Parcel(NamedTuple):
     suppress_context: bool
 
 
-def pack_exception(error: BaseException, capture: Callable[[object], bytes]) -> bytes:
+def pack_exception(error: BaseException, pickle_value: Callable[[object], bytes]) -> bytes:
     """Return `error` with its whole chain as bytes.
 
     Never fails: an exception that cannot be pickled is sent as text.
     """
-    text = "".join(format_exception(type(error), error, _without_our_frames(error.__traceback__)))
-    return dumps((_parcel(error, capture, {}), text), 5)
+    text = "".join(format_exception(type(error), error, _without_own_frames(error.__traceback__)))
+    return dumps((_pack(error, pickle_value, {}), text), 5)
 
 
 def unpack_exception(data: bytes) -> BaseException:
     """Return the exception, or a `RemoteError` if this process cannot rebuild it."""
-    parcel, text = loads(data)
-    error = _open(_Parcel(*parcel), text)
+    packed, text = loads(data)
+    error = _unpack(_PackedException(*packed), text)
     last, seen = error, {id(error)}
     while last.__cause__ is not None and id(last.__cause__) not in seen:
         last = last.__cause__
@@ -68,22 +68,22 @@ def unpack_exception(data: bytes) -> BaseException:
     return error
 
 
-def _parcel(
-    error: BaseException, capture: Callable[[object], bytes], open_: dict[int, None]
+def _pack(
+    error: BaseException, pickle_value: Callable[[object], bytes], path: dict[int, None]
 ) -> tuple[Any, ...]:
-    open_ = {**open_, id(error): None}  # the path from the root: a chain may contain itself
+    path = {**path, id(error): None}  # from the root: a chain may contain itself
 
     def linked(other: BaseException | None) -> tuple[Any, ...] | None:
-        return None if other is None or id(other) in open_ else _parcel(other, capture, open_)
+        return None if other is None or id(other) in path else _pack(other, pickle_value, path)
 
     members: tuple[Any, ...] = ()
     if isinstance(error, BaseExceptionGroup):
         members = tuple(filter(None, map(linked, error.exceptions)))
-    body, data = _body(error, capture)
+    body, data = _body(error, pickle_value)
     cls = type(error)
     name = getattr(error, "name", None) if isinstance(error, NameError) else None
     return tuple(
-        _Parcel(
+        _PackedException(
             body=body,
             data=data,
             members=members,
@@ -99,7 +99,7 @@ def _parcel(
     )
 
 
-def _body(error: BaseException, capture: Callable[[object], bytes]) -> tuple[str, bytes]:
+def _body(error: BaseException, pickle_value: Callable[[object], bytes]) -> tuple[str, bytes]:
     if isinstance(error, BaseExceptionGroup):
         recipe: Any = (type(error), error.message, error.__dict__)
         bodies: list[tuple[str, Any, Callable[[Any], BaseException]]] = [
@@ -113,24 +113,24 @@ def _body(error: BaseException, capture: Callable[[object], bytes]) -> tuple[str
         ]
     for body, value, build in bodies:
         try:
-            data = capture(value)
-            if _same(build(loads(data)), error):
+            data = pickle_value(value)
+            if _is_same(build(loads(data)), error):
                 return body, data
         except Exception:
-            if body == "pickled" and _says_how(type(error)):
+            if body == "pickled" and _defines_pickling(type(error)):
                 break
     return "text", b""
 
 
-def _says_how(kind: type) -> bool:
+def _defines_pickling(kind: type) -> bool:
     """Return whether the class itself defines how it is pickled.
 
     An inherited definition does not count: it may not know the subclass's constructor.
     """
-    return any(name in vars(kind) for name in _WAYS)
+    return any(name in vars(kind) for name in _REDUCE_METHODS)
 
 
-def _same(copy: BaseException, error: BaseException) -> bool:
+def _is_same(copy: BaseException, error: BaseException) -> bool:
     return type(copy) is type(error) and (
         isinstance(error, BaseExceptionGroup)
         or dumps(copy.args, 5) == dumps(error.args, 5)
@@ -158,30 +158,35 @@ def _regroup(recipe: Any, members: Any) -> BaseException:
     return group
 
 
-def _open(parcel: _Parcel, text: str) -> BaseException:
+def _unpack(packed: _PackedException, text: str) -> BaseException:
     error: BaseException
     try:
-        if parcel.body == "pickled":
-            error = loads(parcel.data)
-        elif parcel.body == "rebuilt":
-            error = _rebuild(loads(parcel.data))
-        elif parcel.body == "group":
-            error = _regroup(loads(parcel.data), [_open(_Parcel(*m), text) for m in parcel.members])
+        if packed.body == "pickled":
+            error = loads(packed.data)
+        elif packed.body == "rebuilt":
+            error = _rebuild(loads(packed.data))
+        elif packed.body == "group":
+            recipe = loads(packed.data)
+            members = [_unpack(_PackedException(*m), text) for m in packed.members]
+            error = _regroup(recipe, members)
         else:
-            error = RemoteError(parcel.type_name, parcel.message, text)
-    except Exception as why:
-        error = RemoteError(parcel.type_name, parcel.message, text)
-        error.add_note(f"it could not be rebuilt here: {type(why).__name__}: {why}")
-    for name, value in parcel.extra.items():
+            error = RemoteError(packed.type_name, packed.message, text)
+    except Exception as failure:
+        error = RemoteError(packed.type_name, packed.message, text)
+        error.add_note(
+            "the exception could not be rebuilt in this process: "
+            f"{type(failure).__name__}: {failure}"
+        )
+    for name, value in packed.extra.items():
         setattr(error, name, value)
-    if parcel.context is not None:
-        error.__context__ = _open(_Parcel(*parcel.context), text)
-    if parcel.cause is not None:
-        error.__cause__ = _open(_Parcel(*parcel.cause), text)
+    if packed.context is not None:
+        error.__context__ = _unpack(_PackedException(*packed.context), text)
+    if packed.cause is not None:
+        error.__cause__ = _unpack(_PackedException(*packed.cause), text)
         # `raise ... from`: Python sets context and cause to the same exception
-        if parcel.context is None:
+        if packed.context is None:
             error.__context__ = error.__cause__
-    error.__suppress_context__ = parcel.suppress_context
+    error.__suppress_context__ = packed.suppress_context
     return error
 
 
@@ -189,10 +194,10 @@ def _message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as broken:
-        return f"<its __str__ raised {type(broken).__name__}>"
+        return f"<__str__ raised {type(broken).__name__}>"
 
 
-def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame that is not Polycephaly's."""
     first = trace
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(

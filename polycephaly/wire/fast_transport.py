@@ -29,9 +29,9 @@ from .messages import Malformed
 
 __all__ = ["FastTransport"]
 
-# Limit in bytes of a packet's frames; the kernel's default buffer holds four such packets.
-LARGEST = 48 * 1024
-_SIZES = Struct("<IB")  # bytes of the head, and number of frames
+# Of a packet's frames; the kernel's default buffer holds four such packets.
+MAX_PACKET_BYTES = 48 * 1024
+_PACKET_HEADER = Struct("<IB")  # bytes of the head, and number of frames
 
 
 class FastTransport:
@@ -39,7 +39,7 @@ class FastTransport:
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
-        self._end = end
+        self._socket = end
         self.fileno = end.fileno
 
     @staticmethod
@@ -51,11 +51,11 @@ class FastTransport:
 
         That is so if the message is too large, has too many frames, or the socket is full.
         """
-        if len(frames) > 2 or sum(map(len, frames)) > LARGEST:
+        if len(frames) > 2 or sum(map(len, frames)) > MAX_PACKET_BYTES:
             return False
-        packet = b"".join((_SIZES.pack(len(frames[0]), len(frames)), *frames))
+        packet = b"".join((_PACKET_HEADER.pack(len(frames[0]), len(frames)), *frames))
         try:
-            return self._end.send(packet) == len(packet)
+            return self._socket.send(packet) == len(packet)
         # The socket is full, or the other end is gone, which is reported elsewhere.
         except OSError:
             return False
@@ -67,7 +67,7 @@ class FastTransport:
         `Malformed` if the packet is not a valid message.
         """
         try:
-            packet = self._end.recv(LARGEST + _SIZES.size)
+            packet = self._socket.recv(MAX_PACKET_BYTES + _PACKET_HEADER.size)
         except BlockingIOError:
             return None
         except OSError:
@@ -76,15 +76,16 @@ class FastTransport:
             if self._is_open():
                 raise Malformed("an empty packet")
             return []
-        if len(packet) < _SIZES.size:
+        if len(packet) < _PACKET_HEADER.size:
             raise Malformed(f"a packet of {len(packet)} bytes")
-        size, count = _SIZES.unpack_from(packet)
-        body = _SIZES.size + size
+        size, count = _PACKET_HEADER.unpack_from(packet)
+        body = _PACKET_HEADER.size + size
         if body > len(packet) or count not in (1, 2) or (count == 1 and body < len(packet)):
             raise Malformed(
-                f"a packet of {len(packet)} bytes that says {count} frames, the first of {size}"
+                f"a packet of {len(packet)} bytes whose header announces {count} frames, the first "
+                f"of {size} bytes"
             )
-        head = packet[_SIZES.size : body]
+        head = packet[_PACKET_HEADER.size : body]
         return [head] if count == 1 else [head, packet[body:]]
 
     def _is_open(self) -> bool:
@@ -92,10 +93,10 @@ class FastTransport:
 
         Needed because an empty packet looks like the end of the stream.
         """
-        look = select.poll()
-        look.register(self._end, select.POLLRDHUP)
-        return not look.poll(0)
+        poller = select.poll()
+        poller.register(self._socket, select.POLLRDHUP)
+        return not poller.poll(0)
 
     def close(self) -> None:
         with suppress(OSError):
-            self._end.close()
+            self._socket.close()

@@ -31,22 +31,22 @@ from weakref import WeakKeyDictionary, ref
 
 from ..runtime.coroutines import is_coroutine_function
 from ..store.blocks import Store
-from ..store.placeholders import meeting
+from ..store.placeholders import PicklingContext
 from ..store.references import Serialized
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
-from .pickling import ATOMS, MainSnapshot, main_namespace, pack
+from .pickling import ATOMIC_TYPES, MainSnapshot, main_namespace, pack
 
 if TYPE_CHECKING:
     from ..store.directory import ObjectDirectory, RemoteObject
 
-__all__ = ["FunctionRegistry", "KnownFunctions", "RemoteFunction", "by_reference"]
+__all__ = ["FunctionRegistry", "KnownFunctions", "RemoteFunction", "goes_by_reference"]
 
-_NOT_THERE = object()
-_not_there = itertools.repeat(_NOT_THERE)
-_KEPT_CODE = 1024
-_DEFINITIONS_KEPT = 256
-_DEFINITION_BYTES_KEPT = 8 << 20
-_COLD = 16
+_MISSING = object()
+_all_missing = itertools.repeat(_MISSING)
+_MAX_CODE_STRINGS = 1024
+_MAX_DEFINITIONS = 256
+_MAX_DEFINITION_BYTES = 8 << 20
+_WARMUP_REPORTS = 16
 """Number of first reports of which a shorter time is adopted at once: the first calls include
 warming up.
 """
@@ -61,8 +61,8 @@ class RemoteFunction:
     """
 
     __slots__ = (
-        "__weakref__", "captures", "kept", "kind", "label", "moved", "number", "once", "overlaps", "pace", "payload",
-        "reports", "seconds",
+        "__weakref__", "captures", "kept", "kind", "label", "moved", "number", "overlaps",
+        "payload", "reports", "seconds", "shared_seconds", "single_use",
     )  # fmt: skip
 
     def __init__(self, number: int, kind: int, payload: bytes | Serialized, label: str) -> None:
@@ -80,11 +80,11 @@ class RemoteFunction:
         self.label = label
         self.seconds: float | None = None
         self.reports = 0  # number of durations reported
-        self.once = False  # for one call: a captured object may change before the next
+        self.single_use = False  # for one call: a captured object may change before the next
         # `seconds`, shared with the next definition of the same function
-        self.pace: list[float | None] | None = None
+        self.shared_seconds: list[float | None] | None = None
 
-    def took(self, seconds: float, calls: int) -> None:
+    def record_duration(self, seconds: float, calls: int) -> None:
         """Update `seconds` from a measured time of `calls` calls.
 
         Longer times, and times of many calls, change the estimate faster.
@@ -97,12 +97,12 @@ class RemoteFunction:
             return
         old = self.seconds
         self.reports += 1
-        if old is None or (seconds < old and self.reports <= _COLD):
+        if old is None or (seconds < old and self.reports <= _WARMUP_REPORTS):
             self.seconds = seconds
         else:
             self.seconds = old + (seconds - old) * (0.5 if seconds > old or calls >= 32 else 0.3)
-        if self.pace is not None:
-            self.pace[0] = self.seconds
+        if self.shared_seconds is not None:
+            self.shared_seconds[0] = self.seconds
 
 
 class _Entry(NamedTuple):
@@ -116,13 +116,13 @@ class KnownFunctions:
 
     Definitions that can be called no more, and the oldest ones if there are too many, are to be
     forgotten by that process. One thread at a time uses this object. A definition may die in any
-    thread and at any point of its code: then only its number is appended to `unused`, and `ended`
-    is called.
+    thread and at any point of its code: then only its number is appended to `unused`, and
+    `on_unused` is called.
     """
 
-    def __init__(self, ended: Callable[[], object] | None = None) -> None:
+    def __init__(self, on_unused: Callable[[], object] | None = None) -> None:
         self.unused: deque[int] = deque()
-        self._ended = ended
+        self._on_unused = on_unused
         # number -> (definition, bytes), oldest first
         self._known: dict[int, tuple[ref[Any], int]] = {}
         self._bytes = 0
@@ -134,29 +134,29 @@ class KnownFunctions:
         """Record `definition` as sent; yield the numbers of those to forget first, to make room."""
         known, number, size = self._known, definition.number, len(definition.payload)
         while known and (
-            len(known) >= _DEFINITIONS_KEPT or self._bytes + size > _DEFINITION_BYTES_KEPT
+            len(known) >= _MAX_DEFINITIONS or self._bytes + size > _MAX_DEFINITION_BYTES
         ):
             oldest = next(iter(known))
             self.remove(oldest)
             yield oldest
-        known[number] = ref(definition, partial(self._end, number)), size
+        known[number] = ref(definition, partial(self._mark_unused, number)), size
         self._bytes += size
 
     def remove(self, number: int) -> None:
         """Record that the process no longer has this definition."""
         self._bytes -= self._known.pop(number, (None, 0))[1]
 
-    def take_unused(self) -> Iterator[int]:
+    def pop_unused(self) -> Iterator[int]:
         """Yield the numbers of definitions to forget because no call of these can come any more."""
         while self.unused:
             number = self.unused.popleft()
             self.remove(number)
             yield number
 
-    def _end(self, number: int, _: object) -> None:
+    def _mark_unused(self, number: int, _: object) -> None:
         self.unused.append(number)
-        if self._ended is not None:
-            self._ended()
+        if self._on_unused is not None:
+            self._on_unused()
 
 
 class FunctionRegistry:
@@ -181,46 +181,44 @@ class FunctionRegistry:
         # The last function without guards, and its definition.
         self._last: tuple[ref[Any], Any] = (ref(self), None)
         self._code: dict[str, RemoteFunction] = {}
-        self._paces: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
+        self._shared_seconds: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
 
-    def define(self, work: str | Callable[..., Any]) -> RemoteFunction:
-        """Return the definition of `work`.
+    def define(self, fn: str | Callable[..., Any]) -> RemoteFunction:
+        """Return the definition of `fn`.
 
         Raises the errors of its pickling, with a note that names the function.
         """
         same: RemoteFunction
         last, same = self._last
-        if work is last():
+        if fn is last():
             return same
-        if isinstance(work, str):
-            return self._define_code(work)
-        entry = self._entries.get(id(work))
+        if isinstance(fn, str):
+            return self._define_code(fn)
+        entry = self._entries.get(id(fn))
         if entry is not None:
             function, guards, definition = entry
-            if function() is work and (not guards or all(map(_stands, guards))):
+            if function() is fn and (not guards or all(map(_is_valid, guards))):
                 if not guards:
                     self._last = function, definition
                 return definition
         try:
-            with meeting(self.directory) as pickling:
-                payload = pack(work, self.snapshot, self.store)
+            with PicklingContext(self.directory) as pickling:
+                payload = pack(fn, self.snapshot, self.store)
         except Exception as error:
-            error.add_note(f"while pickling the work itself, {label(work)}")
+            error.add_note(f"while pickling the function itself, {label(fn)}")
             raise
         kind = (
-            DEFINE_OVERLAPPING
-            if self._overlaps and is_coroutine_function(work)
-            else DEFINE_CALLABLE
+            DEFINE_OVERLAPPING if self._overlaps and is_coroutine_function(fn) else DEFINE_CALLABLE
         )
-        definition = RemoteFunction(next(_numbers), kind, payload, label(work))
-        definition.kept, definition.moved = pickling.met or {}, pickling.moved or []
-        definition.captures = bool(pickling.met or pickling.moved)
+        definition = RemoteFunction(next(_numbers), kind, payload, label(fn))
+        definition.kept, definition.moved = pickling.remote_objects or {}, pickling.moved or []
+        definition.captures = bool(pickling.remote_objects or pickling.moved)
         if entry is not None:
             definition.seconds = entry.definition.seconds
-        if not self._remember(work, definition):
-            definition.once = True
-            definition.pace = self._paces.setdefault(_kin(work), [None])
-            definition.seconds = definition.pace[0]
+        if not self._remember(fn, definition):
+            definition.single_use = True
+            shared = self._shared_seconds.setdefault(_similarity_key(fn), [None])
+            definition.shared_seconds, definition.seconds = shared, shared[0]
         return definition
 
     def forget(self) -> None:
@@ -233,22 +231,22 @@ class FunctionRegistry:
         if known is None:
             payload = source.encode("utf-8", "surrogatepass")
             known = RemoteFunction(next(_numbers), DEFINE_CODE, payload, f"code {source[:60]!r}")
-            if len(self._code) >= _KEPT_CODE:
+            if len(self._code) >= _MAX_CODE_STRINGS:
                 self._code.clear()
             self._code[source] = known
         return known
 
-    def _remember(self, work: Any, definition: RemoteFunction) -> bool:
-        if not isinstance(work, (FunctionType, BuiltinFunctionType, type, partial)):
+    def _remember(self, fn: Any, definition: RemoteFunction) -> bool:
+        if not isinstance(fn, (FunctionType, BuiltinFunctionType, type, partial)):
             return False  # An instance or a bound method: its state may change at any time.
         try:
-            guards = tuple(_guards(work, self.snapshot, set()))
+            guards = tuple(_guards(fn, self.snapshot, set()))
         except _Mutable:
             return False
-        key, entries = id(work), self._entries
-        # The callback pop(key, reference) runs before the memory of `work`, and so its id, can be
+        key, entries = id(fn), self._entries
+        # The callback pop(key, reference) runs before the memory of `fn`, and so its id, can be
         # reused.
-        entries[key] = _Entry(ref(work, partial(entries.pop, key)), guards, definition)
+        entries[key] = _Entry(ref(fn, partial(entries.pop, key)), guards, definition)
         return True
 
 
@@ -256,12 +254,12 @@ class _Mutable(Exception):
     """A captured object could change in place."""
 
 
-def label(work: object) -> str:
+def label(fn: object) -> str:
     """Return the name of a callable or code string for messages."""
-    if isinstance(work, str):
-        return f"code {work[:60]!r}"
-    name = getattr(work, "__qualname__", None) or getattr(work, "__name__", None)
-    return str(name) if name else f"a {type(work).__qualname__}"
+    if isinstance(fn, str):
+        return f"code {fn[:60]!r}"
+    name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
+    return str(name) if name else f"a {type(fn).__qualname__}"
 
 
 class _Weak(ref[Any]):
@@ -273,57 +271,58 @@ class _Weak(ref[Any]):
 class _Guard(NamedTuple):
     """The state that the pickle of one function or partial depends on."""
 
-    work: ref[Any]
+    fn: ref[Any]
     names: tuple[str, ...]  # names of globals
-    state: list[Any]  # at pickling: see `_state` and `_held`
+    state: list[Any]  # at pickling: see `_state` and `_comparable`
 
 
-def _stands(guard: _Guard) -> bool:
-    reference, names, then = guard
-    work = reference()
-    if work is None:
+def _is_valid(guard: _Guard) -> bool:
+    reference, names, state_then = guard
+    fn = reference()
+    if fn is None:
         return False
     try:
-        now = _state(work, names)
+        state_now = _state(fn, names)
     except ValueError:  # a cell has become empty
         return False
-    if len(now) != len(then):  # a keyword was added or removed
+    if len(state_now) != len(state_then):  # a keyword was added or removed
         return False
-    for held, value in zip(then, now):  # noqa: B905, SIM110 - `strict` and a generator take longer
-        if held is not value and not _is(held, value):
+    # `strict` and a generator take longer.
+    for held, value in zip(state_then, state_now):  # noqa: B905, SIM110
+        if held is not value and not _is_same(held, value):
             return False
     return True
 
 
-def _state(work: Any, names: tuple[str, ...]) -> list[Any]:
-    """Return all parts of `work` that can change; the values of its globals come last.
+def _state(fn: Any, names: tuple[str, ...]) -> list[Any]:
+    """Return all parts of `fn` that can change; the values of its globals come last.
 
     Raises `ValueError` if a cell is empty. This runs at each call. So there is no comprehension,
     which is a call, and no new tuple in the list, which would be compared item by item.
     """
-    if type(work) is not FunctionType:
-        keywords, state = work.keywords, [not work.__dict__, work.func, work.args]
+    if type(fn) is not FunctionType:
+        keywords, state = fn.keywords, [not fn.__dict__, fn.func, fn.args]
     else:
-        keywords, state = work.__kwdefaults__, [not work.__dict__, work.__code__, work.__defaults__]
-        for cell in work.__closure__ or ():
+        keywords, state = fn.__kwdefaults__, [not fn.__dict__, fn.__code__, fn.__defaults__]
+        for cell in fn.__closure__ or ():
             state.append(cell.cell_contents)
     if keywords:
         state += *keywords, *keywords.values()
     if names:
-        state += map(work.__globals__.get, names, _not_there)
+        state += map(fn.__globals__.get, names, _all_missing)
     return state
 
 
-_HELD = frozenset((*ATOMS, CodeType))
+_LEAF_TYPES = frozenset((*ATOMIC_TYPES, CodeType))
 """Types whose objects refer only to objects of these types."""
 
 
-def _held(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return a stand-in that identifies `value` later and never leads back to a function."""
     if type(value) is tuple:
-        held = tuple(map(_held, value))
+        held = tuple(map(_comparable, value))
         return value if all(map(is_, held, value)) else held
-    if type(value) in _HELD:
+    if type(value) in _LEAF_TYPES:
         return value
     try:
         return _Weak(value)
@@ -332,7 +331,7 @@ def _held(value: Any) -> Any:
         return value
 
 
-def _is(held: Any, value: Any) -> bool:
+def _is_same(held: Any, value: Any) -> bool:
     if held is value:
         return True
     if type(held) is _Weak:
@@ -340,36 +339,36 @@ def _is(held: Any, value: Any) -> bool:
     return (
         type(held) is type(value) is tuple
         and len(held) == len(value)
-        and all(map(_is, held, value))
+        and all(map(_is_same, held, value))
     )
 
 
-def _guards(work: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
-    """Yield the guards of `work` and of all that it captures.
+def _guards(fn: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
+    """Yield the guards of `fn` and of all that it captures.
 
     Raises `_Mutable` if a later check would not show a change.
     """
-    if id(work) in seen or by_reference(work, snapshot):
+    if id(fn) in seen or goes_by_reference(fn, snapshot):
         return
-    seen.add(id(work))
-    if not isinstance(work, (FunctionType, partial)) or work.__dict__:
+    seen.add(id(fn))
+    if not isinstance(fn, (FunctionType, partial)) or fn.__dict__:
         raise _Mutable  # a class by value, or an object with attributes
-    names = () if isinstance(work, partial) else tuple(set(_names(work.__code__)))
+    names = () if isinstance(fn, partial) else tuple(set(_global_names(fn.__code__)))
     try:
-        state = _state(work, names)
+        state = _state(fn, names)
     except ValueError as empty:
         raise _Mutable from empty
-    yield _Guard(ref(work), names, list(map(_held, state)))
-    of_main = isinstance(work, FunctionType) and work.__globals__ is main_namespace()
+    yield _Guard(ref(fn), names, list(map(_comparable, state)))
+    of_main = isinstance(fn, FunctionType) and fn.__globals__ is main_namespace()
     own = len(state) - len(names)
     for name, value in zip(names, state[own:], strict=True):
-        if value is not _NOT_THERE and not (of_main and snapshot.unchanged(name, value)):
+        if value is not _MISSING and not (of_main and snapshot.unchanged(name, value)):
             yield from _guards_of_value(value, snapshot, seen)
     yield from _guards_of_value(tuple(state[:own]), snapshot, seen)
 
 
 def _guards_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
-    if isinstance(value, (*ATOMS, ModuleType, CodeType)):
+    if isinstance(value, (*ATOMIC_TYPES, ModuleType, CodeType)):
         return
     if isinstance(value, (FunctionType, BuiltinFunctionType, type, partial)):
         yield from _guards(value, snapshot, seen)
@@ -380,28 +379,28 @@ def _guards_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iter
         raise _Mutable
 
 
-def by_reference(work: Any, snapshot: MainSnapshot) -> bool:
-    module = getattr(work, "__module__", None)
+def goes_by_reference(fn: Any, snapshot: MainSnapshot) -> bool:
+    module = getattr(fn, "__module__", None)
     if module == "__main__":
-        return snapshot.holds(work)
+        return snapshot.holds(fn)
     found: Any = sys.modules.get(module or "")
-    for step in getattr(work, "__qualname__", "").split("."):
+    for step in getattr(fn, "__qualname__", "").split("."):
         found = getattr(found, step, None)
-    return found is work
+    return found is fn
 
 
-def _kin(work: Any) -> Any:
-    """Return a key that `work` shares with similar callables, whose calls probably take as long."""
-    if isinstance(work, partial):
-        return _kin(work.func)
-    if isinstance(work, FunctionType):
-        return work.__code__
-    return getattr(work, "__func__", None) or type(work)
+def _similarity_key(fn: Any) -> Any:
+    """Return a key that `fn` shares with similar callables, whose calls probably take as long."""
+    if isinstance(fn, partial):
+        return _similarity_key(fn.func)
+    if isinstance(fn, FunctionType):
+        return fn.__code__
+    return getattr(fn, "__func__", None) or type(fn)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _global_names(code: CodeType) -> Iterator[str]:
     # Globals and attributes alike: the name of an attribute costs one look-up.
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _global_names(constant)

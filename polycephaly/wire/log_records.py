@@ -15,20 +15,20 @@ import logging
 import os
 from typing import Any
 
-from .chunks import LONGEST
+from .chunks import MAX_BODY_BYTES
 
 __all__ = ["pack_record", "unpack_record"]
 
 _FIELDS = (
-    "name", "levelno", "levelname", "msg", "pathname", "lineno", "funcName", "created", "msecs", "relativeCreated",
-    "process", "thread", "threadName", "exc_text", "stack_info",
+    "name", "levelno", "levelname", "msg", "pathname", "lineno", "funcName", "created", "msecs",
+    "relativeCreated", "process", "thread", "threadName", "exc_text", "stack_info",
 )  # fmt: skip
-_TYPES = (str, int, str, str, str, int)  # of the first fields, which every record has
-_KNOWN = {*_FIELDS, "args", "exc_info", "filename", "module", "processName", "message"}
-_MOST = LONGEST - 32  # bytes; the record's number stands beside it in the chunk
-# Limits in characters for each text of a record that is too long, tried in this order. JSON may use
-# twelve bytes for one character.
-_CUTS = (LONGEST // 32, LONGEST // 128)
+_FIELD_TYPES = (str, int, str, str, str, int)  # of the first fields, which every record has
+_STANDARD_FIELDS = {*_FIELDS, "args", "exc_info", "filename", "module", "processName", "message"}
+_MAX_RECORD_BYTES = MAX_BODY_BYTES - 32  # the record's number is in the same chunk
+# Limits for each text of a record that is too long, tried in this order. JSON may use twelve bytes
+# for one character.
+_MAX_TEXT_CHARACTERS = (MAX_BODY_BYTES // 32, MAX_BODY_BYTES // 128)
 
 _formatter = logging.Formatter()
 
@@ -44,16 +44,18 @@ def pack_record(record: logging.LogRecord) -> str:
     if record.exc_info and not record.exc_text:
         values[13] = _formatter.formatException(record.exc_info)
     rest = {
-        name: value for name, value in fields.items() if name not in _KNOWN and value is not None
+        name: value
+        for name, value in fields.items()
+        if name not in _STANDARD_FIELDS and value is not None
     }
     try:
         body = _encode((values, rest))
     except (TypeError, ValueError):  # keys that are not strings, or a reference cycle
         body = _encode((values, {str(name): _plain(value) for name, value in rest.items()}))
-    for most in _CUTS:
-        if len(body) <= _MOST:
+    for limit in _MAX_TEXT_CHARACTERS:
+        if len(body) <= _MAX_RECORD_BYTES:
             break
-        body = _encode(([_cut(value, most) for value in values], {}))
+        body = _encode(([_shorten(value, limit) for value in values], {}))
     return body
 
 
@@ -67,20 +69,20 @@ def unpack_record(body: str, drone: str) -> logging.LogRecord:
     values, rest = json.loads(body)
     if (
         len(values) != len(_FIELDS)
-        or not all(map(isinstance, values, _TYPES))
+        or not all(map(isinstance, values, _FIELD_TYPES))
         or not isinstance(rest, dict)
     ):
-        raise ValueError("this is no log record")
+        raise ValueError("malformed log record")
     if not all(
         text is None or isinstance(text, str) for text in values[-2:]
-    ) or not _KNOWN.isdisjoint(rest):
-        raise ValueError("this is a log record with what no record has there")
+    ) or not _STANDARD_FIELDS.isdisjoint(rest):
+        raise ValueError("malformed log record: an invalid text, or an extra standard field")
     record = logging.LogRecord.__new__(logging.LogRecord)
     fields = record.__dict__
     fields.update(taskName=None)
     fields.update(zip(_FIELDS, values, strict=True))
-    below = rest.get("drone")
-    name = f"{drone}/{below}" if isinstance(below, str) else drone
+    inner = rest.get("drone")  # if the record came from a drone of the drone
+    name = f"{drone}/{inner}" if isinstance(inner, str) else drone
     filename = os.path.basename(record.pathname)
     fields.update(
         rest, args=None, exc_info=None, filename=filename, module=os.path.splitext(filename)[0]
@@ -100,9 +102,9 @@ def _text(value: object) -> str:
         return f"<a {type(value).__qualname__} whose str raises {type(error).__qualname__}>"
 
 
-def _cut(value: Any, most: int) -> Any:
-    if isinstance(value, str) and len(value) > most:
-        return f"{value[:most]} ... ({len(value) - most} more characters)"
+def _shorten(value: Any, limit: int) -> Any:
+    if isinstance(value, str) and len(value) > limit:
+        return f"{value[:limit]} ... ({len(value) - limit} more characters)"
     return value
 
 

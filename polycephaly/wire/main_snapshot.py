@@ -20,18 +20,25 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from ..store.arena import Arena, Full, Keep, view
+from ..store.arena import Arena, Full, RangeRef, view
 from ..store.blocks import Store
-from ..store.references import Serialized, load_beside
-from .pickling import MainSnapshot, capture, main_namespace, pack_strictly, pickled_size, stored
+from ..store.references import Serialized, load_with_buffers
+from .pickling import (
+    MainSnapshot,
+    capture,
+    main_namespace,
+    pack_strictly,
+    pickled_size,
+    store_pickle,
+)
 
-__all__ = ["Snapshot", "enter", "take"]
+__all__ = ["Snapshot", "restore_snapshot", "take_snapshot"]
 
-LARGEST = 16 << 20
+MAX_PICKLE_BYTES = 16 << 20
 """Limit in bytes of the pickle of one name, if there is no shared memory for it."""
-_OF_THE_INTERPRETER = frozenset((
-    "__annotate__", "__annotations__", "__builtins__", "__cached__", "__conditional_annotations__", "__loader__",
-    "__name__", "__spec__",
+_INTERPRETER_NAMES = frozenset((
+    "__annotate__", "__annotations__", "__builtins__", "__cached__", "__conditional_annotations__",
+    "__loader__", "__name__", "__spec__",
 ))  # fmt: skip
 """Names that each `__main__` has for itself. Other names that begin with two underscores are the
 user's.
@@ -41,22 +48,22 @@ user's.
 class Placed(NamedTuple):
     """A pickle whose large parts are in the arena.
 
-    The process that took the snapshot holds the segments.
+    The process that took the snapshot holds the ranges.
     """
 
     inline: bytes
-    # Offset and length of the segment; start and length of the part in it.
+    # Offset and length of the range; start and length of the part in it.
     places: list[tuple[int, int, int, int]]
 
     def load(self, arena: Arena | None) -> Any:
         assert arena is not None  # None only if there was no store, and then nothing is `Placed`
         views = []
         for offset, whole, start, length in self.places:
-            keep = Keep(arena, offset, whole)
+            range_ref = RangeRef(arena, offset, whole)
             # The controller process owns the range: the end of this object frees nothing.
-            keep.lasting = True
-            views.append(view(keep)[start : start + length])
-        return load_beside(self.inline, views)
+            range_ref.permanent = True
+            views.append(view(range_ref)[start : start + length])
+        return load_with_buffers(self.inline, views)
 
 
 class Snapshot(NamedTuple):
@@ -70,77 +77,78 @@ class Snapshot(NamedTuple):
         return [*self.definitions, *self.data]
 
 
-def take(store: Store | None = None, held: list[Keep] | None = None) -> Snapshot:
+def take_snapshot(store: Store | None = None, range_refs: list[RangeRef] | None = None) -> Snapshot:
     """Return a snapshot of this process's `__main__`.
 
-    Segments used in the store are added to `held`; the caller keeps them while drones may open
+    Ranges used in the store are added to `range_refs`; the caller keeps them while drones may open
     them.
     """
-    taken = Snapshot({}, {}, {})
+    snapshot = Snapshot({}, {}, {})
     main = main_namespace()
-    names = {name: main[name] for name in list(main) if name not in _OF_THE_INTERPRETER}
+    names = {name: main[name] for name in list(main) if name not in _INTERPRETER_NAMES}
     for name, value in names.items():
         if (
             isinstance(value, (FunctionType, type))
             and getattr(value, "__module__", None) == "__main__"
         ):
-            _try(
+            _add_pickle(
                 name,
-                taken.definitions,
-                taken.left_out,
-                held,
-                lambda value=value: _definition(value, store),
+                snapshot.definitions,
+                snapshot.left_out,
+                range_refs,
+                lambda value=value: _pickle_definition(value, store),
             )
-    defined = MainSnapshot(taken.definitions)
+    defined = MainSnapshot(snapshot.definitions)
     for name, value in names.items():
-        if name not in taken.definitions and name not in taken.left_out:
-            _try(
+        if name not in snapshot.definitions and name not in snapshot.left_out:
+            _add_pickle(
                 name,
-                taken.data,
-                taken.left_out,
-                held,
-                lambda value=value: _captured(value, defined, store),
+                snapshot.data,
+                snapshot.left_out,
+                range_refs,
+                lambda value=value: _pickle_data(value, defined, store),
             )
-    return taken
+    return snapshot
 
 
-def enter(snapshot: Snapshot, arena: Arena | None = None) -> MainSnapshot:
+def restore_snapshot(snapshot: Snapshot, arena: Arena | None = None) -> MainSnapshot:
     """Put the snapshot into this process's `__main__`, except values that cannot be opened."""
     main = main_namespace()
-    for name, packed in {**snapshot.definitions, **snapshot.data}.items():
+    for name, pickled in {**snapshot.definitions, **snapshot.data}.items():
         try:
-            main[name] = packed.load(arena) if isinstance(packed, Placed) else loads(packed)
+            main[name] = pickled.load(arena) if isinstance(pickled, Placed) else loads(pickled)
         except Exception as error:
             print(
-                f"{name} of the main image is not here: {type(error).__name__}: {error}",
+                f"{name} of the controller process could not be loaded: "
+                f"{type(error).__name__}: {error}",
                 file=sys.stderr,
             )
     return MainSnapshot(snapshot.names())
 
 
-def _try(
+def _add_pickle(
     name: str,
-    into: dict[str, bytes | Placed],
+    target: dict[str, bytes | Placed],
     left_out: dict[str, str],
-    held: list[Keep] | None,
-    packed: Callable[..., bytes | Serialized],
+    range_refs: list[RangeRef] | None,
+    pickle_value: Callable[..., bytes | Serialized],
 ) -> None:
     try:
-        made = packed()
+        pickled = pickle_value()
     except _TooLarge as error:
         left_out[name] = str(error)
     except Exception as error:
-        left_out[name] = f"it cannot be pickled: {type(error).__name__}: {error}"
+        left_out[name] = f"the value cannot be pickled: {type(error).__name__}: {error}"
     else:
-        if isinstance(made, Serialized):
-            assert held is not None
-            held += [segment for segment, _, _ in made.places]
-            into[name] = Placed(
-                made.inline,
-                [(s.offset, s.length, start, length) for s, start, length in made.places],
+        if isinstance(pickled, Serialized):
+            assert range_refs is not None
+            range_refs += [range_ref for range_ref, _, _ in pickled.places]
+            target[name] = Placed(
+                pickled.inline,
+                [(r.offset, r.length, start, length) for r, start, length in pickled.places],
             )
         else:
-            into[name] = made
+            target[name] = pickled
 
 
 class _TooLarge(Exception):
@@ -148,13 +156,14 @@ class _TooLarge(Exception):
 
 
 def _check_size(size: int) -> None:
-    if size > LARGEST:
+    if size > MAX_PICKLE_BYTES:
         raise _TooLarge(
-            f"it is too large to be copied to every drone ({size >> 20:,} MiB): share or push it"
+            f"the value is too large to be copied to every drone ({size >> 20:,} MiB): share or "
+            "push the value"
         )
 
 
-def _captured(value: Any, defined: MainSnapshot, store: Store | None) -> bytes | Serialized:
+def _pickle_data(value: Any, defined: MainSnapshot, store: Store | None) -> bytes | Serialized:
     if store is not None:
         try:
             return pack_strictly(value, defined, store)
@@ -165,10 +174,10 @@ def _captured(value: Any, defined: MainSnapshot, store: Store | None) -> bytes |
     return capture(value, defined)
 
 
-def _definition(value: Any, store: Store | None) -> bytes | Serialized:
+def _pickle_definition(value: Any, store: Store | None) -> bytes | Serialized:
     file = io.BytesIO()
     _Definitions(file, protocol=5).dump(value)
-    packed = stored(file.getvalue(), store)
+    packed = store_pickle(file.getvalue(), store)
     if isinstance(packed, bytes):
         _check_size(len(packed))
     return packed

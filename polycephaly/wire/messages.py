@@ -13,7 +13,7 @@
     RECALL    -> drone   give back the tasks that have not started
     RETURNED  drone ->   numbers: tasks that have not started and will not start here
     OPEN      -> drone   connect the DEALER: a message waits that the fast transport cannot carry
-    FRAMES    both ways  numbers (request,); reply: the request, and JSON: where threads and tasks are
+    FRAMES    both ways  numbers (request,); reply: the request, JSON: where threads and tasks are
     STOP      -> drone   finish the tasks received, then end
 
 A ROUTER adds the sender's identity in front of the frames.
@@ -29,8 +29,9 @@ from struct import pack as struct_pack
 from typing import Any
 
 __all__ = [
-    "Item", "Malformed", "Outcome", "TaskBatch", "head_type", "numbers", "pack_frames", "pack_numbers", "pack_outcome",
-    "pack_outcomes", "pack_values", "status_of", "unpack_frames", "unpack_outcomes", "unpack_together", "unpack_work",
+    "Item", "Malformed", "Outcome", "TaskBatch", "message_type", "pack_frames", "pack_numbers",
+    "pack_outcome", "pack_outcomes", "pack_values", "status_of", "unpack_frames", "unpack_lists",
+    "unpack_numbers", "unpack_outcomes", "unpack_work",
 ]  # fmt: skip
 
 # A batch carries one pickle per task, opaque here, so a broken pickle affects only its own task.
@@ -52,21 +53,23 @@ FRAMES = b"F"
 # Kinds of WORK items.
 DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)
 DEFINES = (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING)
-CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS, CAME_BACK, BRING, FETCH, DROP = range(5, 14)
+CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS = range(5, 10)
+RELEASE_RANGE, STORE, FETCH, DROP = range(10, 14)
 # Statuses of RESULTS items.
-VALUE, ERROR, WITHDRAWN, SPLIT, VALUES, LOAN_OVER, TRAIL, PACKED, NOT_PACKED, GIVEN = range(1, 11)
+VALUE, ERROR, WITHDRAWN, SPLIT, VALUES = range(1, 6)
+RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES = range(6, 11)
 # CALLS and VALUES stand for many tasks at once, whose arguments or values are small and immutable:
-# pickles of (numbers, arguments) and of (numbers, start times, end times, values). TRAIL belongs to
-# no task: it is the event log of green threads, as JSON (timeline/trail.py). BRING, FETCH and DROP
-# concern a kept value (drone/store.py), and PACKED and NOT_PACKED answer FETCH: their number is
-# that of the task whose value is kept, or the number that the drone gave to the value. GIVEN lists
-# the values made by a drone whose handles are in the result of a task. CAME_BACK and LOAN_OVER
-# belong to no task: their number is that of an object reference (store/references.py) that the
-# receiver no longer needs.
+# pickles of (numbers, arguments) and of (numbers, start times, end times, values). EVENT_LOG
+# belongs to no task: it is the event log of green threads, as JSON (timeline/trail.py). STORE,
+# FETCH and DROP concern a kept value (drone/store.py), and PACKED and NOT_PACKED answer FETCH:
+# their number is that of the task whose value is kept, or the number that the drone gave to the
+# value. KEPT_VALUES lists the values made by a drone whose handles are in the result of a task.
+# RELEASE_RANGE and RANGE_RELEASED belong to no task: their number is that of an object reference
+# (store/references.py) that its receiver no longer needs.
 
 LARGE = 0x80
 """Bit of an item's kind: its payload is a frame of its own, which avoids a copy into the body."""
-LARGE_FROM = 64 * 1024
+MIN_LARGE_BYTES = 64 * 1024
 SHARED = 0x40
 """Bit of an item's kind: its payload is the header (store/references.py) of shared memory."""
 KEEP = 0x20
@@ -93,7 +96,7 @@ output.
 """
 
 
-def head_type(frames: Sequence[Any]) -> bytes:
+def message_type(frames: Sequence[Any]) -> bytes:
     """Return the type byte of a message, given its frames without the identity."""
     if not frames or not len(frames[0]):
         raise Malformed("a message without a head")
@@ -104,7 +107,7 @@ def pack_numbers(kind: bytes, values: Sequence[int] = ()) -> list[bytes]:
     return [kind + struct_pack(f"<{len(values)}Q", *values)]
 
 
-def numbers(frames: Sequence[Any]) -> tuple[int, ...]:
+def unpack_numbers(frames: Sequence[Any]) -> tuple[int, ...]:
     if len(frames) != 1 or len(frames[0]) % 8 != 1:
         raise Malformed(f"{len(frames)} frames: not an array of numbers")
     body = frames[0][1:]
@@ -120,10 +123,10 @@ def unpack_frames(frames: Sequence[Any]) -> tuple[int, dict[str, Any]]:
     try:
         (request,) = unpack_from("<Q", frames[0], 1)
         answer = json.loads(bytes(frames[0][9:]))
-    except (error, ValueError, RecursionError) as wrong:
-        raise Malformed(f"an answer about frames that is none: {wrong}") from wrong
+    except (error, ValueError, RecursionError) as cause:
+        raise Malformed(f"a malformed reply to FRAMES: {cause}") from cause
     if len(frames) != 1 or not isinstance(answer, dict):
-        raise Malformed("an answer about frames that is none")
+        raise Malformed("a malformed reply to FRAMES")
     return request, answer
 
 
@@ -142,7 +145,7 @@ class TaskBatch:
 
     def add(self, number: int, kind: int, definition: int, payload: bytes) -> None:
         size = len(payload)
-        if size < LARGE_FROM:
+        if size < MIN_LARGE_BYTES:
             self._body.append(payload)
         else:
             kind |= LARGE
@@ -165,8 +168,8 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
         raise Malformed(f"a batch of {len(frames)} frames")
     try:
         entries = _ITEM.iter_unpack(frames[0][1:])
-    except error as wrong:
-        raise Malformed(f"a batch with a head of {len(frames[0])} bytes") from wrong
+    except error as cause:
+        raise Malformed(f"a batch with a head of {len(frames[0])} bytes") from cause
     body, large = frames[1], iter(frames[2:])
     items: list[Item] = []
     at = 0
@@ -175,7 +178,7 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
             kind &= ~LARGE
             payload = next(large, None)
             if payload is None or len(payload) != size:
-                raise Malformed(f"item {number}: its large payload is missing or not {size} bytes")
+                raise Malformed(f"item {number}: large payload missing, or not {size} bytes")
         else:
             payload = body[at : at + size]
             at += size
@@ -184,7 +187,7 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
         items.append((number, kind, definition, payload))
     if at != len(body) or next(large, None) is not None:
         raise Malformed(
-            f"payloads of {at} bytes in a body of {len(body)}, or large frames too many"
+            f"payloads of {at} bytes in a body of {len(body)} bytes, or too many large frames"
         )
     return items
 
@@ -222,19 +225,19 @@ def pack_values(
     return pack_outcome(0, VALUES, started[0], finished[-1], payload, b"")
 
 
-def unpack_together(payload: Any, count: int) -> tuple[list[Any], ...]:
+def unpack_lists(payload: Any, count: int) -> tuple[list[Any], ...]:
     """Return the lists of a CALLS or VALUES payload: `count` lists of equal length.
 
     The first list holds integers. Raises `Malformed` if the payload has another shape.
     """
     try:
         lists = loads(payload)
-    except Exception as wrong:
-        raise Malformed(f"a pickle of many works: {type(wrong).__name__}: {wrong}") from wrong
+    except Exception as cause:
+        raise Malformed(f"a batch pickle: {type(cause).__name__}: {cause}") from cause
     if type(lists) is not tuple or len(lists) != count or set(map(type, lists)) != {list}:
-        raise Malformed("a pickle of many works which is none")
+        raise Malformed(f"a batch pickle that is not {count} lists")
     if len(set(map(len, lists))) != 1 or set(map(type, lists[0])) != {int}:
-        raise Malformed("a pickle of many works, whose numbers are none, or not as many")
+        raise Malformed("a batch pickle whose lists differ in length, or whose numbers are not int")
     return lists
 
 
@@ -251,11 +254,11 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
             status &= ~LARGE
             payload = next(large, None)
             if payload is None:
-                raise Malformed(f"outcome {number}: its large payload is missing")
+                raise Malformed(f"outcome {number}: large payload missing")
         else:
             payload = body[at : at + size]
             at += size
-        if not VALUE <= status & ~SHARED <= GIVEN:
+        if not VALUE <= status & ~SHARED <= KEPT_VALUES:
             raise Malformed(f"outcome {number}: unknown status {status}")
         output = ""
         if printed:
@@ -265,5 +268,5 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
     # A slice past the end is short and raises no error, so the bytes used are compared with the
     # body.
     if at != end or next(large, None) is not None:
-        raise Malformed(f"entries of {at} bytes in a body of {end}, or large frames too many")
+        raise Malformed(f"entries of {at} bytes in a body of {end} bytes, or too many large frames")
     return outcomes

@@ -26,10 +26,10 @@ from .chunks import LOG, MARK, ORDER, TAG, ChunkParser
 from .log_records import unpack_record
 
 __all__ = [
-    "Heard",
     "Line",
     "LineSplitter",
     "Listener",
+    "OutputItems",
     "OutputMerger",
     "OutputRecord",
     "OutputSource",
@@ -37,15 +37,15 @@ __all__ = [
     "forward",
 ]
 
-told_in: contextvars.Context | None = None
+delivery_context: contextvars.Context | None = None
 """If set, lines and records are delivered in a copy of this context: in a notebook, the context of
 the cell that the output appears under.
 """
 
-_LONGEST = 4 << 20  # limit in bytes of a line
-_CHUNK = 64 * 1024
+_MAX_LINE_BYTES = 4 << 20
+_READ_BYTES = 64 * 1024
 # Reads of one pipe at a time: a drone that writes without end must not occupy the reactor.
-_READS = 16
+_MAX_READS = 16
 
 
 class Line(str):
@@ -98,7 +98,7 @@ class OutputRecord:
                 forward(Line(each, self.drone, "stderr"))
 
 
-Heard = list[Line | OutputRecord]
+OutputItems = list[Line | OutputRecord]
 Listener = Callable[[Line], object]
 
 
@@ -110,8 +110,8 @@ class LineSplitter:
         self._name = name
         self._rest: list[bytes] = []  # bytes read that do not end a line yet
         self._size = 0
-        self._sorter = ChunkParser()
-        self._tag = self._rests_tag = ""
+        self._parser = ChunkParser()
+        self._tag = self._rest_tag = ""
         self.open = True
 
     def read(self) -> list[Line | OutputRecord | int]:
@@ -121,60 +121,60 @@ class LineSplitter:
         """
         raise NotImplementedError
 
-    def _sort(self, new: bytes) -> list[Line | OutputRecord | int]:
+    def _parse(self, new: bytes) -> list[Line | OutputRecord | int]:
         """Return the items in `new`, which is the end of the output if `open` is False."""
-        heard: list[Line | OutputRecord | int] = []
-        if MARK in new or self._sorter.held or not self.open:
-            for each in self._sorter.sort(new, last=not self.open):
+        items: list[Line | OutputRecord | int] = []
+        if MARK in new or self._parser.unparsed or not self.open:
+            for each in self._parser.parse(new, last=not self.open):
                 if isinstance(each, bytes):
-                    self._split(each, heard)
+                    self._split(each, items)
                 else:
-                    self._take(*each, heard)
+                    self._handle_chunk(*each, items)
             if not self.open:
-                self._split(b"", heard, last=True)
+                self._split(b"", items, last=True)
         else:
-            self._split(new, heard)
-        return heard
+            self._split(new, items)
+        return items
 
-    def _take(self, kind: str, body: str, heard: list[Line | OutputRecord | int]) -> None:
+    def _handle_chunk(self, kind: str, body: str, items: list[Line | OutputRecord | int]) -> None:
         if kind == TAG:
             if body != self._tag:
-                self._split(b"", heard, last=True)  # one task must not complete another task's line
+                self._split(b"", items, last=True)  # one task must not complete another task's line
             self._tag = body
             return
         try:
             if kind == LOG:
                 number, _, record = body.partition(" ")
-                heard.append(
+                items.append(
                     OutputRecord(int(number), unpack_record(record, self._drone), self._drone)
                 )
             elif kind == ORDER:
-                heard.append(int(body))
+                items.append(int(body))
             else:
                 raise ValueError("no such kind")
         except (ValueError, TypeError, RecursionError):
             # The output contains text that looks like one of our chunks.
-            self._split(f"\x1epoly:{kind};{body}\x1e".encode(), heard)
+            self._split(f"\x1epoly:{kind};{body}\x1e".encode(), items)
 
     def _split(
-        self, new: bytes, heard: list[Line | OutputRecord | int], last: bool = False
+        self, new: bytes, items: list[Line | OutputRecord | int], last: bool = False
     ) -> None:
         if not self._size:
-            self._rests_tag = self._tag
+            self._rest_tag = self._tag
         self._rest.append(new)
         self._size += len(new)
-        if not last and b"\n" not in new and self._size <= _LONGEST:
+        if not last and b"\n" not in new and self._size <= _MAX_LINE_BYTES:
             return
         *whole, rest = b"".join(self._rest).split(b"\n")
-        # A line that is too long is delivered in pieces.
-        if rest and (last or len(rest) > _LONGEST):
+        # A line that is too long is delivered in parts.
+        if rest and (last or len(rest) > _MAX_LINE_BYTES):
             whole.append(rest)
             rest = b""
         for each in whole:
-            heard.append(
-                Line(each.decode("utf-8", "replace"), self._drone, self._name, self._rests_tag)
+            items.append(
+                Line(each.decode("utf-8", "replace"), self._drone, self._name, self._rest_tag)
             )
-            self._rests_tag = self._tag
+            self._rest_tag = self._tag
         self._rest, self._size = [rest], len(rest)
 
 
@@ -184,23 +184,23 @@ class OutputSource(LineSplitter):
     def __init__(self, fd: int, drone: str, name: str) -> None:
         super().__init__(drone, name)
         os.set_blocking(fd, False)
-        self._file = parent_death.own(FileIO(fd, "r"))
+        self._file = parent_death.close_in_child(FileIO(fd, "r"))
 
     def fileno(self) -> int:
         return self._file.fileno()
 
     def read(self) -> list[Line | OutputRecord | int]:
-        first = self._file.read(_CHUNK)
+        first = self._file.read(_READ_BYTES)
         if first is None:  # no output: nearly always so when read before a result is handled
             return []
-        pieces = [first]
-        while pieces[-1] and len(pieces) < _READS:
-            piece = self._file.read(_CHUNK)
-            if piece is None:
+        chunks = [first]
+        while chunks[-1] and len(chunks) < _MAX_READS:
+            data = self._file.read(_READ_BYTES)
+            if data is None:
                 break
-            pieces.append(piece)
-        self.open = bool(pieces[-1])
-        return self._sort(b"".join(pieces))
+            chunks.append(data)
+        self.open = bool(chunks[-1])
+        return self._parse(b"".join(chunks))
 
     def close(self) -> None:
         self.open = False
@@ -217,50 +217,58 @@ class OutputMerger:
     """
 
     def __init__(self) -> None:
-        self._seen = 0  # number of the last record
-        self._kept: list[Line | OutputRecord | int] = []
+        self._last_record = 0  # its number
+        self._postponed: list[Line | OutputRecord | int] = []
 
-    def read(self, streams: Sequence[LineSplitter]) -> Heard:
+    def read(self, streams: Sequence[LineSplitter]) -> OutputItems:
         """Read the given streams: stdout's and stderr's, as far as they are open."""
-        came = streams[-1].read() if streams else []
-        printed, kept = self._kept, len(self._kept)
+        from_stderr = streams[-1].read() if streams else []
+        printed, postponed = self._postponed, len(self._postponed)
         for stream in streams[:-1]:
             printed += stream.read()
-        if not came and not printed:  # nearly always
+        if not from_stderr and not printed:  # nearly always
             return []
-        errors = [each for each in came if not isinstance(each, int)]
-        self._seen = max(
-            [self._seen, *(each.number for each in errors if isinstance(each, OutputRecord))]
+        errors = [each for each in from_stderr if not isinstance(each, int)]
+        self._last_record = max(
+            [self._last_record, *(each.number for each in errors if isinstance(each, OutputRecord))]
         )
-        self._kept = []
-        heard: Heard = []
+        self._postponed = []
+        items: OutputItems = []
         rest = deque(errors)
         for at, each in enumerate(printed):
             if not isinstance(each, int):
-                heard.append(each)
-            elif each > self._seen and at >= kept and sum(stream.open for stream in streams) == 2:
-                self._kept = printed[at:]
+                items.append(each)
+            elif (
+                each > self._last_record
+                and at >= postponed
+                and sum(stream.open for stream in streams) == 2
+            ):
+                self._postponed = printed[at:]
                 break
             else:
                 while rest and not (isinstance(rest[0], OutputRecord) and rest[0].number > each):
-                    heard.append(rest.popleft())
-        heard += rest
-        return heard
+                    items.append(rest.popleft())
+        items += rest
+        return items
 
 
-def deliver(output: Listener | None, heard: Heard, output_listeners: dict[str, Listener]) -> None:
+def deliver(
+    output: Listener | None, items: OutputItems, output_listeners: dict[str, Listener]
+) -> None:
     """Pass lines to the listener of their tag, else to `output` if set; records to their loggers.
 
     Errors raised by these are logged.
     """
-    if told_in is not None:
-        told_in.copy().run(_deliver, output, heard, output_listeners)
+    if delivery_context is not None:
+        delivery_context.copy().run(_deliver_items, output, items, output_listeners)
     else:
-        _deliver(output, heard, output_listeners)
+        _deliver_items(output, items, output_listeners)
 
 
-def _deliver(output: Listener | None, heard: Heard, output_listeners: dict[str, Listener]) -> None:
-    for each in heard:
+def _deliver_items(
+    output: Listener | None, items: OutputItems, output_listeners: dict[str, Listener]
+) -> None:
+    for each in items:
         try:
             if isinstance(each, OutputRecord):
                 each.handle()
@@ -269,7 +277,7 @@ def _deliver(output: Listener | None, heard: Heard, output_listeners: dict[str, 
                 if listener is not None:
                     listener(each)
         except BaseException:  # SystemExit too: the items that follow must still be delivered
-            callbacks.exception("what %s printed or logged could not be told", each.drone)
+            callbacks.exception("output of drone %s could not be delivered", each.drone)
 
 
 def forward(line: Line) -> None:

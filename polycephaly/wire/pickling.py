@@ -36,35 +36,35 @@ import cloudpickle
 from cloudpickle.cloudpickle import _class_setstate
 
 from ..store.arena import Full
-from ..store.blocks import LARGE_PICKLE, Store
+from ..store.blocks import MIN_SHARED_PICKLE_BYTES, Store
 from ..store.references import Place, Serialized
 
 __all__ = [
-    "ATOMS",
-    "BULKY",
-    "LARGE_BUFFER",
+    "ATOMIC_TYPES",
+    "BULKY_TYPES",
+    "MIN_LARGE_BUFFER_BYTES",
     "MainSnapshot",
     "capture",
-    "common",
-    "join",
+    "common_snapshot",
+    "join_payloads",
     "pack",
-    "pack_beside",
+    "pack_out_of_band",
     "pack_strictly",
     "pickled_size",
-    "shared_with",
-    "stored",
+    "shared_snapshots",
+    "store_pickle",
 ]
 
-LARGE_BUFFER = 64 * 1024
+MIN_LARGE_BUFFER_BYTES = 64 * 1024
 """Minimum size in bytes of a buffer that is stored beside its pickle."""
-_CONTENT_FROM = 256 * 1024
+_MIN_CONTENT_BYTES = 256 * 1024
 """Bytes; a larger piece written by a pickler is the content of one bytes or str, or a frame."""
-_FRAMES = (pickle.FRAME, pickle.PROTO)
+_FRAME_OPCODES = (pickle.FRAME, pickle.PROTO)
 
-BULKY = frozenset((bytes, bytearray, str))
+BULKY_TYPES = frozenset((bytes, bytearray, str))
 """Types that pickle copies into its output; pass `bulky` to `pack` if such a value is large."""
 
-ATOMS = (type(None), bool, int, float, complex, str, bytes)
+ATOMIC_TYPES = (type(None), bool, int, float, complex, str, bytes)
 """Immutable types: for these, the same object has the same value for ever."""
 
 
@@ -81,33 +81,33 @@ class MainSnapshot:
         imported the main module, or that were sent to that process. For the `left_out` names, only
         a change can be detected.
         """
-        self._held: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         main = main_namespace()
         self._left_out = {
-            name: _hold(main[name])
+            name: _reference_to(main[name])
             for name in left_out
             if name in main and not name.startswith("__")
         }
         for name in list(main) if names is None else names:
             if name in main and not name.startswith("__"):
-                self._held[name] = _hold(main[name])
+                self._values[name] = _reference_to(main[name])
 
     def has(self, name: str) -> bool:
-        return name in self._held
+        return name in self._values
 
     def names(self) -> list[str]:
-        return list(self._held)
+        return list(self._values)
 
     def unchanged(self, name: str, value: object) -> bool:
         """Return whether `value` was bound to `name` at the snapshot."""
-        return self._is(self._held.get(name, self), value)
+        return self._is_same(self._values.get(name, self), value)
 
-    def _is(self, held: object, value: object) -> bool:
+    def _is_same(self, held: object, value: object) -> bool:
         if isinstance(held, ref):
             held = held()
             return held is not None and held is value
         return held is value or (
-            isinstance(value, ATOMS) and type(held) is type(value) and held == value
+            isinstance(value, ATOMIC_TYPES) and type(held) is type(value) and held == value
         )
 
     def is_current(self) -> bool:
@@ -117,9 +117,9 @@ class MainSnapshot:
         """
         main = main_namespace()
         names = [name for name in list(main) if not name.startswith("__")]
-        held = self._held | self._left_out
+        held = self._values | self._left_out
         return len(names) == len(held) and all(
-            self._is(held.get(name, self), main.get(name)) for name in names
+            self._is_same(held.get(name, self), main.get(name)) for name in names
         )
 
     def holds(self, definition: Any) -> bool:
@@ -138,29 +138,33 @@ class MainSnapshot:
         return found is definition
 
 
-class _Common(MainSnapshot):
+class _CommonSnapshot(MainSnapshot):
     """The content that several snapshots have in common."""
 
-    def __init__(self, all_of: Sequence[MainSnapshot]) -> None:
-        self._all = all_of
+    def __init__(self, snapshots: Sequence[MainSnapshot]) -> None:
+        self._snapshots = snapshots
 
     def has(self, name: str) -> bool:
-        return bool(self._all) and all(each.has(name) for each in self._all)
+        return bool(self._snapshots) and all(each.has(name) for each in self._snapshots)
 
     def unchanged(self, name: str, value: object) -> bool:
-        return bool(self._all) and all(each.unchanged(name, value) for each in self._all)
+        return bool(self._snapshots) and all(
+            each.unchanged(name, value) for each in self._snapshots
+        )
 
     def names(self) -> list[str]:
-        return [name for name in self._all[0].names() if self.has(name)] if self._all else []
+        if not self._snapshots:
+            return []
+        return [name for name in self._snapshots[0].names() if self.has(name)]
 
 
-def common() -> MainSnapshot:
+def common_snapshot() -> MainSnapshot:
     """Return the content shared with the parent process and with all started processes."""
-    known = [each() for each in shared_with]
-    return known[0] if len(known) == 1 else _Common(known)
+    snapshots = [each() for each in shared_snapshots]
+    return snapshots[0] if len(snapshots) == 1 else _CommonSnapshot(snapshots)
 
 
-shared_with: list[Callable[[], MainSnapshot]] = []
+shared_snapshots: list[Callable[[], MainSnapshot]] = []
 """Functions that return the snapshots which this process shares with others."""
 
 
@@ -171,18 +175,18 @@ def main_namespace() -> dict[str, Any]:
 def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> bytes:
     """Return the pickle of `value` as it is now, for a process that shares `snapshot`.
 
-    Raises the errors of the value's own pickling; if `small`, also `_Large` for a large buffer in
-    it.
+    Raises the errors of the value's own pickling; if `small`, also `_LargeBuffer` for a large
+    buffer in the value.
     """
     try:
         plain = dumps(value, 5, buffer_callback=_only_small if small else None)
-    except _Large:
+    except _LargeBuffer:
         raise
     except Exception:
         # A lambda, a local class, ...: only the by-value pickler can report the real error.
         plain = b"__main__"
     return (
-        plain if b"__main__" not in plain else b"".join(_with(_Capture, value, snapshot, None)[0])
+        plain if b"__main__" not in plain else b"".join(_dump(_Capture, value, snapshot, None)[0])
     )
 
 
@@ -201,7 +205,7 @@ def pack(
         except Exception:  # the value has large buffers, or the plain pickler cannot pickle it
             plain = b"__main__"
         if b"__main__" not in plain:
-            return plain if len(plain) < LARGE_PICKLE else stored(plain, store)
+            return plain if len(plain) < MIN_SHARED_PICKLE_BYTES else store_pickle(plain, store)
     try:
         return pack_strictly(value, snapshot, store)
     except (Full, OSError) as error:
@@ -211,13 +215,13 @@ def pack(
 
 def pickled_size(value: object, snapshot: MainSnapshot) -> int:
     """Return the bytes that `capture` would give, without copying large parts. Raises likewise."""
-    pieces, buffers, _alive = _in_pieces(value, snapshot)
+    pieces, buffers, _alive = _dump_in_pieces(value, snapshot)
     return sum(map(len, pieces)) + sum(each.nbytes for each in buffers)
 
 
-def pack_beside(value: object, snapshot: MainSnapshot) -> tuple[bytes, list[memoryview]]:
+def pack_out_of_band(value: object, snapshot: MainSnapshot) -> tuple[bytes, list[memoryview]]:
     """Return a pickle, and views of the large buffers beside it. Raises like `capture`."""
-    pieces, buffers, _alive = _in_pieces(value, snapshot)
+    pieces, buffers, _alive = _dump_in_pieces(value, snapshot)
     return b"".join(pieces), buffers
 
 
@@ -226,14 +230,14 @@ def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes 
 
     Large parts are copied once only.
     """
-    pieces, buffers, _alive = _in_pieces(value, snapshot)
-    views = _as_they_are(pieces)
+    pieces, buffers, _alive = _dump_in_pieces(value, snapshot)
+    views = _with_views(pieces)
     if views is None:
-        return _put([capture(value, snapshot)], [], store)
-    return _put(views, buffers, store)
+        return _store_pieces([capture(value, snapshot)], [], store)
+    return _store_pieces(views, buffers, store)
 
 
-def _as_they_are(pieces: list[bytes]) -> list[Any] | None:
+def _with_views(pieces: list[bytes]) -> list[Any] | None:
     """Return the pieces, with a memoryview of each bytearray.
 
     The views keep other threads from resizing the bytearrays during the copy. Returns None if a
@@ -250,23 +254,23 @@ def _as_they_are(pieces: list[bytes]) -> list[Any] | None:
 
 
 def _may_name_main(piece: bytes) -> bool:
-    return (len(piece) < _CONTENT_FROM or piece[:1] in _FRAMES) and b"__main__" in piece
+    return (len(piece) < _MIN_CONTENT_BYTES or piece[:1] in _FRAME_OPCODES) and b"__main__" in piece
 
 
-class _Large(Exception):
+class _LargeBuffer(Exception):
     """A buffer in the value is so large that it belongs beside the pickle."""
 
 
 def _only_small(buffer: PickleBuffer) -> bool:
     """The plain pickler's `buffer_callback`: True puts the buffer into the pickle."""
     with buffer.raw() as raw:
-        if raw.nbytes >= LARGE_BUFFER:
-            raise _Large
+        if raw.nbytes >= MIN_LARGE_BUFFER_BYTES:
+            raise _LargeBuffer
     return True
 
 
-def _with(
-    maker: Any, value: object, snapshot: MainSnapshot, buffers: list[memoryview] | None
+def _dump(
+    pickler_type: Any, value: object, snapshot: MainSnapshot, buffers: list[memoryview] | None
 ) -> tuple[list[bytes], object]:
     """Return the pieces of `value`'s pickle, and an object to keep alive as long as the pieces.
 
@@ -274,22 +278,22 @@ def _with(
     instead of being put into the pickle.
     """
 
-    def beside(buffer: PickleBuffer) -> bool:
+    def out_of_band(buffer: PickleBuffer) -> bool:
         if buffers is None:
             return True
         raw = buffer.raw()
-        if raw.nbytes < LARGE_BUFFER:
+        if raw.nbytes < MIN_LARGE_BUFFER_BYTES:
             return True
         buffers.append(raw)
         return False
 
     pieces = _Pieces()
-    pickler = maker(pieces, snapshot, beside)
+    pickler = pickler_type(pieces, snapshot, out_of_band)
     pickler.dump(value)
     return pieces, pickler
 
 
-def _in_pieces(
+def _dump_in_pieces(
     value: object, snapshot: MainSnapshot
 ) -> tuple[list[bytes], list[memoryview], object]:
     """Return the pieces of `value`'s pickle, the buffers beside it, and an object to keep alive.
@@ -298,13 +302,13 @@ def _in_pieces(
     """
     buffers: list[memoryview] = []
     try:
-        pieces, alive = _with(_Plain, value, snapshot, buffers)
+        pieces, alive = _dump(_Plain, value, snapshot, buffers)
         if not any(map(_may_name_main, pieces)):
             return pieces, buffers, alive
     except Exception:  # as in `capture`
         pass
     buffers = []
-    pieces, alive = _with(_Capture, value, snapshot, buffers)
+    pieces, alive = _dump(_Capture, value, snapshot, buffers)
     return pieces, buffers, alive
 
 
@@ -314,86 +318,88 @@ class _Pieces(list[bytes]):
     write = list.append
 
 
-def stored(pickled: bytes, store: Store | None) -> bytes | Serialized:
+def store_pickle(pickled: bytes, store: Store | None) -> bytes | Serialized:
     """Return the pickle, in shared memory if it is large and there is room."""
     if store is None:
         return pickled
     try:
-        return _put([pickled], [], store)
+        return _store_pieces([pickled], [], store)
     except (Full, OSError) as error:
         store.warn(error)
         return pickled
 
 
-def join(head: Any, parts: Sequence[bytes | Serialized], store: Store | None) -> bytes | Serialized:
+def join_payloads(
+    head: Any, parts: Sequence[bytes | Serialized], store: Store | None
+) -> bytes | Serialized:
     """Return several payloads as one, preceded by `head` (plain data). See `load_joined`."""
     inlines: list[tuple[bytes, int]] = []
     places: list[Place] = []
     written = 0
     for part in parts:
         if isinstance(part, Serialized):
-            written += part.travels - len(part.inline)
+            written += part.bytes_sent - len(part.inline)
             inlines.append((part.inline, len(part.places)))
             places += part.places
         else:
             inlines.append((part, 0))
-    together = stored(dumps((head, inlines), 5), store)
-    if isinstance(together, Serialized):
+    joined = store_pickle(dumps((head, inlines), 5), store)
+    if isinstance(joined, Serialized):
         return Serialized(
-            together.inline,
-            [*together.places, *places],
-            together.travels - len(together.inline) + written,
+            joined.inline,
+            [*joined.places, *places],
+            joined.bytes_sent - len(joined.inline) + written,
         )
-    return Serialized(together, places, written) if places else together
+    return Serialized(joined, places, written) if places else joined
 
 
-def _put(pieces: list[Any], buffers: list[memoryview], store: Store) -> bytes | Serialized:
-    if not buffers and sum(map(len, pieces)) < LARGE_PICKLE:
+def _store_pieces(pieces: list[Any], buffers: list[memoryview], store: Store) -> bytes | Serialized:
+    if not buffers and sum(map(len, pieces)) < MIN_SHARED_PICKLE_BYTES:
         return b"".join(pieces)
-    return store.parcel(pieces, buffers)
+    return store.put_pickle(pieces, buffers)
 
 
-def _reduce_memoryview(it: memoryview) -> tuple[Any, tuple[Any, ...]]:
-    if it.format not in _NATIVE_FORMATS:
-        raise TypeError(f"a memoryview of format {it.format!r} cannot be sent: cast it to bytes")
-    if it.ndim > 1 and not it.nbytes:
+def _reduce_memoryview(view: memoryview) -> tuple[Any, tuple[Any, ...]]:
+    if view.format not in _NATIVE_FORMATS:
+        raise TypeError(f"a memoryview of format {view.format!r} cannot be sent: cast it to bytes")
+    if view.ndim > 1 and not view.nbytes:
         # A memoryview cannot be cast to such a shape, but can be created from an array that has
         # this shape.
         import numpy
 
-        return memoryview, (numpy.asarray(it),)
+        return memoryview, (numpy.asarray(view),)
     content = PickleBuffer(
-        it if it.c_contiguous else it.tobytes() if it.readonly else bytearray(it)
+        view if view.c_contiguous else view.tobytes() if view.readonly else bytearray(view)
     )
-    return _memoryview, (content, it.format, it.shape)
+    return _rebuild_memoryview, (content, view.format, view.shape)
 
 
-def _memoryview(content: Any, format: str, shape: tuple[int, ...]) -> memoryview:
+def _rebuild_memoryview(content: Any, format: str, shape: tuple[int, ...]) -> memoryview:
     flat = memoryview(content).cast("B")
     return flat.cast(format) if 0 in shape else flat.cast(format, shape)  # type: ignore[call-overload,no-any-return]
 
 
-def _reduce_array(it: array.array[Any]) -> tuple[Any, tuple[Any, ...]]:
-    return _array, (it.typecode, PickleBuffer(it))
+def _reduce_array(values: array.array[Any]) -> tuple[Any, tuple[Any, ...]]:
+    return _rebuild_array, (values.typecode, PickleBuffer(values))
 
 
-def _array(typecode: str, buffer: Any) -> array.array[Any]:
+def _rebuild_array(typecode: str, buffer: Any) -> array.array[Any]:
     made: array.array[Any] = array.array(typecode)
     made.frombytes(buffer)
     return made
 
 
-def _reduce_descriptor(it: Any) -> tuple[Any, ...]:
+def _reduce_descriptor(descriptor: Any) -> tuple[Any, ...]:
     return (
-        type(it),
-        (it.func,),
-        {name: value for name, value in vars(it).items() if name not in _MADE_BY_INIT},
+        type(descriptor),
+        (descriptor.func,),
+        {name: value for name, value in vars(descriptor).items() if name not in _MADE_BY_INIT},
     )
 
 
-def _reduce_partial_method(it: Any) -> tuple[Any, ...]:
+def _reduce_partial_method(method: Any) -> tuple[Any, ...]:
     """Keep the function: CPython 3.14's own pickling would lose it."""
-    return type(it), (it.func, *it.args), vars(it)
+    return type(method), (method.func, *method.args), vars(method)
 
 
 _MADE_BY_INIT = ("lock", "_method_cache")
@@ -412,9 +418,9 @@ _REDUCERS: dict[Any, Any] = {
 
 class _Plain(pickle.Pickler):
     def __init__(
-        self, target: Any, snapshot: MainSnapshot, beside: Callable[[PickleBuffer], bool]
+        self, target: Any, snapshot: MainSnapshot, out_of_band: Callable[[PickleBuffer], bool]
     ) -> None:
-        super().__init__(target, protocol=5, buffer_callback=beside)
+        super().__init__(target, protocol=5, buffer_callback=out_of_band)
         registered: Any = copyreg.dispatch_table
         self.dispatch_table = ChainMap(_REDUCERS, registered)
 
@@ -423,26 +429,26 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(_REDUCERS)
 
     def __init__(
-        self, target: Any, snapshot: MainSnapshot, beside: Callable[[PickleBuffer], bool]
+        self, target: Any, snapshot: MainSnapshot, out_of_band: Callable[[PickleBuffer], bool]
     ) -> None:
-        super().__init__(target, protocol=5, buffer_callback=beside)
+        super().__init__(target, protocol=5, buffer_callback=out_of_band)
         self._snapshot = snapshot
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, (type, FunctionType, _CACHED)):
+        if not isinstance(obj, (type, FunctionType, _CACHED_TYPE)):
             return super().reducer_override(obj)
         if getattr(obj, "__module__", None) == "__main__" and self._snapshot.holds(obj):
             return NotImplemented  # the default: by reference
-        if isinstance(obj, _CACHED) or (
-            isinstance(obj, FunctionType) and obj.__code__ is _DISPATCHES
+        if isinstance(obj, _CACHED_TYPE) or (
+            isinstance(obj, FunctionType) and obj.__code__ is _DISPATCH_CODE
         ):
             return NotImplemented if _is_importable(obj) else _reduce_wrapper(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace():
-            self._leave_shared_globals(reduced)
-        return _as_a_guest(obj, reduced)
+            self._replace_shared_globals(reduced)
+        return _reduce_class(obj, reduced)
 
-    def _leave_shared_globals(self, reduced: Any) -> None:
+    def _replace_shared_globals(self, reduced: Any) -> None:
         """Replace captured globals that the other process has anyway by their names.
 
         Without this, `lambda i: table[i]` would carry the whole table each time.
@@ -452,18 +458,18 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
         captured = reduced[2][1].get("__globals__", {})
         for name, value in captured.items():
             if self._snapshot.unchanged(name, value) and not hasattr(
-                type(value), "is_one_in_all_images"
+                type(value), "_is_same_in_all_processes"
             ):
                 captured[name] = _ByName(name)
 
 
 # -- wrappers of functools that are pickled by value -----------------------------------------------
 
-_CACHED: Any = type(functools.cache(abs))
-_DISPATCHES = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
+_CACHED_TYPE: Any = type(functools.cache(abs))
+_DISPATCH_CODE = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
 """The code object that all functions made by `singledispatch` share."""
 _MADE_ANEW = {"cache_parameters", "dispatch", "register", "registry", "_clear_cache", "__wrapped__"}
-_NAMES = ("__module__", "__name__", "__qualname__", "__doc__")
+_NAME_ATTRIBUTES = ("__module__", "__name__", "__qualname__", "__doc__")
 
 
 def _is_importable(obj: Any) -> bool:
@@ -482,18 +488,18 @@ def _reduce_wrapper(obj: Any) -> Any:
     are part of its state, which is set attribute by attribute.
     """
     # A wrapper of a partial has no names.
-    state = {name: getattr(obj, name) for name in _NAMES if hasattr(obj, name)}
+    state = {name: getattr(obj, name) for name in _NAME_ATTRIBUTES if hasattr(obj, name)}
     state.update((name, value) for name, value in vars(obj).items() if name not in _MADE_ANEW)
-    if isinstance(obj, _CACHED):
-        return _cached, (obj.__wrapped__, obj.cache_parameters()), (None, state)
-    return _dispatching, (list(obj.registry.items()),), (None, state)
+    if isinstance(obj, _CACHED_TYPE):
+        return _rebuild_cached, (obj.__wrapped__, obj.cache_parameters()), (None, state)
+    return _rebuild_dispatching, (list(obj.registry.items()),), (None, state)
 
 
-def _cached(wrapped: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+def _rebuild_cached(wrapped: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(wrapped)
 
 
-def _dispatching(registry: list[tuple[type, Callable[..., Any]]]) -> Any:
+def _rebuild_dispatching(registry: list[tuple[type, Callable[..., Any]]]) -> Any:
     made = functools.singledispatch(dict(registry)[object])
     for kind, function in registry:
         made.register(kind, function)
@@ -506,39 +512,39 @@ def _dispatching(registry: list[tuple[type, Callable[..., Any]]]) -> Any:
 # process that the class comes from, when an instance returns there. The methods would then have
 # copies of their globals. So the class is left unchanged in its own process.
 
-_ours: WeakSet[type] = WeakSet()
+_sent_classes: WeakSet[type] = WeakSet()
 """Classes of this process that were sent elsewhere."""
-_guests: WeakSet[type] = WeakSet()
+_received_classes: WeakSet[type] = WeakSet()
 """Classes that arrived here by value."""
 
 
-def _as_a_guest(obj: object, reduced: Any) -> Any:
+def _reduce_class(obj: object, reduced: Any) -> Any:
     if not (
         isinstance(obj, type) and isinstance(reduced, tuple) and reduced[-1] is _class_setstate
     ):
         return reduced
-    if obj not in _guests:
-        _ours.add(obj)
-    return *reduced[:-1], _set_guest
+    if obj not in _received_classes:
+        _sent_classes.add(obj)
+    return *reduced[:-1], _set_received_class
 
 
-def _set_guest(made: type, state: Any) -> type:
-    if made not in _ours:
-        _guests.add(made)
+def _set_received_class(made: type, state: Any) -> type:
+    if made not in _sent_classes:
+        _received_classes.add(made)
         _class_setstate(made, state)
     return made
 
 
-def _ours_are_guests() -> None:
+def _mark_sent_as_received() -> None:
     """Treat the parent's classes as arrived ones, in a forked child.
 
     The parent may change these classes and send them again.
     """
-    _guests.update(_ours)
-    _ours.clear()
+    _received_classes.update(_sent_classes)
+    _sent_classes.clear()
 
 
-os.register_at_fork(after_in_child=_ours_are_guests)
+os.register_at_fork(after_in_child=_mark_sent_as_received)
 
 
 class _ByName:
@@ -548,16 +554,16 @@ class _ByName:
         self._name = name
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return _look_up, (self._name,)
+        return _value_of_name, (self._name,)
 
 
-def _look_up(name: str) -> Any:
+def _value_of_name(name: str) -> Any:
     looked_up.append(name)
     try:
         return main_namespace()[name]
     except KeyError:
         raise NameError(
-            f"name {name!r} is not defined: it was deleted in this drone", name=name
+            f"name {name!r} is not defined: the name was deleted in this drone", name=name
         ) from None
 
 
@@ -565,7 +571,7 @@ looked_up: list[str] = []
 """Names looked up in `__main__` while unpickling. A caller that needs the list clears it before."""
 
 
-def _hold(value: Any) -> Any:
+def _reference_to(value: Any) -> Any:
     try:
         return ref(value)
     except TypeError:

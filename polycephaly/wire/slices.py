@@ -2,8 +2,8 @@
 
     calls    range | pickle of (form, fresh, rows)     The range selects the rows to call: the rest
                                                        of a slice is the same bytes, another range.
-    answers  pickle of (values, which, error),         `which` lists the indices of the values that
-             then the values pickled separately        are pickled one by one.
+    answers  pickle of (values, indices, error),       `indices` are those of the values that are
+             then the values pickled separately        pickled one by one.
     split    done, rest, state | answers               `done` calls are done, a failed one included;
                                                        `rest` calls will not be begun here.
 
@@ -20,23 +20,24 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 from ..store.blocks import Store
-from ..store.references import Serialized, load_beside, load_joined
+from ..store.references import Serialized, load_joined, load_with_buffers
 from .messages import Malformed
-from .pickling import ATOMS, join
+from .pickling import ATOMIC_TYPES, join_payloads
 
 __all__ = [
-    "ENDED", "FAILED", "ITEMS", "PICKLED", "ROWS", "RUNNING", "SHORT", "SMALL", "TOGETHER", "Answers", "Packed",
-    "pack_answers", "pack_calls", "part_of", "split_head", "unpack_calls", "unpack_split",
+    "BATCHED_TYPES", "ENDED", "FAILED", "ITEMS", "MIN_SEPARATE_LENGTH", "PICKLED", "ROWS",
+    "RUNNING", "SMALL_TYPES", "Answers", "Packed", "pack_answers", "pack_calls", "slice_calls",
+    "split_head", "unpack_calls", "unpack_split",
 ]  # fmt: skip
 
 ITEMS, ROWS, PICKLED = range(3)
 """Forms of rows: a single argument, a tuple of arguments, or the pickle of such a tuple."""
 
-TOGETHER = frozenset(ATOMS)
+BATCHED_TYPES = frozenset(ATOMIC_TYPES)
 """Types of values that are pickled together."""
-SMALL = TOGETHER - {str, bytes}
-"""The types in `TOGETHER` whose size need not be checked."""
-SHORT = 256
+SMALL_TYPES = BATCHED_TYPES - {str, bytes}
+"""The types in `BATCHED_TYPES` whose size need not be checked."""
+MIN_SEPARATE_LENGTH = 256
 """Length from which a str or bytes, as argument or result of one call, is pickled by itself."""
 
 _RANGE = Struct("<II")
@@ -53,7 +54,7 @@ def pack_calls(form: int, fresh: bool, rows: Sequence[Any]) -> bytes:
     return _RANGE.pack(0, len(rows)) + dumps((form, fresh, rows), 5)
 
 
-def part_of(calls: bytes, start: int, stop: int) -> bytes:
+def slice_calls(calls: bytes, start: int, stop: int) -> bytes:
     """Return packed calls `start` to `stop` of `calls`, counted within its range."""
     first, _ = _RANGE.unpack_from(calls)
     return _RANGE.pack(first + start, first + stop) + calls[_RANGE.size :]
@@ -79,19 +80,21 @@ def pack_answers(
     `done` holds values, some of them `Packed` if `packed` is true. `error` is the error of the call
     after them, if one failed.
     """
-    which = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
+    indices = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
     values = [None if type(value) is Packed else value for value in done] if packed else done
-    return join((values, which, error), [done[index].payload for index in which], store)
+    parts = [done[index].payload for index in indices]
+    return join_payloads((values, indices, error), parts, store)
 
 
 class Answers:
     """The answers of a slice, as far as its calls were done."""
 
     def __init__(self, payload: Any) -> None:
-        (self.values, which, self.error), parts = load_joined(payload)
+        (self.values, indices, self.error), parts = load_joined(payload)
         self.failed = False
-        self.given: Any = None  # keeps remote objects alive while handles of them are in the values
-        self._parts = dict(zip(which, parts, strict=True))
+        # Keeps remote objects alive while handles of them are in the values.
+        self.remote_objects: Any = None
+        self._parts = dict(zip(indices, parts, strict=True))
 
     def __len__(self) -> int:
         return len(self.values)
@@ -112,7 +115,7 @@ class Answers:
                 yield value
             else:
                 self.failed = True
-                yield load_beside(*part)
+                yield load_with_buffers(*part)
                 self.failed = False
 
 

@@ -46,32 +46,40 @@ class Experiment:
 class ExperimentOutcome:
     """The result of an experiment.
 
-    `astray` names the lists that differ from those of the first experiment.
+    `differing` names the lists that differ from those of the first experiment.
     """
 
     experiment: Experiment
     seconds: float
     rows: dict[str, int]
-    astray: tuple[str, ...]
+    differing: tuple[str, ...]
 
 
 def plan(
     drones: Sequence[int],
     threads: Sequence[int],
     timelines: list[poly.Timeline] | None = None,
-    how: Mapping[str, Any] | None = None,
+    pool_options: Mapping[str, Any] | None = None,
 ) -> list[Experiment]:
     """Return all experiments in the order in which they run, baseline first.
 
     II comes once for each number of drones, III once for each number of threads. The combined one
-    appends its timeline to `timelines`. `how` has options of all pools, such as their engine.
+    appends its timeline to `timelines`. `pool_options` has options of all pools, such as their
+    engine.
     """
-    combined = partial(drones_and_threads, timelines=timelines, how=how)
+    combined = partial(drones_and_threads, timelines=timelines, pool_options=pool_options)
     return [
         Experiment("sequential", drones=0, threads=1, load=sequential),
-        Experiment("I", drones=len(LISTS), threads=1, load=partial(drone_per_list, how=how)),
+        Experiment(
+            "I",
+            drones=len(LISTS),
+            threads=1,
+            load=partial(drone_per_list, pool_options=pool_options),
+        ),
         *(
-            Experiment("II", drones=n, threads=1, load=partial(drones_drain, n, how=how))
+            Experiment(
+                "II", drones=n, threads=1, load=partial(drones_drain, n, pool_options=pool_options)
+            )
             for n in drones
         ),
         *(Experiment("III", drones=0, threads=n, load=partial(threads_drain, n)) for n in threads),
@@ -87,16 +95,16 @@ def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOut
     """
     baseline: Lists | None = None
     for experiment in experiments:
-        site.forget()
+        site.clear_cache()
         start = perf_counter()
         lists = experiment.load(site)
         seconds = perf_counter() - start
         if baseline is None:
             baseline = lists
         # Row for row, order included: the lists must not depend on the number of drones or threads.
-        astray = tuple(name for name in LISTS if lists[name] != baseline[name])
+        differing = tuple(name for name in LISTS if lists[name] != baseline[name])
         yield ExperimentOutcome(
-            experiment, seconds, {name: len(lists[name]) for name in LISTS}, astray
+            experiment, seconds, {name: len(lists[name]) for name in LISTS}, differing
         )
 
 
@@ -111,9 +119,9 @@ def sequential(site: Site) -> Lists:
     }
 
 
-def drone_per_list(site: Site, how: Mapping[str, Any] | None = None) -> Lists:
+def drone_per_list(site: Site, pool_options: Mapping[str, Any] | None = None) -> Lists:
     """Run experiment I: five drones get a code string each, as the talk's `Security loadNYSE`."""
-    with _a_drone_for_each_list(how) as drones:
+    with _drone_for_each_list(pool_options) as drones:
         promises = {}
         for name, drone in drones.items():
             # The import defines the names in the drone's __main__; the repr of a site recreates the
@@ -125,24 +133,24 @@ def drone_per_list(site: Site, how: Mapping[str, Any] | None = None) -> Lists:
 
 
 @contextmanager
-def _a_drone_for_each_list(
-    how: Mapping[str, Any] | None,
+def _drone_for_each_list(
+    pool_options: Mapping[str, Any] | None,
 ) -> Iterator[dict[str, poly.Drone | poly.Pool]]:
     """Start a drone for each list, that of the longest list, funds, first.
 
     With options, a pool of as many drones is used, which may run tasks of a lost drone again.
     """
     with ExitStack() as stack:
-        if how:
-            pool = stack.enter_context(poly.Pool(len(LISTS), **how))
+        if pool_options:
+            pool = stack.enter_context(poly.Pool(len(LISTS), **pool_options))
             yield dict.fromkeys(reversed(LISTS), pool)
         else:
             yield {name: stack.enter_context(poly.Drone(name=name)) for name in reversed(LISTS)}
 
 
-def drones_drain(drones: int, site: Site, how: Mapping[str, Any] | None = None) -> Lists:
+def drones_drain(drones: int, site: Site, pool_options: Mapping[str, Any] | None = None) -> Lists:
     """Run experiment II: a pool loads the pages of funds; the other lists are four more tasks."""
-    with poly.Pool(drones, **how or {}) as pool:
+    with poly.Pool(drones, **pool_options or {}) as pool:
         promises = {
             "nyse": pool.promise(site.load_nyse),
             "amex": pool.promise(site.load_amex),
@@ -164,17 +172,19 @@ def threads_drain(threads: int, site: Site) -> Lists:
     ]
     # One map for all: so there are never more threads than `threads`, and none is idle while a task
     # is left.
-    nyse, amex, nasdaq, etfs, *pages = green.map(_call, loads, width=threads)
+    nyse, amex, nasdaq, etfs, *pages = green.map(_load, loads, width=threads)
     funds = [fund for page in pages for fund in page]
     return {"nyse": nyse, "amex": amex, "nasdaq": nasdaq, "etfs": etfs, "funds": funds}
 
 
 def drones_and_threads(
-    site: Site, timelines: list[poly.Timeline] | None = None, how: Mapping[str, Any] | None = None
+    site: Site,
+    timelines: list[poly.Timeline] | None = None,
+    pool_options: Mapping[str, Any] | None = None,
 ) -> Lists:
     """Run experiment *combined*: as I, but green threads load the longest list in its drone."""
     promises = {}
-    with _a_drone_for_each_list(how) as drones:
+    with _drone_for_each_list(pool_options) as drones:
         for name, drone in drones.items():
             if name == "funds":
                 promises[name] = drone.promise(load_funds, FUND_THREADS, site)
@@ -193,5 +203,5 @@ def load_funds(threads: int, site: Site) -> list[Fund]:
     return [fund for page in green.map(site.load_letter, PAGES, width=threads) for fund in page]
 
 
-def _call(load: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+def _load(load: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     return load()

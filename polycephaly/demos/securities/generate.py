@@ -14,11 +14,11 @@ from .files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
 from .parse import Document
 
 HOUSES = """
-    Alder Ashford Avon Birch Beacon Bramley Cedar Corvid Cobalt Dover Drake Dunmore Elm Eastgate Ember Fairfax
-    Falcon Fenwick Garnet Gale Glade Harrow Hazel Hollis Iris Ives Inver Juniper Jura Jasper Kestrel Kendal
-    Kite Larch Lindale Loxley Maple Merlin Moor Northam Nettle Noble Oak Otter Orme Pine Plover Paxton Quill
-    Quarry Quince Rowan Raven Ripley Sable Sorrel Stour Tansy Teal Thorne Umber Ulver Usk Vale Verity Vesper
-    Willow Wren Wexford Yarrow Yew Yarm Zephyr Zinnia Zeal
+    Alder Ashford Avon Birch Beacon Bramley Cedar Corvid Cobalt Dover Drake Dunmore Elm Eastgate
+    Ember Fairfax Falcon Fenwick Garnet Gale Glade Harrow Hazel Hollis Iris Ives Inver Juniper Jura
+    Jasper Kestrel Kendal Kite Larch Lindale Loxley Maple Merlin Moor Northam Nettle Noble Oak Otter
+    Orme Pine Plover Paxton Quill Quarry Quince Rowan Raven Ripley Sable Sorrel Stour Tansy Teal
+    Thorne Umber Ulver Usk Vale Verity Vesper Willow Wren Wexford Yarrow Yew Yarm Zephyr Zinnia Zeal
 """.split()  # noqa: SIM905
 """Three invented houses per letter; none with X, because the exchange's file of 2015 has no fund
 with X.
@@ -92,7 +92,8 @@ ODD_OTHER_ROWS = (
     "CTEST.E|NYSE Test One Common Stock|N|CTEST.E||100|Y|CTEST.E",
 )
 ODD_FUND_ROWS = (
-    "METAX|ALPINE | Metis Micro Cap Fund Class A|Financial Investors Trust|MS|O|Alpine Distributors, Inc.",
+    "METAX|ALPINE | Metis Micro Cap Fund Class A|Financial Investors Trust|MS|O|"
+    "Alpine Distributors, Inc.",
     'QUOTX|The "Unbalanced Allocation Fund|Quoted Trust|MF|O|Nasdaq',
     "DASHX|Growth \N{EN DASH} Income Fund|Dash & Sons\N{NO-BREAK SPACE}|MF|O|Nasdaq",
     "TABSX|Hartford Management\tSerie|Tabular Advisors, Inc.|US|E|Nasdaq",
@@ -152,7 +153,8 @@ def _fund_rows() -> Iterator[str]:
             product(REGIONS, STYLES, CLASSES, houses), number
         ):
             name = f"{house} {region} {style} Fund - {share}"
-            yield f"{next(tickers)}X|{name}|{house} Funds|{next(kinds)}|O|{house} Services & Trust Company"
+            symbol, kind = next(tickers), next(kinds)
+            yield f"{symbol}X|{name}|{house} Funds|{kind}|O|{house} Services & Trust Company"
 
 
 def _companies(number: int) -> Iterator[str]:

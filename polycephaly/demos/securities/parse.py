@@ -61,7 +61,8 @@ class Table:
         if not set(required) <= set(self.columns):
             expected = ", ".join(required)
             raise SourceError(
-                self.where, f"expected a header with {expected}; got {_what(document.text)}"
+                self.where,
+                f"expected a header with {expected}; got {_describe_text(document.text)}",
             )
         self.lines = [line for line in lines[1:] if not line[1].startswith(FOOTER)]
         self._name = self.columns.index(name)
@@ -72,7 +73,10 @@ class Table:
             fields = line.split("|")
             surplus = len(fields) - len(self.columns)
             if surplus < 0:
-                problem = f"line {number} has {len(fields)} fields where the header has {len(self.columns)}"
+                problem = (
+                    f"line {number} has {len(fields)} fields where the header has "
+                    f"{len(self.columns)}"
+                )
                 raise SourceError(self.where, problem)
             name = slice(self._name, self._name + surplus + 1)
             fields[name] = ["|".join(fields[name])]
@@ -132,11 +136,11 @@ def _listing(row: dict[str, str], symbol: str, exchange: str) -> Listing:
     )
 
 
-def _what(text: str) -> str:
+def _describe_text(text: str) -> str:
     """Describe, in a few words on one line, a text that is no symbol-directory file."""
     start = text.lstrip()[:60]
     if not start:
-        return "nothing: it is empty"
+        return "an empty file"
     if start.startswith("<"):
         return "an HTML page"
     first_line = start.partition("\n")[0].rstrip()

@@ -10,7 +10,10 @@ from .experiments import Experiment, ExperimentOutcome
 
 BAR_WIDTH = 50
 
-THE_TALK = "The talk of 2009: 114 s sequential, II best with 8 drones, III best with 13 threads: 15 s, 35 s combined."
+TALK_FIGURES = (
+    "The talk of 2009: 114 s sequential, II best with 8 drones, III best with 13 threads: 15 s, "
+    "35 s combined."
+)
 
 HEADER = f"{'experiment':<12}{'drones':>7}{'threads':>9}{'seconds':>9}{'speed-up':>10}"
 
@@ -34,7 +37,7 @@ def summary(outcomes: Sequence[ExperimentOutcome]) -> str:
     The text has the sizes of the lists, whether they are equal, and the figures of the talk.
     """
     sizes = ", ".join(f"{number:,} {_title(name)}" for name, number in outcomes[0].rows.items())
-    return "\n".join(["", sizes, _verdict(outcomes), *_best(outcomes), THE_TALK])
+    return "\n".join(["", sizes, _comparison(outcomes), *_best_runs(outcomes), TALK_FIGURES])
 
 
 def bars(outcomes: Sequence[ExperimentOutcome]) -> list[Bar]:
@@ -48,7 +51,7 @@ def bars(outcomes: Sequence[ExperimentOutcome]) -> list[Bar]:
 
 def equal(outcomes: Iterable[ExperimentOutcome]) -> bool:
     """Return True if all experiments loaded the same lists."""
-    return not any(outcome.astray for outcome in outcomes)
+    return not any(outcome.differing for outcome in outcomes)
 
 
 def as_json(outcomes: Sequence[ExperimentOutcome]) -> dict[str, Any]:
@@ -68,18 +71,18 @@ def as_json(outcomes: Sequence[ExperimentOutcome]) -> dict[str, Any]:
     }
 
 
-def _verdict(outcomes: Sequence[ExperimentOutcome]) -> str:
+def _comparison(outcomes: Sequence[ExperimentOutcome]) -> str:
     if equal(outcomes):
         return f"The five lists are the same in all {len(outcomes)} runs, row for row."
     differing = (
-        f"{o.experiment.name} with {_heads(o.experiment)} ({', '.join(map(_title, o.astray))})"
+        f"{o.experiment.name} with {_counts(o.experiment)} ({', '.join(map(_title, o.differing))})"
         for o in outcomes
-        if o.astray
+        if o.differing
     )
-    return f"THE LISTS DIFFER from the first run's in: {'; '.join(differing)}"
+    return f"THE LISTS DIFFER from those of the first run in: {'; '.join(differing)}"
 
 
-def _best(outcomes: Iterable[ExperimentOutcome]) -> Iterator[str]:
+def _best_runs(outcomes: Iterable[ExperimentOutcome]) -> Iterator[str]:
     """Yield the best run of each experiment that runs with several numbers."""
     runs: dict[str, list[ExperimentOutcome]] = {"II": [], "III": []}
     for outcome in outcomes:
@@ -87,10 +90,10 @@ def _best(outcomes: Iterable[ExperimentOutcome]) -> Iterator[str]:
     for name, candidates in runs.items():
         if candidates:
             best = min(candidates, key=lambda outcome: outcome.seconds)
-            yield f"{name} was best with {_heads(best.experiment)}: {best.seconds:.2f} s."
+            yield f"{name} was best with {_counts(best.experiment)}: {best.seconds:.2f} s."
 
 
-def _heads(experiment: Experiment) -> str:
+def _counts(experiment: Experiment) -> str:
     drones, threads = f"{experiment.drones} drones", f"{experiment.threads} threads"
     if experiment.threads == 1:
         return drones
@@ -101,13 +104,13 @@ def _label(experiment: Experiment) -> str:
     drones, threads = experiment.drones, experiment.threads
     if experiment.name == "sequential":
         return experiment.name
-    heads = [
-        f"{number} {what}{'s' * (number > 1)}"
-        for number, what in ((drones, "drone"), (threads, "thread"))
+    counts = [
+        f"{number} {noun}{'s' * (number > 1)}"
+        for number, noun in ((drones, "drone"), (threads, "thread"))
     ]
     if not drones:
-        return f"{experiment.name}, {heads[1]}"
-    return f"{experiment.name}, {' and '.join(heads) if threads > 1 else heads[0]}"
+        return f"{experiment.name}, {counts[1]}"
+    return f"{experiment.name}, {' and '.join(counts) if threads > 1 else counts[0]}"
 
 
 def _title(name: str) -> str:

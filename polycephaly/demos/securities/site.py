@@ -23,7 +23,7 @@ from .model import AMEX, NASDAQ, NYSE, PAGES, Fund, Listing, etfs, page_of, stoc
 from .parse import Document, SourceError
 
 NASDAQ_TRADER = "https://www.nasdaqtrader.com/dynamic/SymDir"
-SECONDS_TO_ANSWER = 30.0
+RESPONSE_TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Site:
         """Return all funds, loaded one page after another."""
         return [fund for letter in PAGES for fund in self.load_letter(letter)]
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Drop the data that this process keeps of the site, so that experiments start alike."""
 
     def _get(self, path: str) -> Document:
         url = f"{self.url}/{path}"
         try:
-            with httpx.Client(timeout=SECONDS_TO_ANSWER, **self._client) as client:
+            with httpx.Client(timeout=RESPONSE_TIMEOUT_SECONDS, **self._client) as client:
                 response = client.get(url)
         except httpx.HTTPError as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
@@ -96,17 +96,17 @@ class LiveSite(Site):
     def load_letter(self, letter: str) -> list[Fund]:
         return _pages(self).get(letter, [])
 
-    def forget(self) -> None:
-        _cut.pop(self.url, None)
+    def clear_cache(self) -> None:
+        _page_promises.pop(self.url, None)
 
 
 Pages = Mapping[str, list[Fund]]
 
-_cut: dict[str, Promise[Pages]] = {}
+_page_promises: dict[str, Promise[Pages]] = {}
 """The pages of each live site that were cut in this process, or are being cut."""
 
 # After a fork, no thread of the child would finish a cut that was in progress.
-os.register_at_fork(after_in_child=_cut.clear)
+os.register_at_fork(after_in_child=_page_promises.clear)
 
 
 def _pages(site: LiveSite) -> Pages:
@@ -115,15 +115,17 @@ def _pages(site: LiveSite) -> Pages:
     If several threads come together, one downloads, and all get its result or its error. After an
     error, the next caller tries again.
     """
-    mine: Promise[Pages] = Promise()
-    promise = _cut.setdefault(site.url, mine)  # atomic: exactly one thread gets its own promise
-    if promise is mine:
+    own_promise: Promise[Pages] = Promise()
+    promise = _page_promises.setdefault(
+        site.url, own_promise
+    )  # atomic: exactly one thread gets its own promise
+    if promise is own_promise:
         try:
             pages: dict[str, list[Fund]] = {}
             for fund in parse.funds(site._get(FUNDS)):
                 pages.setdefault(page_of(fund.name), []).append(fund)
         except BaseException as error:
-            _cut.pop(site.url, None)
+            _page_promises.pop(site.url, None)
             promise.set_exception(error)
             raise
         promise.set_result(pages)

@@ -58,9 +58,9 @@ def _port(server: subprocess.Popen[bytes]) -> int:
     line = server.stdout.readline()
     if not line:
         raise RuntimeError(
-            f"the loopback server ended with status {server.wait()} before it served"
+            f"the loopback server ended with status {server.wait()} before the server was ready"
         )
-    told = json.loads(line)
-    if "error" in told:
-        raise SourceError(*told["error"])
-    return int(told["port"])
+    answer = json.loads(line)
+    if "error" in answer:
+        raise SourceError(*answer["error"])
+    return int(answer["port"])

@@ -29,16 +29,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...store.arena import Arena
-from ...wire.main_snapshot import Snapshot, enter
+from ...wire.main_snapshot import Snapshot, restore_snapshot
 from ...wire.pickling import MainSnapshot
 from .status_table import StatusTable
 
 if TYPE_CHECKING:
     from .zygote import DroneSpec
 
-__all__ = ["MainMaker", "start_bare"]
+__all__ = ["MainMaker", "start_bare_zygote"]
 
-_MODULE = ("init_main_from_name", "init_main_from_path")
+_MAIN_MODULE_KEYS = ("init_main_from_name", "init_main_from_path")
 """The keys in which `multiprocessing` names the main module that a child imports."""
 
 
@@ -54,7 +54,7 @@ class MainMaker:
         _old_main.append(sys.modules["__main__"])  # kept alive, because its code still runs
         sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
         if self.snapshot is not None:
-            return enter(self.snapshot, arena)
+            return restore_snapshot(self.snapshot, arena)
         current: Any = process.current_process()
         # With this flag `multiprocessing` refuses, with the reason, to start processes while the
         # script is being imported.
@@ -86,7 +86,7 @@ def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -
     if name:
         spec: Any = find_spec(name)
         if spec is None:
-            raise ImportError(f"no module named {name!r}, which is the main module", name=name)
+            raise ImportError(f"the main module {name!r} was not found", name=name)
         main.update(
             __spec__=spec, __loader__=spec.loader, __package__=spec.parent, __file__=spec.origin
         )
@@ -102,8 +102,8 @@ def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -
 class _BareZygote:
     """Pickled for the fresh interpreter, in which `multiprocessing` calls `_bootstrap`."""
 
-    def __init__(self, control: int, page: int, arena: Arena, spec: DroneSpec) -> None:
-        self.descriptors = control, page, arena.fd
+    def __init__(self, control: int, status_table_fd: int, arena: Arena, spec: DroneSpec) -> None:
+        self.descriptors = control, status_table_fd, arena.fd
         self._ceiling = arena.ceiling
         self._spec = spec
         self._owner = os.getpid()
@@ -114,18 +114,18 @@ class _BareZygote:
         os.close(parent_sentinel)
         for fd in self.descriptors:
             os.set_inheritable(fd, False)
-        control, page, arena = self.descriptors
+        control, status_table_fd, arena = self.descriptors
         run_zygote(
             socket.socket(fileno=control),
             self._spec,
-            StatusTable(self._spec.slots, page),
+            StatusTable(self._spec.slots, status_table_fd),
             Arena(self._ceiling, arena),
             MainSnapshot(()),
             self._owner,
         )
 
 
-class _Spawning:
+class _PopenStandIn:
     """A stand-in for the `Popen` of `multiprocessing`, which registers here the descriptors of
     queues and locks that are pickled, so that the zygote inherits them.
     """
@@ -145,8 +145,8 @@ class _Spawning:
             return self.fd
 
 
-def start_bare(
-    control: int, page: int, arena: Arena, spec: DroneSpec, snapshot: Snapshot | None
+def start_bare_zygote(
+    control: int, status_table_fd: int, arena: Arena, spec: DroneSpec, snapshot: Snapshot | None
 ) -> int:
     """Start a bare zygote for `spec`, and return its pid.
 
@@ -154,33 +154,35 @@ def start_bare(
     the pool's `initargs` if these cannot be pickled, and `RuntimeError` if this process is itself
     a spawned one that is still importing its main module.
     """
-    prepared = spawn.get_preparation_data("polycephaly-zygote")
-    module = {key: prepared.pop(key) for key in _MODULE if key in prepared}
-    spawning, pickled = _Spawning(), io.BytesIO()
+    preparation_data = spawn.get_preparation_data("polycephaly-zygote")
+    module = {
+        key: preparation_data.pop(key) for key in _MAIN_MODULE_KEYS if key in preparation_data
+    }
+    spawning, pickled = _PopenStandIn(), io.BytesIO()
     set_spawning_popen(spawning)  # type: ignore[arg-type]  # has the needed methods
     try:
         inherited_args = None if spec.inherited_args is None else _pickled(spec.inherited_args)
         zygote = _BareZygote(
             control,
-            page,
+            status_table_fd,
             arena,
             replace(spec, inherited_args=inherited_args, main=MainMaker(snapshot, module)),
         )
-        reduction.dump(prepared, pickled)
+        reduction.dump(preparation_data, pickled)
         reduction.dump(zygote, pickled)
     finally:
         set_spawning_popen(None)
     tracker: Any = resource_tracker.getfd()
-    sent = os.memfd_create("polycephaly-zygote", os.MFD_CLOEXEC)
+    pickle_fd = os.memfd_create("polycephaly-zygote", os.MFD_CLOEXEC)
     try:
-        with open(sent, "wb", closefd=False) as file:
+        with open(pickle_fd, "wb", closefd=False) as file:
             file.write(pickled.getbuffer())
-        os.lseek(sent, 0, os.SEEK_SET)
-        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=sent)
-        inherited = [sent, tracker, *zygote.descriptors, *spawning.descriptors]
-        return util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, inherited)
+        os.lseek(pickle_fd, 0, os.SEEK_SET)
+        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=pickle_fd)
+        inherited_fds = [pickle_fd, tracker, *zygote.descriptors, *spawning.descriptors]
+        return util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, inherited_fds)
     finally:
-        os.close(sent)
+        os.close(pickle_fd)
 
 
 def _pickled(inherited_args: Any) -> bytes:
@@ -188,7 +190,8 @@ def _pickled(inherited_args: Any) -> bytes:
         return bytes(reduction.ForkingPickler.dumps(inherited_args))
     except Exception as error:
         error.add_note(
-            "while pickling the initargs for drones that are fresh interpreters. Queues and locks for these are made "
-            "by multiprocessing.get_context('spawn'), which serves forked drones too; or use start='fork'"
+            "the initargs cannot be pickled for drones that are fresh interpreters: make queues "
+            "and locks with multiprocessing.get_context('spawn'), which serves forked drones too, "
+            "or use start='fork'"
         )
         raise

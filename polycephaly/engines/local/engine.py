@@ -17,18 +17,18 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...drone.child import call_as_imported, goes_only_with_the_start, with_heirloom
+from ...drone.child import call_as_imported, call_with_inherited_args, needs_inheritance
 from ...drone.main import drone_main
 from ...pool.drone_handle import DroneHandle
 from ...pool.handlers import print_lines
 from ...promises.promise import Promise
 from ...runtime import parent_death
-from ...runtime.system_limits import check_descriptors, named, shared_memory_ceiling
+from ...runtime.system_limits import check_descriptors, name_limit, shared_memory_ceiling
 from ...runtime.tuning import tuning
 from ...store.arena import Arena
 from ...store.blocks import Store
 from ...store.shared import Shared, share
-from ...wire.addresses import channels_of, leave_word
+from ...wire.addresses import channel_address, record_exit
 from ...wire.fast_transport import FastTransport
 from ...wire.functions import FunctionRegistry
 from ...wire.output import OutputSource
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 class ThisMachine:
     """This machine as a place for drones; see `pool.engine.Machine`."""
 
-    def usual(self) -> int:
+    def default_size(self) -> int:
         return (
             len(os.sched_getaffinity(0))
             if hasattr(os, "sched_getaffinity")
@@ -70,24 +70,24 @@ class LocalEngine:
         self._dispatcher = supervisor.dispatcher
         self._config = self._dispatcher.config
         self._reactor = self._dispatcher.reactor
-        self._zygote_lost = self._begun = False
+        self._zygote_lost = self._started = False
         self._free_slots = list(range(2 * self._config.size - 1, -1, -1))
         self._launchers: list[Launcher] = []
         try:
             self._arena = Arena(shared_memory_ceiling())
         except OSError as error:
-            raise named(error) from error
+            raise name_limit(error) from error
         try:
-            self._tidying = False
+            self._tidy_scheduled = False
             self._store = Store(self._arena, 0)
-            self._arena.ring = self._tidy_later
+            self._arena.request_cleanup = self._schedule_tidy
             self._inherited_args = (
-                self._config.initargs if goes_only_with_the_start(self._config.initargs) else None
+                self._config.initargs if needs_inheritance(self._config.initargs) else None
             )
             self._launcher = self.snapshot()
             try:
                 self._reactor.open_endpoint()
-                self._open_book(self._launcher)
+                self._create_registry(self._launcher)
             except BaseException:
                 self._launcher.end()
                 raise
@@ -95,7 +95,7 @@ class LocalEngine:
             self._arena.end()
             raise
 
-    def _open_book(self, launcher: Launcher) -> None:
+    def _create_registry(self, launcher: Launcher) -> None:
         self._supervisor.registry = FunctionRegistry(
             launcher.snapshot, self._store, self._config.width > 1, self._dispatcher.directory
         )
@@ -104,7 +104,7 @@ class LocalEngine:
         self, initializer: Callable[..., object], initargs: tuple[Any, ...]
     ) -> tuple[Any, tuple[Any, ...]]:
         if self._inherited_args is not None:
-            return with_heirloom, (initializer,)
+            return call_with_inherited_args, (initializer,)
         return (
             (call_as_imported, (initializer, *initargs))
             if self._config.start == "spawn"
@@ -120,27 +120,27 @@ class LocalEngine:
     def share(self, obj: Any) -> Shared[Any]:
         return share(obj, self._supervisor.registry.snapshot, self._store)
 
-    def _tidy_later(self) -> None:
+    def _schedule_tidy(self) -> None:
         """Schedule `_tidy`, because a reader has returned memory of this process.
 
         Any thread may call this. The memory stays warm for `tuning.warm_seconds`.
         """
-        if not self._tidying:
-            self._tidying = True
-            self._reactor.post(lambda: self._reactor.after(tuning.warm_seconds, self._tidy))
+        if not self._tidy_scheduled:
+            self._tidy_scheduled = True
+            self._reactor.post(lambda: self._reactor.call_later(tuning.warm_seconds, self._tidy))
 
     def _tidy(self) -> None:
-        self._tidying = False
-        if self._store.tidy():
-            self._tidy_later()
+        self._tidy_scheduled = False
+        if self._store.free_idle_memory():
+            self._schedule_tidy()
 
     # -- starting ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._begun = True
-        self._take_on(self._launcher)
+        self._started = True
+        self._add_launcher(self._launcher)
 
-    def _take_on(self, launcher: Launcher) -> None:
+    def _add_launcher(self, launcher: Launcher) -> None:
         self._launchers.append(launcher)
         self._reactor.watch(launcher.fileno(), partial(self._read_reports, launcher))
 
@@ -156,9 +156,9 @@ class LocalEngine:
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer)
                 handle.streams.append(OutputSource(reader, name, stream))
-            mine, its = FastTransport.pair()
-            ends.append(its.detach())
-            handle.fast_transport = parent_death.own(FastTransport(mine))
+            mine, theirs = FastTransport.pair()
+            ends.append(theirs.detach())
+            handle.fast_transport = parent_death.close_in_child(FastTransport(mine))
             order = Order(
                 handle.number,
                 slot,
@@ -172,14 +172,14 @@ class LocalEngine:
             handle.close()
             self._free_slots.append(slot)
             if not isinstance(error, (BrokenPipeError, ConnectionResetError)):
-                self._supervisor.cannot_start(named(error))
+                self._supervisor.on_start_error(name_limit(error))
             return None  # if the zygote is gone, `_read_reports` handles the loss
         finally:
             for fd in ends:
                 os.close(fd)
         for each in handle.streams:
             self._reactor.watch(each.fileno(), partial(self._read_stream, handle, each))
-        self._reactor.add_link(handle)
+        self._reactor.add_handle(handle)
         return handle
 
     def _read_stream(self, handle: LocalHandle, stream: OutputSource) -> None:
@@ -193,7 +193,7 @@ class LocalEngine:
     def _read_reports(self, launcher: Launcher) -> None:
         reports = launcher.reports()
         if reports is None:
-            self._zygote_gone(launcher)
+            self._on_zygote_gone(launcher)
             return
         for report in reports:
             if (
@@ -201,14 +201,14 @@ class LocalEngine:
                 and launcher.learn_names(report["names"])
                 and launcher is self._launcher
             ):
-                self._open_book(launcher)
-            handle = self._handle(
+                self._create_registry(launcher)
+            handle = self._find_handle(
                 launcher, report.get("started") or report.get("exited") or report.get("failed")
             )
             if handle is None:
                 continue
             if "started" in report:
-                self._supervisor.started(handle, report["pid"])
+                self._supervisor.on_started(handle, report["pid"])
             elif "exited" in report:
                 code = os.waitstatus_to_exitcode(report["status"])
                 if (
@@ -216,35 +216,36 @@ class LocalEngine:
                     and handle.pid is None
                     and not self._dispatcher.begun.done()
                 ):
-                    self._dispatcher.cannot_start(_import_trouble(handle, code))
-                self._supervisor.died(handle, code)
+                    self._dispatcher.on_start_error(_import_error(handle, code))
+                self._supervisor.on_died(handle, code)
             else:
                 number = report["errno"]
-                self._supervisor.not_started(handle, named(OSError(number, os.strerror(number))))
+                error = OSError(number, os.strerror(number))
+                self._supervisor.on_not_started(handle, name_limit(error))
 
-    def _handles(self, launcher: Launcher) -> list[LocalHandle]:
+    def _handles_of(self, launcher: Launcher) -> list[LocalHandle]:
         return [
             each
             for each in self._supervisor.handles
             if isinstance(each, LocalHandle) and each.launcher is launcher
         ]
 
-    def _handle(self, launcher: Launcher, number: int | None) -> LocalHandle | None:
-        return next((each for each in self._handles(launcher) if each.number == number), None)
+    def _find_handle(self, launcher: Launcher, number: int | None) -> LocalHandle | None:
+        return next((each for each in self._handles_of(launcher) if each.number == number), None)
 
-    def released(self, handle: DroneHandle) -> None:
+    def reclaim(self, handle: DroneHandle) -> None:
         assert isinstance(handle, LocalHandle)
         if handle.slot not in self._free_slots:
             self._free_slots.append(handle.slot)
-        if handle.launcher is not self._launcher and not self._handles(handle.launcher):
-            self._dismiss(handle.launcher)  # the last drone of an old snapshot is gone
+        if handle.launcher is not self._launcher and not self._handles_of(handle.launcher):
+            self._retire_launcher(handle.launcher)  # the last drone of an old snapshot is gone
 
     # -- snapshots ---------------------------------------------------------------------------------
 
     def snapshot(self) -> Launcher:
         spec = DroneSpec(
             drone_main,
-            self._reactor.endpoint.home,
+            self._reactor.endpoint.directory,
             2 * self._config.size,
             parent_death.new_family(),
             self._inherited_args,
@@ -252,18 +253,18 @@ class LocalEngine:
         try:
             return Launcher(self._config.start, spec, self._store, self._config.name)
         except OSError as error:
-            raise named(error) from error
+            raise name_limit(error) from error
 
     def adopt(self, snapshot: Launcher) -> None:
         self._launcher = snapshot
         self._zygote_lost = False
-        self._take_on(snapshot)
-        self._open_book(snapshot)
+        self._add_launcher(snapshot)
+        self._create_registry(snapshot)
 
     def discard(self, snapshot: Launcher) -> None:
         snapshot.end()
 
-    def _relaunch(self) -> None:
+    def _replace_zygote(self) -> None:
         """Replace a lost zygote by one with a new snapshot of this process.
 
         Runs in the reactor's thread, without the reactor's lock.
@@ -271,26 +272,27 @@ class LocalEngine:
         try:
             launcher = self.snapshot()
         except OSError as error:
-            self._reactor.post(partial(self._dispatcher.cannot_start, named(error)))
+            self._reactor.post(partial(self._dispatcher.on_start_error, name_limit(error)))
         else:
             self._reactor.post(partial(self._use_or_discard, launcher))
 
     def _use_or_discard(self, launcher: Launcher) -> None:
-        self._supervisor.renew(launcher, Promise())
+        self._supervisor.replace_all(launcher, Promise())
         if launcher is not self._launcher:  # not adopted, because the pool needs no more drones
             launcher.end()
 
     # -- zygotes' ends -----------------------------------------------------------------------------
 
-    def _zygote_gone(self, launcher: Launcher) -> None:
+    def _on_zygote_gone(self, launcher: Launcher) -> None:
         self._reactor.unwatch(launcher.fileno())
         launcher.close()
         self._zygote_lost = launcher is self._launcher
-        orphaned = self._handles(launcher)
+        orphaned = self._handles_of(launcher)
         for handle in orphaned:
             # The kernel has killed the drone, but not the programs that the drone had started.
             if handle.pid is not None:
-                leave_word(channels_of(self._reactor.endpoint.home, handle.pid), -signal.SIGKILL)
+                address = channel_address(self._reactor.endpoint.directory, handle.pid)
+                record_exit(address, -signal.SIGKILL)
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(handle.pid, signal.SIGKILL)
         if orphaned:
@@ -298,24 +300,28 @@ class LocalEngine:
         if self._dispatcher.begun.done():
             # Before `_reap` closes the status table, which has the tasks that drones were running.
             for handle in orphaned:
-                self._supervisor.died(handle, -signal.SIGKILL)
+                self._supervisor.on_died(handle, -signal.SIGKILL)
         code = self._reap(launcher)
         if not self._dispatcher.begun.done():
-            self._dispatcher.cannot_start(
+            self._dispatcher.on_start_error(
                 RuntimeError(f"the zygote ended (exit code {code}) before it was ready")
             )
             for handle in orphaned:
-                self._supervisor.died(handle, -signal.SIGKILL)
-        elif self._zygote_lost and self._config.on_death == "replace" and self._dispatcher.wanted():
+                self._supervisor.on_died(handle, -signal.SIGKILL)
+        elif (
+            self._zygote_lost
+            and self._config.on_death == "replace"
+            and self._dispatcher.target_size()
+        ):
             log.warning(
                 "the zygote of %s was lost (exit code %s): taking a new snapshot",
                 self._config.name,
                 code,
             )
-            self._reactor.run_errand(self._relaunch)
-        self._dispatcher.look_for_end = True
+            self._reactor.run_outside_lock(self._replace_zygote)
+        self._dispatcher.end_check_due = True
 
-    def _dismiss(self, launcher: Launcher) -> None:
+    def _retire_launcher(self, launcher: Launcher) -> None:
         """Let a zygote end that is no longer needed, and reap it then."""
         self._reactor.unwatch(launcher.fileno())
         launcher.close()
@@ -331,7 +337,7 @@ class LocalEngine:
         return launcher.reap()
 
     def end(self) -> None:
-        if not self._begun:
+        if not self._started:
             self._launcher.end()
         for launcher in self._launchers:
             self._reactor.unwatch(launcher.fileno())
@@ -342,11 +348,11 @@ class LocalEngine:
         self._arena.end()
 
 
-def _import_trouble(handle: DroneHandle, code: int) -> RuntimeError:
+def _import_error(handle: DroneHandle, code: int) -> RuntimeError:
     print_lines(handle)
-    told = "\n".join(handle.stderr)
+    last_lines = "\n".join(handle.stderr)
     return RuntimeError(
-        f"a spawned drone ended (exit code {code}) while it imported the main module. A script that starts drones with "
-        "start='spawn' must be importable: keep what it does under `if __name__ == '__main__':`. Its last lines on "
-        f"stderr:\n{told}"
+        f"a spawned drone ended (exit code {code}) while importing the main module. A script that "
+        "starts drones with start='spawn' must be importable: put its statements under "
+        f"`if __name__ == '__main__':`. Last lines of the drone's stderr:\n{last_lines}"
     )

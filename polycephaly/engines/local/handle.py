@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ...pool.drone_handle import DroneHandle, Times
-from ...pool.handlers import hear_kept
+from ...pool.handlers import handle_unsent_results
 from ...pool.task import Task
 from ...runtime import parent_death
 from ...runtime.procfs import (
@@ -22,7 +22,7 @@ from ...runtime.procfs import (
 from ...store.references import RefTable
 from ...wire.fast_transport import FastTransport
 from ...wire.messages import OPEN, pack_numbers
-from ...wire.output import Heard, OutputMerger, OutputSource
+from ...wire.output import OutputItems, OutputMerger, OutputSource
 from .launcher import Launcher
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 __all__ = ["LocalHandle"]
 
 # Messages read from ZeroMQ after a drone's death. Those behind them count as in transit.
-SENT_MOST = 1000
-TICK = 0.002  # seconds until a full fast transport is tried again
+MAX_DRAINED_MESSAGES = 1000
+RETRY_INTERVAL_SECONDS = 0.002  # until a full fast transport is tried again
 
-_WHY = {
-    "T": "it is stopped by a signal",
-    "t": "it is stopped by a debugger",
-    "D": "it waits for a disk, or for memory that was swapped out",
-    "Z": "it has ended, and its zygote does not say so",
+_STALL_REASONS = {
+    "T": "the process is stopped by a signal",
+    "t": "the process is stopped by a debugger",
+    "D": "the process waits for a disk, or for memory that was swapped out",
+    "Z": "the process has ended, and its zygote does not report that",
 }
-_IDLE = "it holds its interpreter and does nothing"
+_IDLE_REASON = "the process holds its interpreter and does nothing"
 
 
 class LocalHandle(DroneHandle):
@@ -58,11 +58,11 @@ class LocalHandle(DroneHandle):
         self.fast_transport: FastTransport | None = None
         self.bulk_open = False
         self._bulk_waiting: list[list[bytes]] = []
-        self._asked = False
-        self.ref_table = RefTable(launcher.arena, number, self._ring)
+        self._open_requested = False
+        self.ref_table = RefTable(launcher.arena, number, self._schedule_release_report)
 
     @property
-    def keeper(self) -> Launcher:  # type: ignore[override]
+    def spawner(self) -> Launcher:  # type: ignore[override]
         return self.launcher
 
     # -- sending -----------------------------------------------------------------------------------
@@ -90,14 +90,15 @@ class LocalHandle(DroneHandle):
             reactor.wake()
         else:
             self._bulk_waiting.append(frames)
-            self._ask_to_open()
+            self._request_open()
 
-    def _ask_to_open(self) -> None:
+    def _request_open(self) -> None:
         """Ask the drone to open ZeroMQ, because messages wait for that."""
-        if self._bulk_waiting and not self._asked and self.fast_transport is not None:
-            self._asked = self.fast_transport.send(pack_numbers(OPEN))
-            if not self._asked:  # full: the drone is busy, and reads the fast transport later
-                self.dispatcher.reactor.after(TICK, self._ask_to_open)
+        if self._bulk_waiting and not self._open_requested and self.fast_transport is not None:
+            self._open_requested = self.fast_transport.send(pack_numbers(OPEN))
+            # If full, the drone is busy, and reads the fast transport later.
+            if not self._open_requested:
+                self.dispatcher.reactor.call_later(RETRY_INTERVAL_SECONDS, self._request_open)
 
     def open_bulk(self, router: zmq.Socket[bytes]) -> None:
         """Send the waiting messages. The drone's DEALER has sent HELLO: only now does the ROUTER
@@ -117,10 +118,10 @@ class LocalHandle(DroneHandle):
 
     # -- state of the drone ------------------------------------------------------------------------
 
-    def started(self) -> int:
+    def last_started(self) -> int:
         return self.launcher.status_table.started(self.slot)
 
-    def sent(self) -> int:
+    def last_answered(self) -> int:
         return self.launcher.status_table.sent(self.slot)
 
     def heartbeat(self) -> tuple[object, Times]:
@@ -135,15 +136,15 @@ class LocalHandle(DroneHandle):
             hundredths,
         ), threads
 
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         assert self.pid is not None
         return all(state_of(self.pid, thread) == "S" for thread in threads_of(self.pid))
 
-    def why_quiet(self) -> str:
+    def stall_reason(self) -> str:
         assert self.pid is not None
-        return _WHY.get(state_of(self.pid), _IDLE)
+        return _STALL_REASONS.get(state_of(self.pid), _IDLE_REASON)
 
-    def worked(self, threads: Times) -> tuple[object, Times] | None:
+    def activity(self, threads: Times) -> tuple[object, Times] | None:
         """Return a value that changes when the drone makes progress with its tasks.
 
         The control thread does not count, because its running shows only that the drone is alive.
@@ -155,7 +156,7 @@ class LocalHandle(DroneHandle):
         others = {
             thread: times
             for thread, times in threads.items()
-            if thread != str(status_table.ear(slot))
+            if thread != str(status_table.control_thread(slot))
         }
         done = status_table.started(slot), status_table.sent(slot), self.tasks_done
         steps = status_table.steps(slot)
@@ -163,7 +164,7 @@ class LocalHandle(DroneHandle):
             return (*done, steps), others
         return (*done, {thread: ran for thread, (ran, _) in others.items()}), {}
 
-    def others_worked(self) -> object:
+    def children_activity(self) -> object:
         assert self.pid is not None
         return {
             (other, thread): processor_times(other, thread)[0]
@@ -177,23 +178,23 @@ class LocalHandle(DroneHandle):
     def memory(self, enough: int) -> int:
         return 0 if self.pid is None else memory_of(self.pid, enough)
 
-    def printed(self) -> Heard:
+    def take_output(self) -> OutputItems:
         heard = self._merge.read([stream for stream in self.streams if stream.open])
-        self.remember(heard)
+        self.keep_stderr_lines(heard)
         return heard
 
     def catch_up(self) -> None:
-        self.dispatcher.reactor.receive_by_lane(self, all_of_it=True)
+        self.dispatcher.reactor.receive_fast(self, all_messages=True)
 
-    def last_words(self) -> None:
+    def collect_last_results(self) -> None:
         reactor = self.dispatcher.reactor
         self.catch_up()  # messages that had already reached this process count
-        reactor.receive(SENT_MOST)
-        hear_kept(self, self.launcher.status_table.kept(self.slot))
+        reactor.receive_bulk(MAX_DRAINED_MESSAGES)
+        handle_unsent_results(self, self.launcher.status_table.kept(self.slot))
 
     def close(self) -> None:
         reactor = self.dispatcher.reactor
-        reactor.remove_link(self)
+        reactor.remove_handle(self)
         ends: list[OutputSource | FastTransport] = [*self.streams]
         if self.fast_transport is not None:
             ends.append(self.fast_transport)

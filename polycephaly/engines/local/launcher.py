@@ -20,15 +20,15 @@ from contextlib import suppress
 from typing import Any
 
 from ...runtime import fork_guard, parent_death
-from ...store.arena import Keep, kept_through_fork
+from ...store.arena import RangeRef, hold_ranges_through_fork
 from ...store.blocks import Store
 from ...wire import addresses
-from ...wire.main_snapshot import Snapshot, take
-from ...wire.pickling import MainSnapshot, shared_with
-from .bare import start_bare
+from ...wire.main_snapshot import Snapshot, take_snapshot
+from ...wire.pickling import MainSnapshot, shared_snapshots
+from .bare import start_bare_zygote
 from .native_threads import UnsafeFork, check_after_fork, check_before_fork
 from .status_table import StatusTable
-from .zygote import MAX_ORDER, DroneSpec, Order, run_zygote
+from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, run_zygote
 
 __all__ = ["START_METHODS", "Launcher"]
 
@@ -47,10 +47,10 @@ class Launcher:
         self.family = spec.family
         self.arena = store.arena
         self.imports_main = start == "spawn"
-        self.taken: Snapshot | None = None
+        self.main_copy: Snapshot | None = None
         """The copy of `__main__` for its drones; None if they fork or import the main module."""
         # Shared memory that the zygote and its drones see too: held, so that its content stays.
-        self._held: list[Keep] = []
+        self._kept_memory: list[RangeRef] = []
         self._reaped = False
         # The names in an imported main module are unknown until a drone reports them. Until then
         # all of `__main__` is sent by value.
@@ -63,10 +63,10 @@ class Launcher:
             self.status_table.close()
             raise
         self.pidfd = parent_death.open_pidfd(self.pid)
-        shared_with.append(self._shared)
-        addresses.snapshot_taken()
+        shared_snapshots.append(self._current_snapshot)
+        addresses.on_snapshot_taken()
 
-    def _shared(self) -> MainSnapshot:
+    def _current_snapshot(self) -> MainSnapshot:
         return self.snapshot
 
     def _start(self, start: str | None, spec: DroneSpec, store: Store, name: str) -> int:
@@ -74,30 +74,30 @@ class Launcher:
             try:
                 if start is None:
                     check_before_fork()
-                return self._fork(spec, insists=start is not None)
-            except UnsafeFork as why:
-                why.warn(name)
-            self._held.clear()
-            self.taken = take(store, self._held)
-            self.snapshot = MainSnapshot(self.taken.names(), self.taken.left_out)
+                return self._fork(spec, forced=start is not None)
+            except UnsafeFork as unsafe:
+                unsafe.warn(name)
+            self._kept_memory.clear()
+            self.main_copy = take_snapshot(store, self._kept_memory)
+            self.snapshot = MainSnapshot(self.main_copy.names(), self.main_copy.left_out)
         return self._start_bare(spec)
 
-    def _fork(self, spec: DroneSpec, insists: bool) -> int:
-        """Fork, and return the zygote's pid. Raises `UnsafeFork`, unless the user `insists`."""
+    def _fork(self, spec: DroneSpec, forced: bool) -> int:
+        """Fork, and return the zygote's pid. Raises `UnsafeFork`, unless `forced` by the user."""
         owner = os.getpid()
-        above, addresses.address_of_parent = (
-            addresses.address_of_parent,
-            addresses.address_here(spec.home),
+        previous_address, addresses.parent_address = (
+            addresses.parent_address,
+            addresses.own_address(spec.directory),
         )
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = parent_death.own(mine)
+        self._control = parent_death.close_in_child(mine)
         pid = 0
         try:
-            with kept_through_fork(self._held):
+            with hold_ranges_through_fork(self._kept_memory):
                 pid = fork_guard.fork()
             if pid == 0:
                 run_zygote(theirs, spec, self.status_table, self.arena, self.snapshot, owner)
-            if not insists:
+            if not forced:
                 check_after_fork()
             return pid
         except BaseException:
@@ -113,13 +113,15 @@ class Launcher:
             if os.getpid() != owner:
                 os._exit(1)
             theirs.close()
-            addresses.address_of_parent = above
+            addresses.parent_address = previous_address
 
     def _start_bare(self, spec: DroneSpec) -> int:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = parent_death.own(mine)
+        self._control = parent_death.close_in_child(mine)
         try:
-            return start_bare(theirs.fileno(), self.status_table.fd, self.arena, spec, self.taken)
+            return start_bare_zygote(
+                theirs.fileno(), self.status_table.fd, self.arena, spec, self.main_copy
+            )
         except BaseException:
             parent_death.close(self._control)
             raise
@@ -128,10 +130,10 @@ class Launcher:
 
     def left_out(self, name: str) -> str | None:
         """Return why its drones lack `name` of `__main__`, and a remedy; None if unknown."""
-        if self.taken is not None:
-            why = self.taken.left_out.get(name)
+        if self.main_copy is not None:
+            reason = self.main_copy.left_out.get(name)
             cure = "make it in an initializer, or use start='fork'"
-            return why and f"they are no forks, because of native threads, and {why}; {cure}"
+            return reason and f"they are not forks, because of native threads, and {reason}; {cure}"
         if not self.imports_main:
             return None
         main = sys.modules["__main__"]
@@ -141,12 +143,18 @@ class Launcher:
             if spec is not None
             else getattr(main, "__file__", None) is None
         ):
-            why = "there is none to be imported under python -c, at a prompt, or for python -m with a package"
+            reason = (
+                "there is no main module to import under python -c, at a prompt, or for python -m "
+                "with a package"
+            )
         else:
-            why = "that does not define it (what is under `if __name__ == '__main__':` is not run)"
+            reason = (
+                "the import does not define it (code under `if __name__ == '__main__':` does not "
+                "run)"
+            )
         return (
-            f"they are fresh interpreters that import the main module (start='spawn'), and {why}; "
-            "push it, give it as an argument, or use start='fork'"
+            "they are fresh interpreters that import the main module (start='spawn'), and "
+            f"{reason}; push it, give it as an argument, or use start='fork'"
         )
 
     # -- orders and reports ------------------------------------------------------------------------
@@ -160,9 +168,9 @@ class Launcher:
         Raises `OSError` if the zygote is gone, and `ValueError` if the order is too large.
         """
         message = order.to_json()
-        if len(message) > MAX_ORDER:
+        if len(message) > MAX_ORDER_BYTES:
             raise ValueError(
-                f"env= is too large to hand to a drone: {len(message)} of at most {MAX_ORDER} bytes"
+                f"env= is too large for a drone: {len(message)} of at most {MAX_ORDER_BYTES} bytes"
             )
         socket.send_fds(self._control, [message], ends)
 
@@ -188,17 +196,17 @@ class Launcher:
 
     def reports(self) -> list[dict[str, Any]] | None:
         """Return the zygote's reports since the last call; None if the zygote is gone."""
-        heard: list[dict[str, Any]] = []
+        received: list[dict[str, Any]] = []
         while True:
             try:
-                message = self._control.recv(MAX_ORDER * 8, socket.MSG_DONTWAIT)
+                message = self._control.recv(MAX_ORDER_BYTES * 8, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return heard
+                return received
             except OSError:
-                return heard or None
+                return received or None
             if not message:
-                return heard or None
-            heard.append(json.loads(message))
+                return received or None
+            received.append(json.loads(message))
 
     def learn_names(self, names: list[str]) -> bool:
         """Note the names that a drone found in the main module; return False if known before."""
@@ -216,7 +224,7 @@ class Launcher:
         The goodbye message tells the zygote that its owner lives on. A second call does nothing.
         """
         with suppress(ValueError):
-            shared_with.remove(self._shared)
+            shared_snapshots.remove(self._current_snapshot)
         with suppress(OSError):
             self._control.send(json.dumps({"goodbye": True}).encode())
         parent_death.close(self._control)
@@ -242,5 +250,5 @@ class Launcher:
             os.close(self.pidfd)
             self.pidfd = None
         self.status_table.close()
-        self._held.clear()
+        self._kept_memory.clear()
         return code

@@ -33,17 +33,17 @@ from ...runtime.tuning import tuning
 
 __all__ = ["UnsafeFork", "check_after_fork", "check_before_fork"]
 
-LOOKS = 250
-"""Looks in a row, a millisecond apart, after which a waiting thread counts as unknown."""
+MAX_ASLEEP_CHECKS = 250
+"""Checks in a row, a millisecond apart, after which a waiting thread counts as unknown."""
 _HARMLESS_NAMES = ("ZMQbg/", "jemalloc_bg_thd")
-_HARMLESS = ("libiomp5", "libomp")
+_HARMLESS_LIBRARIES = ("libiomp5", "libomp")
 _PYTHON = "<Python>"
-_OF_CPP = ("libstdc++", "libc++")
-_WORD = struct.calcsize("P")
+_CPP_LIBRARIES = ("libstdc++", "libc++")
+_WORD_BYTES = struct.calcsize("P")
 # Bytes of a stack that are read. A thread that waits for work has used few, so the short read is
 # tried first.
-_STACKS = (1 << 13, 1 << 18)
-_DESCRIPTION = 2304  # bytes of glibc's thread descriptor, which has the thread's start function
+_STACK_READ_BYTES = (1 << 13, 1 << 18)
+_DESCRIPTOR_BYTES = 2304  # of glibc's thread descriptor, which has the thread's start function
 
 
 class UnsafeFork(Exception):
@@ -64,22 +64,24 @@ class UnsafeFork(Exception):
 
     def warn(self, name: str) -> None:
         """Warn the user, once for each set of libraries."""
-        cause = frozenset(self.owners)
-        if cause in _told:
+        libraries = frozenset(self.owners)
+        if libraries in _warned_libraries:
             return
         warnings.warn(
-            f"{name} does not fork this process, because a fork would copy the locks of its native threads ({self}) "
-            "and not the threads. The drones are fresh interpreters instead: they get what __main__ holds by value, as "
-            "far as it can be pickled, and import modules anew. To choose: start='fork' forks all the same, "
-            "start='spawn' has each drone import the main module; made before that library was first used, a pool "
-            "can be forked.",
+            f"{name} does not fork this process, because a fork would copy the locks of its native "
+            f"threads ({self}) and not the threads. The drones are fresh interpreters instead: "
+            "they get copies of the values in __main__ that can be pickled, and import modules "
+            "anew. To choose: start='fork' forks all the same; start='spawn' has each drone import "
+            "the main module; a pool that is made before the first use of that library can be "
+            "forked.",
             RuntimeWarning,
-            stacklevel=_level_of_the_caller(),
+            stacklevel=_caller_stacklevel(),
         )
-        _told.add(cause)  # only now, because a filter may turn the warning into an error
+        # Only now, because a filter may turn the warning into an error.
+        _warned_libraries.add(libraries)
 
 
-_told: set[frozenset[str]] = set()
+_warned_libraries: set[frozenset[str]] = set()
 
 
 def check_before_fork() -> None:
@@ -87,10 +89,12 @@ def check_before_fork() -> None:
 
     OpenBLAS gives its threads no names, so those wait for `check_after_fork`.
     """
-    others = _others()
-    usual = _usual_names() if others else set()
-    owners = {thread: _owner(thread)[0] for thread, name in others.items() if name not in usual}
-    _refuse(
+    others = _suspect_threads()
+    usual = _python_thread_names() if others else set()
+    owners = {
+        thread: _find_owner(thread)[0] for thread, name in others.items() if name not in usual
+    }
+    _raise_if_unsafe(
         [
             (owner, others[each])
             for each, owner in owners.items()
@@ -106,70 +110,70 @@ def check_after_fork() -> None:
     seen. Only a thread that lives no longer than a fork takes can be missed in this way.
     """
     # Processor seconds of a thread of unknown owner when the thread was first seen.
-    ran: dict[int, float] = {}
+    first_seconds: dict[int, float] = {}
     asleep: Counter[int] = Counter()
     # Owners are kept once found, because the owner of a thread shows only while the thread waits.
     owners: dict[int, tuple[str, int]] = {}
     while True:
-        others = _others()
-        told = {thread: owners.get(thread) or _owner(thread) for thread in others}
-        owners = {thread: (owner, ident) for thread, (owner, ident) in told.items() if owner}
-        _refuse([(owner, others[thread]) for thread, (owner, _) in owners.items()])
+        others = _suspect_threads()
+        found = {thread: owners.get(thread) or _find_owner(thread) for thread in others}
+        owners = {thread: (owner, ident) for thread, (owner, ident) in found.items() if owner}
+        _raise_if_unsafe([(owner, others[thread]) for thread, (owner, _) in owners.items()])
         unknown = [thread for thread in others if thread not in owners]
         # A raw Python thread that computes has an unknown owner, because reading /proc releases
         # the interpreter and lets the thread run. So that many unknown threads are allowed.
-        raw = len(_raw_threads() - {ident for _, ident in owners.values()})
-        if len(unknown) <= raw:
+        raw_count = len(_raw_threads() - {ident for _, ident in owners.values()})
+        if len(unknown) <= raw_count:
             return
-        stay = []
+        unsafe = []
         for thread in unknown:
             now, _ = processor_times(os.getpid(), str(thread))
             asleep[thread] = 0 if state_of(os.getpid(), str(thread)) == "R" else asleep[thread] + 1
             if (
-                now - ran.setdefault(thread, now) >= tuning.thread_settle_seconds
-                or asleep[thread] >= LOOKS
+                now - first_seconds.setdefault(thread, now) >= tuning.thread_settle_seconds
+                or asleep[thread] >= MAX_ASLEEP_CHECKS
             ):
-                stay.append(("an unknown library", others[thread]))
-        if len(stay) > raw:
-            raise UnsafeFork(stay)
+                unsafe.append(("an unknown library", others[thread]))
+        if len(unsafe) > raw_count:
+            raise UnsafeFork(unsafe)
         sleep(0.001)
 
 
-def _refuse(threads: list[tuple[str, str]]) -> None:
-    unsafe = [each for each in threads if not each[0].startswith((_PYTHON, *_HARMLESS))]
+def _raise_if_unsafe(threads: list[tuple[str, str]]) -> None:
+    unsafe = [each for each in threads if not each[0].startswith((_PYTHON, *_HARMLESS_LIBRARIES))]
     if unsafe:
         raise UnsafeFork(unsafe)
 
 
-def _others() -> dict[int, str]:
+def _suspect_threads() -> dict[int, str]:
     """Return the threads that are not known to be harmless, with their names."""
     others: dict[int, str] = {}
     with suppress(OSError):  # no /proc
-        for thread in set(map(int, os.listdir("/proc/self/task"))) - _of_python():
+        for thread in set(map(int, os.listdir("/proc/self/task"))) - _python_threads():
             with suppress(OSError):  # the thread has just ended
-                name = _read(f"/proc/self/task/{thread}/comm")
+                name = _read_file(f"/proc/self/task/{thread}/comm")
                 if not name.startswith(_HARMLESS_NAMES):
                     others[thread] = name
     return others
 
 
-def _of_python() -> set[int | None]:
+def _python_threads() -> set[int | None]:
     return {os.getpid(), *(thread.native_id for thread in threading.enumerate())}
 
 
-def _usual_names() -> set[str]:
+def _python_thread_names() -> set[str]:
     """Return the names of Python's threads.
 
     A native thread inherits one of these if a Python thread starts it without giving a name.
     """
     names = set()
-    for thread in _of_python():
+    for thread in _python_threads():
         with suppress(OSError):
-            names.add(_read(f"/proc/self/task/{thread}/comm"))
+            names.add(_read_file(f"/proc/self/task/{thread}/comm"))
     return names
 
 
-def _read(path: str) -> str:
+def _read_file(path: str) -> str:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fsdecode(os.read(fd, 4096)).rstrip("\n")
@@ -187,60 +191,63 @@ def _raw_threads() -> set[int]:
 
 class _Symbol(ctypes.Structure):
     _fields_ = (
-        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("at", ctypes.c_void_p)
+        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p), ("at", ctypes.c_void_p),
     )  # fmt: skip
 
 
 _dladdr = getattr(ctypes.CDLL(None), "dladdr", None)
 
 
-def _owner(thread: int) -> tuple[str | None, int]:
+def _find_owner(thread: int) -> tuple[str | None, int]:
     """Return the file of a thread's library, or `_PYTHON`, and the thread's identity in Python.
 
     The library is None if the thread runs, or if nothing is known. The identity is the address of
     the C library's thread descriptor.
     """
     try:
-        *_, stack_pointer, _ = _read(f"/proc/self/task/{thread}/syscall").split()
-        start = int(stack_pointer, 16) // _WORD * _WORD
+        *_, stack_pointer, _ = _read_file(f"/proc/self/task/{thread}/syscall").split()
+        start = int(stack_pointer, 16) // _WORD_BYTES * _WORD_BYTES
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            words, at = _up_to_the_description(memory, start)
+            words, at = _read_up_to_descriptor(memory, start)
         finally:
             os.close(memory)
     except (OSError, ValueError):  # the thread runs, or ends, or reading its stack is forbidden
         return None, 0
-    end = start + len(words) * _WORD  # not further up: a library may lie right above a stack
+    end = start + len(words) * _WORD_BYTES  # not further up: a library may lie right above a stack
     elsewhere = (word for word in words[at:] if not start <= word < end)  # no code lies on a stack
-    owner = next(filter(None, map(_library, elsewhere)), None)
+    owner = next(filter(None, map(_find_library, elsewhere)), None)
     # The C++ library starts threads for other libraries: take the library of the outermost call.
-    if owner is not None and owner.startswith(_OF_CPP):
+    if owner is not None and owner.startswith(_CPP_LIBRARIES):
         # Python is never the answer. (If the interpreter lies at low addresses, a number on the
         # stack may look like an address in the interpreter.)
-        calls = filter(None, map(_library, reversed(words[:at])))
+        calls = filter(None, map(_find_library, reversed(words[:at])))
         owner = next(
-            (each for each in calls if not each.startswith((_PYTHON, "libc.", *_OF_CPP))), owner
+            (each for each in calls if not each.startswith((_PYTHON, "libc.", *_CPP_LIBRARIES))),
+            owner,
         )
     return owner, words[at - 3]
 
 
-def _up_to_the_description(memory: int, start: int) -> tuple[tuple[int, ...], int]:
+def _read_up_to_descriptor(memory: int, start: int) -> tuple[tuple[int, ...], int]:
     """Return the words of a stack and of the thread descriptor above it, and an index into them.
 
     The index is that of the fourth word of the descriptor. Raises `ValueError` if there is no
     descriptor. On x86-64 a descriptor lies at a multiple of 64, and has its own address as its
     first and third words.
     """
-    for size in _STACKS:
+    for size in _STACK_READ_BYTES:
         content = os.pread(memory, size, start)
-        words = struct.unpack(f"{len(content) // _WORD}P", content[: len(content) // _WORD * _WORD])
-        for index in range(-start % 64 // _WORD, len(words) - 2, 64 // _WORD):
-            if words[index] == words[index + 2] == start + index * _WORD:
-                return words[: index + _DESCRIPTION // _WORD], index + 3
-    raise ValueError("no thread is described there")
+        count = len(content) // _WORD_BYTES
+        words = struct.unpack(f"{count}P", content[: count * _WORD_BYTES])
+        for index in range(-start % 64 // _WORD_BYTES, len(words) - 2, 64 // _WORD_BYTES):
+            if words[index] == words[index + 2] == start + index * _WORD_BYTES:
+                return words[: index + _DESCRIPTOR_BYTES // _WORD_BYTES], index + 3
+    raise ValueError("the stack has no thread descriptor above it")
 
 
-def _library(address: int) -> str | None:
+def _find_library(address: int) -> str | None:
     """Return the library that is loaded at `address`; None if there is none."""
     if _dladdr is None or not 1 << 16 < address < 1 << 47:  # no user-space address
         return None
@@ -260,7 +267,7 @@ if _dladdr is not None:
     _dladdr(ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p), ctypes.byref(_python))
 
 
-def _level_of_the_caller() -> int:
+def _caller_stacklevel() -> int:
     """Return how many frames above the caller the first frame outside this package is."""
     frame, level = sys._getframe(1), 1
     package = __name__.partition(".")[0] + "."

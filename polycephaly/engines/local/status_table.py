@@ -9,7 +9,7 @@ drone had begun. Each drone has one slot:
     kept      bytes of results that are done and might be lost with the drone: they wait to be sent
               with others, or were lately given to ZeroMQ, whose own thread writes them
     beat      heartbeat: a counter that changes while a task runs
-    ear       the kernel's number of the control thread, whose running is no sign of progress
+    control   the kernel's number of the control thread, whose running is no sign of progress
     steps     while the main thread waits for promises, or tasks overlap: one more than the number
               of times that green threads have gone on; else 0
 
@@ -24,9 +24,9 @@ import os
 
 __all__ = ["StatusTable"]
 
-ROOM = 16 * 1024  # bytes of a slot, most of them for kept results
-_STARTED, _SENT, _KEPT, _BEAT, _EAR, _STEPS, _CELLS = range(7)
-_HEAD = _CELLS * 8
+SLOT_BYTES = 16 * 1024  # bytes of a slot, most of them for kept results
+_STARTED, _SENT, _KEPT, _BEAT, _CONTROL_THREAD, _STEPS, _CELLS = range(7)
+_HEADER_BYTES = _CELLS * 8
 
 
 class StatusTable:
@@ -36,7 +36,7 @@ class StatusTable:
     """
 
     def __init__(self, slots: int, fd: int | None = None) -> None:
-        size = slots * ROOM
+        size = slots * SLOT_BYTES
         self.slots = slots
         self.fd = os.memfd_create("polycephaly-running", os.MFD_CLOEXEC) if fd is None else fd
         try:
@@ -48,12 +48,12 @@ class StatusTable:
             raise
         self._bytes = memoryview(self._map)
 
-    def row(self, slot: int) -> Slot:
+    def writer(self, slot: int) -> Slot:
         """Return the writer's side of a slot."""
-        return Slot(self._bytes[slot * ROOM : (slot + 1) * ROOM])
+        return Slot(self._bytes[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES])
 
     def clear(self, slot: int) -> None:
-        self._bytes[slot * ROOM : slot * ROOM + _HEAD] = bytes(_HEAD)
+        self._bytes[slot * SLOT_BYTES : slot * SLOT_BYTES + _HEADER_BYTES] = bytes(_HEADER_BYTES)
 
     def started(self, slot: int) -> int:
         return self._read(slot, _STARTED)
@@ -64,21 +64,22 @@ class StatusTable:
     def beat(self, slot: int) -> int:
         return self._read(slot, _BEAT)
 
-    def ear(self, slot: int) -> int:
-        return self._read(slot, _EAR)
+    def control_thread(self, slot: int) -> int:
+        return self._read(slot, _CONTROL_THREAD)
 
     def steps(self, slot: int) -> int:
         return self._read(slot, _STEPS)
 
     def kept(self, slot: int) -> bytes:
         """Return the results that were done and are not yet known to be sent."""
-        at = slot * ROOM + _HEAD
+        at = slot * SLOT_BYTES + _HEADER_BYTES
         size = self._read(slot, _KEPT)
         return bytes(self._bytes[at : at + size]) if size else b""
 
     def _read(self, slot: int, cell: int) -> int:
         try:
-            return self._bytes[slot * ROOM : slot * ROOM + _HEAD].cast("Q")[cell]
+            at = slot * SLOT_BYTES
+            return self._bytes[at : at + _HEADER_BYTES].cast("Q")[cell]
         except ValueError:  # closed, perhaps by another thread: no drone runs any more
             return 0
 
@@ -91,13 +92,13 @@ class StatusTable:
 class Slot:
     """The writer's side of a slot: one drone's display."""
 
-    def __init__(self, room: memoryview) -> None:
-        self._cells = room[:_HEAD].cast("Q")
-        self._room = room[_HEAD:]
+    def __init__(self, memory: memoryview) -> None:
+        self._cells = memory[:_HEADER_BYTES].cast("Q")
+        self._buffer = memory[_HEADER_BYTES:]
         self._kept = 0
         self._is_full = False
 
-    def start(self, number: int) -> None:
+    def mark_started(self, number: int) -> None:
         self._cells[_STARTED] = number
 
     def beat(self) -> None:
@@ -107,19 +108,19 @@ class Slot:
         """
         self._cells[_BEAT] += 1
 
-    def ear(self, thread: int) -> None:
-        self._cells[_EAR] = thread
+    def set_control_thread(self, thread: int) -> None:
+        self._cells[_CONTROL_THREAD] = thread
 
-    def steps(self, count: int) -> None:
+    def set_steps(self, count: int) -> None:
         self._cells[_STEPS] = count
 
     def keep(self, result: bytes) -> bool:
-        """Keep a result until `sent`; return False if the slot has no room for the result."""
+        """Keep a result until `mark_all_sent`; return False if the slot has no room for it."""
         end = self._kept + len(result)
-        if end > len(self._room):
-            self._is_full = len(result) <= len(self._room)
+        if end > len(self._buffer):
+            self._is_full = len(result) <= len(self._buffer)
             return False
-        self._room[self._kept : end] = result
+        self._buffer[self._kept : end] = result
         self._kept = self._cells[_KEPT] = end
         return True
 
@@ -127,19 +128,19 @@ class Slot:
         """Note that the result of task `number` will be sent and is not kept."""
         self._cells[_SENT] = number
 
-    def rewrite(self, results: list[bytes]) -> None:
+    def replace_kept(self, results: list[bytes]) -> None:
         """Keep these results, and no others."""
         self._kept = self._cells[_KEPT] = 0
         for each in results:
             Slot.keep(self, each)
 
-    def sent(self, number: int, arrive: bool) -> None:
+    def mark_all_sent(self, number: int, delivered: bool) -> None:
         """Note that all results up to that of task `number` have gone to the socket.
 
-        With `arrive`, they reach the controller even if this drone dies. If the slot is full, the
-        kept results are forgotten in any case, to make room for the next ones.
+        With `delivered`, they reach the controller even if this drone dies. If the slot is full,
+        the kept results are forgotten in any case, to make room for the next ones.
         """
         self._cells[_SENT] = number
-        if arrive or self._is_full:
+        if delivered or self._is_full:
             self._kept = self._cells[_KEPT] = 0
             self._is_full = False

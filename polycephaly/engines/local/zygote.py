@@ -34,9 +34,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...runtime import parent_death
-from ...runtime.connections import leave_connections
+from ...runtime.connections import replace_connections
 from ...store.arena import Arena
-from ...wire.addresses import channels_of, leave_word
+from ...wire.addresses import channel_address, record_exit
 from ...wire.pickling import MainSnapshot
 from .status_table import StatusTable
 
@@ -45,16 +45,25 @@ if TYPE_CHECKING:
 
 __all__ = ["DroneSpec", "Order", "run_zygote"]
 
-# Seconds to wait for the owner's end after its end of the parent-death pipe has closed.
-OWNER_ENDS_WITHIN = 2.0
-SWEEP = 0.02  # seconds between looks for orphans
-SWEEP_FOR = 0.5  # seconds after a drone's death
-MAX_ORDER = 1 << 17  # bytes; a mapping of environment variables may be large
+# To wait for the owner's end after its end of the parent-death pipe has closed.
+OWNER_END_TIMEOUT_SECONDS = 2.0
+SWEEP_INTERVAL_SECONDS = 0.02  # between searches for orphans
+SWEEP_DURATION_SECONDS = 0.5  # after a drone's death
+MAX_ORDER_BYTES = 1 << 17  # a mapping of environment variables may be large
 
-_NOT_FOR_IT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+_IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals that a whole session or `pkill` gets. The zygote ignores them, because it ends when its
 owner ends, and then ends the drones."""
-_RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGQUIT")
+_RESET_SIGNALS = (
+    "SIGINT",
+    "SIGTERM",
+    "SIGHUP",
+    "SIGCHLD",
+    "SIGUSR1",
+    "SIGUSR2",
+    "SIGALRM",
+    "SIGQUIT",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,7 @@ class DroneSpec:
     drone_main: Callable[
         [Order, DroneSpec, socket.socket, StatusTable, Arena, MainSnapshot, socket.socket], None
     ]
-    home: str  # the owner's private directory, with its socket
+    directory: str  # the owner's private directory, with its socket
     slots: int
     family: str  # see runtime/parent_death.py
     # Objects that a process can get only at its start; see drone/child.py. Pickled for a bare
@@ -116,10 +125,10 @@ def run_zygote(
         os._exit(status)
 
 
-def leave_the_main_image() -> None:
+def reset_inherited_state() -> None:
     """Reset what a fork has inherited: signal handlers, exit handlers, the standard input."""
     signal.set_wakeup_fd(-1)
-    for name in _RESET:
+    for name in _RESET_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     atexit._clear()
@@ -147,33 +156,33 @@ class _Zygote:
         with suppress(OSError):
             os.setsid()
         parent_death.become_subreaper()
-        leave_the_main_image()
+        reset_inherited_state()
         # Only a fork has the controller's connections; a bare zygote has none of these.
         if spec.main is None:
-            leave_connections(owner, spec.inherited_args or ())
-        for name in _NOT_FOR_IT:
+            replace_connections(owner, spec.inherited_args or ())
+        for name in _IGNORED_SIGNALS:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         parent_death.join_family(spec.family)
-        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup_reader, self._wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         # Opened before getppid() is checked: if the owner ended earlier, this process has another
         # parent.
-        self._owner = parent_death.open_pidfd(owner)
+        self._owner_pidfd = parent_death.open_pidfd(owner)
         self._owner_gone = os.getppid() != owner
         self._said_goodbye = False
         self._sweep_until = 0.0
         self._reports: deque[bytes] = deque()
         # The collector would write to, and so copy, each page that the drones share, and run
         # finalizers of the user.
-        self._collects = gc.isenabled()
+        self._collector_enabled = gc.isenabled()
         gc.disable()
         gc.freeze()
 
     def serve(self) -> None:
         """Serve until the owner closes the parent-death pipe or ends."""
         poll = select.poll()
-        for fd in (self._control.fileno(), self._woken, self._owner):
+        for fd in (self._control.fileno(), self._wakeup_reader, self._owner_pidfd):
             if fd is not None:
                 poll.register(fd, select.POLLIN)
         self._report(ready=os.getpid())
@@ -182,24 +191,24 @@ class _Zygote:
             if sweeping:
                 self._kill_orphans()
             poll.modify(self._control, select.POLLIN | (select.POLLOUT if self._reports else 0))
-            for fd, news in poll.poll(SWEEP * 1000 if sweeping else None):
+            for fd, events in poll.poll(SWEEP_INTERVAL_SECONDS * 1000 if sweeping else None):
                 if fd == self._control.fileno():
-                    if news & select.POLLOUT:
+                    if events & select.POLLOUT:
                         self._send_reports()
-                    if news & ~select.POLLOUT:
-                        self._obey()
-                elif fd == self._owner:
+                    if events & ~select.POLLOUT:
+                        self._handle_order()
+                elif fd == self._owner_pidfd:
                     self._owner_gone = True
                 else:
                     with suppress(BlockingIOError):
-                        os.read(self._woken, 4096)
+                        os.read(self._wakeup_reader, 4096)
                     self._reap()
 
     # -- orders ------------------------------------------------------------------------------------
 
-    def _obey(self) -> None:
+    def _handle_order(self) -> None:
         try:
-            message, fds = parent_death.receive_fds(self._control, MAX_ORDER, 3)
+            message, fds = parent_death.receive_fds(self._control, MAX_ORDER_BYTES, 3)
         except OSError:
             message, fds = b"", []
         if not message:
@@ -217,7 +226,7 @@ class _Zygote:
             for fd in fds:
                 os.close(fd)
 
-    def _start(self, order: Order, handed: list[int]) -> None:
+    def _start(self, order: Order, stream_fds: list[int]) -> None:
         self._status_table.clear(order.slot)
         zygote = os.getpid()
         try:
@@ -226,17 +235,17 @@ class _Zygote:
             self._report(failed=order.number, errno=error.errno)
             return
         if pid == 0:
-            self._drone_main(order, handed, zygote)
+            self._drone_main(order, stream_fds, zygote)
         self._drones[pid] = order.number
         if not self._spec.imports_main():
             self._report(started=order.number, pid=pid)
 
     def _kill(self, number: int) -> None:
-        for pid, its in self._drones.items():
-            if its == number:
+        for pid, drone_number in self._drones.items():
+            if drone_number == number:
                 os.kill(pid, signal.SIGKILL)  # safe: the pid of an unreaped child is not reused
 
-    def _drone_main(self, order: Order, handed: list[int], zygote: int) -> NoReturn:
+    def _drone_main(self, order: Order, stream_fds: list[int], zygote: int) -> NoReturn:
         """Run a drone to its end, in the forked child."""
         status = 1
         try:
@@ -245,31 +254,31 @@ class _Zygote:
             parent_death.become_subreaper()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for name in _NOT_FOR_IT:
+            for name in _IGNORED_SIGNALS:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            stdout, stderr, fast_transport = handed
+            stdout, stderr, fast_transport = stream_fds
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             if self._spec.imports_main():
                 # Open until the drone has reported its start. The zygote reports the drone's end.
-                parent_death.own(self._control)
+                parent_death.close_in_child(self._control)
             else:
                 self._control.close()
-            for fd in (self._woken, self._wake, self._owner, stdout, stderr):
+            for fd in (self._wakeup_reader, self._wakeup_writer, self._owner_pidfd, stdout, stderr):
                 if fd is not None:
                     os.close(fd)
             os.environ.update(order.env)
             if order.cwd is not None:
                 os.chdir(order.cwd)
-            if self._collects:
+            if self._collector_enabled:
                 gc.enable()
-            self._arena.enter()
-            its_lane = socket.socket(fileno=fast_transport)
+            self._arena.adopt()
+            fast_socket = socket.socket(fileno=fast_transport)
             self._spec.drone_main(
                 order,
                 self._spec,
-                its_lane,
+                fast_socket,
                 self._status_table,
                 self._arena,
                 self._snapshot,
@@ -300,12 +309,13 @@ class _Zygote:
             _, status = os.waitpid(pid, 0)
             if number is not None:
                 del self._drones[pid]
-                leave_word(channels_of(self._spec.home, pid), os.waitstatus_to_exitcode(status))
+                address = channel_address(self._spec.directory, pid)
+                record_exit(address, os.waitstatus_to_exitcode(status))
                 # The kernel's list of children may miss one while others come and go: so `serve`
                 # looks again for a while.
-                self._sweep_until = time.monotonic() + SWEEP_FOR
+                self._sweep_until = time.monotonic() + SWEEP_DURATION_SECONDS
                 self._kill_orphans()
-                shutil.rmtree(os.path.join(self._spec.home, str(pid)), ignore_errors=True)
+                shutil.rmtree(os.path.join(self._spec.directory, str(pid)), ignore_errors=True)
                 self._report(exited=number, status=status)
 
     def _kill_orphans(self) -> None:
@@ -326,21 +336,21 @@ class _Zygote:
             while True:
                 self._kill_orphans()
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    time.sleep(SWEEP)
+                    time.sleep(SWEEP_INTERVAL_SECONDS)
         if not self._said_goodbye:
-            self._wait_for_the_owners_end()
-            shutil.rmtree(self._spec.home, ignore_errors=True)
+            self._wait_for_owner_end()
+            shutil.rmtree(self._spec.directory, ignore_errors=True)
 
-    def _wait_for_the_owners_end(self) -> None:
+    def _wait_for_owner_end(self) -> None:
         """Wait until the owner has ended and makes no more files.
 
         The kernel closes the descriptors of an ending process first.
         """
-        if self._owner is not None:
-            select.select([self._owner], [], [], OWNER_ENDS_WITHIN)
+        if self._owner_pidfd is not None:
+            select.select([self._owner_pidfd], [], [], OWNER_END_TIMEOUT_SECONDS)
 
-    def _report(self, **what: Any) -> None:
-        self._reports.append(json.dumps(what).encode())
+    def _report(self, **report: Any) -> None:
+        self._reports.append(json.dumps(report).encode())
         self._send_reports()
 
     def _send_reports(self) -> None:

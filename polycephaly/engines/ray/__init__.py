@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ...pool.engine import Machine
 
-__all__ = ["reach"]
+__all__ = ["connect_cluster"]
 
 
-def reach(options: dict[str, Any]) -> Machine:
+def connect_cluster(options: dict[str, Any]) -> Machine:
     """Return the cluster that `options` name.
 
     Raises `ImportError` if Ray is not installed, and the errors of `Cluster`.

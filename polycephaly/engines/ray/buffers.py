@@ -26,26 +26,26 @@ import ray
 
 from ...errors import Lost
 from ...store.arena import Full
-from ...store.blocks import LARGE_PICKLE
-from ...store.references import Received, Serialized, read_waybill
+from ...store.blocks import MIN_SHARED_PICKLE_BYTES
+from ...store.references import Received, Serialized, unpack_header
 
 __all__ = [
-    "BufferHold",
     "LazyBuffers",
     "OutOfBandBuffers",
+    "PendingResultStore",
     "RayRefTable",
     "RayStore",
     "ReceivedFromRay",
     "StoredBuffers",
-    "session",
+    "current_session",
 ]
 
-HEAVY = 1 << 20
-"""Bytes from which a result is not copied before it is sent: its drone runs no other task until
+LARGE_RESULT_BYTES = 1 << 20
+"""From this size, a result is not copied before it is sent: its drone runs no other task until
 then."""
 
 
-def _with_its_owner(ref: Any) -> tuple[Any, tuple[Any, ...]]:
+def _reduce_with_owner(ref: Any) -> tuple[Any, tuple[Any, ...]]:
     """Pickle an ObjectRef of the user by Ray's own pickler.
 
     Other picklers would leave out its owner, and the receiver would wait for ever. Ray keeps an
@@ -54,10 +54,10 @@ def _with_its_owner(ref: Any) -> tuple[Any, tuple[Any, ...]]:
     return ray.cloudpickle.loads, (ray.cloudpickle.dumps(ref),)
 
 
-copyreg.pickle(ray.ObjectRef, _with_its_owner)
+copyreg.pickle(ray.ObjectRef, _reduce_with_owner)
 
 
-def session() -> tuple[str, str] | None:
+def current_session() -> tuple[str, str] | None:
     """Return the node and worker by which this process is connected to Ray; None if unconnected.
 
     Two clusters differ in the node, two connections to one cluster in the worker.
@@ -84,32 +84,35 @@ class OutOfBandBuffers:
 class LazyBuffers:
     """Out-of-band buffers in the object store, fetched on first access."""
 
-    def __init__(self, ref: Any, of: tuple[str, str] | None) -> None:
+    def __init__(self, ref: Any, session: tuple[str, str] | None) -> None:
         self.ref = ref
-        self.session = of
-        self._cargo: OutOfBandBuffers | None = None
+        self.session = session
+        self._fetched: OutOfBandBuffers | None = None
 
     @property
     def buffers(self) -> Sequence[Any]:
         """The buffers. Raises `Lost` if the node or the Ray session that had them is gone."""
-        if self._cargo is None:
-            if self.session != session():
-                raise Lost("a value that lay in Ray's object store is lost: that Ray was shut down")
+        if self._fetched is None:
+            if self.session != current_session():
+                raise Lost("a value in Ray's object store was lost: its Ray session was shut down")
             try:
-                self._cargo = ray.get(self.ref)
+                self._fetched = ray.get(self.ref)
             except ray.exceptions.RayError as error:
-                why = str(error).strip().splitlines()[0]
-                raise Lost(f"a value that lay in Ray's object store is lost: {why}") from error
-        return self._cargo.buffers
+                reason = str(error).strip().splitlines()[0]
+                raise Lost(f"a value in Ray's object store was lost: {reason}") from error
+        return self._fetched.buffers
 
 
 class StoredBuffers:
     """Out-of-band buffers that this process has made or knows: a segment for `Serialized`."""
 
-    def __init__(self, cargo: Any, length: int, of: tuple[str, str] | None = None) -> None:
-        self.cargo = cargo  # an ObjectRef, or `OutOfBandBuffers` that are still to be sent
+    def __init__(
+        self, attachment: Any, length: int, session: tuple[str, str] | None = None
+    ) -> None:
+        # An ObjectRef, or `OutOfBandBuffers` that are still to be sent.
+        self.attachment = attachment
         self.length = length
-        self.session = of  # of the ObjectRef
+        self.session = session  # of the ObjectRef
         self.offset = 0  # of its first buffer, among all buffers that go with the same message
 
 
@@ -117,126 +120,133 @@ class RayStore:
     """The driver's store: a put writes to Ray's object store at once."""
 
     def __init__(self) -> None:
-        self.session = session()
+        self.session = current_session()
 
-    def parcel(self, pieces: list[Any], buffers: list[memoryview]) -> Serialized:
+    def put_pickle(self, pieces: list[Any], buffers: list[memoryview]) -> Serialized:
         """Store the buffers. Raises `Full`, or `ConnectionError` if Ray was shut down."""
-        inline, runs, lengths = _runs(pieces, buffers)
+        inline, out_of_band, lengths = _separate_large_buffers(pieces, buffers)
         total = sum(lengths)
-        sealed = StoredBuffers(self.put(OutOfBandBuffers(runs), total), total, self.session)
-        places = [(sealed, at, length) for at, length in enumerate(lengths)]
+        stored = StoredBuffers(self.put(OutOfBandBuffers(out_of_band), total), total, self.session)
+        places = [(stored, at, length) for at, length in enumerate(lengths)]
         return Serialized(inline, places, total)  # type: ignore[arg-type]
 
-    def put(self, cargo: OutOfBandBuffers, total: int) -> Any:
-        """Store `cargo`. Raises the errors of `parcel`."""
-        if self.session != session():
-            raise ConnectionError("the pool's Ray was shut down")
+    def put(self, attachment: OutOfBandBuffers, total: int) -> Any:
+        """Store `attachment`. Raises the errors of `put_pickle`."""
+        if self.session != current_session():
+            raise ConnectionError("the pool's Ray session was shut down")
         try:
-            return ray.put(cargo)
+            return ray.put(attachment)
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-            raise Full(f"no room for {total:,} bytes in Ray's object store: {error}") from error
+            raise Full(f"Ray's object store has no room for {total:,} bytes: {error}") from error
 
     def warn(self, error: Exception) -> None:
         """Do nothing, because the value goes with the message instead."""
 
 
-class BufferHold(RayStore):
+class PendingResultStore(RayStore):
     """A drone's store: holds results until the message that reports them is sent.
 
-    Calls `laden` for a result so large that it is not copied: no other task may run before that.
+    Calls `on_large_result` for a result so large that it is not copied: no other task may run
+    before that.
     """
 
     session = None
 
-    def __init__(self, laden: Callable[[], None]) -> None:
-        self._laden = laden
+    def __init__(self, on_large_result: Callable[[], None]) -> None:
+        self._on_large_result = on_large_result
 
-    def put(self, cargo: OutOfBandBuffers, total: int) -> Any:
-        if total < HEAVY:
-            cargo.buffers = [bytes(each) for each in cargo.buffers]
+    def put(self, attachment: OutOfBandBuffers, total: int) -> Any:
+        if total < LARGE_RESULT_BYTES:
+            attachment.buffers = [bytes(each) for each in attachment.buffers]
         else:
-            self._laden()
-        return cargo
+            self._on_large_result()
+        return attachment
 
 
 class RayRefTable:
     """The buffers beside messages between the driver and one drone, in both directions.
 
-    The counterpart of `RefTable` for shared memory. `loading` has the buffers of the message that
-    is being made. `landed` has those of the message that is about to be read.
+    The counterpart of `RefTable` for shared memory. `outgoing` has the buffers of the message that
+    is being made. `incoming` has those of the message that is about to be read.
     """
 
     def __init__(self) -> None:
-        self.loading: list[Any] = []
-        self.landed: Sequence[Any] = ()
+        self.outgoing: list[Any] = []
+        self.incoming: Sequence[Any] = ()
         self.returned: deque[int] = deque()  # Ray counts references itself
 
-    def lend(self, sealed: StoredBuffers) -> int:
+    def lend(self, stored: StoredBuffers) -> int:
         # A result: all buffers of a message become one object.
-        if isinstance(sealed.cargo, OutOfBandBuffers):
-            sealed.offset = sum(len(each.buffers) for each in self.loading)
-            self.loading.append(sealed.cargo)
+        if isinstance(stored.attachment, OutOfBandBuffers):
+            stored.offset = sum(len(each.buffers) for each in self.outgoing)
+            self.outgoing.append(stored.attachment)
             return 0
-        self.loading.append(sealed.cargo)
-        return len(self.loading) - 1
+        self.outgoing.append(stored.attachment)
+        return len(self.outgoing) - 1
 
-    def take(self) -> list[Any]:
-        taken, self.loading = self.loading, []
+    def take_outgoing(self) -> list[Any]:
+        taken, self.outgoing = self.outgoing, []
         return taken
 
-    def arrived(self, waybill: Any) -> ReceivedFromRay:
-        return ReceivedFromRay(waybill, self.landed)
+    def receive(self, header: Any) -> ReceivedFromRay:
+        return ReceivedFromRay(header, self.incoming)
 
-    def came_back(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Do nothing, because Ray counts references itself."""
 
     def take_returned(self) -> list[int]:
         return []
 
     def close(self) -> None:
-        self.loading.clear()
+        self.outgoing.clear()
 
 
 class ReceivedFromRay(Received):
     """A received payload whose buffers are in the object store."""
 
-    __slots__ = ("_cargoes",)
+    __slots__ = ("_attachments",)
 
-    def __init__(self, waybill: Any, cargoes: Sequence[Any]) -> None:
-        self._inline, loans, places = read_waybill(waybill)
-        self._cargoes = [cargoes[number] for number, _, _ in loans]
-        self._places = [(which, loans[which][1] + index, length) for which, index, length in places]
+    def __init__(self, header: Any, attachments: Sequence[Any]) -> None:
+        self._inline, ranges, places = unpack_header(header)
+        self._attachments = [attachments[number] for number, _, _ in ranges]
+        self._places = [
+            (which, ranges[which][1] + index, length) for which, index, length in places
+        ]
 
     def content(self) -> tuple[bytes, list[memoryview]]:
         """Return pickle and buffers. Raises `Lost` if these are gone."""
-        cargoes = [each.buffers for each in self._cargoes]
-        return self._inline, [memoryview(cargoes[which][index]) for which, index, _ in self._places]
+        attachments = [each.buffers for each in self._attachments]
+        return self._inline, [
+            memoryview(attachments[which][index]) for which, index, _ in self._places
+        ]
 
-    def is_far(self) -> bool:
-        return any(isinstance(each, LazyBuffers) for each in self._cargoes)
+    def is_slow_to_open(self) -> bool:
+        return any(isinstance(each, LazyBuffers) for each in self._attachments)
 
-    def lies_in(self, store: Any) -> bool:
+    def is_readable_in(self, store: Any) -> bool:
         return isinstance(store, RayStore) and all(
             isinstance(each, LazyBuffers) and each.session == store.session
-            for each in self._cargoes
+            for each in self._attachments
         )
 
-    def parcel(self) -> Serialized:
-        sealed = [StoredBuffers(each.ref, 0, each.session) for each in self._cargoes]
+    def to_serialized(self) -> Serialized:
+        stored = [StoredBuffers(each.ref, 0, each.session) for each in self._attachments]
         places: list[Any] = [
-            (sealed[which], index, length) for which, index, length in self._places
+            (stored[which], index, length) for which, index, length in self._places
         ]
         return Serialized(self._inline, places)
 
 
-def _runs(pieces: list[Any], buffers: list[memoryview]) -> tuple[bytes, list[Any], list[int]]:
+def _separate_large_buffers(
+    pieces: list[Any], buffers: list[memoryview]
+) -> tuple[bytes, list[Any], list[int]]:
     """Return the pickle, the buffers that go beside it, and their lengths.
 
     A large pickle is the first of the buffers, and b"" is returned in its place.
     """
     pickled = b"".join(pieces)
-    runs: list[Any] = [*buffers]
-    if len(pickled) >= LARGE_PICKLE:
-        runs.insert(0, pickled)
+    out_of_band: list[Any] = [*buffers]
+    if len(pickled) >= MIN_SHARED_PICKLE_BYTES:
+        out_of_band.insert(0, pickled)
         pickled = b""
-    return pickled, runs, [memoryview(each).nbytes for each in runs]
+    return pickled, out_of_band, [memoryview(each).nbytes for each in out_of_band]

@@ -11,26 +11,26 @@ import ray
 import ray.util.client
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .probe import knock
+from .probe import check_grpc_server
 
 if TYPE_CHECKING:
     from ...pool.engine import Engine
     from ...pool.supervisor import Supervisor
 
-__all__ = ["Cluster", "where_in"]
+__all__ = ["Cluster", "describe_placement_group"]
 
-REACHED_WITHIN = 8.0  # seconds
-_PLACEMENT = (
-    "num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env", "scheduling_strategy",
-    "label_selector",
+CONNECT_TIMEOUT_SECONDS = 8.0
+_PLACEMENT_OPTIONS = (
+    "num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env",
+    "scheduling_strategy", "label_selector",
 )  # fmt: skip
-_OPTION_OF = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+_RESOURCE_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 """Resources that Ray takes as options of their own, and refuses among `resources`."""
-_LOCAL = ("auto", "local")
-_UNITS = 10_000  # Ray's smallest units in one of each resource
-_NO_CLIENT = (
-    "by Ray Client a pool cannot hear its drones; run the controller on a machine of the cluster, "
-    "with address='auto' or the HOST:PORT of its head"
+_LOCAL_ADDRESSES = ("auto", "local")
+_UNITS_PER_RESOURCE = 10_000  # Ray's smallest units in one of each resource
+_NO_RAY_CLIENT = (
+    "through Ray Client a pool cannot receive messages of its drones; run the controller process "
+    "on a machine of the cluster, with address='auto' or the HOST:PORT of its head"
 )
 
 
@@ -59,10 +59,11 @@ class Cluster:
     def __init__(self, options: dict[str, Any]) -> None:
         options = dict(options)
         self.address: str | None = options.pop("address", None)
-        unknown = sorted(set(options) - set(_PLACEMENT))
+        unknown = sorted(set(options) - set(_PLACEMENT_OPTIONS))
         if unknown:
             raise TypeError(
-                f"unexpected {', '.join(unknown)}: the Ray engine has address, {', '.join(_PLACEMENT)}"
+                f"unexpected {', '.join(unknown)}: the Ray engine has address, "
+                f"{', '.join(_PLACEMENT_OPTIONS)}"
             )
         for name in ("resources", "runtime_env", "label_selector"):
             if options.get(name) is not None and not isinstance(options[name], Mapping):
@@ -83,7 +84,7 @@ class Cluster:
                 or not 0 <= amount < inf
             ):
                 raise ValueError(f"{name} is a number from 0 on, not {amount!r}")
-        self.placement = _as_ray_wants(
+        self.placement = _normalize_resources(
             {name: value for name, value in options.items() if value is not None}
         )
         self._connect()
@@ -91,32 +92,34 @@ class Cluster:
     def _connect(self) -> None:
         if ray.util.client.ray.is_connected():
             raise ValueError(
-                f"this process is connected by Ray Client (ray.init('ray://...')): {_NO_CLIENT}"
+                f"this process is connected by Ray Client (ray.init('ray://...')): {_NO_RAY_CLIENT}"
             )
         if ray.is_initialized():
-            here = ray.get_runtime_context().gcs_address
-            if self.address not in (None, *_LOCAL, here):
+            connected = ray.get_runtime_context().gcs_address
+            if self.address not in (None, *_LOCAL_ADDRESSES, connected):
                 raise ValueError(
-                    f"address={self.address!r}: this process is connected to the Ray cluster at {here}"
+                    f"address={self.address!r}: this process is connected to the Ray cluster at "
+                    f"{connected}"
                 )
             return
         address = str(self.address or os.environ.get("RAY_ADDRESS") or "local")
         if address.startswith("ray://"):
-            raise ValueError(f"address={address!r}: {_NO_CLIENT}")
-        if address not in _LOCAL:
-            knock(address, REACHED_WITHIN)
+            raise ValueError(f"address={address!r}: {_NO_RAY_CLIENT}")
+        if address not in _LOCAL_ADDRESSES:
+            check_grpc_server(address, CONNECT_TIMEOUT_SECONDS)
         try:
             ray.init(
-                address=address, log_to_driver=False, include_dashboard=False if address == "local" else None,
-                logging_level="warning",
+                address=address, log_to_driver=False,
+                include_dashboard=False if address == "local" else None, logging_level="warning",
             )  # fmt: skip
         except (ConnectionError, RuntimeError, SystemExit) as error:
-            where = f"this machine (address={address!r})" if address in _LOCAL else address
-            raise ConnectionError(f"no Ray cluster can be reached at {where}: {error}") from error
+            local = address in _LOCAL_ADDRESSES
+            place = f"this machine (address={address!r})" if local else address
+            raise ConnectionError(f"no Ray cluster can be reached at {place}: {error}") from error
 
     # -- resources ---------------------------------------------------------------------------------
 
-    def usual(self) -> int:
+    def default_size(self) -> int:
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def check(self, size: int) -> None:
@@ -137,9 +140,10 @@ class Cluster:
                 for node in nodes
             )
             raise ValueError(
-                f"no node of the Ray cluster has label_selector={selector!r}; their labels: {labels}"
+                f"no node of the Ray cluster has label_selector={selector!r}; the nodes' labels: "
+                f"{labels}"
             )
-        room, one, whole = (
+        places, one, whole = (
             fitting,
             "a node of the Ray cluster, whose nodes have",
             "the Ray cluster, whose nodes have",
@@ -149,38 +153,43 @@ class Cluster:
             isinstance(strategy, PlacementGroupSchedulingStrategy)
             and strategy.placement_group is not None
         ):
-            room = _bundles(strategy)
+            places = _usable_bundles(strategy)
             one, whole = (
                 "a bundle of the placement group, which has",
                 "the placement group, which has",
             )
-        needs = self._needs()
-        if not needs:
+        required = self._required_resources()
+        if not required:
             return
         fits = sum(
-            min(_room(name, there.get(name, 0), amount) for name, amount in needs.items())
-            for there in room
+            min(
+                _count_fitting(name, place.get(name, 0), amount)
+                for name, amount in required.items()
+            )
+            for place in places
         )
         if fits >= size:
             return
-        asked = ", ".join(f"{amount:,.12g} {name}" for name, amount in needs.items())
-        known = [
-            [f"{node[name]:,.12g} {name}" for name in sorted(node) if name[:5] != "node:"]
-            for node in room
+        requested = ", ".join(f"{amount:,.12g} {name}" for name, amount in required.items())
+        amounts = [
+            [f"{place[name]:,.12g} {name}" for name in sorted(place) if name[:5] != "node:"]
+            for place in places
         ]
-        has = "; ".join(", ".join(each) or "nothing" for each in known)
+        available = "; ".join(", ".join(each) or "nothing" for each in amounts)
         if fits:
-            raise ValueError(f"{size} drones of {asked} each do not fit into {whole}: {has}")
-        raise ValueError(f"no drone of {asked} fits into {one}: {has}")
+            raise ValueError(
+                f"{size} drones of {requested} each do not fit into {whole}: {available}"
+            )
+        raise ValueError(f"no drone of {requested} fits into {one}: {available}")
 
-    def _needs(self) -> dict[str, float]:
-        asked = {"CPU": self.placement.get("num_cpus"), "GPU": self.placement.get("num_gpus")}
-        asked["memory"] = self.placement.get("memory")
-        asked.update(self.placement.get("resources", {}))
+    def _required_resources(self) -> dict[str, float]:
+        required = {"CPU": self.placement.get("num_cpus"), "GPU": self.placement.get("num_gpus")}
+        required["memory"] = self.placement.get("memory")
+        required.update(self.placement.get("resources", {}))
         accelerator = self.placement.get("accelerator_type")
         if accelerator is not None:
-            asked[f"accelerator_type:{accelerator}"] = 0.001  # as Ray itself encodes the option
-        return {name: amount for name, amount in asked.items() if amount}
+            required[f"accelerator_type:{accelerator}"] = 0.001  # as Ray itself encodes the option
+        return {name: amount for name, amount in required.items() if amount}
 
     def open(self, supervisor: Supervisor) -> Engine:
         from .engine import RayEngine
@@ -188,55 +197,58 @@ class Cluster:
         return RayEngine(supervisor, self.placement)
 
 
-def _as_ray_wants(placement: dict[str, Any]) -> dict[str, Any]:
+def _normalize_resources(placement: dict[str, Any]) -> dict[str, Any]:
     """Replace ``resources={"GPU": 1}`` by ``num_gpus=1``, and the like.
 
     Raises `ValueError` if both are given and differ.
     """
     resources = dict(placement.get("resources", {}))
-    for name in _OPTION_OF.keys() & resources.keys():
-        option, amount = _OPTION_OF[name], resources.pop(name)
+    for name in _RESOURCE_OPTIONS.keys() & resources.keys():
+        option, amount = _RESOURCE_OPTIONS[name], resources.pop(name)
         if placement.setdefault(option, amount) != amount:
             both = f"{option}={placement[option]!r} and resources={{{name!r}: {amount!r}}}"
-            raise ValueError(f"{both} are the same thing: give one of them")
+            raise ValueError(f"{both} are the same option: give one of them")
     if "resources" in placement:
         placement["resources"] = resources
     return placement
 
 
-def _room(name: str, there: float, amount: float) -> int:
+def _count_fitting(name: str, available: float, amount: float) -> int:
     """Return for how many drones of `amount` each there is room.
 
     Ray counts in ten-thousandths. An amount of less than one GPU must come from a single device.
     """
-    units, each = round(there * _UNITS), max(1, round(amount * _UNITS))
-    if name == "GPU" and each < _UNITS:
-        return units // _UNITS * (_UNITS // each)
+    units = round(available * _UNITS_PER_RESOURCE)
+    each = max(1, round(amount * _UNITS_PER_RESOURCE))
+    if name == "GPU" and each < _UNITS_PER_RESOURCE:
+        return units // _UNITS_PER_RESOURCE * (_UNITS_PER_RESOURCE // each)
     return units // each
 
 
-def _bundles(strategy: PlacementGroupSchedulingStrategy) -> list[dict[str, float]]:
+def _usable_bundles(strategy: PlacementGroupSchedulingStrategy) -> list[dict[str, float]]:
     """Return the resources of the bundles that drones may use.
 
     Raises `ValueError` if the group is gone, because Ray would wait for the group.
     """
     group, index = strategy.placement_group, strategy.placement_group_bundle_index
-    known = ray.util.placement_group_table(group)
-    if not known or known["state"] == "REMOVED":
+    table = ray.util.placement_group_table(group)
+    if not table or table["state"] == "REMOVED":
         raise ValueError(
-            f"there is no placement group {group.id.hex()}: it was removed, or is another cluster's"
+            f"this cluster has no placement group {group.id.hex()}: the group was removed, or "
+            "belongs to another cluster"
         )
-    bundles: dict[int, dict[str, float]] = known["bundles"]
+    bundles: dict[int, dict[str, float]] = table["bundles"]
     if index == -1:
         return list(bundles.values())
     if index not in bundles:
         raise ValueError(
-            f"placement group {group.id.hex()} has {len(bundles)} bundles, and none of index {index}"
+            f"placement group {group.id.hex()} has {len(bundles)} bundles, and none of index "
+            f"{index}"
         )
     return [bundles[index]]
 
 
-def where_in(placement: Mapping[str, Any]) -> str:
+def describe_placement_group(placement: Mapping[str, Any]) -> str:
     """Return the placement group and its state, for a message; "" if there is no group."""
     strategy = placement.get("scheduling_strategy")
     if (

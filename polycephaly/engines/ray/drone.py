@@ -1,6 +1,6 @@
 """A drone in a Ray actor: calls by the driver bring tasks, and the answers bring the results.
 
-    driver ── take(WORK) ──> todo ── main thread: run ──> outcomes ──> answer of the call ──> driver
+    driver ── call: WORK ──> todo ── main thread: run ──> outcomes ── answer of the call ──> driver
     switch ── orders: RECALL, CANCEL ──> control thread ── reports of a long task ──> switch
 
 A *report* has messages (wire/messages.py), the output since the last report, and the drone's state.
@@ -35,23 +35,23 @@ from ray._private import auto_init_hook
 
 from ...drone.console import open_console
 from ...drone.executor import DroneExecutor
-from ...drone.logs import send_logs_home
+from ...drone.logs import install_log_forwarding
 from ...drone.overlap import Overlap
 from ...drone.result_buffer import ResultBuffer
-from ...runtime.procfs import boot_of_this_machine, memory_of
-from ...wire.main_snapshot import Snapshot, enter
+from ...runtime.procfs import boot_id, memory_of
+from ...wire.main_snapshot import Snapshot, restore_snapshot
 from ...wire.messages import RETURNED, SHARED, pack_numbers, status_of
-from .buffers import BufferHold, OutOfBandBuffers, RayRefTable
-from .exit_record import ERR, OUT, ExitRecord, Printed, open_folder
+from .buffers import OutOfBandBuffers, PendingResultStore, RayRefTable
+from .exit_record import ERR, OUT, ExitRecord, OutputFile, open_folder
 
 __all__ = ["DroneActor", "Report", "SpawnReply", "SpawnRequest"]
 
-WINDOW = 0.005  # seconds that a task runs before the control thread begins to listen
-BEAT = 0.5  # seconds between reports of a long task
-IDLE = 1.0  # seconds between checks for output while no task runs
-PRINTED_MOST = 4 << 20  # bytes of output in a report of a task that is still running
-MEMORY_EVERY = 4  # reports, of which one measures the memory
-MISSED_MOST = 1000  # cancelled calls that may still be on their way here
+LISTEN_DELAY_SECONDS = 0.005  # that a task runs before the control thread begins to listen
+REPORT_INTERVAL_SECONDS = 0.5  # between reports of a long task
+IDLE_CHECK_INTERVAL_SECONDS = 1.0  # between checks for output while no task runs
+MAX_REPORTED_OUTPUT_BYTES = 4 << 20  # in a report of a task that is still running
+REPORTS_PER_MEMORY_CHECK = 4  # reports, of which one measures the memory
+MAX_PENDING_INTERRUPTS = 1000  # cancelled calls that may still be on their way here
 
 
 class SpawnRequest(NamedTuple):
@@ -72,7 +72,7 @@ class SpawnReply(NamedTuple):
     pid: int
     node: str
     folder: str
-    boot: str  # identifies its machine: two processes on one machine have one clock
+    boot_id: str  # identifies its machine: two processes on one machine have one clock
 
 
 class Report(NamedTuple):
@@ -88,9 +88,9 @@ class Report(NamedTuple):
     err: bytes
     started: int
     memory: int  # bytes; 0: not measured
-    laden: bool  # True if buffers go beside the report
+    has_buffers: bool  # True if buffers go beside the report
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         return dumps(tuple(self), 5)
 
     @classmethod
@@ -98,19 +98,19 @@ class Report(NamedTuple):
         return cls(*loads(packed))
 
 
-Told = tuple[bytes, OutOfBandBuffers | None]
+ReportWithBuffers = tuple[bytes, OutOfBandBuffers | None]
 """A packed report, and the buffers that go beside it."""
 
 
 class DroneActor:
     """The class of the Ray actor in which a drone runs."""
 
-    def __init__(self, birth: SpawnRequest, snapshot: Snapshot) -> None:
+    def __init__(self, spawn_request: SpawnRequest, snapshot: Snapshot) -> None:
         self._folder = open_folder()
-        os.environ.update(birth.env)
-        sys.path += [each for each in birth.path if each not in sys.path]
-        if birth.cwd is not None:
-            os.chdir(birth.cwd)
+        os.environ.update(spawn_request.env)
+        sys.path += [each for each in spawn_request.path if each not in sys.path]
+        if spawn_request.cwd is not None:
+            os.chdir(spawn_request.cwd)
         for descriptor, name in ((1, OUT), (2, ERR)):
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             file = os.open(os.path.join(self._folder, name), flags, 0o600)
@@ -125,112 +125,115 @@ class DroneActor:
         main = types.ModuleType("__main__")
         self._main = sys.modules["__main__"], main  # Ray's own is still in use
         sys.modules["__main__"] = main
-        known = enter(snapshot)
-        self._drone = RayDrone(birth, self._folder, known)
+        main_snapshot = restore_snapshot(snapshot)
+        self._drone = RayDrone(spawn_request, self._folder, main_snapshot)
 
     def begin(self) -> SpawnReply:
         node = ray.get_runtime_context().get_node_id()
-        return SpawnReply(os.getpid(), node, self._folder, boot_of_this_machine())
+        return SpawnReply(os.getpid(), node, self._folder, boot_id())
 
     def clock(self) -> float:
         return monotonic()
 
-    def take(self, said: bytes, *cargoes: OutOfBandBuffers) -> Told:
+    def handle_message(self, packed: bytes, *attachments: OutOfBandBuffers) -> ReportWithBuffers:
         """Handle a message, and return a report.
 
-        `said` has the number up to which the driver has all reports, and the message.
+        `packed` has the number up to which the driver has all reports, and the message.
         """
-        has, frames = loads(said)
-        return self._drone.take(has, frames, cargoes)
+        last_read, frames = loads(packed)
+        return self._drone.handle_call(last_read, frames, attachments)
 
-    def end(self, has: int) -> Told:
+    def end(self, last_read: int) -> ReportWithBuffers:
         """Run the exit handlers and return the last report. The driver then kills the actor."""
-        last = self._drone.end(has)
+        last = self._drone.end(last_read)
         shutil.rmtree(self._folder, ignore_errors=True)
         return last
 
 
 class _ResultBuffer(ResultBuffer):
-    def keep(self) -> bool:
+    def save_last(self) -> bool:
         """Keep the result noted last, unless its buffers go beside: those die with this drone."""
         if status_of(self._last[0]) & SHARED:
-            self._row.pass_over()  # type: ignore[attr-defined]
+            self._status_slot.skip_result()  # type: ignore[attr-defined]
             return False
-        return super().keep()
+        return super().save_last()
 
 
 class RayDrone(DroneExecutor):
-    def __init__(self, birth: SpawnRequest, folder: str, snapshot: Any) -> None:
+    def __init__(self, spawn_request: SpawnRequest, folder: str, snapshot: Any) -> None:
         tail = open_console()
-        send_logs_home()
+        install_log_forwarding()
         faulthandler.enable(file=2)
-        self._diary = ExitRecord(folder)
-        self._manifest = RayRefTable()
-        self._laden = False
-        ref_table: Any = self._manifest
-        super().__init__(birth.name, self._diary, snapshot, BufferHold(self._lade), ref_table, tail)
+        self._exit_record = ExitRecord(folder)
+        self._ray_ref_table = RayRefTable()
+        self._has_large_result = False
+        ref_table: Any = self._ray_ref_table
+        store = PendingResultStore(self._note_large_result)
+        super().__init__(spawn_request.name, self._exit_record, snapshot, store, ref_table, tail)
         self._outcomes = _ResultBuffer(
-            self._diary, snapshot, self._store, self._ref_table, tail, self._shelf
+            self._exit_record, snapshot, self._store, self._ref_table, tail, self._drone_store
         )
-        self.birth = birth
-        self._printed = [Printed(folder, name) for name in (OUT, ERR)]
+        self.spawn_request = spawn_request
+        self._output_files = [OutputFile(folder, name) for name in (OUT, ERR)]
         self._outbox: list[list[bytes]] = []
         self._reports = 0
-        self.in_call = threading.Lock()
-        self._ear = _ControlThread(self)
+        self.call_lock = threading.Lock()
+        self._control_thread = _ControlThread(self)
 
-    def _lade(self) -> None:
-        self._laden = True
+    def _note_large_result(self) -> None:
+        self._has_large_result = True
 
     # -- the main thread ---------------------------------------------------------------------------
 
-    def take(self, has: int, frames: list[bytes], cargoes: Sequence[OutOfBandBuffers]) -> Told:
-        with self.in_call:
-            with self.socket_turn:
-                self._diary.acknowledged(has)
-                self._manifest.landed = cargoes
+    def handle_call(
+        self, last_read: int, frames: list[bytes], attachments: Sequence[OutOfBandBuffers]
+    ) -> ReportWithBuffers:
+        with self.call_lock:
+            with self.socket_lock:
+                self._exit_record.acknowledge(last_read)
+                self._ray_ref_table.incoming = attachments
                 if frames:
-                    self._hear(frames)
-                self._manifest.landed = ()
-            self._ear.wake()
+                    self._handle_message(frames)
+                self._ray_ref_table.incoming = ()
+            self._control_thread.wake()
             while self._todo:
-                self._take_next()
-                self._give_back_if_laden()
-            self.pack_wanted()
+                self._run_next()
+                self._return_tasks_if_large_result()
+            self.send_requested_values()
             if self._overlap is not None:
-                self._take_ended(self._overlap)
-            if len(self._missed) > MISSED_MOST:
-                self._missed.clear()
-            with self.socket_turn:
-                entries = self._diary.entries()
-                self._send_what_waits()
-                return self._report(entries, whole=True)
+                self._collect_ended(self._overlap)
+            if len(self._pending_interrupts) > MAX_PENDING_INTERRUPTS:
+                self._pending_interrupts.clear()
+            with self.socket_lock:
+                entries = self._exit_record.count_entries()
+                self._send_waiting_outcomes()
+                return self._make_report(entries, all_output=True)
 
-    def _give_back_if_laden(self) -> None:
-        if self._laden:
-            with self.socket_turn:
-                self._send_what_waits()
-                self._hear_recall([])
+    def _return_tasks_if_large_result(self) -> None:
+        if self._has_large_result:
+            with self.socket_lock:
+                self._send_waiting_outcomes()
+                self._on_recall([])
 
-    def _listen(self, wait: bool) -> None:
+    def _receive(self, wait: bool) -> None:
         """Receive nothing here, because messages come by the control thread."""
-        self._give_back_if_laden()
+        self._return_tasks_if_large_result()
 
-    def _overlaps(self, overlap: Overlap) -> None:
-        self._ear.listen_to(overlap.bell)
+    def _watch_overlap(self, overlap: Overlap) -> None:
+        self._control_thread.watch(overlap.wakeup_fd)
 
-    def end(self, has: int) -> Told:
+    def end(self, last_read: int) -> ReportWithBuffers:
         with suppress(BaseException):
             atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        self._ear.end()
-        return self.take(has, [], ())
+        self._control_thread.end()
+        return self.handle_call(last_read, [], ())
 
-    # -- either thread, holding `socket_turn` ------------------------------------------------------
+    # -- either thread, holding `socket_lock` ------------------------------------------------------
 
-    def _not_defined(self, definition: int, unknown: list[int]) -> None:
+    def _on_undefined(self, definition: int, unknown: list[int]) -> None:
         """Give back calls of an unknown function: the message with the function was lost, because
         a buffer beside it was. The driver will know soon.
         """
@@ -243,58 +246,58 @@ class RayDrone(DroneExecutor):
     def _send_by_bulk(self, frames: list[bytes]) -> None:
         self._outbox.append(frames)
 
-    def _report(self, entries: int, whole: bool = False) -> Told:
+    def _make_report(self, entries: int, all_output: bool = False) -> ReportWithBuffers:
         """Make a report, with or before which `entries` of the exit record have gone.
 
-        Answers have the `whole` output, because output is shown before promises settle.
+        Answers have `all_output`, because output is shown before promises settle.
         """
         self._reports += 1
-        self._diary.reported(self._reports, entries)
+        self._exit_record.add_report(self._reports, entries)
         messages, self._outbox = self._outbox, []
-        out, err = self._what_was_printed(-1 if whole else PRINTED_MOST)
-        loaded = self._manifest.take()
-        self._laden = False
+        out, err = self._read_output(-1 if all_output else MAX_REPORTED_OUTPUT_BYTES)
+        outgoing = self._ray_ref_table.take_outgoing()
+        self._has_large_result = False
         memory = 0
-        if self.birth.watches_memory and self._reports % MEMORY_EVERY == 0:
+        if self.spawn_request.watches_memory and self._reports % REPORTS_PER_MEMORY_CHECK == 0:
             memory = memory_of(os.getpid(), 0)
-        report = Report(self._reports, messages, out, err, self._current, memory, bool(loaded))
-        return report.packed(), OutOfBandBuffers(
-            [buffer for cargo in loaded for buffer in cargo.buffers]
-        ) if loaded else None
+        report = Report(self._reports, messages, out, err, self._current, memory, bool(outgoing))
+        return report.pack(), OutOfBandBuffers(
+            [buffer for attachment in outgoing for buffer in attachment.buffers]
+        ) if outgoing else None
 
-    def _what_was_printed(self, most: int) -> tuple[bytes, bytes]:
+    def _read_output(self, limit: int) -> tuple[bytes, bytes]:
         """Return new output. stderr is read first: see `OutputMerger`."""
-        out, err = self._printed
-        errors = err.read(most)
-        return out.read(most), errors
+        out, err = self._output_files
+        errors = err.read(limit)
+        return out.read(limit), errors
 
     # -- the control thread ------------------------------------------------------------------------
 
-    def hear_orders(self, orders: list[list[bytes]]) -> None:
-        with self.socket_turn:
+    def handle_orders(self, orders: list[list[bytes]]) -> None:
+        with self.socket_lock:
             for frames in orders:
-                self._hear(frames)
+                self._handle_message(frames)
 
-    def take_what_ended(self) -> None:
+    def collect_ended_tasks(self) -> None:
         """Collect ended overlapped tasks, unless the main thread is in a call and will do so."""
-        if self._overlap is not None and self.in_call.acquire(blocking=False):
+        if self._overlap is not None and self.call_lock.acquire(blocking=False):
             try:
-                self._take_ended(self._overlap)
+                self._collect_ended(self._overlap)
             finally:
-                self.in_call.release()
+                self.call_lock.release()
 
-    def news(self, long: bool) -> Told | None:
-        """Return a report if there is news or, as a heartbeat, if a task runs for `long`."""
-        with self.socket_turn:
-            entries = self._diary.entries()
-            self._send_what_waits()
+    def make_report_if_due(self, heartbeat: bool) -> ReportWithBuffers | None:
+        """Return a report if there is news, or as a `heartbeat`."""
+        with self.socket_lock:
+            entries = self._exit_record.count_entries()
+            self._send_waiting_outcomes()
             self._cut_slice()
-            if self._outbox or long or self._has_printed():
-                return self._report(entries)
+            if self._outbox or heartbeat or self._has_output():
+                return self._make_report(entries)
         return None
 
-    def _has_printed(self) -> bool:
-        return any(file.has_more() for file in self._printed)
+    def _has_output(self) -> bool:
+        return any(file.has_more() for file in self._output_files)
 
 
 class _ControlThread:
@@ -303,22 +306,23 @@ class _ControlThread:
     def __init__(self, drone: RayDrone) -> None:
         self._drone = drone
         self._orders: list[list[bytes]] = []
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._news = select.epoll()
-        self._news.register(self._bell, select.EPOLLIN)
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wakeup_fd, select.EPOLLIN)
         self._parked = False
         self._ended = False
-        self._told: Any = None
-        switch = drone.birth.switch
-        self._ask, self._say = switch.orders, switch.tell
-        self._listen()
-        self._thread = threading.Thread(target=self._live, name="polycephaly-ear", daemon=True)
+        self._sent_report: Any = None
+        switch = drone.spawn_request.switch
+        self._get_orders, self._put_report = switch.get_orders, switch.put_report
+        self._request_orders()
+        self._thread = threading.Thread(target=self._run, name="polycephaly-control", daemon=True)
         self._thread.start()
 
-    def _listen(self) -> None:
-        self._ask.remote(self._drone.birth.number).future().add_done_callback(self._heard)
+    def _request_orders(self) -> None:
+        orders = self._get_orders.remote(self._drone.spawn_request.number)
+        orders.future().add_done_callback(self._on_orders)
 
-    def _heard(self, future: Any) -> None:
+    def _on_orders(self, future: Any) -> None:
         try:
             orders = future.result()
         except Exception:  # the pool has ended, and with it the switch
@@ -328,48 +332,52 @@ class _ControlThread:
         if not orders:  # the driver takes this drone for dead
             return
         self._orders += orders
-        os.eventfd_write(self._bell, 1)
-        self._listen()
+        os.eventfd_write(self._wakeup_fd, 1)
+        self._request_orders()
 
     def wake(self) -> None:
         """Wake the control thread, because a task begins. Called in the main thread."""
         if self._parked:
             self._parked = False
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wakeup_fd, 1)
 
-    def listen_to(self, bell: int) -> None:
-        self._news.register(bell, select.EPOLLIN)
+    def watch(self, fd: int) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
 
     def end(self) -> None:
         """End the thread; each report that it has begun to send is then on its way."""
         self._ended = True
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup_fd, 1)
         self._thread.join()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         drone = self._drone
-        seen, more = 0, False
+        last_seen, more = 0, False
         while not self._ended:
             self._parked = drone.current == 0
             busy = not self._parked
-            self._news.poll((BEAT if drone.current == seen else WINDOW) if busy or more else IDLE)
+            self._epoll.poll(
+                (REPORT_INTERVAL_SECONDS if drone.current == last_seen else LISTEN_DELAY_SECONDS)
+                if busy or more
+                else IDLE_CHECK_INTERVAL_SECONDS
+            )
             self._parked = False
             with suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+                os.eventfd_read(self._wakeup_fd)
             orders, self._orders = self._orders, []
             if orders:
-                drone.hear_orders(orders)
-                drone.pack_wanted()
-            drone.take_what_ended()
+                drone.handle_orders(orders)
+                drone.send_requested_values()
+            drone.collect_ended_tasks()
             current = drone.current
             more = False
             if current == 0:
-                more = not drone.in_call.locked() and self._tell(long=False)
-            elif busy and current == seen:
-                self._tell(long=True)
-            seen = current
+                more = not drone.call_lock.locked() and self._send_report(heartbeat=False)
+            elif busy and current == last_seen:
+                self._send_report(heartbeat=True)
+            last_seen = current
 
-    def _tell(self, long: bool) -> bool:
+    def _send_report(self, heartbeat: bool) -> bool:
         """Send a report, unless the one before is still on its way; return True if more may come.
 
         So a driver that cannot keep up with the output delays the reports, not the tasks.
@@ -377,9 +385,9 @@ class _ControlThread:
         # If Ray is ending this process, any call of Ray would start another cluster.
         if not ray.is_initialized():
             return False
-        if self._told is not None and not ray.wait([self._told], timeout=0)[0]:
+        if self._sent_report is not None and not ray.wait([self._sent_report], timeout=0)[0]:
             return True
-        news = self._drone.news(long)
-        if news is not None:
-            self._told = self._say.remote(self._drone.birth.number, news)
-        return news is not None
+        report = self._drone.make_report_if_due(heartbeat)
+        if report is not None:
+            self._sent_report = self._put_report.remote(self._drone.spawn_request.number, report)
+        return report is not None

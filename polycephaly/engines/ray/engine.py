@@ -6,13 +6,13 @@ An answer of Ray comes as a future's callback in a thread of Ray, which posts to
 changes of handles and the supervisor happen while holding the reactor's lock, as on one machine.
 
 If an actor dies, Ray fails each call that the actor has not answered. A drone without such a call
-is probed now and then (`_look`). After a death a task on the drone's node reads the exit record, if
-the node is alive. Only then does the supervisor learn of the death, because the supervisor decides
-by the tasks that had begun.
+is probed now and then (`_probe_silent_drones`). After a death a task on the drone's node reads the
+exit record, if the node is alive. Only then does the supervisor learn of the death, because the
+supervisor decides by the tasks that had begun.
 
 The actors belong to one session of Ray (buffers.py). Each call of Ray from the reactor first checks
-that the session is still there. If not, the pool breaks: at the next `_look`, or when a message
-cannot be sent. See docs/decisions/0011-ray-engine.md."""
+that the session is still there. If not, the pool breaks: at the next `_probe_silent_drones`, or
+when a message cannot be sent. See docs/decisions/0011-ray-engine.md."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ...errors import Lost
 from ...pool.drone_handle import DroneHandle, State
 from ...pool.task import Task
-from ...runtime.procfs import boot_of_this_machine
+from ...runtime.procfs import boot_id
 from ...runtime.tuning import tuning
 from ...store.arena import Full
 from ...wire import main_snapshot as snapshot
 from ...wire.functions import FunctionRegistry
 from ...wire.main_snapshot import Snapshot
 from ...wire.pickling import MainSnapshot
-from .buffers import LazyBuffers, OutOfBandBuffers, RayStore, session
-from .cluster import where_in
+from .buffers import LazyBuffers, OutOfBandBuffers, RayStore, current_session
+from .cluster import describe_placement_group
 from .drone import DroneActor, Report, SpawnReply, SpawnRequest
-from .exit_record import FinalState, kill_owner, read_remains
+from .exit_record import FinalState, kill_owner, read_exit_record
 from .handle import RayHandle
 from .shared import RayShared, share
-from .switch import MOST, Switch
+from .switch import HALF_MAX_CALLS, Switch
 
 if TYPE_CHECKING:
     from ...pool.supervisor import Supervisor
@@ -60,13 +60,13 @@ __all__ = ["RayEngine"]
 
 log = logging.getLogger(__name__)
 
-PROBE_EVERY = 2.0  # seconds after which a silent drone is probed
+PROBE_INTERVAL_SECONDS = 2.0  # after which a silent drone is probed
 # Limit for all idle drones together, because a probe costs the driver a millisecond.
-PROBES_A_SECOND = 50
-LAST_WITHIN = 5.0  # seconds to wait for reports that an ending drone has sent by the switch
-REMAINS_WITHIN = 6.0  # seconds for the task that reads an exit record on a dead drone's node
-SWITCH_CALLS = 2 * MOST
-_DEATHS = (
+MAX_PROBES_PER_SECOND = 50
+LAST_REPORTS_TIMEOUT_SECONDS = 5.0  # for reports that an ending drone has sent by the switch
+EXIT_RECORD_TIMEOUT_SECONDS = 6.0  # for the task that reads an exit record on a dead drone's node
+MAX_SWITCH_CALLS = 2 * HALF_MAX_CALLS
+_DEATH_ERRORS = (
     RayActorError,
     OutOfMemoryError,
     NodeDiedError,
@@ -82,44 +82,47 @@ class RayEngine:
         self._supervisor = supervisor
         self._config = self.dispatcher.config
         self._reactor = self.dispatcher.reactor
-        self._session = session()
+        self._session = current_session()
         self._placement = placement
         self._ended = False
         hang = self._config.hang_timeout
-        self._probe_every = PROBE_EVERY if hang is None else min(PROBE_EVERY, hang / 4)
-        self._home = ray.get_runtime_context().get_node_id()
-        self._taken = self.snapshot()
+        self._probe_interval = (
+            PROBE_INTERVAL_SECONDS if hang is None else min(PROBE_INTERVAL_SECONDS, hang / 4)
+        )
+        self._driver_node = ray.get_runtime_context().get_node_id()
+        self._main_copy = self.snapshot()
         self._store = RayStore()
-        options = {"num_cpus": 0, "max_concurrency": SWITCH_CALLS + 4 * self._config.size}
-        here = NodeAffinitySchedulingStrategy(self._home, soft=False)
+        options = {"num_cpus": 0, "max_concurrency": MAX_SWITCH_CALLS + 4 * self._config.size}
+        here = NodeAffinitySchedulingStrategy(self._driver_node, soft=False)
         self._switch = ray.remote(Switch).options(**options, scheduling_strategy=here).remote()
-        self._nest = ray.remote(DroneActor)  # made once, because Ray keeps each of these for ever
-        self._says_what_is_awaited = False
-        self._open_book()
+        # Made once, because Ray keeps each of these for ever.
+        self._actor_class = ray.remote(DroneActor)
+        self._wait_check_scheduled = False
+        self._create_registry()
 
-    def _open_book(self) -> None:
-        names = self._taken.names()
-        self._ref = ray.put(self._taken)
+    def _create_registry(self) -> None:
+        names = self._main_copy.names()
+        self._ref = ray.put(self._main_copy)
         store: Any = self._store
         self._supervisor.registry = FunctionRegistry(
             MainSnapshot(names), store, self._config.width > 1, self.dispatcher.directory
         )
 
-    def is_there(self) -> bool:
+    def is_connected(self) -> bool:
         """Return True if this process is still connected to the session of this pool."""
-        return ray.is_initialized() and session() == self._session
+        return ray.is_initialized() and current_session() == self._session
 
     def fail(self, error: Exception) -> None:
-        if not self._is_lost():
+        if not self._break_if_disconnected():
             self.dispatcher.fail(error)
 
-    def _is_lost(self) -> bool:
-        lost = not self.is_there()
-        if lost and not self._ended:
-            self.dispatcher.break_(
+    def _break_if_disconnected(self) -> bool:
+        disconnected = not self.is_connected()
+        if disconnected and not self._ended:
+            self.dispatcher.break_pool(
                 RuntimeError(f"Ray was shut down while {self._config.name} was open")
             )
-        return lost
+        return disconnected
 
     def initializer(
         self, initializer: Callable[..., object], initargs: tuple[Any, ...]
@@ -129,15 +132,15 @@ class RayEngine:
     # -- starting ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._listen()
-        self._reactor.after(self._probe_every, self._look)
+        self._request_reports()
+        self._reactor.call_later(self._probe_interval, self._probe_silent_drones)
 
     def can_start(self) -> bool:
-        return not self._ended and self.is_there()
+        return not self._ended and self.is_connected()
 
     def start(self, number: int, name: str, index: int) -> RayHandle | None:
         config = self._config
-        birth = SpawnRequest(
+        spawn_request = SpawnRequest(
             number,
             name,
             config.env[index],
@@ -147,52 +150,58 @@ class RayEngine:
             config.max_memory is not None,
         )
         try:
-            actor = self._nest.options(max_restarts=0, **self._placement).remote(birth, self._ref)
+            actor = self._actor_class.options(max_restarts=0, **self._placement).remote(
+                spawn_request, self._ref
+            )
         except Exception as error:
-            self._supervisor.cannot_start(error)
+            self._supervisor.on_start_error(error)
             return None
         handle = RayHandle(self, number, name, actor)
         self._when_done(
-            actor.begin.remote(), partial(self._started, handle), partial(self._not_started, handle)
+            actor.begin.remote(),
+            partial(self._on_started, handle),
+            partial(self._on_not_started, handle),
         )
-        if not self._says_what_is_awaited:
-            self._says_what_is_awaited = True
-            self._reactor.after(tuning.start_report_seconds, self._say_what_is_awaited)
+        if not self._wait_check_scheduled:
+            self._wait_check_scheduled = True
+            self._reactor.call_later(tuning.start_report_seconds, self._warn_of_waiting_drones)
         return handle
 
-    def _started(self, handle: RayHandle, born: SpawnReply) -> None:
-        handle.born_as = born
-        if born.boot != boot_of_this_machine():
-            asked = monotonic()
+    def _on_started(self, handle: RayHandle, reply: SpawnReply) -> None:
+        handle.spawn_reply = reply
+        if reply.boot_id != boot_id():
+            requested_at = monotonic()
             self._when_done(
                 handle.actor.clock.remote(),
-                partial(self._set_clock, handle, asked),
-                partial(self.lost, handle),
+                partial(self._set_clock, handle, requested_at),
+                partial(self.on_call_failed, handle),
             )
-        self._supervisor.started(handle, born.pid)
-        self._supervisor.hello(handle)
+        self._supervisor.on_started(handle, reply.pid)
+        self._supervisor.on_hello(handle)
 
-    def _set_clock(self, handle: RayHandle, asked: float, its: float) -> None:
+    def _set_clock(self, handle: RayHandle, requested_at: float, drone_time: float) -> None:
         """Estimate by how much the drone's clock is ahead.
 
         The drone read its clock about halfway between request and answer.
         """
-        handle.ahead = its - (asked + monotonic()) / 2
+        handle.clock_offset = drone_time - (requested_at + monotonic()) / 2
 
-    def _not_started(self, handle: RayHandle, error: Exception) -> None:
+    def _on_not_started(self, handle: RayHandle, error: Exception) -> None:
         init_failed = isinstance(error, RayActorError) and error.actor_init_failed
         if handle.dying or (
-            isinstance(error, _DEATHS) and not init_failed and not _cannot_be(error)
+            isinstance(error, _DEATH_ERRORS) and not init_failed and not _is_unschedulable(error)
         ):
-            self.lost(handle, error)
+            self.on_call_failed(handle, error)
             return
         if handle.state is not State.DEAD:
             handle.dying = True
-            why = RuntimeError(f"Ray could not start {handle.name}: {_fate(error)}")
-            why.__cause__ = error
-            self._supervisor.not_started(handle, why)
+            start_error = RuntimeError(
+                f"Ray could not start {handle.name}: {_failure_reason(error)}"
+            )
+            start_error.__cause__ = error
+            self._supervisor.on_not_started(handle, start_error)
 
-    def _say_what_is_awaited(self) -> None:
+    def _warn_of_waiting_drones(self) -> None:
         """Warn of drones that have waited long for their resources.
 
         Repeats for as long as drones are starting.
@@ -202,11 +211,11 @@ class RayEngine:
             for handle in self._supervisor.handles
             if isinstance(handle, RayHandle) and not handle.pid and handle.alive
         ]
-        self._says_what_is_awaited = bool(starting) and not self._ended and self.is_there()
-        if not self._says_what_is_awaited:
+        self._wait_check_scheduled = bool(starting) and not self._ended and self.is_connected()
+        if not self._wait_check_scheduled:
             return
         wait = (
-            min(handle.asked_for for handle in starting)
+            min(handle.requested_at for handle in starting)
             + tuning.start_report_seconds
             - self._reactor.timers.now()
         )
@@ -214,11 +223,11 @@ class RayEngine:
             more = len(starting) - 1
             log.warning(
                 "%s still waits for %s%s%s; the cluster has %s free",
-                self._config.name, starting[0].name, f" and {more} more" if more else "", where_in(self._placement),
-                ray.available_resources(),
+                self._config.name, starting[0].name, f" and {more} more" if more else "",
+                describe_placement_group(self._placement), ray.available_resources(),
             )  # fmt: skip
             wait = 6 * tuning.start_report_seconds
-        self._reactor.after(wait, self._say_what_is_awaited)
+        self._reactor.call_later(wait, self._warn_of_waiting_drones)
 
     # -- for handles, holding the reactor's lock ---------------------------------------------------
 
@@ -226,34 +235,34 @@ class RayEngine:
         self,
         handle: RayHandle,
         answer: Any,
-        cargo: Any,
+        attachment: Any,
         frames: Sequence[bytes] = (),
         tasks: Sequence[Task] = (),
     ) -> None:
-        handle.calls += 1
-        not_answered = partial(self._not_answered, handle, frames, tasks)
-        self._when_done(answer, partial(self._answered, handle, cargo), not_answered)
+        handle.unanswered_calls += 1
+        not_answered = partial(self._on_message_failed, handle, frames, tasks)
+        self._when_done(answer, partial(self._on_answer, handle, attachment), not_answered)
 
-    def _not_answered(
+    def _on_message_failed(
         self, handle: RayHandle, frames: Sequence[bytes], tasks: Sequence[Task], error: Exception
     ) -> None:
-        handle.calls -= 1
+        handle.unanswered_calls -= 1
         cause = error.cause if isinstance(error, RayTaskError) else error
         if not isinstance(cause, ObjectLostError):
-            self.lost(handle, error)
+            self.on_call_failed(handle, error)
         elif handle.is_up():
-            why = str(cause).strip().splitlines()[0]
+            reason = str(cause).strip().splitlines()[0]
             lost = Lost(
-                f"what work was to take lay with a node that is lost: {why}", drone=handle.name
+                f"an argument of the task was on a node that was lost: {reason}", drone=handle.name
             )
-            handle.not_begun(frames, tasks, lost)
+            handle.on_message_lost(frames, tasks, lost)
 
-    def _answered(self, handle: RayHandle, cargo: Any, told: bytes) -> None:
-        handle.calls -= 1
-        handle.last_heard = self._reactor.timers.now()
-        handle.hear(Report.unpack(told), cargo)
+    def _on_answer(self, handle: RayHandle, attachment: Any, packed: bytes) -> None:
+        handle.unanswered_calls -= 1
+        handle.last_contact_at = self._reactor.timers.now()
+        handle.handle_report(Report.unpack(packed), attachment)
 
-    def not_sent(
+    def on_send_failed(
         self, handle: RayHandle, frames: list[bytes], tasks: Sequence[Task], error: Exception
     ) -> None:
         """Handle a failed send, later.
@@ -261,151 +270,163 @@ class RayEngine:
         The caller still holds the reactor's lock and goes on with other drones. So the failure is
         posted.
         """
-        if not self.is_there():
-            self._reactor.post(self._is_lost)
+        if not self.is_connected():
+            self._reactor.post(self._break_if_disconnected)
         elif tasks:
-            self._reactor.post(partial(handle.not_sent, frames, tasks, error))
+            self._reactor.post(partial(handle.on_send_failed, frames, tasks, error))
         else:
             raise error
 
-    def land(self, cargo: Any) -> LazyBuffers | OutOfBandBuffers:
+    def store_attachment(self, attachment: Any) -> LazyBuffers | OutOfBandBuffers:
         """Return the buffers that came beside a report, in the object store if there is room."""
-        if isinstance(cargo, OutOfBandBuffers):
+        if isinstance(attachment, OutOfBandBuffers):
             try:
-                ref = self._store.put(cargo, sum(memoryview(each).nbytes for each in cargo.buffers))
+                total = sum(memoryview(each).nbytes for each in attachment.buffers)
+                ref = self._store.put(attachment, total)
             except Full:  # the buffers stay in this process
-                return cargo
+                return attachment
             return LazyBuffers(ref, self._session)
-        return LazyBuffers(cargo, self._session)
+        return LazyBuffers(attachment, self._session)
 
-    def order(self, handle: RayHandle, frames: list[bytes]) -> None:
-        self._switch.order.remote(handle.number, frames)
+    def send_order(self, handle: RayHandle, frames: list[bytes]) -> None:
+        self._switch.put_order.remote(handle.number, frames)
 
     def stop(self, handle: RayHandle) -> None:
-        answer, cargo = handle.call_end()
-        handle.calls += 1
-        self._when_done(answer, partial(self._stopped, handle, cargo), partial(self.lost, handle))
+        answer, attachment = handle.call_end()
+        handle.unanswered_calls += 1
+        on_stopped = partial(self._on_stopped, handle, attachment)
+        self._when_done(answer, on_stopped, partial(self.on_call_failed, handle))
 
-    def _stopped(self, handle: RayHandle, cargo: Any, told: bytes) -> None:
-        handle.last_report = Report.unpack(told).number
-        self._answered(handle, cargo, told)
-        self._reactor.after(LAST_WITHIN, partial(self.ended, handle))
+    def _on_stopped(self, handle: RayHandle, attachment: Any, packed: bytes) -> None:
+        handle.final_report = Report.unpack(packed).number
+        self._on_answer(handle, attachment, packed)
+        self._reactor.call_later(LAST_REPORTS_TIMEOUT_SECONDS, partial(self.on_ended, handle))
 
-    def ended(self, handle: RayHandle) -> None:
+    def on_ended(self, handle: RayHandle) -> None:
         """Handle the end of a drone that was stopped and whose reports have all been read."""
         if handle.state is not State.DEAD:
-            if self.is_there():
+            if self.is_connected():
                 ray.kill(handle.actor)
-            self._died(handle, 0)
+            self._report_death(handle, 0)
 
     def kill(self, handle: RayHandle) -> None:
-        if not self.is_there():  # the actors have ended with their session
-            handle.fate = "Ray was shut down"
-            self._reactor.after(0.0, partial(self._died, handle, None))
+        if not self.is_connected():  # the actors have ended with their session
+            handle.exit_reason = "Ray was shut down"
+            self._reactor.call_later(0.0, partial(self._report_death, handle, None))
             return
         handle.exitcode = -signal.SIGKILL
         ray.kill(handle.actor)
-        born = handle.born_as
-        if born is not None and born.node == self._home:
-            kill_owner(born.folder)
-        elif born is not None and self._lives(born.node):
-            self._on_node(born.node, kill_owner).remote(born.folder)
+        reply = handle.spawn_reply
+        if reply is not None and reply.node == self._driver_node:
+            kill_owner(reply.folder)
+        elif reply is not None and self._is_node_alive(reply.node):
+            self._remote_on_node(reply.node, kill_owner).remote(reply.folder)
         handle.probe()
 
-    def _lives(self, node: str) -> bool:
+    def _is_node_alive(self, node: str) -> bool:
         return any(each["NodeID"] == node and each["Alive"] for each in ray.nodes())
 
-    def _on_node(self, node: str, act: Callable[..., Any]) -> Any:
+    def _remote_on_node(self, node: str, act: Callable[..., Any]) -> Any:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         return ray.remote(act).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
 
     def forget(self, handle: RayHandle) -> None:
-        if not self._ended and self.is_there():
+        if not self._ended and self.is_connected():
             self._switch.forget.remote(handle.number)
 
     # -- deaths ------------------------------------------------------------------------------------
 
-    def lost(self, handle: RayHandle, error: Exception) -> None:
+    def on_call_failed(self, handle: RayHandle, error: Exception) -> None:
         """Handle a failed call of a drone: its death, or else an error of the engine."""
         if handle.dying:
             return
-        if not isinstance(error, _DEATHS):
+        if not isinstance(error, _DEATH_ERRORS):
             self.fail(error)
             return
-        handle.dying = handle.deaf = True
+        handle.dying = handle.ignores_reports = True
         # Without the traceback, because its frames refer to the pool.
-        handle.fate, handle.cause = (_fate(error), error.with_traceback(None))
+        handle.exit_reason, handle.cause = (_failure_reason(error), error.with_traceback(None))
         # An actor that was only unreachable for a moment must not go on.
         ray.kill(handle.actor)
-        born = handle.born_as
-        if born is None:
-            self._buried(handle, FinalState())
-        elif born.node == self._home:
-            self._buried(handle, read_remains(born.folder, handle.out_read, handle.err_read))
-        elif self._lives(born.node):
-            remains = self._on_node(born.node, read_remains).remote(
-                born.folder, handle.out_read, handle.err_read
+        reply = handle.spawn_reply
+        if reply is None:
+            self._on_exit_record(handle, FinalState())
+        elif reply.node == self._driver_node:
+            self._on_exit_record(
+                handle, read_exit_record(reply.folder, handle.out_read, handle.err_read)
+            )
+        elif self._is_node_alive(reply.node):
+            final_state = self._remote_on_node(reply.node, read_exit_record).remote(
+                reply.folder, handle.out_read, handle.err_read
             )
             self._when_done(
-                remains, partial(self._buried, handle), lambda _: self._buried(handle, None)
+                final_state,
+                partial(self._on_exit_record, handle),
+                lambda _: self._on_exit_record(handle, None),
             )
-            self._reactor.after(REMAINS_WITHIN, partial(self._buried, handle, None))
+            self._reactor.call_later(
+                EXIT_RECORD_TIMEOUT_SECONDS, partial(self._on_exit_record, handle, None)
+            )
         else:
-            self._buried(handle, None)
+            self._on_exit_record(handle, None)
 
-    def _buried(self, handle: RayHandle, remains: FinalState | None) -> None:
+    def _on_exit_record(self, handle: RayHandle, final_state: FinalState | None) -> None:
         if handle.state is not State.DEAD:
-            handle.leave(remains)
-            self._died(handle, handle.exitcode)
+            handle.set_final_state(final_state)
+            self._report_death(handle, handle.exitcode)
 
-    def _died(self, handle: RayHandle, exitcode: int | None) -> None:
+    def _report_death(self, handle: RayHandle, exitcode: int | None) -> None:
         if handle.state is not State.DEAD:
             handle.dying = True
-            self._supervisor.died(handle, exitcode)
+            self._supervisor.on_died(handle, exitcode)
 
-    def released(self, handle: DroneHandle) -> None:
+    def reclaim(self, handle: DroneHandle) -> None:
         """Do nothing, because Ray has released the resources."""
 
-    def _look(self) -> None:
+    def _probe_silent_drones(self) -> None:
         """Probe silent drones without an unanswered call, because they may have died."""
-        if self._ended or self._is_lost():
+        if self._ended or self._break_if_disconnected():
             return
         now = self._reactor.timers.now()
         handles = self._supervisor.handles
-        idle_every = max(self._probe_every, len(handles) / PROBES_A_SECOND)
+        idle_interval = max(self._probe_interval, len(handles) / MAX_PROBES_PER_SECOND)
         for handle in handles:
             if (
                 not isinstance(handle, RayHandle)
-                or handle.born_as is None
-                or handle.calls
+                or handle.spawn_reply is None
+                or handle.unanswered_calls
                 or not handle.is_up()
             ):
                 continue
-            if now - handle.last_heard >= (self._probe_every if handle.in_flight else idle_every):
+            interval = self._probe_interval if handle.in_flight else idle_interval
+            if now - handle.last_contact_at >= interval:
                 handle.probe()
-        self._reactor.after(self._probe_every, self._look)
+        self._reactor.call_later(self._probe_interval, self._probe_silent_drones)
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        self._when_done(self._switch.news.remote(), self._hear, self._deaf)
+    def _request_reports(self) -> None:
+        self._when_done(self._switch.get_reports.remote(), self._on_reports, self._on_switch_lost)
 
-    def _hear(self, news: list[tuple[int, Any]]) -> None:
+    def _on_reports(self, reports: list[tuple[int, Any]]) -> None:
         if self._ended:
             return
-        for number, (told, cargo) in news:
+        for number, (packed, attachment) in reports:
             handle = next(
                 (each for each in self._supervisor.handles if each.number == number), None
             )
             if isinstance(handle, RayHandle):
-                handle.last_heard = self._reactor.timers.now()
-                handle.hear(Report.unpack(told), cargo)
-        self._listen()
+                handle.last_contact_at = self._reactor.timers.now()
+                handle.handle_report(Report.unpack(packed), attachment)
+        self._request_reports()
 
-    def _deaf(self, error: Exception) -> None:
+    def _on_switch_lost(self, error: Exception) -> None:
         if not self._ended:
-            why = RuntimeError(f"the switch of {self._config.name} was lost: {_fate(error)}")
-            self.dispatcher.break_(why)
+            self.dispatcher.break_pool(
+                RuntimeError(
+                    f"the switch of {self._config.name} was lost: {_failure_reason(error)}"
+                )
+            )
 
     def _when_done(
         self, ref: Any, act: Callable[[Any], object], failed: Callable[[Exception], object]
@@ -413,42 +434,42 @@ class RayEngine:
         """Call `act` or `failed` with the outcome of `ref`, holding the reactor's lock."""
         reactor = self._reactor
 
-        def tell(future: Any) -> None:
+        def post_outcome(future: Any) -> None:
             try:
                 value = future.result()
             except Exception as error:
-                reactor.post(_Turn(self, failed, error))
+                reactor.post(_SessionCallback(self, failed, error))
             else:
-                reactor.post(_Turn(self, act, value))
+                reactor.post(_SessionCallback(self, act, value))
 
-        ref.future().add_done_callback(tell)
+        ref.future().add_done_callback(post_outcome)
 
     # -- snapshots ---------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        return snapshot.take()
+        return snapshot.take_snapshot()
 
     def adopt(self, snapshot: Snapshot) -> None:
-        self._taken = snapshot
-        if self.is_there():
-            self._open_book()
+        self._main_copy = snapshot
+        if self.is_connected():
+            self._create_registry()
 
     def discard(self, snapshot: Snapshot) -> None:
         """Do nothing, because a snapshot is only bytes."""
 
     def left_out(self, name: str) -> str | None:
-        return self._taken.left_out.get(name)
+        return self._main_copy.left_out.get(name)
 
     def share(self, obj: Any) -> RayShared[Any]:
         return share(obj, self._supervisor.registry)
 
     def end(self) -> None:
         self._ended = True
-        if not sys.is_finalizing() and self.is_there():
+        if not sys.is_finalizing() and self.is_connected():
             ray.kill(self._switch)
 
 
-class _Turn:
+class _SessionCallback:
     """A callback for the reactor; does nothing if the engine's Ray session is gone.
 
     If the callback raises, the reactor calls `RayEngine.fail`. The reactor finds the engine by
@@ -461,17 +482,17 @@ class _Turn:
         self._value = value
 
     def __call__(self) -> None:
-        if self.__self__.is_there():
+        if self.__self__.is_connected():
             self._act(self._value)
 
 
-def _fate(error: Exception) -> str:
+def _failure_reason(error: Exception) -> str:
     """Return the first line of Ray's reason for a failure, without the table of details."""
     text = str(error).strip()
-    _, found, why = text.partition("The actor is dead because ")
-    lines = (why if found else text).splitlines() or [type(error).__name__]
+    _, found, reason = text.partition("The actor is dead because ")
+    lines = (reason if found else text).splitlines() or [type(error).__name__]
     return lines[0].partition(" Some common causes")[0].strip()
 
 
-def _cannot_be(error: Exception) -> bool:
+def _is_unschedulable(error: Exception) -> bool:
     return type(error).__name__ in ("ActorUnschedulableError", "RuntimeEnvSetupError")

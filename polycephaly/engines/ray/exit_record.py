@@ -30,17 +30,24 @@ from contextlib import suppress
 from io import FileIO
 from typing import Any, NamedTuple
 
-from ...runtime.procfs import birth_of
-from ..local.status_table import ROOM, Slot, StatusTable
+from ...runtime.procfs import start_time_of
+from ..local.status_table import SLOT_BYTES, Slot, StatusTable
 
-__all__ = ["ExitRecord", "FinalState", "Printed", "kill_owner", "open_folder", "read_remains"]
+__all__ = [
+    "ExitRecord",
+    "FinalState",
+    "OutputFile",
+    "kill_owner",
+    "open_folder",
+    "read_exit_record",
+]
 
-_PAGE, OUT, ERR, _FOUND = "page", "out", "err", "found"
-# Seconds that a dead drone's folder waits for its driver, after another drone has found it.
-UNREAD = 120.0
-GONE_WITHIN = 1.0  # seconds for a killed process to end
-MOST = 1 << 20  # bytes of each output stream that are read after a death
-READ_KEPT = 4 << 20  # bytes of each output stream that are kept after reading; whole pages
+_STATUS_FILE, OUT, ERR, _FOUND_FILE = "page", "out", "err", "found"
+# How long a dead drone's folder waits for its driver, after another drone has found it.
+UNREAD_FOLDER_SECONDS = 120.0
+EXIT_TIMEOUT_SECONDS = 1.0  # for a killed process to end
+MAX_FINAL_OUTPUT_BYTES = 1 << 20  # of each output stream that are read after a death
+KEPT_OUTPUT_BYTES = 4 << 20  # of each output stream that are kept after reading; whole pages
 
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None)
@@ -59,35 +66,36 @@ class ExitRecord(Slot):
     """The writer's side of the page. An outcome without room there is only noted as sent."""
 
     def __init__(self, folder: str) -> None:
-        fd = os.open(os.path.join(folder, _PAGE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(fd, ROOM)
+        path = os.path.join(folder, _STATUS_FILE)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(fd, SLOT_BYTES)
         self._status_table = StatusTable(1, fd)
         super().__init__(self._status_table._bytes)
         self._entries: deque[bytes] = deque()
         self._dropped = 0  # number of acknowledged entries, which came before `_entries`
         # Report numbers, each with the number of entries that were kept before the report.
         self._reports: deque[tuple[int, int]] = deque()
-        self._begun = 0
+        self._last_started = 0
 
-    def start(self, number: int) -> None:
-        self._begun = number
-        super().start(number)
+    def mark_started(self, number: int) -> None:
+        self._last_started = number
+        super().mark_started(number)
 
     def keep(self, result: bytes) -> bool:
         if super().keep(result):
             self._entries.append(result)
             return True
-        self.pass_over()
+        self.skip_result()
         return True  # nothing can be sent at once: the answer of the call brings the outcome
 
-    def pass_over(self) -> None:
+    def skip_result(self) -> None:
         """Note that the result of the task begun last will be sent and is not in the page."""
-        self.mark_sent(self._begun)
+        self.mark_sent(self._last_started)
 
-    def sent(self, number: int, arrive: bool) -> None:
+    def mark_all_sent(self, number: int, delivered: bool) -> None:
         """Do nothing: results are kept until they are acknowledged."""
 
-    def entries(self) -> int:
+    def count_entries(self) -> int:
         """Return the number of entries kept so far.
 
         A thread that makes a report calls this before taking the outcomes, which are noted first
@@ -96,73 +104,74 @@ class ExitRecord(Slot):
         """
         return self._dropped + len(self._entries)
 
-    def reported(self, report: int, entries: int) -> None:
-        """Note a report and its number of entries. In either thread, holding `socket_turn`."""
+    def add_report(self, report: int, entries: int) -> None:
+        """Note a report and its number of entries. In either thread, holding `socket_lock`."""
         self._reports.append((report, entries))
 
-    def acknowledged(self, report: int) -> None:
+    def acknowledge(self, report: int) -> None:
         """Drop the entries of all reports up to `report`: the driver has them.
 
-        Called in the main thread, holding `socket_turn`.
+        Called in the main thread, holding `socket_lock`.
         """
-        gone = self._dropped
+        acknowledged = self._dropped
         while self._reports and self._reports[0][0] <= report:
-            gone = self._reports.popleft()[1]
-        if gone > self._dropped:
-            while self._dropped < gone:
+            acknowledged = self._reports.popleft()[1]
+        if acknowledged > self._dropped:
+            while self._dropped < acknowledged:
                 self._entries.popleft()
                 self._dropped += 1
-            self.rewrite(list(self._entries))
+            self.replace_kept(list(self._entries))
 
 
-class Printed:
+class OutputFile:
     """The output of a drone on one descriptor, read back by the drone; for one thread at a time."""
 
     def __init__(self, folder: str, name: str) -> None:
         self._file = FileIO(os.path.join(folder, name), "r+")  # writable, to punch holes
-        self._read = 0
-        self._freed = 0
+        self._read_bytes = 0
+        self._freed_bytes = 0
 
-    def read(self, most: int) -> bytes:
-        """Read at most `most` bytes; all if -1."""
-        found = self._file.read(most)
-        self._read += len(found)
-        old = self._read - self._freed - READ_KEPT
-        if old >= READ_KEPT:  # if the file system has no holes, the output stays on disk
-            old -= old % READ_KEPT
-            _libc.fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, self._freed, old)
-            self._freed += old
-        return found
+    def read(self, limit: int) -> bytes:
+        """Read at most `limit` bytes; all if -1."""
+        data = self._file.read(limit)
+        self._read_bytes += len(data)
+        stale = self._read_bytes - self._freed_bytes - KEPT_OUTPUT_BYTES
+        if stale >= KEPT_OUTPUT_BYTES:  # if the file system has no holes, the output stays on disk
+            stale -= stale % KEPT_OUTPUT_BYTES
+            _libc.fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, self._freed_bytes, stale)
+            self._freed_bytes += stale
+        return data
 
     def has_more(self) -> bool:
-        return os.fstat(self._file.fileno()).st_size > self._read
+        return os.fstat(self._file.fileno()).st_size > self._read_bytes
 
 
 def open_folder() -> str:
     """Make a folder for this process, and remove the abandoned folders of dead drones."""
-    above = os.path.join(_session(), "polycephaly")
-    os.makedirs(above, mode=0o700, exist_ok=True)
-    for name in os.listdir(above):
-        pid, _, born = name.partition(".")
-        if pid.isdigit() and birth_of(int(pid)) != born and _is_given_up(os.path.join(above, name)):
-            shutil.rmtree(os.path.join(above, name), ignore_errors=True)
-    folder = os.path.join(above, f"{os.getpid()}.{birth_of(os.getpid())}")
+    parent_dir = os.path.join(_session_dir(), "polycephaly")
+    os.makedirs(parent_dir, mode=0o700, exist_ok=True)
+    for name in os.listdir(parent_dir):
+        pid, _, start_time = name.partition(".")
+        other = os.path.join(parent_dir, name)
+        if pid.isdigit() and start_time_of(int(pid)) != start_time and _is_abandoned(other):
+            shutil.rmtree(other, ignore_errors=True)
+    folder = os.path.join(parent_dir, f"{os.getpid()}.{start_time_of(os.getpid())}")
     os.mkdir(folder, 0o700)
     return folder
 
 
-def _is_given_up(folder: str) -> bool:
+def _is_abandoned(folder: str) -> bool:
     """Return True if the driver would have read `folder` by now; the first call only marks it."""
-    found = os.path.join(folder, _FOUND)
+    mark = os.path.join(folder, _FOUND_FILE)
     with suppress(OSError):  # another drone may just have removed the folder
         try:
-            os.close(os.open(found, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:
-            return time.time() - os.stat(found).st_mtime > UNREAD
+            return time.time() - os.stat(mark).st_mtime > UNREAD_FOLDER_SECONDS
     return False
 
 
-def _session() -> str:
+def _session_dir() -> str:
     import ray
 
     node: Any = getattr(ray._private.worker, "_global_node", None)
@@ -174,15 +183,15 @@ def kill_owner(folder: str) -> bool:
 
     Ray's own kill would wait for a process whose interpreter is held by C code.
     """
-    pid, _, born = os.path.basename(folder).partition(".")
-    if birth_of(int(pid)) == born:
+    pid, _, start_time = os.path.basename(folder).partition(".")
+    if start_time_of(int(pid)) == start_time:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(int(pid), signal.SIGKILL)
             return True
     return False
 
 
-def _see_off(folder: str) -> None:
+def _ensure_owner_dead(folder: str) -> None:
     """Kill the owner of `folder`, and wait for its end.
 
     Ray may have lost only the connection to the drone. Tasks that it began after its page was read
@@ -192,38 +201,41 @@ def _see_off(folder: str) -> None:
         process = os.pidfd_open(int(os.path.basename(folder).partition(".")[0]))
         try:
             if kill_owner(folder):
-                gone = select.poll()
-                gone.register(process, select.POLLIN)
-                gone.poll(GONE_WITHIN * 1000)
+                poll = select.poll()
+                poll.register(process, select.POLLIN)
+                poll.poll(EXIT_TIMEOUT_SECONDS * 1000)
         finally:
             os.close(process)
 
 
-def read_remains(folder: str, out_from: int, err_from: int) -> FinalState | None:
+def read_exit_record(folder: str, out_from: int, err_from: int) -> FinalState | None:
     """Read and remove a drone's folder, on its node, and make sure that the drone is dead.
 
     Returns None if there is no page to read.
     """
-    _see_off(folder)
-    status_table = os.path.join(folder, _PAGE)
+    _ensure_owner_dead(folder)
+    path = os.path.join(folder, _STATUS_FILE)
     try:
-        running = StatusTable(1, os.open(status_table, os.O_RDWR | os.O_CLOEXEC))
+        status_table = StatusTable(1, os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError:
         # No page: the drone has ended by itself and removed its folder. Or another process has
         # removed the folder, and the tasks that had begun are unknown.
         return None
     try:
-        started, sent, kept = running.started(0), running.sent(0), running.kept(0)
         return FinalState(
-            started, sent, kept, _rest(folder, OUT, out_from), _rest(folder, ERR, err_from)
+            status_table.started(0),
+            status_table.sent(0),
+            status_table.kept(0),
+            _read_final_output(folder, OUT, out_from),
+            _read_final_output(folder, ERR, err_from),
         )
     finally:
-        running.close()
+        status_table.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rest(folder: str, name: str, start: int) -> bytes:
+def _read_final_output(folder: str, name: str, start: int) -> bytes:
     with suppress(OSError), FileIO(os.path.join(folder, name)) as file:  # error: no more data
         os.lseek(file.fileno(), start, os.SEEK_DATA)
-        return file.read(MOST)
+        return file.read(MAX_FINAL_OUTPUT_BYTES)
     return b""

@@ -18,12 +18,12 @@ import ray
 
 from ...errors import Lost
 from ...pool.drone_handle import DroneHandle, State
-from ...pool.handlers import hear, hear_kept, print_lines
+from ...pool.handlers import handle_message, handle_unsent_results, print_lines
 from ...pool.task import Task
-from ...store.placeholders import untaken
+from ...store.placeholders import split_remote_objects
 from ...store.references import Serialized
 from ...wire.messages import STOP, WORK, Malformed
-from ...wire.output import Heard, Line, LineSplitter, OutputMerger, OutputRecord
+from ...wire.output import Line, LineSplitter, OutputItems, OutputMerger, OutputRecord
 from .buffers import RayRefTable
 from .drone import Report, SpawnReply
 from .exit_record import FinalState
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RayHandle"]
 
-_PIECE = 1 << 20  # bytes
+_CHUNK_BYTES = 1 << 20
 
 
 class RayHandle(DroneHandle):
@@ -41,21 +41,21 @@ class RayHandle(DroneHandle):
         super().__init__(engine.dispatcher, number, name)
         self.ref_table: Any = RayRefTable()
         self.actor = actor
-        self.asked_for = self.dispatcher.reactor.timers.now()
-        self.born_as: SpawnReply | None = None
+        self.requested_at = self.dispatcher.reactor.timers.now()
+        self.spawn_reply: SpawnReply | None = None
         self.dying = False
-        self.calls = 0  # calls of the actor that are unanswered
-        self.deaf = False  # ignores reports, because the exit record has their content
-        self.last_report = -1  # the drone has ended when this report has been read
+        self.unanswered_calls = 0  # of the actor
+        self.ignores_reports = False  # because the exit record has their content
+        self.final_report = -1  # the drone has ended when this report has been read
         self.out_read = self.err_read = 0  # bytes of its output that have arrived
         self._engine = engine
-        self._take = actor.take.options(num_returns=2)
+        self._handle_message = actor.handle_message.options(num_returns=2)
         self._reports: dict[int, tuple[Report, Sequence[Any]]] = {}  # that came before earlier ones
-        self._has = 0  # reports that were read, in order
+        self._last_read_report = 0  # reports that were read, in order
         self._memory = 0
         self._started = 0
-        self._remains = FinalState()
-        self._feeds = [_Feed(name, "stdout"), _Feed(name, "stderr")]
+        self._final_state = FinalState()
+        self._output_streams = [_OutputStream(name, "stdout"), _OutputStream(name, "stderr")]
         self._merge = OutputMerger()
 
     # -- sending -----------------------------------------------------------------------------------
@@ -63,40 +63,41 @@ class RayHandle(DroneHandle):
     def is_up(self) -> bool:
         return self.alive and not self.dying and ray.is_initialized()
 
-    def takes(self, dedicated: bool = False) -> bool:
+    def can_take(self, dedicated: bool = False) -> bool:
         """One batch at a time, because tasks behind a call of an actor cannot be recalled."""
         if not self.is_up() or (self.in_flight and not self.overlapping):
             return False
-        return super().takes(dedicated)
+        return super().can_take(dedicated)
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
         try:
             self._send(frames, tasks)
         except Exception as error:
-            self._engine.not_sent(self, frames, tasks, error)
+            self._engine.on_send_failed(self, frames, tasks, error)
 
     def _send(self, frames: list[bytes], tasks: Sequence[Task]) -> None:
         kind = frames[0][:1]
         if kind == WORK:
-            loaded = self.ref_table.take()
+            outgoing = self.ref_table.take_outgoing()
             # A message without tasks, for a busy drone, goes to the control thread.
-            if not tasks and not loaded and self.in_flight:
-                self._engine.order(self, frames)
+            if not tasks and not outgoing and self.in_flight:
+                self._engine.send_order(self, frames)
             else:
-                answer, cargo = self._take.remote(dumps((self._has, frames), 5), *loaded)
-                self._engine.await_answer(self, answer, cargo, frames, tasks)
+                packed = dumps((self._last_read_report, frames), 5)
+                answer, attachment = self._handle_message.remote(packed, *outgoing)
+                self._engine.await_answer(self, answer, attachment, frames, tasks)
         elif kind == STOP:
             self._engine.stop(self)
         else:
-            self._engine.order(self, frames)
+            self._engine.send_order(self, frames)
 
     def call_end(self) -> Any:
-        return self.actor.end.options(num_returns=2).remote(self._has)
+        return self.actor.end.options(num_returns=2).remote(self._last_read_report)
 
     def probe(self) -> None:
         """Call the actor without tasks, so that the call fails if the drone is dead."""
-        answer, cargo = self._take.remote(dumps((self._has, []), 5))
-        self._engine.await_answer(self, answer, cargo)
+        answer, attachment = self._handle_message.remote(dumps((self._last_read_report, []), 5))
+        self._engine.await_answer(self, answer, attachment)
 
     def kill(self, kill_reason: str = "") -> None:
         self.kill_reason = self.kill_reason or kill_reason
@@ -105,142 +106,153 @@ class RayHandle(DroneHandle):
 
     # -- receiving, holding the reactor's lock -----------------------------------------------------
 
-    def hear(self, report: Report, cargo: Any) -> None:
+    def handle_report(self, report: Report, attachment: Any) -> None:
         """Handle a report, and later ones that waited for it.
 
-        `cargo` came beside the report: an ObjectRef, `OutOfBandBuffers`, or None.
+        `attachment` came beside the report: an ObjectRef, `OutOfBandBuffers`, or None.
         """
-        if self.deaf:
+        if self.ignores_reports:
             return
-        landed: Sequence[Any] = ()
-        if report.laden:
-            landed = [self._engine.land(cargo)]
-        self._reports[report.number] = report, landed
-        while self._has + 1 in self._reports:
-            self._has += 1
-            self._read(*self._reports.pop(self._has))
-        if self._has == self.last_report:
-            self._engine.ended(self)
+        incoming: Sequence[Any] = ()
+        if report.has_buffers:
+            incoming = [self._engine.store_attachment(attachment)]
+        self._reports[report.number] = report, incoming
+        while self._last_read_report + 1 in self._reports:
+            self._last_read_report += 1
+            self._apply_report(*self._reports.pop(self._last_read_report))
+        if self._last_read_report == self.final_report:
+            self._engine.on_ended(self)
 
-    def _read(self, report: Report, landed: Sequence[Any]) -> None:
+    def _apply_report(self, report: Report, incoming: Sequence[Any]) -> None:
         self._memory = report.memory or self._memory
         self._started = report.started
-        self._print(report.out, report.err)
-        self.ref_table.landed = landed
+        self._feed_output(report.out, report.err)
+        self.ref_table.incoming = incoming
         for frames in report.messages:
             try:
-                hear(self, frames)
-            except Malformed as wrong:
-                self.dispatcher.fail(wrong)
-        self.ref_table.landed = ()
+                handle_message(self, frames)
+            except Malformed as error:
+                self.dispatcher.fail(error)
+        self.ref_table.incoming = ()
         print_lines(self)
 
-    def _print(self, out: bytes, err: bytes) -> None:
+    def _feed_output(self, out: bytes, err: bytes) -> None:
         self.out_read += len(out)
         self.err_read += len(err)
-        for feed, printed in zip(self._feeds, (out, err), strict=True):
-            feed.give(printed)
+        for stream, printed in zip(self._output_streams, (out, err), strict=True):
+            stream.feed(printed)
 
-    def printed(self) -> Heard:
-        heard = self._merge.read([feed for feed in self._feeds if feed.open])
-        self.remember(heard)
-        return heard
+    def take_output(self) -> OutputItems:
+        entries = self._merge.read([stream for stream in self._output_streams if stream.open])
+        self.keep_stderr_lines(entries)
+        return entries
 
     # -- state of the drone ------------------------------------------------------------------------
 
-    def started(self) -> int:
+    def last_started(self) -> int:
         """Return the number of the task begun last; by default, the first task in flight, because
         a drone runs tasks in the order of sending.
         """
         if self.state is State.DEAD:
-            return self._remains.started
+            return self._final_state.started
         return (
             self._started
             if self._started in self.in_flight
             else next(iter(list(self.in_flight)), 0)
         )
 
-    def sent(self) -> int:
-        return self._remains.sent
+    def last_answered(self) -> int:
+        return self._final_state.sent
 
     def heartbeat(self) -> tuple[object, dict[str, tuple[float, float]]]:
-        return self._has, {}
+        return self._last_read_report, {}
 
-    def why_quiet(self) -> str:
-        return "nothing is heard of it: it is stopped, its node cannot be reached, or C code holds its interpreter"
+    def stall_reason(self) -> str:
+        return (
+            "no report arrives: the process is stopped, its node cannot be reached, or C code "
+            "holds its interpreter"
+        )
 
     def memory(self, enough: int) -> int:
         return self._memory
 
-    def not_begun(self, frames: Sequence[bytes], tasks: Sequence[Task], lost: Lost) -> None:
+    def on_message_lost(self, frames: Sequence[bytes], tasks: Sequence[Task], lost: Lost) -> None:
         """Take back the tasks of a message that did not arrive, because its buffers are lost."""
-        self.unheard(frames)
-        here = [task for task in tasks if self.in_flight.get(task.number) is task]
-        for task in here:
-            self.answered(task.number)
-        self.dispatcher.fill_again(here, lost)
-        self.dispatcher.answered(self)
+        self.undo_batch(frames)
+        pending = [task for task in tasks if self.in_flight.get(task.number) is task]
+        for task in pending:
+            self.remove_in_flight(task.number)
+        self.dispatcher.recompute_inputs(pending, lost)
+        self.dispatcher.after_answer(self)
 
-    def not_sent(self, frames: Sequence[bytes], tasks: Sequence[Task], error: Exception) -> None:
+    def on_send_failed(
+        self, frames: Sequence[bytes], tasks: Sequence[Task], error: Exception
+    ) -> None:
         """Reject tasks of a message that Ray has refused. Called holding the reactor's lock.
 
         If any tasks have buffers beside the message, these are taken for the cause. Then only
         those tasks are rejected, and the others are queued again.
         """
-        self.unheard(frames)
-        here = [task for task in tasks if self.in_flight.get(task.number) is task]
-        for task in here:
-            self.answered(task.number)
-        losers = [task for task in here if isinstance(untaken(task.payload)[0], Serialized)] or here
-        self.dispatcher.lose(losers, error, again=False)
-        self.dispatcher.requeue([task for task in here if task not in losers and not task.done()])
-        self.dispatcher.look_for_end = True
-        self.dispatcher.answered(self)
+        self.undo_batch(frames)
+        pending = [task for task in tasks if self.in_flight.get(task.number) is task]
+        for task in pending:
+            self.remove_in_flight(task.number)
+        rejected = [
+            task
+            for task in pending
+            if isinstance(split_remote_objects(task.payload)[0], Serialized)
+        ] or pending
+        self.dispatcher.reject_or_retry(rejected, error, may_retry=False)
+        self.dispatcher.requeue(
+            [task for task in pending if task not in rejected and not task.done()]
+        )
+        self.dispatcher.end_check_due = True
+        self.dispatcher.after_answer(self)
 
-    def leave(self, remains: FinalState | None) -> None:
+    def set_final_state(self, final_state: FinalState | None) -> None:
         """Note the exit record of a dead drone.
 
         If None, for example because the node is gone too, all tasks in flight may have begun.
         """
-        if remains is None:
+        if final_state is None:
             last = next(reversed(list(self.in_flight)), 0)
-            remains = FinalState(started=last)
-        self._remains = remains
-        self._print(remains.out, remains.err)
+            final_state = FinalState(started=last)
+        self._final_state = final_state
+        self._feed_output(final_state.out, final_state.err)
 
-    def last_words(self) -> None:
-        hear_kept(self, self._remains.kept)
+    def collect_last_results(self) -> None:
+        handle_unsent_results(self, self._final_state.kept)
 
     def close(self) -> None:
-        for feed in self._feeds:
-            feed.end()
+        for stream in self._output_streams:
+            stream.end()
         print_lines(self)
         self.ref_table.close()
         self._engine.forget(self)
 
 
-class _Feed(LineSplitter):
+class _OutputStream(LineSplitter):
     """A stream of output that arrives in reports."""
 
     def __init__(self, drone: str, name: str) -> None:
         super().__init__(drone, name)
-        self._given = b""
+        self._unread = b""
         self._ended = False
 
-    def give(self, printed: bytes) -> None:
-        self._given += printed
+    def feed(self, printed: bytes) -> None:
+        self._unread += printed
 
     def end(self) -> None:
         self._ended = True
 
     def read(self) -> list[Line | OutputRecord | int]:
-        given, self._given = self._given, b""
-        heard: list[Line | OutputRecord | int] = []
+        unread, self._unread = self._unread, b""
+        entries: list[Line | OutputRecord | int] = []
         # In pieces, as through a pipe, so that a line without an end is shown in parts.
-        while len(given) > _PIECE:
-            heard += self._sort(given[:_PIECE])
-            given = given[_PIECE:]
+        while len(unread) > _CHUNK_BYTES:
+            entries += self._parse(unread[:_CHUNK_BYTES])
+            unread = unread[_CHUNK_BYTES:]
         self.open = not self._ended
-        if given or self._ended:
-            heard += self._sort(given)
-        return heard
+        if unread or self._ended:
+            entries += self._parse(unread)
+        return entries

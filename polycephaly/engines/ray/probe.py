@@ -14,15 +14,15 @@ import os
 import socket
 from time import monotonic
 
-__all__ = ["knock"]
+__all__ = ["check_grpc_server"]
 
 _HEADERS, _SETTINGS = 1, 4  # frames of HTTP/2
-_MOST = 1 << 14  # bytes of a frame
+_MAX_FRAME_BYTES = 1 << 14
 _REQUEST = (
     b"\x83\x86\x04\x0c/polycephaly\x01\x03ray"  # POST, http, path, authority
     b"\x0f\x10\x10application/grpc\x00\x02te\x08trailers"
 )
-_HELLO = (
+_PREFACE = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0))
     + bytes((0, 0, len(_REQUEST), _HEADERS, 5, 0, 0, 0, 1)) + _REQUEST
 )  # fmt: skip
@@ -30,46 +30,47 @@ _NOT_200 = bytes((*range(0x89, 0x8F), 0x08, 0x18, 0x48))
 """The first byte of an answer of any other status."""
 
 
-def knock(address: str, within: float) -> None:
-    """Check that a gRPC server answers at `address` within that many seconds.
+def check_grpc_server(address: str, timeout: float) -> None:
+    """Check that a gRPC server answers at `address` within `timeout` seconds.
 
     Raises `ConnectionError` if not, and `ValueError` if `address` is not "HOST:PORT".
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"address is 'auto' or 'HOST:PORT', not {address!r}")
-    end = monotonic() + within
+    deadline = monotonic() + timeout
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=within / 2) as there:
+        server = host.strip("[]"), int(port)
+        with socket.create_connection(server, timeout=timeout / 2) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return
-            there.sendall(_HELLO)
-            known = _speaks_grpc(there, end)
+            connection.sendall(_PREFACE)
+            speaks_grpc = _speaks_grpc(connection, deadline)
     except OSError as error:
         raise ConnectionError(f"no Ray cluster can be reached at {address}: {error}") from error
-    if not known:
+    if not speaks_grpc:
         raise ConnectionError(
-            f"no Ray cluster can be reached at {address}: who is there speaks another protocol"
+            f"no Ray cluster can be reached at {address}: the server speaks another protocol"
         )
 
 
-def _speaks_grpc(there: socket.socket, end: float) -> bool:
+def _speaks_grpc(connection: socket.socket, deadline: float) -> bool:
     kind = None
     while kind != _HEADERS:
-        head = _read(there, 9, end)
+        head = _read(connection, 9, deadline)
         first, kind, size = kind is None, head[3], int.from_bytes(head[:3], "big")
-        if size > _MOST or (first and kind != _SETTINGS):
+        if size > _MAX_FRAME_BYTES or (first and kind != _SETTINGS):
             return False
-        content = _read(there, size, end)
+        content = _read(connection, size, deadline)
     return content[:1] not in _NOT_200
 
 
-def _read(there: socket.socket, size: int, end: float) -> bytes:
-    read = b""
-    while len(read) < size:
-        there.settimeout(max(0.001, end - monotonic()))
-        piece = there.recv(size - len(read))
-        if not piece:
-            raise ConnectionResetError("who is there has hung up")
-        read += piece
-    return read
+def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < size:
+        connection.settimeout(max(0.001, deadline - monotonic()))
+        chunk = connection.recv(size - len(received))
+        if not chunk:
+            raise ConnectionResetError("the server closed the connection")
+        received += chunk
+    return received

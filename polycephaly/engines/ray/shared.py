@@ -6,7 +6,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from ...pool.inputs import Placeholder
 from ...promises.promise import FINISHED, Promise, pickling
-from ...store.references import Serialized, load_beside
+from ...store.references import Serialized, load_with_buffers
 from ...wire.functions import FunctionRegistry
 from ...wire.pickling import MainSnapshot, pack_strictly
 from .buffers import LazyBuffers, RayStore
@@ -29,8 +29,8 @@ class RayShared(Placeholder, Generic[T]):
     a call: all drones on a node read the same memory, which is read-only.
     """
 
-    def __init__(self, part: Serialized) -> None:
-        self._promise: _SettledRef | None = _SettledRef(part)
+    def __init__(self, packed: Serialized) -> None:
+        self._promise: _SettledRef | None = _SettledRef(packed)
 
     @property
     def value(self) -> T:
@@ -43,7 +43,7 @@ class RayShared(Placeholder, Generic[T]):
         Lost
             If the node or the Ray session that had the value is gone.
         """
-        value: T = self._held().result()
+        value: T = self._require_promise().result()
         return value
 
     @property
@@ -55,27 +55,28 @@ class RayShared(Placeholder, Generic[T]):
         ValueError
             If the handle was released.
         """
-        return len(self._held().where)
+        return len(self._require_promise().serialized)
 
     def release(self) -> None:
         """Free the memory as soon as no process uses it. A second call does nothing."""
         self._promise = None
 
-    def stands_for(self) -> Promise[T]:
-        return self._held()
+    def stand_in_promise(self) -> Promise[T]:
+        return self._require_promise()
 
-    def _held(self) -> _SettledRef:
+    def _require_promise(self) -> _SettledRef:
         promise = self._promise
         if promise is None:
             raise ValueError("this shared value was released")
         return promise
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        if pickling.stand_in is None:
+        if pickling.reduce_promise is None:
             raise TypeError(
-                "a value shared on Ray goes among the arguments of its pool's calls only: give it as one"
+                "a value shared on Ray can be pickled only for calls of its own pool: pass it as "
+                "an argument"
             )
-        return ResolvedShared, (_Slot(self._held()), self.nbytes)
+        return ResolvedShared, (_ValuePlaceholder(self._require_promise()), self.nbytes)
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +85,8 @@ class RayShared(Placeholder, Generic[T]):
         self.release()
 
     def __repr__(self) -> str:
-        return f"<RayShared {'released' if self._promise is None else f'{self.nbytes:,} bytes'} at {id(self):#x}>"
+        state = "released" if self._promise is None else f"{self.nbytes:,} bytes"
+        return f"<RayShared {state} at {id(self):#x}>"
 
 
 class ResolvedShared(Generic[T]):
@@ -95,41 +97,43 @@ class ResolvedShared(Generic[T]):
         self.nbytes = nbytes
 
 
-class _Slot:
+class _ValuePlaceholder:
     """Stands for a promise in pickled arguments; unpickled as the promise's value."""
 
     def __init__(self, promise: Promise[Any]) -> None:
         self._promise = promise
 
     def __reduce__(self) -> Any:
-        assert pickling.stand_in is not None
-        return pickling.stand_in(self._promise)
+        assert pickling.reduce_promise is not None
+        return pickling.reduce_promise(self._promise)
 
 
 class _SettledRef(Promise[Any]):
     """A promise that is already settled, by a value in the object store."""
 
-    _may_be_anywhere = _lies = True
+    _may_be_inside_objects = _is_lazy = True
 
-    def __init__(self, part: Serialized) -> None:
+    def __init__(self, packed: Serialized) -> None:
         super().__init__()
-        self.where = part
+        self.serialized = packed
         self._settle(FINISHED, None, None)
 
-    def _bring_here(self) -> Any:
-        places: list[Any] = list(self.where.places)
-        views = [LazyBuffers(each.cargo, each.session).buffers[index] for each, index, _ in places]
-        return load_beside(self.where.inline, [memoryview(each) for each in views])
+    def _load_value(self) -> Any:
+        places: list[Any] = list(self.serialized.places)
+        views = [
+            LazyBuffers(each.attachment, each.session).buffers[index] for each, index, _ in places
+        ]
+        return load_with_buffers(self.serialized.inline, [memoryview(each) for each in views])
 
-    def _part(self, registry: Any) -> Serialized | None:
-        here = isinstance(registry.store, RayStore) and all(
-            sealed.session == registry.store.session  # type: ignore[attr-defined]
-            for sealed, _, _ in self.where.places
+    def _serialized_part(self, registry: Any) -> Serialized | None:
+        in_store = isinstance(registry.store, RayStore) and all(
+            stored.session == registry.store.session  # type: ignore[attr-defined]
+            for stored, _, _ in self.serialized.places
         )
-        return self.where if here else None
+        return self.serialized if in_store else None
 
 
 def share(value: T, registry: FunctionRegistry) -> RayShared[T]:
     snapshot: MainSnapshot = registry.snapshot
-    part = pack_strictly(value, snapshot, registry.store)  # type: ignore[arg-type]
-    return RayShared(part if isinstance(part, Serialized) else Serialized(part, []))
+    packed = pack_strictly(value, snapshot, registry.store)  # type: ignore[arg-type]
+    return RayShared(packed if isinstance(packed, Serialized) else Serialized(packed, []))

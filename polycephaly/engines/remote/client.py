@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ...drone.forwarded import NOTHING
+from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
 from ...pool.config import check_output, check_timeout
-from ...pool.current import entered, left
+from ...pool.current import enter_pool, leave_pool
 from ...pool.map_source import OneByOne
 from ...timeline import Timeline
 from ...timeline.plain import unpack_timeline
 from ...wire.output import Line
-from ...wire.pickling import pack_beside
+from ...wire.pickling import pack_out_of_band
 from . import pool_registry
 from .connection import Connection
 from .drone import RemoteDrone, RemoteHandle
-from .messages import AHEAD
+from .messages import MAX_UNANSWERED_CALLS
 from .shared import RemoteShared
 
 __all__ = ["RemotePool", "connect"]
@@ -51,7 +51,7 @@ class RemotePool(ExecutorBase):
         weakref.finalize(self, connection.close, wait=False).atexit = False
 
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> OneByOne:
-        return OneByOne(self._dispatcher, self._task_options, fn, iterables, AHEAD)
+        return OneByOne(self._dispatcher, self._task_options, fn, iterables, MAX_UNANSWERED_CALLS)
 
     def share(self, obj: T) -> RemoteShared[T]:
         """Copy `obj` once into the pool's shared memory and return a handle.
@@ -76,9 +76,9 @@ class RemotePool(ExecutorBase):
         Exception
             Any error of pickling `obj`.
         """
-        pickled, buffers = pack_beside(obj, NOTHING)
-        runs = [pickled, *buffers]
-        return RemoteShared(self, self._connection.share(runs), sum(map(len, runs)))
+        pickled, out_of_band = pack_out_of_band(obj, NO_SHARED_NAMES)
+        buffers = [pickled, *out_of_band]
+        return RemoteShared(self, self._connection.share(buffers), sum(map(len, buffers)))
 
     # -- the pool itself ---------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class RemotePool(ExecutorBase):
         """The current drones. A task that is submitted to one of them runs on that drone only."""
         return [
             RemoteDrone(self, RemoteHandle(**each))
-            for each in self._connection.ask("drones").result()
+            for each in self._connection.request("drones").result()
         ]
 
     def _drones(self) -> list[RemoteDrone]:
@@ -98,7 +98,7 @@ class RemotePool(ExecutorBase):
 
         The snapshot is new for all users of the pool.
         """
-        self._connection.ask("refresh").result()
+        self._connection.request("refresh").result()
 
     @property
     def timeline(self) -> Timeline:
@@ -107,7 +107,7 @@ class RemotePool(ExecutorBase):
         Drones of joined hosts are included if their hosts answer within five seconds. Times are of
         the clock of the server's machine.
         """
-        return unpack_timeline(self._connection.ask("timeline").result())
+        return unpack_timeline(self._connection.request("timeline").result())
 
     def status(self) -> dict[str, Any]:
         """Return the state of the pool as plain data that JSON can hold.
@@ -126,8 +126,8 @@ class RemotePool(ExecutorBase):
             ``seconds``, if the drone has waited without processor time); ``memory`` (bytes that the
             drone and the processes it started hold for themselves); ``tasks_done``.
         """
-        found: dict[str, Any] = self._connection.ask("status").result()
-        return found
+        status: dict[str, Any] = self._connection.request("status").result()
+        return status
 
     def stop(self, now: bool = False) -> None:
         """Ask the owner of the pool to end it. Return when the owner has been asked.
@@ -142,7 +142,7 @@ class RemotePool(ExecutorBase):
         RuntimeError
             If the owner does not let clients stop the pool (see `serve`).
         """
-        self._connection.ask("stop", now=now).result()
+        self._connection.request("stop", now=now).result()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Disconnect after the submitted tasks are done. The pool itself goes on.
@@ -159,7 +159,7 @@ class RemotePool(ExecutorBase):
         self._connection.close(cancel="not begun" if cancel_futures else "", wait=wait)
 
     def __enter__(self) -> Self:
-        entered(self)
+        enter_pool(self)
         return self
 
     def __exit__(
@@ -168,11 +168,11 @@ class RemotePool(ExecutorBase):
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        left(self)
+        leave_pool(self)
         self._connection.close(cancel="all" if kind is not None else "")
 
     async def __aenter__(self) -> Self:
-        entered(self)
+        enter_pool(self)
         return self
 
     async def __aexit__(
@@ -181,7 +181,7 @@ class RemotePool(ExecutorBase):
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        left(self)
+        leave_pool(self)
         self._connection.close(cancel="all" if kind is not None else "", wait=False)
         try:
             await self._connection.ended
@@ -240,6 +240,5 @@ def connect(
         If a name, file, address or key is malformed.
     """
     check_timeout(timeout)
-    return RemotePool(
-        Connection(pool_registry.card_of(where, server_key, keys), timeout, check_output(output))
-    )
+    card = pool_registry.resolve_card(where, server_key, keys)
+    return RemotePool(Connection(card, timeout, check_output(output)))

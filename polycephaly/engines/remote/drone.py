@@ -68,7 +68,7 @@ class RemoteDrone(DroneBase):
         RuntimeError
             If the drone could not be started.
         """
-        pid = self._remote_handle.pid or self._ask("drone")["pid"]
+        pid = self._remote_handle.pid or self._request("drone")["pid"]
         if pid is None:
             raise RuntimeError(f"drone {self.name} could not be started")
         return int(pid)
@@ -77,7 +77,7 @@ class RemoteDrone(DroneBase):
     def alive(self) -> bool:
         """True if the drone has not ended."""
         try:
-            self._ask("drone")
+            self._request("drone")
         except RuntimeError:
             return False
         return True
@@ -85,8 +85,8 @@ class RemoteDrone(DroneBase):
     @property
     def unresponsive(self) -> str | None:
         """Why the drone makes no progress, or None if it does. See `Drone.unresponsive`."""
-        why: str | None = self._ask("drone")["unresponsive"]
-        return why
+        reason: str | None = self._request("drone")["unresponsive"]
+        return reason
 
     @property
     def waiting(self) -> Waiting | None:
@@ -94,26 +94,26 @@ class RemoteDrone(DroneBase):
 
         ``since`` is of the clock of the drone's machine.
         """
-        told = self._ask("drone").get("waiting")
-        return None if told is None else Waiting(**told)
+        fields = self._request("drone").get("waiting")
+        return None if fields is None else Waiting(**fields)
 
     def interrupt(self) -> None:
         """Interrupt the running task, also if it is another client's.
 
         As after Ctrl-C, the task's promise is rejected with `KeyboardInterrupt`.
         """
-        self._ask("interrupt")
+        self._request("interrupt")
 
     def kill(self) -> None:
         """Kill the drone with SIGKILL and return after its death.
 
         The running task is rejected with `DroneDied`.
         """
-        self._ask("kill")
+        self._request("kill")
 
-    def _ask(self, what: str) -> Any:
+    def _request(self, kind: str) -> Any:
         connection: Any = self._dispatcher
-        return connection.ask(what, drone=self._remote_handle.number).result()
+        return connection.request(kind, drone=self._remote_handle.number).result()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteDrone) and (

@@ -12,13 +12,13 @@ import socket
 import stat
 from contextlib import suppress
 
-__all__ = ["Peer", "listening", "peer_of", "reached"]
+__all__ = ["Peer", "connected_peers", "listening_ports", "peer_of"]
 
 Peer = tuple[str, int] | None
 
-listening: set[int] = set()
+listening_ports: set[int] = set()
 """Ports on which this process listens."""
-reached: set[Peer] = set()
+connected_peers: set[Peer] = set()
 """Hosts and ports to which this process is connected."""
 
 
@@ -38,13 +38,13 @@ def peer_of(fd: int) -> Peer:
 
 
 def _close_in_child() -> None:
-    if listening or reached:
+    if listening_ports or connected_peers:
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode) and _is_ours(int(name)):
                     os.close(int(name))
-    listening.clear()
-    reached.clear()
+    listening_ports.clear()
+    connected_peers.clear()
 
 
 def _is_ours(fd: int) -> bool:
@@ -52,12 +52,12 @@ def _is_ours(fd: int) -> bool:
     try:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return False
-        if connection.getsockname()[1] in listening:
+        if connection.getsockname()[1] in listening_ports:
             return True
     finally:
         connection.detach()
     peer = peer_of(fd)
-    return peer is not None and peer in reached
+    return peer is not None and peer in connected_peers
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -24,22 +24,23 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from ...runtime.procfs import birth_of
+from ...runtime.procfs import start_time_of
 from .private_files import read_private
 
-__all__ = ["Card", "check_address", "check_key", "new_pair", "wants_ipv6"]
+__all__ = ["Card", "check_address", "check_key", "new_key_pair", "wants_ipv6"]
 
-KEY = 40  # characters
+KEY_CHARACTERS = 40
 
 
-def new_pair() -> tuple[str, str]:
+def new_key_pair() -> tuple[str, str]:
     """Return a public and a secret key.
 
     Raise `RuntimeError` if libzmq was built without CURVE.
     """
     if not zmq.has("curve"):
         raise RuntimeError(
-            "this libzmq was built without CURVE, so nothing can be served by tcp://"
+            "libzmq was built without CURVE, so no pool can be served over tcp://; "
+            "install a pyzmq whose libzmq has CURVE"
         )
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
@@ -47,12 +48,13 @@ def new_pair() -> tuple[str, str]:
 
 def check_key(key: str) -> str:
     try:
-        if not isinstance(key, str) or len(key) != KEY:
+        if not isinstance(key, str) or len(key) != KEY_CHARACTERS:
             raise ValueError
         z85.decode(key)
     except Exception:
         raise ValueError(
-            f"a public key is {KEY} characters of Z85, as zmq.curve_keypair() makes them, not {key!r}"
+            f"a key must be {KEY_CHARACTERS} characters of Z85, as zmq.curve_keypair() makes them, "
+            f"not {key!r}"
         ) from None
     return key
 
@@ -65,7 +67,7 @@ def check_address(address: str) -> str:
         or not (port == "*" or (port.isdigit() and int(port) < 1 << 16))
     ):
         raise ValueError(
-            f"an address is tcp://HOST:PORT, with port 0 for any that is free, not {address!r}"
+            f"an address is tcp://HOST:PORT, where port 0 means any free port, not {address!r}"
         )
     return address
 
@@ -88,13 +90,13 @@ class Card:
     secret: str
     name: str = ""  # by which other processes find the pool (pool_registry.py), if any
     pid: int = 0  # the server's process id
-    birth: str = ""  # when that process was created, from `procfs.birth_of`
+    birth: str = ""  # when that process was created, from `procfs.start_time_of`
     started: float = 0.0  # when the server was, in seconds since 1970
     version: str = ""  # of polycephaly
 
-    def lives(self) -> bool:
+    def is_server_alive(self) -> bool:
         """Return whether the server's process is alive, seen from the server's own machine."""
-        return bool(self.birth) and birth_of(self.pid) == self.birth
+        return bool(self.birth) and start_time_of(self.pid) == self.birth
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically, never readable by another user. Raise `OSError`."""
@@ -120,16 +122,16 @@ class Card:
         """
         text = read_private(path)
         try:
-            found: dict[str, Any] = json.loads(text)
+            data: dict[str, Any] = json.loads(text)
             known = [
-                each.name for each in fields(cls) if each.default is MISSING or each.name in found
+                each.name for each in fields(cls) if each.default is MISSING or each.name in data
             ]
-            card = cls(**{name: found[name] for name in known})
+            card = cls(**{name: data[name] for name in known})
             check_address(card.address)
             for key in (card.server, card.public, card.secret):
                 check_key(key)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as wrong:
-            raise ValueError(f"{os.fspath(path)} is no connection file: {wrong}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{os.fspath(path)} is not a connection file: {error}") from None
         return card
 
     def __repr__(self) -> str:

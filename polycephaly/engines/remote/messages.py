@@ -3,10 +3,10 @@
 wire/messages.py is the counterpart for a controller and its drones.
 
 A message is a list of frames: its type, a head of items of one size, and the items' payloads end to
-end, cut into pieces of at most `PIECE` bytes. Thus no frame is large, and libzmq refuses larger
-ones: a peer without a key could otherwise fill the memory with one frame. A longer message to a
-server is sent as several messages (PART), because libzmq keeps all frames of one message in memory
-until the last has arrived. server/flow_control.py limits how much a peer may send.
+end, cut into chunks of at most `CHUNK_BYTES` bytes. Thus no frame is large, and libzmq refuses
+larger ones: a peer without a key could otherwise fill the memory with one frame. A longer message
+to a server is sent as several messages (PART), because libzmq keeps all frames of one message in
+memory until the last has arrived. server/flow_control.py limits how much a peer may send.
 
 The server checks shapes and sizes only. Payloads are unpickled in drones and in the client that
 submitted the task. The server reads only plain data: numbers, labels and JSON.
@@ -28,15 +28,15 @@ from ... import __version__
 from ...wire.messages import Malformed
 
 __all__ = [
-    "AHEAD", "ASK", "ASKS", "BYE", "BYTES_AHEAD",
-    "CANCEL", "GIVE_UP", "HELLO", "LARGEST", "LINE", "LIVES", "NEWS", "OUTPUT",
-    "PART", "PIECE", "PING", "RECALL", "REFUSED",
-    "RESULTS", "RETURNED", "RUNNING", "SEEN", "SHARE", "SHARES", "TELL", "WINDOW",
-    "WORK",
-    "Hello", "Item", "Result", "hello",
-    "pack_definition", "pack_note", "pack_numbers", "pack_results", "pack_share", "pack_shares", "pack_work",
-    "read_definition", "read_hello", "read_lines", "read_note", "read_numbers", "read_results", "read_share",
-    "read_shares", "read_work",
+    "ALIVE", "BYE", "CANCEL", "CHUNK_BYTES", "HELLO", "HOST_STATUS", "LINE_OVERHEAD_BYTES",
+    "MAX_FRAME_BYTES", "MAX_UNANSWERED_BYTES", "MAX_UNANSWERED_CALLS", "MAX_UNANSWERED_REQUESTS",
+    "OUTPUT", "OUTPUT_ACK", "PART", "PING", "RECALL", "REFUSED", "RELEASE", "REPLY", "REQUEST",
+    "RESULTS", "RETURNED", "RUNNING", "SHARE", "WINDOW", "WITH_SHARED", "WORK",
+    "Hello", "Item", "Result",
+    "pack_definition", "pack_hello", "pack_json", "pack_numbers", "pack_results",
+    "pack_shared_numbers", "pack_shared_value", "pack_work",
+    "read_definition", "read_hello", "read_json", "read_lines", "read_numbers", "read_results",
+    "read_shared_numbers", "read_shared_value", "read_work",
 ]  # fmt: skip
 
 PROTOCOL = 4  # protocol 3 pickled other names of modules and classes
@@ -50,15 +50,15 @@ PROTOCOL = 4  # protocol 3 pickled other names of modules and classes
 #       <──    RESULTS            head, payloads
 #       <──    RUNNING            numbers of calls that are known to have begun; sent now and then
 #       <──    OUTPUT             lines that the client's tasks have printed
-#        ──>   SEEN               bytes of OUTPUT that were handled; allows as many more
-#        ──>   SHARE              JSON, a pickle, its buffers: for shared memory; answered by TELL
-#        ──>   GIVE_UP            numbers of shared values that no later call will name
+#        ──>   OUTPUT_ACK         bytes of OUTPUT that were handled; allows as many more
+#        ──>   SHARE              JSON, a pickle, its buffers: for shared memory; answered by REPLY
+#        ──>   RELEASE            numbers of shared values that no later call will name
 #        ──>   CANCEL             numbers of calls, running ones included
 #        ──>   RECALL             numbers of calls; cancels only those that have not begun
-#        ──>   ASK                JSON: an admin request (status, stop, drones ...)
-#       <──    TELL               JSON: the reply, with the number of the request
+#        ──>   REQUEST            JSON: an admin request (status, stop, drones ...)
+#       <──    REPLY              JSON: the reply, with the number of the request
 #       <──>   PING               a number that the client returns: proves that the client is there
-#        ──>   LIVES              every `client_sign_seconds`, also while PINGs wait behind data
+#        ──>   ALIVE              every `client_sign_seconds`, also while PINGs wait behind data
 #        ──>   PART               frames that precede those of the next message
 #        ──>   BYE                the client leaves; its remaining calls are cancelled
 #
@@ -66,12 +66,12 @@ PROTOCOL = 4  # protocol 3 pickled other names of modules and classes
 #
 #      host    message   server   contents
 #        ──>   WINDOW             how many calls the host would hold; 0: the host leaves
-#       <──    WORK, CANCEL, ASK  as from a client; definitions carry the tag of their client
+#       <──    WORK, CANCEL, REQUEST   as from a client; definitions carry the tag of their client
 #       <──    RECALL             how many of the calls that have not begun to give back
-#        ──>   RESULTS, RUNNING, TELL   as from a server
+#        ──>   RESULTS, RUNNING, REPLY   as from a server
 #        ──>   OUTPUT             with the tag of the client that each line belongs to
 #        ──>   RETURNED           numbers of calls that have not begun and will not begin
-#        ──>   NEWS               JSON: the state of the host's drones; also a sign of life
+#        ──>   HOST_STATUS        JSON: the state of the host's drones; also a heartbeat
 HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = (
     b"H",
     b"E",
@@ -82,30 +82,30 @@ HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = (
     b"P",
     b"Q",
 )
-OUTPUT, SEEN, ASK, TELL = b"O", b"S", b"A", b"T"
-WINDOW, RETURNED, NEWS = b"V", b"Y", b"N"
+OUTPUT, OUTPUT_ACK, REQUEST, REPLY = b"O", b"S", b"A", b"T"
+WINDOW, RETURNED, HOST_STATUS = b"V", b"Y", b"N"
 PART = b"M"
-SHARE, GIVE_UP = b"D", b"U"
+SHARE, RELEASE = b"D", b"U"
 RUNNING = b"G"
-LIVES = b"L"
+ALIVE = b"L"
 
-SHARES = 0x20
+WITH_SHARED = 0x20
 """A flag of an item's kind: its payload begins with the numbers of the shared values it takes."""
 
-PIECE = 1 << 20
-LARGEST = 2 * PIECE
+CHUNK_BYTES = 1 << 20
+MAX_FRAME_BYTES = 2 * CHUNK_BYTES
 """Maximal bytes of a frame. Heads are not cut, but never hold that many items."""
 
-AHEAD = 2048
+MAX_UNANSWERED_CALLS = 2048
 """Maximal number of sent, unanswered calls of one client."""
 
-BYTES_AHEAD = 64 << 20
+MAX_UNANSWERED_BYTES = 64 << 20
 """Bytes of sent, unanswered calls at which a client stops sending."""
 
-ASKS = 16
-"""Maximal number of sent, unanswered requests (ASK, SHARE) of one client."""
+MAX_UNANSWERED_REQUESTS = 16
+"""Maximal number of sent, unanswered requests (REQUEST, SHARE) of one client."""
 
-LINE = 64
+LINE_OVERHEAD_BYTES = 64
 """Bytes that a line of OUTPUT counts for, in addition to its text."""
 
 _HELLO = Struct("<HBBI")
@@ -122,7 +122,7 @@ _LABELS = Struct("<HH")
 
 Result = tuple[int, int, bytes, str]
 """Number, status, payload, output tail."""
-_TAIL_MOST = 1 << 15  # bytes
+_MAX_TAIL_BYTES = 1 << 15
 
 
 class Item(NamedTuple):
@@ -138,110 +138,127 @@ class Item(NamedTuple):
 class Hello(NamedTuple):
     """The peer's properties, from its HELLO."""
 
-    why: str | None  # why the peers are incompatible, or None
+    incompatibility: str | None  # why the peers are incompatible, or None
     drones: int
-    who: dict[str, Any]
+    properties: dict[str, Any]
 
 
-def hello(drones: int = 0, **who: Any) -> list[bytes]:
+def pack_hello(drones: int = 0, **properties: Any) -> list[bytes]:
     version = _HELLO.pack(PROTOCOL, *sys.version_info[:2], drones)
-    return [HELLO, version, json.dumps({"version": __version__, **who}).encode()]
+    return [HELLO, version, json.dumps({"version": __version__, **properties}).encode()]
 
 
-def read_hello(frames: Sequence[bytes], it: str, we: str) -> Hello:
-    """Parse a HELLO. `it` and `we` name the peer and this side in messages. Raise `Malformed`."""
+def read_hello(frames: Sequence[bytes], peer: str, this_side: str) -> Hello:
+    """Parse a HELLO. Raise `Malformed`.
+
+    `peer` and `this_side` name the two sides in messages.
+    """
     if len(frames) != 3 or len(frames[1]) != _HELLO.size:
-        raise Malformed("a hello of another shape")
+        raise Malformed("a malformed HELLO message")
     protocol, major, minor, drones = _HELLO.unpack(frames[1])
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    who = {} if protocol != PROTOCOL else read_note(frames[1:])
-    why = None
+    properties = {} if protocol != PROTOCOL else read_json(frames[1:])
+    incompatibility = None
     if protocol != PROTOCOL:
-        older, newer = (it, we) if protocol < PROTOCOL else (we, it)
-        why = (
-            f"{it} speaks protocol {protocol} and {we} protocol {PROTOCOL}: the polycephaly of {older} is older than "
-            f"that of {newer}; use the same version for both"
+        older, newer = (peer, this_side) if protocol < PROTOCOL else (this_side, peer)
+        incompatibility = (
+            f"{peer} speaks protocol {protocol} and {this_side} protocol {PROTOCOL}: "
+            f"the polycephaly of {older} is older than that of {newer}; "
+            "use the same version for both"
         )
     elif f"{major}.{minor}" != python:
-        why = f"{it} runs Python {major}.{minor} and {we} {python}: functions cannot travel between them"
-    return Hello(why, drones, who)
+        incompatibility = (
+            f"{peer} runs Python {major}.{minor} and {this_side} Python {python}: functions cannot "
+            "be sent between them; use the same version for both"
+        )
+    return Hello(incompatibility, drones, properties)
 
 
-def pack_note(kind: bytes, note: dict[str, Any]) -> list[bytes]:
+def pack_json(kind: bytes, fields: dict[str, Any]) -> list[bytes]:
     """Pack data that is no task, as JSON."""
-    return [kind, *_pieces([json.dumps(note).encode()])]
+    return [kind, *_to_chunks([json.dumps(fields).encode()])]
 
 
-def read_note(frames: Sequence[bytes]) -> dict[str, Any]:
+def read_json(frames: Sequence[bytes]) -> dict[str, Any]:
     try:
-        note = json.loads(b"".join(frames[1:]))
-    except (ValueError, RecursionError) as wrong:
-        raise Malformed(f"a note that is no JSON: {wrong}") from None
-    if not isinstance(note, dict):
-        raise Malformed("a note that is no object")
-    return note
+        fields = json.loads(b"".join(frames[1:]))
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"invalid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise Malformed("JSON that is not an object")
+    return fields
 
 
 def read_lines(frames: Sequence[bytes], parts: int) -> list[tuple[Any, ...]]:
     """Parse the lines of OUTPUT: text, drone, stream, and from a joined host the tag."""
-    lines = read_note(frames).get("lines")
+    lines = read_json(frames).get("lines")
     if not isinstance(lines, list) or not all(
         isinstance(each, list) and len(each) == parts for each in lines
     ):
-        raise Malformed("lines that are none")
+        raise Malformed("malformed output lines")
     if not all(isinstance(part, str) for each in lines for part in each):
-        raise Malformed("lines that are no text")
+        raise Malformed("output lines that are not text")
     return [tuple(each) for each in lines]
 
 
-def pack_share(number: int, asked: int, runs: Sequence[Any]) -> list[bytes]:
-    """Pack a SHARE: `runs` are bytes-like, a pickle and its buffers; `asked` numbers the reply."""
-    note = {"number": number, "id": asked, "sizes": [len(run) for run in runs]}
-    return [SHARE, json.dumps(note).encode(), *(piece for run in runs for piece in _cut(run))]
+def pack_shared_value(number: int, request_number: int, buffers: Sequence[Any]) -> list[bytes]:
+    """Pack a SHARE.
+
+    `buffers` are bytes-like, a pickle and its buffers; the reply carries `request_number`.
+    """
+    fields = {"number": number, "id": request_number, "sizes": [len(buffer) for buffer in buffers]}
+    chunks = (chunk for buffer in buffers for chunk in _split(buffer))
+    return [SHARE, json.dumps(fields).encode(), *chunks]
 
 
-def read_share(frames: Sequence[bytes]) -> tuple[int, int, list[list[bytes]]]:
-    """Return the number, the number of the reply, and the pieces of each run. Raise `Malformed`."""
-    note = read_note(frames[:2])
-    number, asked, sizes = note.get("number"), note.get("id"), note.get("sizes")
+def read_shared_value(frames: Sequence[bytes]) -> tuple[int, int, list[list[bytes]]]:
+    """Return the number, the number of the request, and the chunks of each buffer.
+
+    Raise `Malformed`.
+    """
+    fields = read_json(frames[:2])
+    number, request_number, sizes = fields.get("number"), fields.get("id"), fields.get("sizes")
     if not (
-        isinstance(number, int) and isinstance(asked, int) and isinstance(sizes, list) and sizes
+        isinstance(number, int)
+        and isinstance(request_number, int)
+        and isinstance(sizes, list)
+        and sizes
     ):
-        raise Malformed("a shared value without a number")
-    pieces = iter(frames[2:])
-    runs: list[list[bytes]] = []
+        raise Malformed("a shared value without a number, request or sizes")
+    chunks = iter(frames[2:])
+    buffers: list[list[bytes]] = []
     for size in sizes:
-        run: list[bytes] = []
+        buffer: list[bytes] = []
         while isinstance(size, int) and size > 0:
-            run.append(piece := next(pieces, b""))
-            if not piece:
-                raise Malformed("a shared value that is not all there")
-            size -= len(piece)
-        if size != 0 or not run:
-            raise Malformed("a shared value of other sizes than it tells")
-        runs.append(run)
-    if next(pieces, None) is not None:
-        raise Malformed("more of a shared value than it tells")
-    return number, asked, runs
+            buffer.append(chunk := next(chunks, b""))
+            if not chunk:
+                raise Malformed("an incomplete shared value")
+            size -= len(chunk)
+        if size != 0 or not buffer:
+            raise Malformed("a shared value whose sizes differ from the declared ones")
+        buffers.append(buffer)
+    if next(chunks, None) is not None:
+        raise Malformed("a shared value with more data than declared")
+    return number, request_number, buffers
 
 
-def pack_shares(numbers: Sequence[int], payload: bytes) -> bytes:
+def pack_shared_numbers(numbers: Sequence[int], payload: bytes) -> bytes:
     return b"".join((_COUNT.pack(len(numbers)), *map(_NUMBER.pack, numbers), payload))
 
 
-def read_shares(packed: bytes) -> tuple[list[int], bytes]:
+def read_shared_numbers(packed: bytes) -> tuple[list[int], bytes]:
     """Split the numbers of shared values from a payload. Raise `Malformed`."""
     if len(packed) < _COUNT.size or len(packed) < (
         end := _COUNT.size + _COUNT.unpack_from(packed)[0] * _NUMBER.size
     ):
-        raise Malformed("a call without the numbers of what it shares")
+        raise Malformed("a call without the numbers of its shared values")
     return [number for (number,) in _NUMBER.iter_unpack(packed[_COUNT.size : end])], packed[end:]
 
 
 def pack_definition(label: str, payload: bytes, tag: str = "") -> bytes:
     """Pack a definition: the function's label, for reports; the tag of its client; its bytes."""
-    name, whose = label.encode("utf-8", "replace")[:200], tag.encode()
-    return _LABELS.pack(len(name), len(whose)) + name + whose + payload
+    name, client_tag = label.encode("utf-8", "replace")[:200], tag.encode()
+    return _LABELS.pack(len(name), len(client_tag)) + name + client_tag + payload
 
 
 def read_definition(packed: bytes) -> tuple[str, bytes, str]:
@@ -251,7 +268,7 @@ def read_definition(packed: bytes) -> tuple[str, bytes, str]:
     middle, end = (_LABELS.size + size for size in _LABELS.unpack_from(packed))
     end += middle - _LABELS.size
     if len(packed) < end:
-        raise Malformed("a definition with half a label")
+        raise Malformed("a definition with an incomplete label")
     label, tag = packed[_LABELS.size : middle], packed[middle:end]
     return label.decode("utf-8", "replace"), packed[end:], tag.decode("ascii", "replace")
 
@@ -264,17 +281,18 @@ def pack_work(items: Sequence[Item]) -> list[bytes]:
         )
         for number, definition, kind, payload, target, timeout, retries in items
     )  # fmt: skip
-    return [WORK, head, *_pieces([item.payload for item in items])]
+    return [WORK, head, *_to_chunks([item.payload for item in items])]
 
 
 def read_work(frames: Sequence[bytes]) -> Iterator[Item]:
-    for (number, definition, kind, target, timeout, retries, _), payload in _items(_ITEM, frames):
+    for head, payload in _read_items(_ITEM, frames):
+        number, definition, kind, target, timeout, retries, _ = head
         task_options = timeout if timeout > 0 else None, retries if retries >= 0 else None
         yield Item(number, definition, kind, payload, target, *task_options)
 
 
 def pack_results(results: Sequence[Result]) -> list[bytes]:
-    tails = [tail.encode()[-_TAIL_MOST:] for _, _, _, tail in results]
+    tails = [tail.encode()[-_MAX_TAIL_BYTES:] for _, _, _, tail in results]
     head = b"".join(
         _RESULT.pack(number, status, len(tail), len(payload) + len(tail))
         for (number, status, payload, _), tail in zip(results, tails, strict=True)
@@ -282,42 +300,42 @@ def pack_results(results: Sequence[Result]) -> list[bytes]:
     parts = [
         part for result, tail in zip(results, tails, strict=True) for part in (result[2], tail)
     ]
-    return [RESULTS, head, *_pieces(parts)]
+    return [RESULTS, head, *_to_chunks(parts)]
 
 
 def read_results(frames: Sequence[bytes]) -> Iterator[Result]:
-    for (number, status, tail, size), both in _items(_RESULT, frames):
+    for (number, status, tail, size), payload_and_tail in _read_items(_RESULT, frames):
         if tail > size:
-            raise Malformed("a tail that is longer than all of it")
+            raise Malformed("an output tail that is longer than its result")
         end = size - tail
         yield (
             number,
             status,
-            both[:end] if tail else both,
-            both[end:].decode("utf-8", "replace") if tail else "",
+            payload_and_tail[:end] if tail else payload_and_tail,
+            payload_and_tail[end:].decode("utf-8", "replace") if tail else "",
         )
 
 
-def _pieces(payloads: list[bytes]) -> list[bytes]:
+def _to_chunks(payloads: list[bytes]) -> list[bytes]:
     body = payloads[0] if len(payloads) == 1 else b"".join(payloads)
-    return [body] if len(body) <= PIECE else _cut(body)
+    return [body] if len(body) <= CHUNK_BYTES else _split(body)
 
 
-def _cut(body: Any) -> list[Any]:
-    return [body[start : start + PIECE] for start in range(0, len(body), PIECE)]
+def _split(body: Any) -> list[Any]:
+    return [body[start : start + CHUNK_BYTES] for start in range(0, len(body), CHUNK_BYTES)]
 
 
-def _items(layout: Struct, frames: Sequence[bytes]) -> Iterator[tuple[tuple[Any, ...], bytes]]:
+def _read_items(layout: Struct, frames: Sequence[bytes]) -> Iterator[tuple[tuple[Any, ...], bytes]]:
     if len(frames) < 3 or not frames[1] or len(frames[1]) % layout.size:
-        raise Malformed("a head that is none")
+        raise Malformed("a malformed message head")
     heads = list(layout.iter_unpack(frames[1]))
     body = frames[2] if len(frames) == 3 else b"".join(frames[2:])
     if sum(head[-1] for head in heads) != len(body):
-        raise Malformed("payloads of another size than the head tells")
-    at = 0
+        raise Malformed("payloads whose size differs from the message head")
+    offset = 0
     for head in heads:
-        yield head, body[at : at + head[-1]]
-        at += head[-1]
+        yield head, body[offset : offset + head[-1]]
+        offset += head[-1]
 
 
 def pack_numbers(kind: bytes, numbers: Sequence[int]) -> list[bytes]:
@@ -326,5 +344,5 @@ def pack_numbers(kind: bytes, numbers: Sequence[int]) -> list[bytes]:
 
 def read_numbers(frames: Sequence[bytes]) -> list[int]:
     if len(frames) != 2 or len(frames[1]) % _NUMBER.size:
-        raise Malformed("numbers of another size")
+        raise Malformed("a malformed list of numbers")
     return [number for (number,) in _NUMBER.iter_unpack(frames[1])]

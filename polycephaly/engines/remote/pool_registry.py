@@ -1,15 +1,18 @@
 """The registry of this user's named pools: connection files in the user's runtime directory.
 
-    serve(pool, name="lab") ── claim, leave ──> /run/user/1000/polycephaly/lab.json
-    connect("lab") ── find ──> the same file      running ──> all files; removes those of dead pools
+    serve(pool, name="lab") ── register, unregister ──> /run/user/1000/polycephaly/lab.json
+    connect("lab") ── find_card ──> the same file
+    running_cards ──> all files; removes those of dead pools
 
 A connection file names its server's process by pid and creation time, so a reused pid misleads no
 reader. Writers hold `.lock` (flock) while they look at one file and write or remove it. A file
 appears whole (by rename) and after its server listens, so readers need no lock. The races:
 
-* claim, claim: the second looks after the first has written, finds a live pool and is refused.
-* claim, running: before `running` removes a dead pool's file, it looks again, under the lock.
-* claim, leave: an old server that closes late removes the file only if it is still its own.
+* register, register: the second looks after the first has written, finds a live pool and is
+  refused.
+* register, running_cards: before `running_cards` removes a dead pool's file, it looks again, under
+  the lock.
+* register, unregister: an old server that closes late removes the file only if it is still its own.
 * the lock's holder dies: the kernel releases the lock. A half-written file is named after the
   holder's pid, and is removed when that process is gone.
 """
@@ -25,19 +28,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...runtime.procfs import birth_of
+from ...runtime.procfs import start_time_of
 from .keys import Card, check_address, check_key
 
 __all__ = [
-    "card_of",
-    "check_free",
+    "card_path",
     "check_name",
-    "claim",
-    "find",
-    "folder",
-    "leave",
-    "path_of",
-    "running",
+    "check_name_available",
+    "find_card",
+    "register",
+    "registry_directory",
+    "resolve_card",
+    "running_cards",
+    "unregister",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -46,80 +49,83 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 def check_name(name: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
-            f"a pool's name is up to 64 letters, digits and any of - _ . and begins with none of - . (not {name!r})"
+            "a pool's name is 1 to 64 letters, digits, '-', '_' or '.', and does not begin with "
+            f"'-' or '.' (not {name!r})"
         )
     return name
 
 
-def folder(*, make: bool = False) -> Path:
+def registry_directory(*, make: bool = False) -> Path:
     """Return the registry's directory.
 
     Raise `PermissionError` if another user could write there, or `OSError`.
     """
-    for above in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
+    for base in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}"):
         # Not another user's directory, as after sudo: its owner could not use files created here.
-        if os.path.isabs(above) and os.path.isdir(above) and os.stat(above).st_uid == os.getuid():
-            place = Path(above, "polycephaly")
+        if os.path.isabs(base) and os.path.isdir(base) and os.stat(base).st_uid == os.getuid():
+            directory = Path(base, "polycephaly")
             break
     else:
-        place = Path(tempfile.gettempdir(), f"polycephaly-{os.getuid()}")
+        directory = Path(tempfile.gettempdir(), f"polycephaly-{os.getuid()}")
     if make:
         with suppress(FileExistsError):
-            place.mkdir(mode=0o700)
+            directory.mkdir(mode=0o700)
     try:
         # A symbolic link is refused below: its creator could make it point anywhere.
-        status = place.lstat()
+        status = directory.lstat()
     except FileNotFoundError:
         if make:
             raise
-        return place  # reading does not create the directory
+        return directory  # reading does not create the directory
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
-            f"{place} must be a directory of yours and of mode 0700, not {stat.filemode(status.st_mode)} of user "
-            f"{status.st_uid}: whoever writes there can be your pools; remove it, or set XDG_RUNTIME_DIR"
+            f"{directory} must be a directory of yours and of mode 0700, "
+            f"not {stat.filemode(status.st_mode)} of user {status.st_uid}: "
+            "a user who can write there could replace your pools; "
+            "remove it, or set XDG_RUNTIME_DIR"
         )
-    return place
+    return directory
 
 
-def path_of(name: str) -> Path:
+def card_path(name: str) -> Path:
     """Return the path of the connection file of the pool `name`, whether or not the pool runs.
 
     Raise `ValueError` if `name` is malformed.
     """
-    return folder() / f"{check_name(name)}.json"
+    return registry_directory() / f"{check_name(name)}.json"
 
 
-def running() -> list[Card]:
+def running_cards() -> list[Card]:
     """Return the connection files of running pools, by name, and remove those of ended pools."""
-    place = folder()
-    for new in place.glob(".*.json.*"):
-        if not birth_of(int(new.suffix[1:]) if new.suffix[1:].isdigit() else 0):
-            new.unlink(missing_ok=True)
+    directory = registry_directory()
+    for temporary in directory.glob(".*.json.*"):
+        if not start_time_of(int(temporary.suffix[1:]) if temporary.suffix[1:].isdigit() else 0):
+            temporary.unlink(missing_ok=True)
     found = []
-    for path in sorted(place.glob("[!.]*.json")):
-        card = _living(path)
+    for path in sorted(directory.glob("[!.]*.json")):
+        card = _read_if_running(path)
         if card is not None:
             found.append(card)
     return found
 
 
-def find(name: str) -> Card:
+def find_card(name: str) -> Card:
     """Return the connection file of the pool `name`.
 
     Raise `ConnectionError` if no such pool runs, `PermissionError` and `ValueError` as `Card.read`
     does.
     """
-    path = path_of(name)
+    path = card_path(name)
     with suppress(FileNotFoundError):
         card = Card.read(path)
-        if card.lives():
+        if card.is_server_alive():
             return card
-    others = ", ".join(card.name for card in running())
+    others = ", ".join(card.name for card in running_cards())
     hint = f" (for the file of that name: connect('./{name}'))" if os.path.isfile(name) else ""
     raise ConnectionError(f"no pool named {name!r} is running; running: {others or 'none'}{hint}")
 
 
-def card_of(
+def resolve_card(
     where: str | os.PathLike[str],
     server_key: str | None = None,
     keys: tuple[str, str] | None = None,
@@ -131,10 +137,10 @@ def card_of(
         )
     if server_key is None and keys is None:
         if os.fspath(where).startswith("tcp://"):
-            return _at(os.fspath(where))
-        return find(where) if isinstance(where, str) and "/" not in where else Card.read(where)
+            return _find_by_address(os.fspath(where))
+        return find_card(where) if isinstance(where, str) and "/" not in where else Card.read(where)
     if server_key is None or keys is None:
-        raise ValueError("server_key= and keys= go together")
+        raise ValueError("server_key= and keys= must be given together")
     return Card(
         check_address(os.fspath(where)),
         check_key(server_key),
@@ -143,61 +149,61 @@ def card_of(
     )
 
 
-def _at(address: str) -> Card:
+def _find_by_address(address: str) -> Card:
     """Return the connection file of this user's running pool at `address`: its keys are known."""
     check_address(address)
-    card = next((card for card in running() if card.address == address), None)
+    card = next((card for card in running_cards() if card.address == address), None)
     if card is None:
         raise ValueError(
-            f"no pool of yours runs here at {address}, and else an address alone does not do: give server_key= and "
-            "keys=, or a connection file"
+            f"no pool of yours on this machine is at {address}, and for any other pool the address "
+            "is not enough: give server_key= and keys=, or a connection file"
         )
     return card
 
 
-def check_free(name: str) -> None:
+def check_name_available(name: str) -> None:
     """Raise `FileExistsError` if a pool of that name runs.
 
-    Another pool may take the name afterwards: `claim` decides.
+    Another pool may take the name afterwards: `register` decides.
     """
-    _refuse(_living(path_of(name)))
+    _raise_if_running(_read_if_running(card_path(name)))
 
 
-def claim(card: Card) -> None:
+def register(card: Card) -> None:
     """Register `card` under its name.
 
     Raise `FileExistsError` if another pool of that name runs, or `OSError`.
     """
-    folder(make=True)
-    path = path_of(card.name)
+    registry_directory(make=True)
+    path = card_path(card.name)
     with _locked(path.parent):
         with suppress(FileNotFoundError):
             other = Card.read(path)
-            _refuse(other if other.lives() else None)
+            _raise_if_running(other if other.is_server_alive() else None)
         card.write(path)
 
 
-def leave(card: Card) -> None:
+def unregister(card: Card) -> None:
     """Remove `card` if it is still registered. Raise nothing: this may run at interpreter exit."""
     with suppress(OSError, ValueError):
-        path = path_of(card.name)
+        path = card_path(card.name)
         with _locked(path.parent):
             if Card.read(path).server == card.server:
                 path.unlink()
 
 
-def _living(path: Path) -> Card | None:
+def _read_if_running(path: Path) -> Card | None:
     """Return the connection file at `path` if its server is alive; remove it if the server is dead.
 
     Files that are not connection files of this user are left alone.
     """
     try:
         card = Card.read(path)
-        if card.lives():
+        if card.is_server_alive():
             return card
         with _locked(path.parent):
             card = Card.read(path)
-            if card.lives():
+            if card.is_server_alive():
                 return card
             path.unlink()
     except (OSError, ValueError):  # removed, another user's, or of another version
@@ -205,7 +211,7 @@ def _living(path: Path) -> Card | None:
     return None
 
 
-def _refuse(card: Card | None) -> None:
+def _raise_if_running(card: Card | None) -> None:
     if card is not None:
         raise FileExistsError(
             f"a pool named {card.name!r} is running already, as process {card.pid}: stop it first"
@@ -213,8 +219,8 @@ def _refuse(card: Card | None) -> None:
 
 
 @contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    fd = os.open(place / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _locked(directory: Path) -> Iterator[None]:
+    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         try:

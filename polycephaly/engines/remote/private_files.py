@@ -10,7 +10,7 @@ import stat
 
 __all__ = ["read_private"]
 
-MAX_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 
 
 def read_private(path: str | os.PathLike[str]) -> bytes:
@@ -21,7 +21,8 @@ def read_private(path: str | os.PathLike[str]) -> bytes:
     PermissionError
         If the file has another owner, or a mode that lets other users read or write it.
     ValueError
-        If `path` is no regular file (but a named pipe, a device), or is larger than `MAX_BYTES`.
+        If `path` is no regular file (but a named pipe, a device), or is larger than
+        `MAX_FILE_BYTES`.
     OSError
         If the file cannot be opened or read.
     """
@@ -31,16 +32,17 @@ def read_private(path: str | os.PathLike[str]) -> bytes:
     try:
         status = os.fstat(fd)  # of the opened file: the name may refer to another one by now
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{name} is no regular file ({stat.filemode(status.st_mode)})")
+            raise ValueError(f"{name} is not a regular file ({stat.filemode(status.st_mode)})")
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise PermissionError(
-                f"{name} must be yours and of mode 0600, not {stat.S_IMODE(status.st_mode):04o} of user "
-                f"{status.st_uid}: whoever reads it can run code as you, and whoever writes it can be your server"
+                f"{name} must be yours and of mode 0600, not {stat.S_IMODE(status.st_mode):04o} of "
+                f"user {status.st_uid}: a user who can read it can run code as you, and a user who "
+                "can write it can redirect you to another server"
             )
         with open(fd, "rb", closefd=False) as file:
-            found = file.read(MAX_BYTES + 1)
+            contents = file.read(MAX_FILE_BYTES + 1)
     finally:
         os.close(fd)
-    if len(found) > MAX_BYTES:
-        raise ValueError(f"{name} has more than {MAX_BYTES:,} bytes")
-    return found
+    if len(contents) > MAX_FILE_BYTES:
+        raise ValueError(f"{name} has more than {MAX_FILE_BYTES:,} bytes")
+    return contents

@@ -1,11 +1,11 @@
 """`RemoteShared`: a value in the shared memory of a served pool, for many calls of one client.
 
-    share(obj) ── SHARE: pickle, buffers ──> server: hold ──> segment <── each drone maps its pages
-    call with the handle ── the value's number ──> server: call, value beside it ──> drone: `lent`
+    share(obj) ── SHARE: pickle, buffers ──> server ──> segment <── each drone maps its pages
+    call with the handle ── value's number ──> server: call, value beside it ──> `shared_value`
 
 The server unpickles none of it; the server only stores the bytes. They are freed when the client
 disconnects, or when the handle is released or lost and no unsent call refers to the value: each
-such call holds the handle's *lease* until the call is sent, so that GIVE_UP is sent after the call.
+such call holds the handle's *lease* until the call is sent, so that RELEASE is sent after the call.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from ...drone.forwarded import lent
+from ...drone.forwarded import shared_value
 
 if TYPE_CHECKING:
     from .client import RemotePool
 
-__all__ = ["Lease", "RemoteShared", "here"]
+__all__ = ["Lease", "RemoteShared", "pickling_call"]
 
 T = TypeVar("T")
 
 
-class _SharedHere(threading.local):
+class _PicklingCall(threading.local):
     """The call whose arguments this thread is pickling: its connection and the leases it takes."""
 
     connection: object = None
     leases: list[Lease]
 
 
-here = _SharedHere()
+pickling_call = _PicklingCall()
 
 
 class Lease:
     """Shared ownership of a value in a server's memory.
 
-    GIVE_UP is sent when the last reference to the lease is lost.
+    RELEASE is sent when the last reference to the lease is lost.
     """
 
     def __init__(self, pool: RemotePool, number: int) -> None:
@@ -44,7 +44,7 @@ class Lease:
         self.connection = pool._connection
 
     def __del__(self) -> None:
-        self.connection.give_up(self.number)
+        self.connection.release_shared(self.number)
 
 
 class RemoteShared(Generic[T]):
@@ -74,21 +74,21 @@ class RemoteShared(Generic[T]):
     @property
     def value(self) -> T:
         """The value, fetched from the pool. Raises `ValueError` after `release`."""
-        self._held()
-        value: T = self._pool.doit(_same, self)
+        self._require_lease()
+        value: T = self._pool.doit(_identity, self)
         return value
 
     @property
     def nbytes(self) -> int:
         """Bytes of the value as stored. Raises `ValueError` after `release`."""
-        self._held()
+        self._require_lease()
         return self._nbytes
 
     def release(self) -> None:
         """Free the memory as soon as no call needs the value. May be called more than once."""
         self._lease = None
 
-    def _held(self) -> Lease:
+    def _require_lease(self) -> Lease:
         lease = self._lease
         if lease is None:
             raise ValueError("this shared value was released")
@@ -101,17 +101,18 @@ class RemoteShared(Generic[T]):
         self.release()
 
     def __reduce__(self) -> tuple[Any, tuple[int]]:
-        lease = self._held()
-        if here.connection is not lease.connection:
+        lease = self._require_lease()
+        if pickling_call.connection is not lease.connection:
             raise TypeError(
-                "a remote pool's shared value goes to that pool's calls only, and among their arguments"
+                "a remote shared value can only be used as an argument of its own pool's calls"
             )
-        here.leases.append(lease)
-        return lent, (len(here.leases) - 1,)
+        pickling_call.leases.append(lease)
+        return shared_value, (len(pickling_call.leases) - 1,)
 
     def __repr__(self) -> str:
-        return f"<RemoteShared {'released' if self._lease is None else f'{self._nbytes:,} bytes'} at {id(self):#x}>"
+        state = "released" if self._lease is None else f"{self._nbytes:,} bytes"
+        return f"<RemoteShared {state} at {id(self):#x}>"
 
 
-def _same(value: T) -> T:
+def _identity(value: T) -> T:
     return value

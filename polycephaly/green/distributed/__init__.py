@@ -22,27 +22,28 @@ from typing import TYPE_CHECKING, Any
 from ...wire import addresses
 from ..scheduler import scheduler
 from . import handlers as handlers
-from .credit import bring_home
+from .credit import make_owned
 from .ends import Receiver, Sender, new_end
-from .proxy import remote_end
-from .transport import the_post
+from .proxy import unpickle_channel
+from .transport import get_transport
 
 if TYPE_CHECKING:
     from ..channel import Channel
 
-__all__ = ["Receiver", "Sender", "export", "new_end", "remote_end"]
+__all__ = ["Receiver", "Sender", "new_end", "reduce_channel", "unpickle_channel"]
 
 
-def export(channel: Channel[Any]) -> Any:
+def reduce_channel(channel: Channel[Any]) -> Any:
     """Return how to pickle a channel of this process. Any thread may call this."""
     from ..channel import Channel, _Buffered
     from .owner import OwnedChannel
 
     if type(channel) not in (Channel, _Buffered) and not isinstance(channel, OwnedChannel):
         raise TypeError(
-            f"{type(channel).__qualname__}: only Channel itself can be sent to another image"
+            f"a {type(channel).__qualname__} cannot be sent to another process: "
+            "only Channel itself can"
         )
-    post = the_post()
-    number = post.number_of(channel)
-    scheduler.post(partial(bring_home, channel, post, number))
-    return remote_end, (post.address, number, channel.capacity, addresses.name_here)
+    transport = get_transport()
+    number = transport.number_of(channel)
+    scheduler.post(partial(make_owned, channel, transport, number))
+    return unpickle_channel, (transport.address, number, channel.capacity, addresses.own_name)

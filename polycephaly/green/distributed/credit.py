@@ -1,7 +1,7 @@
 """The buffer of a channel in its owning process, and the credit that other processes have with it.
 
     proxy ──ITEM──> a place that was granted    no answer: many items go in one write
-          <──CREDIT── free places               <──RECALL── give back the unused places ──BACK──>
+          <──CREDIT── free places               <──RECALL── give back the unused places ─REFUND─>
 
 A process that sends is granted some of the free places. If it stops sending, it gives them back
 when others need them. A closed channel still takes the items that were sent into granted places
@@ -19,12 +19,12 @@ from ..channel import _Buffered
 from ..waiting import NOTHING
 from . import opcodes
 from .connection import PeerConnection
-from .owner import Known, OwnedChannel
+from .owner import OwnedChannel, OwnedState
 from .packed import PackedItem
-from .transaction import Transaction, chooses
+from .transaction import Transaction, is_in_select
 from .transport import ChannelTransport
 
-__all__ = ["OwnedBufferedChannel", "bring_home"]
+__all__ = ["OwnedBufferedChannel", "make_owned"]
 
 
 class CreditAccount:
@@ -60,21 +60,21 @@ class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
 
     def _free(self) -> int:
         extra = self._extra
-        return self.capacity - len(self._buffer) - extra.promised - extra.granted
+        return self.capacity - len(self._buffer) - extra.reserved - extra.granted
 
     def _refill(self) -> None:
         while not self._closed and (sender := self._first("send", None)) is not None:
             if self._free() < 1:
                 self._recall()
                 return
-            self._take_from_line("send", sender)
-            if chooses(sender):
-                self._extra.promised += 1
+            self._remove_waiter("send", sender)
+            if is_in_select(sender):
+                self._extra.reserved += 1
                 Transaction(self, sender, None, sender.item).begin()
             else:
                 self._buffer.append(sender.item)
                 sender.serve(None)
-                if sender.is_far:
+                if sender.is_remote:
                     self._grant(sender.peer)  # type: ignore[attr-defined]
         for peer, account in self._extra.accounts.items():
             if not account.granted:
@@ -102,30 +102,30 @@ class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
                 account.recalled = True
                 peer.put(opcodes.RECALL, self._extra.number)
 
-    def _has_come(self, peer: PeerConnection, item: PackedItem) -> None:
+    def _on_item(self, peer: PeerConnection, item: PackedItem) -> None:
         """Store an item that was sent into a granted place."""
         self._extra.accounts[peer].granted -= 1
         self._buffer.append(item)
         self._grant(peer)
         self._match()
 
-    def _came_back(self, peer: PeerConnection, places: int) -> None:
+    def _on_credit_returned(self, peer: PeerConnection, places: int) -> None:
         account = self._extra.accounts[peer]
         account.granted -= places
         account.recalled = False
         self._match()
 
 
-def bring_home(channel: Any, post: ChannelTransport, number: int) -> None:
+def make_owned(channel: Any, transport: ChannelTransport, number: int) -> None:
     """Make a channel serve other processes too. Called by the owner thread."""
-    if isinstance(channel._extra, Known) and channel._extra.post is post:
+    if isinstance(channel._extra, OwnedState) and channel._extra.transport is transport:
         channel._extra.number = number  # a new one if the channel is sent away after its end
         channel._end_if_over()
         return
     old = channel._make_extra()
-    extra = Known(post, number)
+    extra = OwnedState(transport, number)
     extra.holder, extra.next_holders = old.holder, old.next_holders
-    extra.put_aside, extra.given_back = old.put_aside, old.given_back
+    extra.blocked_waiters, extra.returned_items = old.blocked_waiters, old.returned_items
     channel._extra = extra
     channel.__class__ = OwnedBufferedChannel if isinstance(channel, _Buffered) else OwnedChannel
     channel._end_if_over()

@@ -10,7 +10,7 @@ that holds it has ended. When the last of its kind is gone, the channel is close
 died, the waiters at the other side get the cause. An end that never left its process is gone only
 when it is closed.
 
-In a drone, an end is also gone when nothing there refers to it any more (LET_GO): with the call
+In a drone, an end is also gone when nothing there refers to it any more (DROPPED): with the call
 that brought it, unless the call has stored it in a global, an attribute or a thread. An end in a
 reference cycle is gone when the garbage collector finds the cycle. A pickled end was handed on:
 only its next holder releases it. Outside of drones, dropping an end reports nothing.
@@ -35,7 +35,7 @@ from ...store import placeholders
 from .. import channel as channels
 from ..scheduler import scheduler
 from . import opcodes
-from .connection import OBEYED, TOLD_OF_LOSS, PeerConnection, keep_last
+from .connection import HANDLERS, LOSS_CALLBACKS, PeerConnection, keep_last
 from .handlers import channel_of
 
 if TYPE_CHECKING:
@@ -47,14 +47,15 @@ __all__ = ["Receiver", "Sender", "new_end"]
 
 T = TypeVar("T")
 
-_FIRST = 0  # token of an end that has not arrived anywhere
+_NO_TOKEN = 0  # token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
-# Seconds, after the last holder of an end has died, for the next holder to report.
-MOMENT = 0.1
-# Seconds that a call waits until its drone has reported the ends that came with the call.
-SAID_WITHIN = 1.0
-# Timer steps in a moment. A suspended machine loses one step at most, however long that lasts.
-LOOKS = 5
+# After the last holder of an end has died, for the next holder to report.
+NEXT_HOLDER_GRACE_SECONDS = 0.1
+# A call waits this long until its drone has reported the ends that came with the call.
+REPORT_TIMEOUT_SECONDS = 1.0
+# Timer steps in the grace period. A suspended machine loses one step at most, however long that
+# lasts.
+GRACE_STEPS = 5
 
 
 class _End(Generic[T]):
@@ -63,7 +64,7 @@ class _End(Generic[T]):
 
     _only_follows = True  # follows tasks, does not wait for them: see `_waiters` in pool/inputs.py
 
-    def __init__(self, channel: Channel[T], number: int, token: int = _FIRST) -> None:
+    def __init__(self, channel: Channel[T], number: int, token: int = _NO_TOKEN) -> None:
         self.channel = channel
         self._number = number
         self._token = token
@@ -77,10 +78,10 @@ class _End(Generic[T]):
         if (
             self._token
             and not (self._closed or self._handed_on)
-            and _lets_go()
-            and self._generation >= channels.oldest
+            and _is_drone()
+            and self._generation >= channels.oldest_generation
         ):
-            scheduler.post(partial(_let_go, self.channel, self._number, self._token))
+            scheduler.post(partial(_drop_end, self.channel, self._number, self._token))
 
     def close(self) -> None:
         """Close the end. Any thread may call this, more than once.
@@ -89,7 +90,7 @@ class _End(Generic[T]):
         """
         if not self._closed:
             self._closed = True
-            self._settle()
+            self._register_inherited()
             scheduler.post(partial(_end_closed, self.channel, self._number))
 
     def __enter__(self) -> Self:
@@ -101,67 +102,69 @@ class _End(Generic[T]):
     def _open_channel(self) -> Channel[T]:
         if self._closed:
             raise ChannelClosed(f"{self!r} was closed")
-        self._settle()
+        self._register_inherited()
         return self.channel
 
-    def _settle(self) -> None:
+    def _register_inherited(self) -> None:
         """Register an end that came with a fork. From its first use on, this process holds the end
         as if sent here."""
-        if self._generation < channels.oldest:
+        if self._generation < channels.oldest_generation:
             self._generation = channels.generation
-            self.channel._is_inherited()
+            self.channel._convert_inherited()
             # Not the token of the snapshot's process, which keeps its own hold.
-            self._token = _arrives(self.channel, self._number, _FIRST)
+            self._token = _report_arrival(self.channel, self._number, _NO_TOKEN)
 
     def __reduce__(self) -> Any:
         self._open_channel()
         self._handed_on = True
-        if placeholders.here.now is not None:
-            placeholders.here.now.moves(self)
-        return _arrived, (type(self), self.channel, self._number, self._token)
+        if placeholders.pickling_state.context is not None:
+            placeholders.pickling_state.context.add_moved(self)
+        return _unpickle_end, (type(self), self.channel, self._number, self._token)
 
-    def _goes_with(self, task: Task) -> None:
+    def _follow_task(self, task: Task) -> None:
         """Follow a task that has the end among its arguments, or captured. Any thread may call
         this."""
-        scheduler.post(self._sent)
-        task._hook(self._call_settled)
+        scheduler.post(self._on_call_sent)
+        task._hook(self._on_call_settled)
 
-    def _sent(self) -> None:
+    def _on_call_sent(self) -> None:
         self._calls += 1
         _count_calls(self.channel, self._number, 1)
 
-    def _call_settled(self, task: Any) -> None:
-        scheduler.post(partial(self._came_through, _why_astray(task)))
+    def _on_call_settled(self, task: Any) -> None:
+        scheduler.post(partial(self._on_call_over, _misplacing_error(task)))
         sent = task.sending
         if sent is None or task.number not in sent.handle.in_flight:
             # No drone has the task, so none can still open the end later.
-            task.followed = ()
+            task.channel_ends = ()
 
-    def _never_arrived(self, task: Task) -> None:
+    def _on_task_lost(self, task: Task) -> None:
         """Handle a task that was settled before and, as is known now, has come to nothing."""
-        scheduler.post(partial(self._may_be_astray, task._exception or _was_cancelled(task)))
+        scheduler.post(
+            partial(self._check_misplaced_later, task._exception or _cancelled_error(task))
+        )
 
-    def _came_through(self, error: BaseException | None) -> None:
+    def _on_call_over(self, error: BaseException | None) -> None:
         self._calls -= 1
         _count_calls(self.channel, self._number, -1)
         if error is not None:
-            self._may_be_astray(error)
+            self._check_misplaced_later(error)
 
-    def _may_be_astray(self, error: BaseException) -> None:
-        _in_a_moment(partial(self._is_astray, error))
+    def _check_misplaced_later(self, error: BaseException) -> None:
+        _after_grace(partial(self._report_if_misplaced, error))
 
-    def _is_astray(self, error: BaseException) -> None:
+    def _report_if_misplaced(self, error: BaseException) -> None:
         if not self._calls and not self._closed:
-            why = (str(error) or type(error).__name__).splitlines()[0]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             if self.channel.is_remote:
-                _say(
+                _send(
                     self.channel,
-                    opcodes.ASTRAY,
+                    opcodes.MISPLACED,
                     self._number,
-                    _TOKENS.pack(self._token, 0) + why.encode(),
+                    _TOKENS.pack(self._token, 0) + reason.encode(),
                 )
             else:
-                _astray(self.channel, self._number, self._token, why, error)
+                _drop_misplaced(self.channel, self._number, self._token, reason, error)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}{' closed' if self._closed else ''} of {self.channel!r}>"
@@ -230,38 +233,38 @@ def _items(end: Receiver[T], channel: Channel[T]) -> Iterator[T]:
     yield from channel
 
 
-def _why_astray(task: Any) -> BaseException | None:
+def _misplacing_error(task: Any) -> BaseException | None:
     """Return why ends sent with `task` cannot have arrived, or are gone again; None if they may be
     there."""
     error: BaseException | None = task._exception
     if isinstance(error, DroneDied) or (error is not None and task.sending is None):
         return error
-    return _was_cancelled(task) if task.cancelled() and task.sending is None else None
+    return _cancelled_error(task) if task.cancelled() and task.sending is None else None
 
 
-def _was_cancelled(task: Any) -> CancelledError:
+def _cancelled_error(task: Any) -> CancelledError:
     return CancelledError(f"{task.label} was cancelled")
 
 
-class _Count:
+class _EndCounts:
     """The ends of one channel, in its owning process.
 
     `holders` maps each end to its holders, by token; None stands for this process, if the end has
-    come back. `passed` maps each end to the last tokens that were handed on, in order. `calls`
+    come back. `past_tokens` maps each end to the last tokens that were handed on, in order. `calls`
     counts the calls from here that are on their way with an end. While there are any, the death of
-    a last holder has no effect yet, and `forsaken` keeps its cause.
+    a last holder has no effect yet, and `abandoned` keeps its cause.
     """
 
     def __init__(self) -> None:
-        self.made = 0
+        self.last_number = 0
         self.open: dict[Literal["send", "receive"], set[int]] = {"send": set(), "receive": set()}
         self.holders: dict[int, dict[int, PeerConnection | None]] = {}
-        self.passed: dict[int, dict[int, None]] = {}
+        self.past_tokens: dict[int, dict[int, None]] = {}
         self.calls: dict[int, int] = {}
-        self.forsaken: dict[int, tuple[str, BaseException | None]] = {}
+        self.abandoned: dict[int, tuple[str, BaseException | None]] = {}
 
 
-_counts: WeakKeyDictionary[Channel[Any], _Count] = WeakKeyDictionary()
+_counts: WeakKeyDictionary[Channel[Any], _EndCounts] = WeakKeyDictionary()
 
 
 def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
@@ -269,48 +272,48 @@ def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
     is counted."""
     if channel.is_remote:
         raise RuntimeError(
-            f"ends are made where the channel lives, and {channel!r} is only known here"
+            f"an end of {channel!r} can be made only in the process that made the channel"
         )
     count = _counts.get(channel)
     if count is None:
-        count = _counts.setdefault(channel, _Count())
+        count = _counts.setdefault(channel, _EndCounts())
     # No call up to the next line, so no other thread runs in between.
-    count.made += 1
-    number = count.made
+    count.last_number += 1
+    number = count.last_number
     count.open["send" if kind is Sender else "receive"].add(number)
     return kind(channel, number)
 
 
-_here: WeakValueDictionary[tuple[int, int], _End[Any]] = WeakValueDictionary()
+_arrived_ends: WeakValueDictionary[tuple[int, int], _End[Any]] = WeakValueDictionary()
 """The ends that have arrived in this drone, by number and `id` of the channel, which they keep
 alive. Each end is one object, however often it arrives, so it is released with the last
 reference."""
 
 
-some_arrived = False
+ends_arrived = False
 """True if ends have arrived since the drone last collected reference cycles, which would keep
 them."""
 
 
-def _lets_go() -> bool:
+def _is_drone() -> bool:
     """Return True in a drone."""
-    return placeholders.shelf is not None
+    return placeholders.local_store is not None
 
 
-def _arrived(kind: type[_End[T]], channel: Channel[T], number: int, before: int) -> _End[T]:
-    global some_arrived
-    token = _arrives(channel, number, before)
-    if not _lets_go():
+def _unpickle_end(kind: type[_End[T]], channel: Channel[T], number: int, previous: int) -> _End[T]:
+    global ends_arrived
+    token = _report_arrival(channel, number, previous)
+    if not _is_drone():
         return kind(channel, number, token)
-    some_arrived = True
-    end = _here.get((id(channel), number))
-    if end is None or end._closed or end._handed_on or end._generation < channels.oldest:
-        end = _here[id(channel), number] = kind(channel, number, token)
+    ends_arrived = True
+    end = _arrived_ends.get((id(channel), number))
+    if end is None or end._closed or end._handed_on or end._generation < channels.oldest_generation:
+        end = _arrived_ends[id(channel), number] = kind(channel, number, token)
     end._token = token  # the owning process counts this process by the last token
     return end
 
 
-def _arrives(channel: Channel[Any], number: int, before: int) -> int:
+def _report_arrival(channel: Channel[Any], number: int, previous: int) -> int:
     """Report that an end has arrived, and return its new token.
 
     In a drone, wait until the report is sent. Otherwise the drone might die after its call was
@@ -320,51 +323,51 @@ def _arrives(channel: Channel[Any], number: int, before: int) -> int:
     """
     token = secrets.randbits(63) | 1
     if not channel.is_remote:
-        scheduler.post(partial(_held_by, channel, number, None, token, before))
+        scheduler.post(partial(_add_holder, channel, number, None, token, previous))
         return token
-    said = allocate_lock()
-    said.acquire()
+    sent = allocate_lock()
+    sent.acquire()
     scheduler.post(
-        partial(_say_at_once, channel, opcodes.OPENED, number, _TOKENS.pack(token, before), said)
+        partial(_send_at_once, channel, opcodes.OPENED, number, _TOKENS.pack(token, previous), sent)
     )
-    if placeholders.shelf is not None and get_ident() != scheduler.owner:
-        said.acquire(timeout=SAID_WITHIN)
+    if placeholders.local_store is not None and get_ident() != scheduler.owner:
+        sent.acquire(timeout=REPORT_TIMEOUT_SECONDS)
     return token
 
 
-def _say_at_once(
-    channel: Channel[Any], word: int, number: int, payload: bytes, said: LockType
+def _send_at_once(
+    channel: Channel[Any], opcode: int, number: int, payload: bytes, sent: LockType
 ) -> None:
     try:
-        _say(channel, word, number, payload)
-        if scheduler.mail is not None:
-            scheduler.mail.send_late()
+        _send(channel, opcode, number, payload)
+        if scheduler.transport is not None:
+            scheduler.transport.flush_during_step()
     finally:
-        said.release()
+        sent.release()
 
 
-def _say(channel: Any, word: int, number: int, payload: bytes = b"") -> None:
+def _send(channel: Any, opcode: int, number: int, payload: bytes = b"") -> None:
     try:
-        channel._peer(may_be_closed=True).put(word, channel._extra.number, number, payload)
+        channel._peer(may_be_closed=True).put(opcode, channel._extra.number, number, payload)
     except ChannelClosed:
         pass
 
 
 def _end_closed(channel: Channel[Any], number: int) -> None:
     if channel.is_remote:
-        _say(channel, opcodes.ENDED, number)
+        _send(channel, opcodes.ENDED, number)
     else:
-        _gone(channel, number)
+        _remove_end(channel, number)
 
 
-def _let_go(channel: Channel[Any], number: int, token: int) -> None:
+def _drop_end(channel: Channel[Any], number: int, token: int) -> None:
     if channel.is_remote:
-        _say(channel, opcodes.LET_GO, number, _TOKENS.pack(token, _FIRST))
+        _send(channel, opcodes.DROPPED, number, _TOKENS.pack(token, _NO_TOKEN))
     else:
-        _is_let_go(channel, number, token)
+        _release_end(channel, number, token)
 
 
-def _is_let_go(channel: Channel[Any], number: int, token: int) -> None:
+def _release_end(channel: Channel[Any], number: int, token: int) -> None:
     """Release an end, in the owning process.
 
     If the token holds nothing any more, the end was handed on, or has arrived at the same process
@@ -374,88 +377,95 @@ def _is_let_go(channel: Channel[Any], number: int, token: int) -> None:
     holders = None if count is None else count.holders.get(number)
     if count is None or not holders or token not in holders:
         return
-    _holds_less(count, channel, holders.pop(token))
+    _forget_holder(count, channel, holders.pop(token))
     if not holders:  # no process died: the channel closes as if by hand
-        _in_a_moment(partial(_forsaken, channel, number, "", None))
+        _after_grace(partial(_remove_if_abandoned, channel, number, "", None))
 
 
-def _gone(channel: Any, number: int, how: str = "", cause: BaseException | None = None) -> None:
+def _remove_end(
+    channel: Any, number: int, loss: str = "", cause: BaseException | None = None
+) -> None:
     count = _counts.get(channel)
     if count is None:
         return
-    count.passed.pop(number, None)
-    count.forsaken.pop(number, None)
+    count.past_tokens.pop(number, None)
+    count.abandoned.pop(number, None)
     for holder in count.holders.pop(number, {}).values():
-        _holds_less(count, channel, holder)
+        _forget_holder(count, channel, holder)
     for end, others in count.open.items():
         if number in others:
             others.discard(number)
             if not others and not channel.closed:
-                if how:
-                    reason = ChannelClosed(f"the last end that could {end} was {how}")
+                if loss:
+                    reason = ChannelClosed(f"the last end that could {end} was {loss}")
                     reason.__cause__ = cause
                     channel._extra.reason = reason
                 channel.close()
 
 
-def _is_open(count: _Count, number: int) -> bool:
+def _is_open(count: _EndCounts, number: int) -> bool:
     return any(number in others for others in count.open.values())
 
 
-def _held_by(
-    channel: Any, number: int, holder: PeerConnection | None, token: int, before: int
+def _add_holder(
+    channel: Any, number: int, holder: PeerConnection | None, token: int, previous: int
 ) -> None:
     count = _counts.get(channel)
     if count is not None and _is_open(count, number):
-        passed, holders = count.passed.setdefault(number, {}), count.holders.setdefault(number, {})
-        keep_last(passed, before, None)  # keeps more than can be in transit at once
-        if token not in passed:
-            for before_that in [each for each, who in holders.items() if who is holder]:
-                del holders[before_that]
+        past_tokens, holders = (
+            count.past_tokens.setdefault(number, {}),
+            count.holders.setdefault(number, {}),
+        )
+        keep_last(past_tokens, previous, None)  # keeps more than can be in transit at once
+        if token not in past_tokens:
+            for old_token in [each for each, owner in holders.items() if owner is holder]:
+                del holders[old_token]
             holders[token] = holder
             if holder is not None:
                 holder.ends.add(channel)
-        _holds_less(count, channel, holders.pop(before, None))
+        _forget_holder(count, channel, holders.pop(previous, None))
 
 
-def _holds_less(count: _Count, channel: Any, holder: PeerConnection | None) -> None:
+def _forget_holder(count: _EndCounts, channel: Any, holder: PeerConnection | None) -> None:
     if holder is not None and not any(
         holder in others.values() for others in count.holders.values()
     ):
         holder.ends.discard(channel)
 
 
-def _astray(channel: Any, number: int, token: int, why: str, cause: BaseException | None) -> None:
+def _drop_misplaced(
+    channel: Any, number: int, token: int, reason: str, cause: BaseException | None
+) -> None:
     """Drop the holder of an end whose call came to nothing, unless the end was handed on."""
-    if scheduler.mail is not None:
-        scheduler.mail.hear_all()
+    if scheduler.transport is not None:
+        scheduler.transport.receive_all()
     count = _counts.get(channel)
-    if count is None or not _is_open(count, number) or token in count.passed.get(number, ()):
+    if count is None or not _is_open(count, number) or token in count.past_tokens.get(number, ()):
         return
     holders = count.holders.get(number, {})
     holders.pop(token, None)
     if not holders:
-        _gone(channel, number, f"with a call that came to nothing: {why}", cause)
+        _remove_end(channel, number, f"lost with its call: {reason}", cause)
 
 
-def _in_a_moment(act: Callable[[], object], looks: int = LOOKS) -> None:
-    then = partial(_in_a_moment, act, looks - 1) if looks > 1 else act
-    scheduler.timers.set(scheduler.timers.now() + MOMENT / LOOKS, then)
+def _after_grace(action: Callable[[], object], steps: int = GRACE_STEPS) -> None:
+    callback = partial(_after_grace, action, steps - 1) if steps > 1 else action
+    scheduler.timers.set(scheduler.timers.now() + NEXT_HOLDER_GRACE_SECONDS / GRACE_STEPS, callback)
 
 
-def _forsaken(channel: Any, number: int, how: str, cause: BaseException | None) -> None:
+def _remove_if_abandoned(channel: Any, number: int, loss: str, cause: BaseException | None) -> None:
     """Count an end as gone whose last holder was gone a moment ago, unless another holder has
     reported."""
-    if scheduler.mail is not None:
-        scheduler.mail.hear_all()
+    if scheduler.transport is not None:
+        scheduler.transport.receive_all()
     count = _counts.get(channel)
     if count is None or not _is_open(count, number) or count.holders.get(number):
         return
     # One of the calls may run again (`retries`), for example, which may take its time.
     if number in count.calls:
-        count.forsaken[number] = how, cause
+        count.abandoned[number] = loss, cause
     else:
-        _gone(channel, number, how, cause)
+        _remove_end(channel, number, loss, cause)
 
 
 def _count_calls(channel: Any, number: int, change: int) -> None:
@@ -465,52 +475,54 @@ def _count_calls(channel: Any, number: int, change: int) -> None:
     left = count.calls.pop(number, 0) + change
     if left:
         count.calls[number] = left
-    elif number in count.forsaken:
-        how, cause = count.forsaken.pop(number)
-        _in_a_moment(partial(_forsaken, channel, number, how, cause))
+    elif number in count.abandoned:
+        loss, cause = count.abandoned.pop(number)
+        _after_grace(partial(_remove_if_abandoned, channel, number, loss, cause))
 
 
-def _hear_opened(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
-    its = channel_of(peer, channel)
-    if its is not None:
-        _held_by(its, number, peer, *_TOKENS.unpack(payload))
+def _on_end_opened(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
+    target = channel_of(peer, channel)
+    if target is not None:
+        _add_holder(target, number, peer, *_TOKENS.unpack(payload))
 
 
-def _hear_ended(peer: PeerConnection, channel: int, number: int, _: bytes) -> None:
-    its = channel_of(peer, channel)
-    if its is not None:
-        _gone(its, number)
+def _on_end_closed(peer: PeerConnection, channel: int, number: int, _: bytes) -> None:
+    target = channel_of(peer, channel)
+    if target is not None:
+        _remove_end(target, number)
 
 
-def _hear_let_go(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
-    its = channel_of(peer, channel)
-    if its is not None:
-        _is_let_go(its, number, _TOKENS.unpack(payload)[0])
+def _on_end_dropped(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
+    target = channel_of(peer, channel)
+    if target is not None:
+        _release_end(target, number, _TOKENS.unpack(payload)[0])
 
 
-def _hear_astray(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
-    its = channel_of(peer, channel)
-    if its is not None:
+def _on_end_misplaced(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
+    target = channel_of(peer, channel)
+    if target is not None:
         token, _ = _TOKENS.unpack_from(payload)
-        why = payload[_TOKENS.size :].decode()
-        # Posted, because `_astray` receives messages, which a handler must not do.
-        scheduler.post(partial(_astray, its, number, token, why, None))
+        reason = payload[_TOKENS.size :].decode()
+        # Posted, because `_drop_misplaced` receives messages, which a handler must not do.
+        scheduler.post(partial(_drop_misplaced, target, number, token, reason, None))
 
 
-def _lost(peer: PeerConnection) -> None:
+def _on_loss(peer: PeerConnection) -> None:
     for channel in list(peer.ends):
         count = _counts[channel]
         for number, holders in list(count.holders.items()):
-            theirs = [token for token, holder in holders.items() if holder is peer]
-            for token in theirs:
+            tokens = [token for token, holder in holders.items() if holder is peer]
+            for token in tokens:
                 del holders[token]
-            if theirs and not holders:
-                how = f"in {peer}, which {peer.ending.how}"
-                _in_a_moment(partial(_forsaken, channel, number, how, peer.ending.death))
+            if tokens and not holders:
+                loss = f"in {peer}, which {peer.ending.description}"
+                _after_grace(
+                    partial(_remove_if_abandoned, channel, number, loss, peer.ending.death)
+                )
 
 
-OBEYED[opcodes.OPENED] = _hear_opened
-OBEYED[opcodes.ENDED] = _hear_ended
-OBEYED[opcodes.LET_GO] = _hear_let_go
-OBEYED[opcodes.ASTRAY] = _hear_astray
-TOLD_OF_LOSS.append(_lost)
+HANDLERS[opcodes.OPENED] = _on_end_opened
+HANDLERS[opcodes.ENDED] = _on_end_closed
+HANDLERS[opcodes.DROPPED] = _on_end_dropped
+HANDLERS[opcodes.MISPLACED] = _on_end_misplaced
+LOSS_CALLBACKS.append(_on_loss)

@@ -12,11 +12,11 @@ from typing import Any
 from ...errors import ChannelClosed
 from ..scheduler import scheduler
 from . import opcodes
-from .connection import OBEYED, TOLD_OF_LOSS, PeerConnection
-from .credit import bring_home
+from .connection import HANDLERS, LOSS_CALLBACKS, PeerConnection
+from .credit import make_owned
 from .inherited import is_inherited, number_of_inherited
-from .owner import Known, PendingOperation
-from .packed import NOT_KNOWN, PackedItem
+from .owner import OwnedState, PendingOperation
+from .packed import CLOSED_OR_RELEASED, PackedItem
 from .transaction import Transaction
 
 __all__ = ["channel_of"]
@@ -26,93 +26,96 @@ log = logging.getLogger("polycephaly.green")
 
 def channel_of(peer: PeerConnection, number: int) -> Any:
     if is_inherited(number):
-        proper = number_of_inherited(peer.post, number)
-        peer.put(opcodes.ALIAS, number, proper)
-        number = proper
-    channel = peer.post.channels.get(number)
-    if channel is not None and not isinstance(channel._extra, Known):
+        own_number = number_of_inherited(peer.transport, number)
+        peer.put(opcodes.ALIAS, number, own_number)
+        number = own_number
+    channel = peer.transport.channels.get(number)
+    if channel is not None and not isinstance(channel._extra, OwnedState):
         # The callback that does this is still in the scheduler's queue.
-        bring_home(channel, peer.post, number)
+        make_owned(channel, peer.transport, number)
     return channel
 
 
-def _hear_op(hear: str, peer: PeerConnection, number: int, op: int, payload: bytes) -> None:
+def _on_operation(method: str, peer: PeerConnection, number: int, op: int, payload: bytes) -> None:
     channel = channel_of(peer, number)
     (select,) = opcodes.SELECT.unpack_from(payload)
-    item = PackedItem(payload[opcodes.SELECT.size :]) if hear == "_offered" else None
+    item = PackedItem(payload[opcodes.SELECT.size :]) if method == "_on_offer" else None
     waiter = PendingOperation(channel, peer, op, select, item)
     if channel is None:
-        error = ChannelClosed(f"the channel {NOT_KNOWN}")
-        proper = number_of_inherited(peer.post, number) if is_inherited(number) else number
-        error.__cause__ = peer.post.reasons.get(proper)
+        error = ChannelClosed(f"the channel {CLOSED_OR_RELEASED}")
+        own_number = number_of_inherited(peer.transport, number) if is_inherited(number) else number
+        error.__cause__ = peer.transport.close_reasons.get(own_number)
         waiter.refuse(error)
     else:
-        getattr(channel, hear)(waiter)
+        getattr(channel, method)(waiter)
 
 
-def _hear_item(peer: PeerConnection, number: int, _: int, payload: bytes) -> None:
-    channel_of(peer, number)._has_come(peer, PackedItem(payload))
+def _on_item(peer: PeerConnection, number: int, _: int, payload: bytes) -> None:
+    channel_of(peer, number)._on_item(peer, PackedItem(payload))
 
 
-def _hear_withdraw(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    waiter = peer.ops.get(op)
+def _on_withdraw(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+    waiter = peer.operations.get(op)
     if waiter is not None:
-        waiter.channel._withdraw(waiter)
+        waiter.channel._on_withdraw(waiter)
 
 
-def _hear_take(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    deal = peer.given.pop(op, None)
-    if deal is not None:
-        deal.receiver.drop()
-        deal.receiver.line = None
-        deal.taken()
+def _on_take(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+    transaction = peer.awaiting_take.pop(op, None)
+    if transaction is not None:
+        transaction.receiver.drop()
+        transaction.receiver.location = None
+        transaction.commit()
 
 
-def _hear_pass(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    waiter = peer.ops.get(op)
+def _on_pass(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+    waiter = peer.operations.get(op)
     if waiter is not None:
-        waiter.passes()
+        waiter.decline()
 
 
-def _hear_return(peer: PeerConnection, number: int, _: int, payload: bytes) -> None:
+def _on_return(peer: PeerConnection, number: int, _: int, payload: bytes) -> None:
     channel = channel_of(peer, number)
     if channel is not None:
-        channel._give_back_here(PackedItem(payload))
+        channel._return_item_here(PackedItem(payload))
     else:
-        log.warning("an item that %s gave back to a channel is lost: the channel is closed", peer)
+        log.warning(
+            "an item that %s returned to a channel is lost, because the channel is closed", peer
+        )
 
 
-def _hear_held(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    answer = peer.asked.pop(op, None)
-    if answer is not None:
-        answer(True)
+def _on_held(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+    on_answer = peer.hold_callbacks.pop(op, None)
+    if on_answer is not None:
+        on_answer(True)
 
 
-def _hear_back(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
+def _on_credit_returned(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
     channel = channel_of(peer, number)
     if channel is not None:
-        channel._came_back(peer, places)
+        channel._on_credit_returned(peer, places)
 
 
-def _hear_close(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
+def _on_close(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
     channel = channel_of(peer, number)
     if channel is not None:
         channel.close()
 
 
-def _lost(peer: PeerConnection) -> None:
+def _on_loss(peer: PeerConnection) -> None:
     """Drop the offers and demands of a process that is gone, and settle its transactions and
     places."""
-    ops, peer.ops = peer.ops, {}
-    for op in ops.values():
-        if op.line is not None and not isinstance(op.line, Transaction):
-            op.channel._strike("send" if op.item is not None else "receive", op)
-    given, peer.given = peer.given, {}
-    for deal in reversed(given.values()):  # so that returned items keep the order of sending
-        deal.lost(deal.receiver)
-    asked, peer.asked = peer.asked, {}
-    for answer in asked.values():
-        answer(False)
+    operations, peer.operations = peer.operations, {}
+    for op in operations.values():
+        if op.location is not None and not isinstance(op.location, Transaction):
+            op.channel._withdraw_waiter("send" if op.item is not None else "receive", op)
+    transactions, peer.awaiting_take = peer.awaiting_take, {}
+    # Reversed, so that returned items keep the order of sending.
+    for transaction in reversed(transactions.values()):
+        transaction.receiver_lost(transaction.receiver)
+    callbacks, peer.hold_callbacks = peer.hold_callbacks, {}
+    for on_answer in callbacks.values():
+        on_answer(False)
     accounts, peer.accounts = peer.accounts, {}
     for account in accounts.values():
         # Not by number: the transport may have closed, and then knows none.
@@ -120,18 +123,18 @@ def _lost(peer: PeerConnection) -> None:
         scheduler.post(account.channel._match)
 
 
-OBEYED.update(
+HANDLERS.update(
     {
-        opcodes.OFFER: partial(_hear_op, "_offered"),
-        opcodes.DEMAND: partial(_hear_op, "_demanded"),
-        opcodes.ITEM: _hear_item,
-        opcodes.WITHDRAW: _hear_withdraw,
-        opcodes.TAKE: _hear_take,
-        opcodes.PASS: _hear_pass,
-        opcodes.RETURN: _hear_return,
-        opcodes.HELD: _hear_held,
-        opcodes.BACK: _hear_back,
-        opcodes.CLOSE: _hear_close,
+        opcodes.OFFER: partial(_on_operation, "_on_offer"),
+        opcodes.DEMAND: partial(_on_operation, "_on_demand"),
+        opcodes.ITEM: _on_item,
+        opcodes.WITHDRAW: _on_withdraw,
+        opcodes.TAKE: _on_take,
+        opcodes.PASS: _on_pass,
+        opcodes.RETURN: _on_return,
+        opcodes.HELD: _on_held,
+        opcodes.REFUND: _on_credit_returned,
+        opcodes.CLOSE: _on_close,
     }
 )
-TOLD_OF_LOSS.append(_lost)
+LOSS_CALLBACKS.append(_on_loss)

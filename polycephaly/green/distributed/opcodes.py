@@ -1,6 +1,6 @@
 """The messages about channels between two processes.
 
-    each message    kind, channel, number, bytes of the payload (HEAD), then the payload
+    each message    kind, channel, number, bytes of the payload (HEADER), then the payload
 
 The table below has all kinds. A select number is 0 for a plain send or receive. An item is a
 pickle; only the process that receives an item unpickles it.
@@ -12,33 +12,33 @@ from __future__ import annotations
 
 from struct import Struct
 
-__all__ = ["HEAD", "NAMES", "SELECT"]
+__all__ = ["HEADER", "NAMES", "SELECT"]
 
-HEAD = Struct("<BQQQ")
+HEADER = Struct("<BQQQ")
 SELECT = Struct("<Q")
 
 NAMES = (
-    "HELLO", "OFFER", "DEMAND", "ITEM", "WITHDRAW", "TAKE", "PASS", "RETURN", "HELD", "BACK", "CLOSE", "OPENED",
-    "ENDED", "LET_GO", "ASTRAY", "DONE", "WITHDRAWN", "GIVE", "HOLD", "COMMIT", "RELEASE", "REFUSED", "CREDIT",
-    "ALIAS", "RECALL", "BYE",
+    "HELLO", "OFFER", "DEMAND", "ITEM", "WITHDRAW", "TAKE", "PASS", "RETURN", "HELD", "REFUND",
+    "CLOSE", "OPENED", "ENDED", "DROPPED", "MISPLACED", "DONE", "WITHDRAWN", "GIVE", "HOLD",
+    "COMMIT", "RELEASE", "REFUSED", "CREDIT", "ALIAS", "RECALL", "BYE",
 )  # fmt: skip
 
 # kind       direction  number meaning                                    payload
 # HELLO      both              identifies the process; the first message  JSON
 # OFFER      -> owner   op     a thread sends this                        select number, item
-# DEMAND     -> owner   op     a thread would receive                     select number
+# DEMAND     -> owner   op     a thread wants to receive                  select number
 # ITEM       -> owner          fills a place that was granted             item
 # WITHDRAW   -> owner   op     the thread does not wait any more
 # TAKE       -> owner   op     the item of GIVE is received: it has happened
 # PASS       -> owner   op     declined: the select has chosen another, or is over
 # RETURN     -> owner          its receiver is gone: for another one      item
 # HELD       -> owner   op     the select waits for COMMIT or RELEASE
-# BACK       -> owner   places gives back that many granted places
+# REFUND     -> owner   places gives back that many granted places
 # CLOSE      -> owner          close the channel
-# OPENED     -> owner   end    this process holds the end                 tokens: new, before
+# OPENED     -> owner   end    this process holds the end                 tokens: new, previous
 # ENDED      -> owner   end    the end is closed
-# LET_GO     -> owner   end    nothing here refers to the end any more    its token
-# ASTRAY     -> owner   end    sent on with a call that came to nothing   its token, reason
+# DROPPED    -> owner   end    nothing here refers to the end any more    its token
+# MISPLACED  -> owner   end    sent with a call that came to nothing      its token, reason
 # DONE       owner ->   op     a receiver, or the buffer, has the item
 # WITHDRAWN  owner ->   op     no receiver has the item, none will
 # GIVE       owner ->   op     take this: answer TAKE or PASS             item
@@ -51,6 +51,7 @@ NAMES = (
 # RECALL     owner ->          give back the unused places
 # BYE        both              this process ends, and has sent everything
 (
-    HELLO, OFFER, DEMAND, ITEM, WITHDRAW, TAKE, PASS, RETURN, HELD, BACK, CLOSE, OPENED,
-    ENDED, LET_GO, ASTRAY, DONE, WITHDRAWN, GIVE, HOLD, COMMIT, RELEASE, REFUSED, CREDIT, ALIAS, RECALL, BYE,
+    HELLO, OFFER, DEMAND, ITEM, WITHDRAW, TAKE, PASS, RETURN, HELD, REFUND,
+    CLOSE, OPENED, ENDED, DROPPED, MISPLACED, DONE, WITHDRAWN, GIVE, HOLD,
+    COMMIT, RELEASE, REFUSED, CREDIT, ALIAS, RECALL, BYE,
 ) = range(1, len(NAMES) + 1)  # fmt: skip

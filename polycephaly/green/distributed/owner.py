@@ -18,14 +18,14 @@ from ..channel import Channel, _Extra
 from ..waiting import NOTHING, Waiter
 from . import opcodes
 from .connection import PeerConnection
-from .packed import opened, pack_reason
-from .transaction import Transaction, chooses
+from .packed import pack_reason, unpack_item
+from .transaction import Transaction, is_in_select
 from .transport import ChannelTransport
 
 if TYPE_CHECKING:
     from .credit import CreditAccount
 
-__all__ = ["Known", "OwnedChannel", "PendingOperation"]
+__all__ = ["OwnedChannel", "OwnedState", "PendingOperation"]
 
 
 class _RemoteSelect:
@@ -42,7 +42,7 @@ class PendingOperation(Waiter):
 
     __slots__ = ("channel", "number", "peer", "select", "withdrawn")
 
-    is_far = True
+    is_remote = True
 
     def __init__(
         self, channel: Any, peer: PeerConnection, number: int, select: int, item: Any = None
@@ -52,39 +52,37 @@ class PendingOperation(Waiter):
         self.number = number
         self.select = _RemoteSelect(select) if select else None
         # All operations of a select have equal threads, because a select must not meet itself.
-        super().__init__((peer.who, select) if select else self, item)  # type: ignore[arg-type]
+        super().__init__((peer.address, select) if select else self, item)  # type: ignore[arg-type]
         self.withdrawn = False
-        peer.ops[number] = self
+        peer.operations[number] = self
 
     @property
-    def can_be_relied_on(self) -> bool:
+    def is_binding(self) -> bool:
         """True for a plain send, which its process cannot take back on its own."""
         return self.select is None and self.item is not None
 
-    def passes(self) -> None:
+    def decline(self) -> None:
         """Handle PASS, or a message that means the same."""
-        deal, answer = (
-            self.peer.given.pop(self.number, None),
-            self.peer.asked.pop(self.number, None),
-        )
-        if deal is not None:
-            deal.off(self)
-        elif answer is not None:
-            answer(False)
+        transaction = self.peer.awaiting_take.pop(self.number, None)
+        on_answer = self.peer.hold_callbacks.pop(self.number, None)
+        if transaction is not None:
+            transaction.abort(self)
+        elif on_answer is not None:
+            on_answer(False)
 
-    def ask(self, answer: Any) -> None:
-        self.peer.asked[self.number] = answer
+    def request_hold(self, on_answer: Any) -> None:
+        self.peer.hold_callbacks[self.number] = on_answer
         self.peer.put(opcodes.HOLD, 0, self.number)
 
-    def give(self, deal: Transaction, content: bytes) -> int:
-        self.peer.given[self.number] = deal
+    def deliver(self, transaction: Transaction, content: bytes) -> int:
+        self.peer.awaiting_take[self.number] = transaction
         return self.peer.put(opcodes.GIVE, 0, self.number, content)
 
     def serve(self, value: Any) -> None:
         """Report that the item has been received, or is in the buffer."""
         self._answer(opcodes.DONE)
 
-    def happen(self, value: Any) -> None:
+    def complete(self, value: Any) -> None:
         self._answer(opcodes.COMMIT)
 
     def refuse(self, error: BaseException) -> None:
@@ -96,38 +94,38 @@ class PendingOperation(Waiter):
         self.peer.put(opcodes.RELEASE, 0, self.number)
 
     def drop(self) -> None:
-        self.peer.ops.pop(self.number, None)
+        self.peer.operations.pop(self.number, None)
 
     def _answer(self, kind: int, payload: bytes = b"") -> None:
         self.drop()
         self.peer.put(kind, 0, self.number, payload)
 
 
-class Known(_Extra):
+class OwnedState(_Extra):
     """The state of a channel that other processes know."""
 
     __slots__ = (
         "accounts",
-        "closing",
-        "deals",
+        "is_closing",
+        "is_matching",
         "number",
-        "pairing",
-        "post",
-        "promised",
+        "open_transactions",
         "reason",
+        "reserved",
+        "transport",
         "undecided",
     )
 
-    def __init__(self, post: ChannelTransport, number: int) -> None:
+    def __init__(self, transport: ChannelTransport, number: int) -> None:
         super().__init__()
-        self.post = post
+        self.transport = transport
         self.number = number
-        self.deals = 0
+        self.open_transactions = 0
         # Transactions that gave an item of the buffer to a select, which may decline the item.
         self.undecided = 0
-        self.promised = 0  # places of the buffer that transactions have reserved
+        self.reserved = 0  # places of the buffer that transactions have reserved
         self.accounts: dict[PeerConnection, CreditAccount] = {}
-        self.pairing = self.closing = False
+        self.is_matching = self.is_closing = False
         # Why the channel was closed, if its last end was lost with a process or a call.
         self.reason: BaseException | None = None
 
@@ -143,7 +141,7 @@ class OwnedChannel(Channel[Any]):
     """A channel that other processes know. Only the owner thread calls its methods."""
 
     __slots__ = ()
-    _extra: Known
+    _extra: OwnedState
 
     # -- threads of this process: operations that are possible at once -----------------------------
 
@@ -154,64 +152,64 @@ class OwnedChannel(Channel[Any]):
         receiver = self._first("receive", thread)
         if receiver is None:
             return self._store(item)
-        if receiver.is_far or self._keeps_order():
+        if receiver.is_remote or self._has_undecided_item():
             # A receiver in another process must confirm first; no receiver may overtake an
             # undecided item.
             if self._store(item):
                 self._match()
                 return True
             return False
-        self._take_from_line("receive", receiver)
+        self._remove_waiter("receive", receiver)
         try:
-            receiver.serve(opened(item))
+            receiver.serve(unpack_item(item))
         except Exception as error:  # the receiver has the item, but cannot unpickle it
             receiver.refuse(error)
         return True
 
     def _try_receive(self, thread: Any) -> Any:
         if self._is_claimed("receive", thread):
-            if not self._may_come():
+            if not self._can_get_items():
                 self._check_open()
             return NOTHING
-        if self._keeps_order():
+        if self._has_undecided_item():
             return NOTHING
         item = self._next_item()
         if item is NOTHING:
             sender = self._first("send", thread)
             if sender is None:
-                if not self._may_come():
+                if not self._can_get_items():
                     self._check_open()
                 return NOTHING
-            if sender.is_far and chooses(sender):
+            if sender.is_remote and is_in_select(sender):
                 return NOTHING
-            self._take_from_line("send", sender)
+            self._remove_waiter("send", sender)
             item = sender.item
             sender.serve(None)
         else:
             self._refill()
             self._end_if_over()
-        return opened(item)
+        return unpack_item(item)
 
     def _first(self, end: str, other: Any) -> Waiter | None:
         """Return the first waiter in that queue that is not of the thread `other`."""
-        line = self._sender if end == "send" else self._receiver
-        if line is None:
+        queue = self._sender if end == "send" else self._receiver
+        if queue is None:
             return None
-        return next((each for each in line if each.thread != other), None)
+        return next((each for each in queue if each.thread != other), None)
 
-    def _take_from_line(self, end: str, waiter: Waiter) -> None:
-        waiter.line.remove(waiter)
-        waiter.line = None
-        self._forget_empty(end)
+    def _remove_waiter(self, end: str, waiter: Waiter) -> None:
+        waiter.location.remove(waiter)
+        waiter.location = None
+        self._drop_empty_queue(end)
 
     # -- items that no waiting thread sends --------------------------------------------------------
 
     def _next_item(self) -> Any:
-        if self._extra.given_back:
-            return self._extra.given_back.popleft()
+        if self._extra.returned_items:
+            return self._extra.returned_items.popleft()
         return NOTHING
 
-    def _keeps_order(self) -> bool:
+    def _has_undecided_item(self) -> bool:
         """Return True if an earlier item is undecided. A receiver must not get a later one before
         that."""
         return self._extra.undecided > 0
@@ -224,46 +222,46 @@ class OwnedChannel(Channel[Any]):
 
     def _put_back_item(self, item: Any) -> None:
         """Put back an item, before all others."""
-        self._extra.given_back.appendleft(item)
+        self._extra.returned_items.appendleft(item)
 
     def _refill(self) -> None:
         """Fill the free places of the buffer, if there is one."""
 
-    def _may_come(self) -> bool:
+    def _can_get_items(self) -> bool:
         """Return True if a receiver might still get an item, even if the channel is closed."""
-        return self._has_items() or bool(self._extra.deals or self._extra.granted)
+        return self._has_items() or bool(self._extra.open_transactions or self._extra.granted)
 
     # -- matching senders and receivers ------------------------------------------------------------
 
-    def _enlist(self, end: str, waiter: Waiter) -> None:
-        super()._enlist(end, waiter)
+    def _enqueue(self, end: str, waiter: Waiter) -> None:
+        super()._enqueue(end, waiter)
         self._match()
 
     def _match(self) -> None:
         """Begin a transaction for each sender and receiver in the queues that can meet."""
         extra = self._extra
-        if extra.pairing:
+        if extra.is_matching:
             return
-        extra.pairing = True
+        extra.is_matching = True
         try:
-            while not self._keeps_order() and self._match_one():
+            while not self._has_undecided_item() and self._match_one():
                 pass
             self._refill()
         finally:
-            extra.pairing = False
+            extra.is_matching = False
         self._end_if_over()
 
     def _match_one(self) -> bool:
         for receiver in self._receiver or ():  # each change of the queue ends the loop
             item = self._next_item()
             if item is not NOTHING:
-                self._take_from_line("receive", receiver)
+                self._remove_waiter("receive", receiver)
                 Transaction(self, None, receiver, item).begin()
                 return True
             sender = self._first("send", receiver.thread)
             if sender is not None:
-                self._take_from_line("receive", receiver)
-                self._take_from_line("send", sender)
+                self._remove_waiter("receive", receiver)
+                self._remove_waiter("send", sender)
                 Transaction(self, sender, receiver, sender.item).begin()
                 return True
             if self._sender is None:
@@ -272,7 +270,7 @@ class OwnedChannel(Channel[Any]):
 
     def _put_back(self, end: str, waiter: Any) -> None:
         """Put a waiter back at the head of its queue, after its transaction came to nothing."""
-        if waiter.is_far:
+        if waiter.is_remote:
             if waiter.peer.lost:
                 return
             if waiter.withdrawn:
@@ -280,27 +278,29 @@ class OwnedChannel(Channel[Any]):
                 if end == "send" and waiter.select is None:
                     waiter.peer.put(opcodes.WITHDRAWN, 0, waiter.number)
                 return
-        elif chooses(waiter) and not waiter.stands:
+        elif is_in_select(waiter) and not waiter.is_open:
             return
         if self._closed and end == "send":
             self._refuse(waiter)
             return
-        line = self._queue(end)
-        line.appendleft(waiter)
-        waiter.line = line
+        queue = self._queue(end)
+        queue.appendleft(waiter)
+        waiter.location = queue
 
-    def _strike(self, end: str, waiter: Waiter) -> bool:
-        return False if isinstance(waiter.line, Transaction) else super()._strike(end, waiter)
+    def _withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
+        if isinstance(waiter.location, Transaction):
+            return False
+        return super()._withdraw_waiter(end, waiter)
 
     def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
-        if isinstance(waiter.line, Transaction):
-            waiter.line.told.append(error)
+        if isinstance(waiter.location, Transaction):
+            waiter.location.errors.append(error)
         else:
             super()._interrupt_served(waiter, error)
 
     # -- other processes ---------------------------------------------------------------------------
 
-    def _offered(self, op: PendingOperation) -> None:
+    def _on_offer(self, op: PendingOperation) -> None:
         try:
             if op.select is None and self._try_send(op.thread, op.item):
                 op.serve(None)
@@ -310,22 +310,22 @@ class OwnedChannel(Channel[Any]):
         except ChannelClosed as error:
             op.refuse(error)
             return
-        self._enlist("send", op)
+        self._enqueue("send", op)
 
-    def _demanded(self, op: PendingOperation) -> None:
-        if self._closed and not self._may_come():
+    def _on_demand(self, op: PendingOperation) -> None:
+        if self._closed and not self._can_get_items():
             self._refuse(op)
         else:
-            self._enlist("receive", op)
+            self._enqueue("receive", op)
 
-    def _withdraw(self, op: PendingOperation) -> None:
+    def _on_withdraw(self, op: PendingOperation) -> None:
         end = "send" if op.item is not None else "receive"
-        if isinstance(op.line, Transaction):
+        if isinstance(op.location, Transaction):
             op.withdrawn = True
-            if not op.can_be_relied_on:
-                op.passes()  # crosses GIVE or HOLD, and is as good as PASS
-        elif op.line is not None:
-            self._strike(end, op)
+            if not op.is_binding:
+                op.decline()  # crosses GIVE or HOLD, and is as good as PASS
+        elif op.location is not None:
+            self._withdraw_waiter(end, op)
             op.drop()
             if end == "send" and op.select is None:
                 op.peer.put(opcodes.WITHDRAWN, 0, op.number)
@@ -349,26 +349,26 @@ class OwnedChannel(Channel[Any]):
 
     def _close_here(self) -> None:
         extra = self._extra
-        if extra.closing:
+        if extra.is_closing:
             return
-        extra.closing = True
+        extra.is_closing = True
         for waiter in self._waiting("send"):
-            self._strike("send", waiter)
+            self._withdraw_waiter("send", waiter)
             self._refuse(waiter)
-        told = pack_reason(self._error())
+        payload = pack_reason(self._error())
         for peer, account in extra.accounts.items():
-            peer.put(opcodes.REFUSED, extra.number, 0, told)
+            peer.put(opcodes.REFUSED, extra.number, 0, payload)
             if account.granted:
                 peer.put(opcodes.RECALL, extra.number)
         self._end_if_over()
 
     def _end_if_over(self) -> None:
         """Refuse the waiting receivers and forget the channel, if no item can come any more."""
-        if self._closed and not self._may_come():
+        if self._closed and not self._can_get_items():
             for waiter in self._waiting("receive"):
-                self._strike("receive", waiter)
+                self._withdraw_waiter("receive", waiter)
                 self._refuse(waiter)
             extra = self._extra
             for peer in extra.accounts:
                 peer.accounts.pop(extra.number, None)
-            extra.post.forget_channel(extra.number, extra.reason)
+            extra.transport.forget_channel(extra.number, extra.reason)

@@ -9,10 +9,17 @@ from ...store import placeholders
 from ...wire import pickling as capturing
 from ...wire.exceptions import pack_exception, unpack_exception
 
-__all__ = ["NOT_KNOWN", "PackedItem", "opened", "pack_reason", "packed", "unpack_reason"]
+__all__ = [
+    "CLOSED_OR_RELEASED",
+    "PackedItem",
+    "pack_item",
+    "pack_reason",
+    "unpack_item",
+    "unpack_reason",
+]
 
 
-NOT_KNOWN = "was closed, or its home has no use for it any more"
+CLOSED_OR_RELEASED = "was closed, or its owning process has released it"
 """Said of a channel that the owning process knows only by number. The process that asked adds the
 channel's name."""
 
@@ -26,36 +33,39 @@ class PackedItem:
         self.content = content
 
 
-def packed(item: Any) -> bytes:
+def pack_item(item: Any) -> bytes:
     """Pickle `item`. Raises any error of the item's own pickling."""
     if item.__class__ is PackedItem:
         return item.content
     try:
-        with placeholders.meeting(None):  # a kept value's handle cannot go through a channel
-            return capturing.capture(item, capturing.common())
+        # Without a directory: a kept value's handle cannot go through a channel.
+        with placeholders.PicklingContext(None):
+            return capturing.capture(item, capturing.common_snapshot())
     except (SystemExit, GeneratorExit) as error:  # of the item's own code: must end no thread
         raise RuntimeError(
             f"pickling an item of a channel raised {type(error).__name__}: {error}"
         ) from error
 
 
-def opened(item: Any) -> Any:
+def unpack_item(item: Any) -> Any:
     """Unpickle `item`. Raises any error of the item's own unpickling, with a note."""
     if item.__class__ is not PackedItem:
         return item
     try:
         return loads(item.content)
     except Exception as error:
-        error.add_note("while unpickling an item that another image sent through a channel")
+        error.add_note("while unpickling an item that another process sent through a channel")
         raise
     except (SystemExit, GeneratorExit) as error:  # of the item's own code: must end no thread
-        what = f"unpickling an item that another image sent through a channel raised {type(error).__name__}"
-        raise RuntimeError(f"{what}: {error}") from error
+        raise RuntimeError(
+            "unpickling an item that another process sent through a channel raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def pack_reason(error: BaseException) -> bytes:
     """Pickle the error of an operation that has not happened, with its causes."""
-    return pack_exception(error, packed)
+    return pack_exception(error, pack_item)
 
 
 def unpack_reason(content: bytes) -> BaseException:

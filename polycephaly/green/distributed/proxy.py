@@ -27,23 +27,23 @@ from ..scheduler import PARK, scheduler
 from ..select import Offer
 from ..waiting import NOTHING, Refused, Waiter
 from . import opcodes
-from .connection import OBEYED, TOLD_OF_LOSS, PeerConnection, PeerEnding
-from .credit import bring_home
-from .packed import NOT_KNOWN, PackedItem, opened, packed, unpack_reason
-from .transport import ChannelTransport, the_post
+from .connection import HANDLERS, LOSS_CALLBACKS, PeerConnection, PeerEnding
+from .credit import make_owned
+from .packed import CLOSED_OR_RELEASED, PackedItem, pack_item, unpack_item, unpack_reason
+from .transport import ChannelTransport, get_transport
 
-__all__ = ["ChannelProxy", "remote_end"]
+__all__ = ["ChannelProxy", "unpickle_channel"]
 
 
-class _Away:
+class _ProxyState:
     """The state of a proxy."""
 
-    __slots__ = ("ended", "home", "name", "number", "reason")
+    __slots__ = ("ended", "name", "number", "owner_address", "reason")
 
-    def __init__(self, home: str, number: int, name: str) -> None:
+    def __init__(self, owner_address: str, number: int, name: str) -> None:
         self.ended = False  # closed by others, as far as is known
         self.reason: BaseException | None = None  # from an unrequested REFUSED
-        self.home = home
+        self.owner_address = owner_address
         self.number = number
         self.name = name
 
@@ -60,11 +60,11 @@ class _Credit:
 class RemoteOperation(Parking):
     """A send or receive requested from the owning process; the awaitable of its answer."""
 
-    __slots__ = ("errors", "number", "payload", "peer", "remote", "was_sent")
+    __slots__ = ("errors", "number", "payload", "peer", "proxy", "was_sent")
 
-    def __init__(self, remote: ChannelProxy, peer: PeerConnection, payload: bytes | None) -> None:
+    def __init__(self, proxy: ChannelProxy, peer: PeerConnection, payload: bytes | None) -> None:
         super().__init__()
-        self.remote = remote
+        self.proxy = proxy
         self.peer = peer
         self.payload = payload  # None for a receive
         self.errors: list[BaseException] = []
@@ -75,10 +75,10 @@ class RemoteOperation(Parking):
 
     def enter(self, thread: Any) -> bool:
         peer, self.number = self.peer, next(self.peer.numbers)
-        peer.waiting[self.number] = self
+        peer.requests[self.number] = self
         self.was_sent = not peer.lost
         kind = opcodes.DEMAND if self.payload is None else opcodes.OFFER
-        peer.put(kind, self.remote._extra.number, self.number, _PLAIN + (self.payload or b""))
+        peer.put(kind, self.proxy._extra.number, self.number, _NO_SELECT + (self.payload or b""))
         return True
 
     def send(self, value: Any) -> Any:
@@ -87,7 +87,7 @@ class RemoteOperation(Parking):
         return super().send(value)
 
     def throw(self, error: BaseException, *_: Any) -> Any:
-        if self.number not in self.peer.waiting:  # already answered: the answer comes first
+        if self.number not in self.peer.requests:  # already answered: the answer comes first
             self.thread._interrupt(error)  # type: ignore[union-attr]
             return PARK
         if self.payload is None:  # a GIVE under way will be answered with PASS
@@ -99,7 +99,7 @@ class RemoteOperation(Parking):
         return PARK
 
     def leave(self) -> None:
-        if self.peer.waiting.pop(self.number, None) is not None:
+        if self.peer.requests.pop(self.number, None) is not None:
             self.peer.put(opcodes.WITHDRAW, 0, self.number)
 
     def close(self) -> None:
@@ -108,34 +108,34 @@ class RemoteOperation(Parking):
 
     # -- answers of the owning process -------------------------------------------------------------
 
-    def done(self, value: Any = None) -> None:
+    def on_done(self, value: Any = None) -> None:
         self.wake(value)
         for error in self.errors:
             self.thread._interrupt(error)  # type: ignore[union-attr]
 
-    def withdrawn(self) -> None:
+    def on_withdrawn(self) -> None:
         self.wake(Refused(self.errors[0]))
         for error in self.errors[1:]:
             self.thread._interrupt(error)  # type: ignore[union-attr]
 
-    def refused(self, error: BaseException) -> None:
+    def on_refused(self, error: BaseException) -> None:
         if self.errors:
-            self.withdrawn()
+            self.on_withdrawn()
         else:
             self.wake(Refused(error))
 
-    def lost(self, error: ChannelClosed) -> None:
+    def on_lost(self, error: ChannelClosed) -> None:
         if self.payload is None or not self.was_sent:
-            self.refused(error)
+            self.on_refused(error)
             return
-        self.wake(Refused(_lost_item(error)))
+        self.wake(Refused(_item_lost_error(error)))
         for each in self.errors:
             self.thread._interrupt(each)  # type: ignore[union-attr]
 
 
 class ChannelProxy(Channel[Any]):
     __slots__ = ()
-    _extra: _Away  # type: ignore[assignment]
+    _extra: _ProxyState  # type: ignore[assignment]
     is_remote = True
 
     # -- operations of green threads ---------------------------------------------------------------
@@ -143,26 +143,26 @@ class ChannelProxy(Channel[Any]):
     @coroutine
     def send(self, item: Any) -> Generator[Any, Any, None]:
         if get_ident() != scheduler.owner:
-            yield from self._from_outside(self._send_here, item)
+            yield from self._run_in_proxy_thread(self._send_here, item)
         else:
             yield from self._send_here(item)
 
     @coroutine
     def receive(self) -> Generator[Any, Any, Any]:
         if get_ident() != scheduler.owner:
-            return (yield from self._from_outside(self._receive_here))
+            return (yield from self._run_in_proxy_thread(self._receive_here))
         return (yield from self._receive_here())
 
     @coroutine
     def _send_here(self, item: Any) -> Generator[Any, Any, None]:
         peer = self._peer()
-        content = packed(item)
+        content = pack_item(item)
         if not self._send_by_credit(peer, content):
             yield from RemoteOperation(self, peer, content)
 
     @coroutine
     def _receive_here(self) -> Generator[Any, Any, Any]:
-        return opened((yield from RemoteOperation(self, self._peer(may_be_closed=True), None)))
+        return unpack_item((yield from RemoteOperation(self, self._peer(may_be_closed=True), None)))
 
     def _send_by_credit(self, peer: PeerConnection, content: bytes) -> bool:
         return False
@@ -171,16 +171,18 @@ class ChannelProxy(Channel[Any]):
         """Return the connection to the owning process. Raises `ChannelClosed`."""
         if self._closed and not may_be_closed:
             raise ChannelClosed(f"{self!r} was closed") from self._extra.reason
-        away = self._extra
+        state = self._extra
         try:
-            post = the_post()
+            transport = get_transport()
         except RuntimeError:  # this process has no pool any more
-            raise _gone(
-                self, PeerEnding("has ended, as all drones of this image have", None)
+            raise _owner_gone_error(
+                self, PeerEnding("has ended, as have all drones of this process", None)
             ) from None
-        peer = post.dial(away.home, away.name)
+        peer = transport.dial(state.owner_address, state.name)
         if peer is None:
-            raise _gone(self, post.gone.get(away.home, PeerEnding("has ended", None)))
+            raise _owner_gone_error(
+                self, transport.endings.get(state.owner_address, PeerEnding("has ended", None))
+            )
         return peer
 
     # -- for select --------------------------------------------------------------------------------
@@ -193,39 +195,41 @@ class ChannelProxy(Channel[Any]):
         self._peer(may_be_closed=True)
         return NOTHING
 
-    def _enlist(self, end: str, waiter: Waiter) -> None:
+    def _enqueue(self, end: str, waiter: Waiter) -> None:
         assert isinstance(waiter, Offer)
         select = waiter.select
         try:
             peer = self._peer(may_be_closed=end == "receive")
             if not select.number:
-                select.number = next(the_post().selects)
+                select.number = next(get_transport().selects)
             payload = opcodes.SELECT.pack(select.number) + (
-                packed(waiter.item) if end == "send" else b""
+                pack_item(waiter.item) if end == "send" else b""
             )
         except Exception as error:
             waiter.refuse(error)
             return
         number = next(peer.numbers)
-        peer.waiting[number] = waiter
-        waiter.at = peer, number, self
+        peer.requests[number] = waiter
+        waiter.registration = peer, number, self
         peer.put(
             opcodes.OFFER if end == "send" else opcodes.DEMAND, self._extra.number, number, payload
         )
 
-    def _strike(self, end: str, waiter: Waiter) -> bool:
+    def _withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
         assert isinstance(waiter, Offer)
-        if waiter.at is None:
+        if waiter.registration is None:
             return False
-        (peer, number, _), waiter.at = waiter.at, None
-        if peer.waiting.pop(number, None) is not None:
+        (peer, number, _), waiter.registration = waiter.registration, None
+        if peer.requests.pop(number, None) is not None:
             peer.put(opcodes.WITHDRAW, 0, number)
         return True
 
     # -- closing, and the rest ---------------------------------------------------------------------
 
     def claim(self, end: Literal["send", "receive"] | None = None) -> Claim[Any]:
-        raise RuntimeError(f"an end of {self!r} can be claimed only in the image where it was made")
+        raise RuntimeError(
+            f"an end of {self!r} can be claimed only in the process that made the channel"
+        )
 
     def close(self) -> None:
         self._closed = True
@@ -237,15 +241,17 @@ class ChannelProxy(Channel[Any]):
         except ChannelClosed:
             pass
 
-    def _give_back_here(self, item: Any) -> None:
+    def _return_item_here(self, item: Any) -> None:
         try:
-            self._peer(may_be_closed=True).put(opcodes.RETURN, self._extra.number, 0, packed(item))
+            self._peer(may_be_closed=True).put(
+                opcodes.RETURN, self._extra.number, 0, pack_item(item)
+            )
         except ChannelClosed:  # no process can receive the item any more
             pass
 
     def __reduce__(self) -> Any:
-        away = self._extra
-        return remote_end, (away.home, away.number, self.capacity, away.name)
+        state = self._extra
+        return unpickle_channel, (state.owner_address, state.number, self.capacity, state.name)
 
     @property
     def closed(self) -> bool:
@@ -272,238 +278,240 @@ class BufferedChannelProxy(ChannelProxy, _Buffered[Any]):
         return (
             credit is not None
             and credit.places > 0
-            and self._send_by_credit(self._peer(), packed(item))
+            and self._send_by_credit(self._peer(), pack_item(item))
         )
 
 
-_PLAIN = opcodes.SELECT.pack(0)
-ends: WeakValueDictionary[tuple[str, int], Channel[Any]] = WeakValueDictionary()
+_NO_SELECT = opcodes.SELECT.pack(0)
+proxies: WeakValueDictionary[tuple[str, int], Channel[Any]] = WeakValueDictionary()
 """The proxies in this process, by address and number. However often a channel arrives, it is one
 object in each process."""
 
 
-def remote_end(home: str, number: int, capacity: int, name: str) -> Channel[Any]:
+def unpickle_channel(owner_address: str, number: int, capacity: int, name: str) -> Channel[Any]:
     """Return the object that a channel is unpickled as: the channel itself in its own process, else
     a proxy."""
-    post = the_post()
-    if home == post.address:
-        own = post.channels.get(number)
+    transport = get_transport()
+    if owner_address == transport.address:
+        own = transport.channels.get(number)
         if own is not None:
             return own
-        return _closed_here(post, number, capacity)
-    end = ends.get((home, number))
-    if end is None:
-        end = ends.setdefault((home, number), become_remote(Channel(capacity), home, number, name))
-    return end
+        return _closed_channel(transport, number, capacity)
+    proxy = proxies.get((owner_address, number))
+    if proxy is None:
+        proxy = proxies.setdefault(
+            (owner_address, number), make_proxy(Channel(capacity), owner_address, number, name)
+        )
+    return proxy
 
 
-def _closed_here(post: ChannelTransport, number: int, capacity: int) -> Channel[Any]:
+def _closed_channel(transport: ChannelTransport, number: int, capacity: int) -> Channel[Any]:
     """Return a closed channel in place of one of this process that was closed, empty and forgotten.
     Its errors still have the reason."""
     closed: Channel[Any] = Channel(capacity)
-    reason = post.reasons.get(number)
+    reason = transport.close_reasons.get(number)
     if reason is not None:
-        bring_home(closed, post, number)
+        make_owned(closed, transport, number)
         closed._extra.reason = reason  # type: ignore[union-attr]
     closed.close()
     return closed
 
 
-def become_remote(channel: Channel[Any], home: str, number: int, name: str) -> Channel[Any]:
+def make_proxy(channel: Channel[Any], owner_address: str, number: int, name: str) -> Channel[Any]:
     """Turn `channel` into a proxy. No thread of this process waits in it."""
     channel.__class__ = BufferedChannelProxy if channel.capacity else ChannelProxy
-    channel._extra = _Away(home, number, name)  # type: ignore[assignment]
-    channel._plain = -channels.generation  # no fast path
+    channel._extra = _ProxyState(owner_address, number, name)  # type: ignore[assignment]
+    channel._generation = -channels.generation  # no fast path
     channel._receiver = channel._sender = channel._item = None
     return channel
 
 
-def _lost_item(error: ChannelClosed) -> ItemLost:
-    lost = ItemLost(f"{error}; perhaps it had the item that was being sent")
+def _item_lost_error(error: ChannelClosed) -> ItemLost:
+    lost = ItemLost(f"{error}; the item that was being sent may be lost, or may have arrived")
     lost.__cause__ = error
     return lost
 
 
-def _gone(remote: ChannelProxy, ending: PeerEnding) -> ChannelClosed:
+def _owner_gone_error(proxy: ChannelProxy, ending: PeerEnding) -> ChannelClosed:
     error = ChannelClosed(
-        f"{remote!r} is closed: {remote._extra.name}, where it lived, {ending.how}"
+        f"{proxy!r} is closed: its owning process, {proxy._extra.name}, {ending.description}"
     )
     error.__cause__ = ending.death
-    remote._extra.ended = True
+    proxy._extra.ended = True
     return error
 
 
-def _was_closed(remote: Any, error: ChannelClosed) -> ChannelClosed:
+def _complete_error(proxy: Any, error: ChannelClosed) -> ChannelClosed:
     """Complete an error that the owning process has answered: name the channel, if that process has
     forgotten the name."""
-    if str(error).endswith(NOT_KNOWN):
-        error.args = (f"{remote!r} {NOT_KNOWN}",)
-    remote._extra.ended = True
+    if str(error).endswith(CLOSED_OR_RELEASED):
+        error.args = (f"{proxy!r} {CLOSED_OR_RELEASED}",)
+    proxy._extra.ended = True
     return error
 
 
 # -- messages of an owning process -----------------------------------------------------------------
 
 
-def _hear_done(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    ask = peer.waiting.pop(op, None)
-    if ask is not None:
-        ask.done()
+def _on_done(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+    operation = peer.requests.pop(op, None)
+    if operation is not None:
+        operation.on_done()
 
 
-def _hear_withdrawn(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    ask = peer.waiting.pop(op, None)
-    if ask is not None:
-        ask.withdrawn()
+def _on_withdrawn(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+    operation = peer.requests.pop(op, None)
+    if operation is not None:
+        operation.on_withdrawn()
 
 
-def _hear_give(peer: PeerConnection, _: int, op: int, payload: bytes) -> None:
-    waiter = peer.waiting.get(op)
+def _on_give(peer: PeerConnection, _: int, op: int, payload: bytes) -> None:
+    waiter = peer.requests.get(op)
     item = PackedItem(payload)
     if waiter is None:
         peer.put(opcodes.PASS, 0, op)
     elif isinstance(waiter, RemoteOperation):
-        del peer.waiting[op]
+        del peer.requests[op]
         peer.put(opcodes.TAKE, 0, op)
-        waiter.done(item)
-    elif op in peer.held:  # the select was held for this item
-        del peer.held[op]
-        _take(peer, op, waiter, item)
+        waiter.on_done(item)
+    elif op in peer.held_offers:  # the select was held for this item
+        del peer.held_offers[op]
+        _take_item(peer, op, waiter, item)
     else:
 
-        def take(held: bool) -> None:
+        def on_hold_answer(held: bool) -> None:
             if held:
-                _take(peer, op, waiter, item)
+                _take_item(peer, op, waiter, item)
             else:
                 peer.put(opcodes.PASS, 0, op)
 
-        waiter.select.ask(take)
+        waiter.select.request_hold(on_hold_answer)
 
 
-def _take(peer: PeerConnection, op: int, offer: Offer, item: PackedItem) -> None:
+def _take_item(peer: PeerConnection, op: int, offer: Offer, item: PackedItem) -> None:
     peer.put(opcodes.TAKE, 0, op)
-    _settle(peer, op, offer)
+    _drop_offer(peer, op, offer)
     try:
-        value = opened(item)
+        value = unpack_item(item)
     except Exception as error:
         offer.fail(error)
     else:
-        offer.happen(value)
+        offer.complete(value)
 
 
-def _settle(peer: PeerConnection, op: int, offer: Offer) -> None:
+def _drop_offer(peer: PeerConnection, op: int, offer: Offer) -> None:
     """Drop an offer without WITHDRAW, because the owning process knows that it is over."""
-    peer.waiting.pop(op, None)
-    offer.at = None
+    peer.requests.pop(op, None)
+    offer.registration = None
 
 
-def _hear_hold(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    waiter = peer.waiting.get(op)
+def _on_hold(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+    waiter = peer.requests.get(op)
     if waiter is None:
         peer.put(opcodes.PASS, 0, op)
         return
 
-    def answer(held: bool) -> None:
+    def on_hold_answer(held: bool) -> None:
         if held:
-            peer.held[op] = waiter
+            peer.held_offers[op] = waiter
         peer.put(opcodes.HELD if held else opcodes.PASS, 0, op)
 
-    waiter.select.ask(answer)
+    waiter.select.request_hold(on_hold_answer)
 
 
-def _hear_commit(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    offer = peer.held.pop(op, None)
+def _on_commit(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+    offer = peer.held_offers.pop(op, None)
     if offer is not None:
-        _settle(peer, op, offer)
-        offer.happen(None)
+        _drop_offer(peer, op, offer)
+        offer.complete(None)
 
 
-def _hear_release(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    offer = peer.held.pop(op, None)
+def _on_release(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+    offer = peer.held_offers.pop(op, None)
     if offer is not None:
         offer.release()
 
 
-def _hear_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> None:
+def _on_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> None:
     error = unpack_reason(payload)
     if not op:
-        end: Any = ends.get((peer.who, number))
-        if end is not None:
-            end._closed, end._extra.reason = True, error.__cause__
+        proxy: Any = proxies.get((peer.address, number))
+        if proxy is not None:
+            proxy._closed, proxy._extra.reason = True, error.__cause__
         credit = peer.credits.get(number)
         if credit is not None and not credit.places:  # else RECALL is about to come
             del peer.credits[number]
         return
-    waiter, held = peer.waiting.pop(op, None), peer.held.pop(op, None)
+    waiter, held = peer.requests.pop(op, None), peer.held_offers.pop(op, None)
     if isinstance(error, ChannelClosed) and waiter is not None:
-        error = _was_closed(
-            waiter.remote if isinstance(waiter, RemoteOperation) else waiter.at[2], error
+        error = _complete_error(
+            waiter.proxy if isinstance(waiter, RemoteOperation) else waiter.registration[2], error
         )
     if isinstance(waiter, RemoteOperation):
-        waiter.refused(error)
+        waiter.on_refused(error)
     elif isinstance(waiter, Offer):
-        waiter.at = None
+        waiter.registration = None
         if held is not None:
             waiter.fail(error)
         else:
             waiter.refuse(error)
 
 
-def _hear_credit(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
+def _on_credit(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
     credit = peer.credits.get(number)
     if credit is None:
         credit = peer.credits[number] = _Credit()
     credit.places += places
 
 
-def _hear_alias(peer: PeerConnection, number: int, proper: int, _: bytes) -> None:
-    end = ends.pop((peer.who, number), None)
-    if end is not None:
-        end._extra.number = proper  # type: ignore[union-attr]
-        ends.setdefault((peer.who, proper), end)
+def _on_alias(peer: PeerConnection, number: int, own_number: int, _: bytes) -> None:
+    proxy = proxies.pop((peer.address, number), None)
+    if proxy is not None:
+        proxy._extra.number = own_number  # type: ignore[union-attr]
+        proxies.setdefault((peer.address, own_number), proxy)
 
 
-def _hear_recall(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
+def _on_recall(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
     credit = peer.credits.pop(number, None)
     if credit is not None:
-        peer.put(opcodes.BACK, number, credit.places)
+        peer.put(opcodes.REFUND, number, credit.places)
 
 
-def _lost(peer: PeerConnection) -> None:
+def _on_loss(peer: PeerConnection) -> None:
     """Fail all operations on the channels of a process that is gone."""
-    waiting, peer.waiting = peer.waiting, {}
-    held, peer.held = peer.held, {}
+    waiting, peer.requests = peer.requests, {}
+    held, peer.held_offers = peer.held_offers, {}
     for op, waiter in waiting.items():
         if isinstance(waiter, RemoteOperation):
-            waiter.lost(_gone(waiter.remote, peer.ending))
+            waiter.on_lost(_owner_gone_error(waiter.proxy, peer.ending))
         elif isinstance(waiter, Offer):
-            error = _gone(waiter.at[2], peer.ending)
-            waiter.at = None
+            error = _owner_gone_error(waiter.registration[2], peer.ending)
+            waiter.registration = None
             if op not in held:
                 waiter.refuse(error)
             elif waiter.select.guards[waiter.index].end == "send":
                 # A receiver may have been given the item.
-                waiter.fail(_lost_item(error))
+                waiter.fail(_item_lost_error(error))
             else:
                 waiter.fail(error)
-    for reference in ends.valuerefs():  # a copy: other threads may add proxies meanwhile
-        end: Any = reference()
-        if end is not None and end._extra.home == peer.who:
-            end._extra.ended = True
+    for reference in proxies.valuerefs():  # a copy: other threads may add proxies meanwhile
+        proxy: Any = reference()
+        if proxy is not None and proxy._extra.owner_address == peer.address:
+            proxy._extra.ended = True
 
 
-OBEYED.update(
+HANDLERS.update(
     {
-        opcodes.DONE: _hear_done,
-        opcodes.WITHDRAWN: _hear_withdrawn,
-        opcodes.GIVE: _hear_give,
-        opcodes.HOLD: _hear_hold,
-        opcodes.COMMIT: _hear_commit,
-        opcodes.RELEASE: _hear_release,
-        opcodes.REFUSED: _hear_refused,
-        opcodes.CREDIT: _hear_credit,
-        opcodes.ALIAS: _hear_alias,
-        opcodes.RECALL: _hear_recall,
+        opcodes.DONE: _on_done,
+        opcodes.WITHDRAWN: _on_withdrawn,
+        opcodes.GIVE: _on_give,
+        opcodes.HOLD: _on_hold,
+        opcodes.COMMIT: _on_commit,
+        opcodes.RELEASE: _on_release,
+        opcodes.REFUSED: _on_refused,
+        opcodes.CREDIT: _on_credit,
+        opcodes.ALIAS: _on_alias,
+        opcodes.RECALL: _on_recall,
     }
 )
-TOLD_OF_LOSS.append(_lost)
+LOSS_CALLBACKS.append(_on_loss)

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ItemLost
 from ..select import Offer
-from .packed import opened, packed
+from .packed import pack_item, unpack_item
 
 if TYPE_CHECKING:
     from .owner import PendingOperation
 
-__all__ = ["Transaction", "number_of"]
+__all__ = ["Transaction", "select_number"]
 
 log = logging.getLogger("polycephaly.green")
 
@@ -43,7 +43,16 @@ class Transaction:
     `PendingOperation` of another process.
     """
 
-    __slots__ = ("_to_hold", "channel", "given", "held", "item", "receiver", "sender", "told")
+    __slots__ = (
+        "_to_hold",
+        "channel",
+        "errors",
+        "held",
+        "item",
+        "item_offset",
+        "receiver",
+        "sender",
+    )
 
     def __init__(self, channel: Any, sender: Any, receiver: Any, item: Any) -> None:
         self.channel = channel
@@ -51,169 +60,172 @@ class Transaction:
         self.receiver = receiver
         self.item = item
         self.held: list[Any] = []
-        self.given = 0  # where the item begins in the bytes sent to the receiver's process
-        self.told: list[BaseException] = []
+        self.item_offset = 0  # where the item begins in the bytes sent to the receiver's process
+        self.errors: list[BaseException] = []
         """Errors raised meanwhile in a thread of this process that takes part. Its await raises
         them when the outcome is decided."""
         self._to_hold: list[Any] = []
 
     def begin(self) -> None:
-        self.channel._extra.deals += 1
+        self.channel._extra.open_transactions += 1
         self.channel._extra.undecided += self._is_undecided()
-        choosers = [
-            each for each in (self.sender, self.receiver) if each is not None and chooses(each)
+        selecting = [
+            each for each in (self.sender, self.receiver) if each is not None and is_in_select(each)
         ]
-        choosers.sort(key=number_of)
-        if choosers and choosers[-1] is self.receiver and self.receiver.is_far:
-            choosers.pop()
-        self._to_hold = choosers
+        selecting.sort(key=select_number)
+        if selecting and selecting[-1] is self.receiver and self.receiver.is_remote:
+            selecting.pop()
+        self._to_hold = selecting
         for each in (self.sender, self.receiver):
             if each is not None:
-                each.line = self
-        self._next()
+                each.location = self
+        self._continue()
 
-    def _next(self) -> None:
+    def _continue(self) -> None:
         for each in (self.sender, self.receiver):
             if (
                 each is not None
-                and each.is_far
-                and (each.peer.lost or (each.withdrawn and not each.can_be_relied_on))
+                and each.is_remote
+                and (each.peer.lost or (each.withdrawn and not each.is_binding))
             ):
-                self.off(each)
+                self.abort(each)
                 return
         if self._to_hold:
             one = self._to_hold.pop(0)
-            ask = one.ask if one.is_far else one.select.ask
-            ask(partial(self._answered, one))
+            request_hold = one.request_hold if one.is_remote else one.select.request_hold
+            request_hold(partial(self._on_hold_answer, one))
         else:
             self._hand_over()
 
-    def _answered(self, one: Any, held: bool) -> None:
+    def _on_hold_answer(self, one: Any, held: bool) -> None:
         if held:
             self.held.append(one)
-            self._next()
+            self._continue()
         else:
-            self.off(gone=one)
+            self.abort(declined_by=one)
 
     def _hand_over(self) -> None:
         receiver = self.receiver
-        if receiver is not None and receiver.is_far:
+        if receiver is not None and receiver.is_remote:
             try:
-                content = packed(self.item)
+                content = pack_item(self.item)
             except Exception as error:
                 error.add_note(
-                    "while pickling an item of a channel, for a receiver in another image"
+                    "while pickling an item of a channel, for a receiver in another process"
                 )
                 self._refuse_item(error)
                 return
-            self.given = receiver.give(self, content)
+            self.item_offset = receiver.deliver(self, content)
             return
         if receiver is None:
             self.channel._put_in_buffer(self.item)
         else:
-            self._end_of(receiver)
+            self._detach(receiver)
             try:
-                value = opened(self.item)
+                value = unpack_item(self.item)
             except Exception as error:
-                receiver.refuse(error) if not chooses(receiver) else receiver.fail(error)
+                receiver.refuse(error) if not is_in_select(receiver) else receiver.fail(error)
             else:
-                receiver.serve(value) if not chooses(receiver) else receiver.happen(value)
-        self.taken()
+                receiver.serve(value) if not is_in_select(receiver) else receiver.complete(value)
+        self.commit()
 
-    def taken(self) -> None:
+    def commit(self) -> None:
         """Complete the transaction: the receiver has the item."""
         sender = self.sender
         if sender is not None:
-            self._end_of(sender)
-            if chooses(sender):
-                sender.happen(None)
+            self._detach(sender)
+            if is_in_select(sender):
+                sender.complete(None)
             else:
                 sender.serve(None)
-        self._over()
+        self._finish()
 
-    def off(self, gone: Any = None) -> None:
-        """End the transaction without effect. `gone` has passed, or its process is dead."""
+    def abort(self, declined_by: Any = None) -> None:
+        """End the transaction without effect. `declined_by` has passed, or its process is dead."""
         for end, each in (("receive", self.receiver), ("send", self.sender)):
             if each is None:
                 continue
-            self._end_of(each)
-            if each is gone:
+            self._detach(each)
+            if each is declined_by:
                 each.drop()
             else:
-                self._let_go(end, each)
+                self._requeue(end, each)
         if self.sender is None:
             self.channel._put_back_item(self.item)
-        self._over()
+        self._finish()
 
-    def lost(self, receiver: PendingOperation) -> None:
+    def receiver_lost(self, receiver: PendingOperation) -> None:
         """Handle the death of the receiver's process while the item was in transit, or already
         there."""
-        if receiver.peer.sent <= self.given:
-            self.off(receiver)
+        if receiver.peer.sent <= self.item_offset:
+            self.abort(receiver)
             return
-        text = f"{receiver.peer} {receiver.peer.ending.how} before it said that it had the item that was given to it"
+        text = (
+            f"{receiver.peer} {receiver.peer.ending.description} before the process confirmed "
+            "the item that it was sent"
+        )
         if self.sender is None:
-            log.warning("%s, from the buffer of %r: perhaps it is lost", text, self.channel)
-            self._over()
+            log.warning("%s from the buffer of %r: the item may be lost", text, self.channel)
+            self._finish()
         else:
             error = ItemLost(text)
             error.__cause__ = receiver.peer.ending.death
             self._refuse_item(error)
 
-    def _let_go(self, end: str, one: Any) -> None:
+    def _requeue(self, end: str, one: Any) -> None:
         """Put a waiter back into its queue, and release it if it is held."""
         held = one in self.held
         if held:
             one.release()
-        if one.is_far or not held:  # a held offer of this process was left anew by its release
+        if one.is_remote or not held:  # a held offer of this process was left anew by its release
             self.channel._put_back(end, one)
 
     def _refuse_item(self, error: BaseException) -> None:
         """Report `error` to the sender or, for an item of the buffer, to the receiver."""
         sender, receiver = self.sender, self.receiver
         if sender is not None:
-            self._end_of(sender)
-            if chooses(sender):
+            self._detach(sender)
+            if is_in_select(sender):
                 sender.fail(error)
             else:
                 sender.refuse(error)
         if receiver is not None:
-            self._end_of(receiver)
+            self._detach(receiver)
             if sender is None:
                 receiver.refuse(error)
             else:
-                self._let_go("receive", receiver)
-        self._over()
+                self._requeue("receive", receiver)
+        self._finish()
 
-    def _end_of(self, one: Any) -> None:
-        one.line = None
-        if not one.is_far and not chooses(one):
-            for error in self.told:
+    def _detach(self, one: Any) -> None:
+        one.location = None
+        if not one.is_remote and not is_in_select(one):
+            for error in self.errors:
                 one.thread._interrupt(error)
 
     def _is_undecided(self) -> bool:
-        return self.sender is None and chooses(self.receiver)
+        return self.sender is None and is_in_select(self.receiver)
 
-    def _over(self) -> None:
-        self.channel._extra.deals -= 1
+    def _finish(self) -> None:
+        self.channel._extra.open_transactions -= 1
         self.channel._extra.undecided -= self._is_undecided()
         if self.receiver is None:
-            self.channel._extra.promised -= 1
+            self.channel._extra.reserved -= 1
         self.channel._match()
 
 
-def chooses(waiter: Any) -> bool:
+def is_in_select(waiter: Any) -> bool:
     """Return True if the waiter is in a `select`."""
-    return isinstance(waiter, Offer) or (waiter.is_far and waiter.select is not None)
+    return isinstance(waiter, Offer) or (waiter.is_remote and waiter.select is not None)
 
 
-def number_of(waiter: Any) -> tuple[str, int]:
+def select_number(waiter: Any) -> tuple[str, int]:
     """Return the number of the waiter's select. These numbers have one order in all processes."""
-    from .transport import the_post
+    from .transport import get_transport
 
-    if waiter.is_far:
-        return waiter.peer.who, waiter.select.number
+    if waiter.is_remote:
+        return waiter.peer.address, waiter.select.number
     select = waiter.select
     if not select.number:
-        select.number = next(the_post().selects)
-    return the_post().address, select.number
+        select.number = next(get_transport().selects)
+    return get_transport().address, select.number

@@ -20,18 +20,18 @@ __all__ = [
     "FAREWELL",
     "GREETING",
     "HEAD",
-    "MOST",
+    "MAX_MESSAGE_BYTES",
     "TOLD",
     "WROTE",
     "Frame",
     "Message",
     "message_of",
-    "split",
+    "split_frames",
 ]
 
 HEAD = Struct("<BIQ")
 TOLD, WROTE = 1, 2
-MOST = 32_000
+MAX_MESSAGE_BYTES = 32_000
 """Limit in bytes of a message's pickle; larger data belong in the memory.
 
 Up to 32 KiB, the kernel takes a frame as a whole or not at all. So a sender that is killed, or
@@ -66,26 +66,26 @@ class Message(NamedTuple):
     length: int = 0
 
 
-def split(rest: bytes, piece: bytes) -> tuple[list[Frame], bytes]:
+def split_frames(unsplit: bytes, chunk: bytes) -> tuple[list[Frame], bytes]:
     """Return the whole frames in the bytes read, and the start of another. Raises `Malformed`."""
-    piece = rest + piece if rest else piece
+    chunk = unsplit + chunk if unsplit else chunk
     frames: list[Frame] = []
-    at, end, head = 0, len(piece), HEAD.size
+    at, end, head = 0, len(chunk), HEAD.size
     unpack = HEAD.unpack_from
     while at + head <= end:
-        kind, size, offset = unpack(piece, at)
+        kind, size, offset = unpack(chunk, at)
         stop = at + head
         if kind == TOLD:
             stop += size
-            if size > MOST:
+            if size > MAX_MESSAGE_BYTES:
                 raise Malformed(f"a message of {size} bytes")
             if stop > end:
                 break
         elif kind != WROTE:
             raise Malformed(f"a frame of kind {kind}")
-        frames.append((kind, size, offset, piece[at + head : stop]))
+        frames.append((kind, size, offset, chunk[at + head : stop]))
         at = stop
-    return frames, piece[at:]
+    return frames, chunk[at:]
 
 
 def message_of(sender: str, frame: Frame) -> Message:

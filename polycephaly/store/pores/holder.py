@@ -3,7 +3,7 @@
     connect ──hello──> owner       refused: the pore was closed, or its owner has ended
             <──greeting, descriptor──  memory: mapped, descriptor closed; a file: descriptor kept
     send    ──frame──> kernel's buffer; if there is no room: wait, or report that
-    look    at the owner's end: open; or a farewell: closed; or at its end: the owner has ended
+    check   the connection: open; or a farewell: closed; or at its end: the owner has ended
 
 The kernel takes a frame as a whole or not at all, unless its buffers were made very small. An
 exception during a send (Ctrl-C, an interrupt) drops the connection, because the number of bytes
@@ -26,19 +26,19 @@ from dataclasses import dataclass
 from mmap import MAP_SHARED
 from typing import Any
 
-from ...errors import PoreClosed, another
+from ...errors import PoreClosed, copy_error
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
-from ...runtime.procfs import birth_of
+from ...runtime.procfs import start_time_of
 from ..arena import map_range
 from .frames import FAREWELL, GREETING
-from .inbox import NAME, may_be_trusted
+from .inbox import MAX_NAME_BYTES, is_trusted_peer
 
-__all__ = ["Content", "Holder", "Home", "image_name", "machine"]
+__all__ = ["Content", "Holder", "PoreIdentity", "machine_id", "process_name"]
 
 
 @dataclass(frozen=True)
-class Home:
+class PoreIdentity:
     """The identity of a pore, which travels with it. The address is random and never used again."""
 
     pore: str
@@ -46,23 +46,27 @@ class Home:
     secret: bytes
     owner: int
     owner_name: str
-    birth: str
-    machine: str
+    owner_start_time: str
+    machine_id: str
 
-    def closed(self, ended: bool, let_in: bool = True) -> PoreClosed:
-        """Return the error to raise. `let_in`: whether this process was ever connected."""
-        why = "has ended" if ended else "has closed it"
-        if not ended and not let_in:
-            why += (
-                ", or kept no reference to it: it lives while its owner keeps it, in a global say"
+    def closed_error(self, ended: bool, was_connected: bool = True) -> PoreClosed:
+        """Return the error to raise. `was_connected`: whether this process was ever connected."""
+        reason = "has ended" if ended else "has closed it"
+        if not ended and not was_connected:
+            reason += (
+                ", or kept no reference to the pore: the owner must keep one, for example in a "
+                "global variable"
             )
         return PoreClosed(
-            f"the pore {self.pore!r} is closed: its owner, process {self.owner} ({self.owner_name}), {why}",
-            pore=self.pore, owner=self.owner, ended=ended,
-        )  # fmt: skip
+            f"the pore {self.pore!r} is closed: its owner, process {self.owner} "
+            f"({self.owner_name}), {reason}",
+            pore=self.pore,
+            owner=self.owner,
+            ended=ended,
+        )
 
 
-def machine() -> str:
+def machine_id() -> str:
     """Return an identifier of this machine since its last boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
@@ -72,7 +76,7 @@ def machine() -> str:
         return os.uname().nodename
 
 
-def image_name() -> str:
+def process_name() -> str:
     """Return the drone's name, or "MainProcess"."""
     process: Any = sys.modules.get("multiprocessing.process")
     return process.current_process().name if process is not None else "MainProcess"
@@ -85,35 +89,37 @@ Content = memoryview | parent_death.Descriptor
 class Holder:
     """The holder of one process; a forked child uses another one. Any thread may call it."""
 
-    def __init__(self, home: Home, size: int, memory: memoryview | None, was_let_in: bool) -> None:
+    def __init__(
+        self, identity: PoreIdentity, size: int, memory: memoryview | None, was_connected: bool
+    ) -> None:
         """Prepare the connection, which the first use makes.
 
         `size` is the size of the memory in bytes; 0 if the pore is a file. `memory` is the mapping
-        inherited from the parent process if that process `was_let_in`; a file is not inherited.
+        inherited from the parent process if that process `was_connected`; a file is not inherited.
         """
         self.pid = os.getpid()
-        self._home = home
+        self._identity = identity
         self._size = size
         self._content: Content | None = memory
-        self._was_let_in = was_let_in
-        self._end: socket.socket | None = None
+        self._was_connected = was_connected
+        self._socket: socket.socket | None = None
         self._owner: parent_death.Descriptor | None = None  # the owner's pidfd
-        self._gone: PoreClosed | None = None
-        self._connecting = threading.Lock()
-        self._turn = threading.Lock()  # held while sending
+        self._closed_error: PoreClosed | None = None
+        self._connect_lock = threading.Lock()
+        self._send_lock = threading.Lock()  # held while sending
 
-    def content(self, look: bool) -> Content:
+    def content(self, check: bool) -> Content:
         """Return the pore's pages or file; the first use waits for the owner's I/O thread.
 
-        Raises `PoreClosed`; after the first use only if `look` is true.
+        Raises `PoreClosed`; after the first use only if `check` is true.
         """
         connected = False
-        while (end := self._end) is None or (content := self._content) is None:
+        while (connection := self._socket) is None or (content := self._content) is None:
             # Runs again only if another thread has closed the connection in the meantime.
             self._connect()
             connected = True
-        if look and not connected:
-            self._look(end)
+        if check and not connected:
+            self._check_open(connection)
         return content
 
     def send(self, frame: bytes, wait: bool) -> bool:
@@ -122,128 +128,129 @@ class Holder:
         Without `wait`, another thread that is sending counts as no room. Raises `PoreClosed`.
         """
         if wait:
-            with self._turn:
+            with self._send_lock:
                 return self._send(frame, wait)
-        if self._end is None:
+        if self._socket is None:
             self._connect()
         with DeferredSigint():  # a Ctrl-C between the two lines would leave the lock locked
-            if not self._turn.acquire(blocking=False):
+            if not self._send_lock.acquire(blocking=False):
                 return False
             try:
                 return self._send(frame, wait)
             finally:
-                self._turn.release()
+                self._send_lock.release()
 
     def _send(self, frame: bytes, wait: bool) -> bool:
-        end = self._end or self._connect()
+        connection = self._socket or self._connect()
         sent = 0
         try:
             while sent < len(frame):
                 try:
-                    sent += end.send(frame[sent:] if sent else frame, socket.MSG_DONTWAIT)
+                    sent += connection.send(frame[sent:] if sent else frame, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     if not (sent or wait):
                         return False
-                    self._wait_for_room(end)
+                    self._wait_for_room(connection)
             return True
         except OSError:
-            self._look(end)
+            self._check_open(connection)
             # The owner reads no more, and is about to send a farewell.
-            raise self._is_gone(ended=False) from None
+            raise self._set_closed(ended=False) from None
         except BaseException:  # the number of bytes sent is unknown
-            self._drop()
+            self._disconnect()
             raise
 
-    def _wait_for_room(self, end: socket.socket) -> None:
+    def _wait_for_room(self, connection: socket.socket) -> None:
         poll = select.poll()
-        poll.register(end, select.POLLOUT | select.POLLIN)
+        poll.register(connection, select.POLLOUT | select.POLLIN)
         owner = self._owner
         if owner is not None:
             poll.register(owner.fd, select.POLLIN)
-        news = poll.poll()
-        self._look(end)
-        if owner is not None and (owner.fd, select.POLLIN) in news:
-            raise self._is_gone(ended=True)
+        events = poll.poll()
+        self._check_open(connection)
+        if owner is not None and (owner.fd, select.POLLIN) in events:
+            raise self._set_closed(ended=True)
 
-    def _look(self, end: socket.socket) -> None:
+    def _check_open(self, connection: socket.socket) -> None:
         """Raise `PoreClosed` if the pore is closed."""
         try:
-            word = end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            peeked = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
-            if end.fileno() < 0:  # another thread has just dropped the connection
+            if connection.fileno() < 0:  # another thread has just dropped the connection
                 return
-            word = b""
-        raise self._is_gone(ended=word != FAREWELL)
+            peeked = b""
+        raise self._set_closed(ended=peeked != FAREWELL)
 
     def _connect(self) -> socket.socket:
-        with self._connecting:
-            if self._end is not None:  # another thread was faster
-                return self._end
-            home = self._home
-            if self._gone is not None:
-                raise another(self._gone)
-            if home.machine != machine():
+        with self._connect_lock:
+            if self._socket is not None:  # another thread was faster
+                return self._socket
+            identity = self._identity
+            if self._closed_error is not None:
+                raise copy_error(self._closed_error)
+            if identity.machine_id != machine_id():
                 raise RuntimeError(
-                    f"the pore {home.pore!r} is on another machine, in {home.owner_name}"
+                    f"the pore {identity.pore!r} is on another machine, in {identity.owner_name}"
                 )
-            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                end.connect("\0" + home.address)
-                if not may_be_trusted(end):
+                connection.connect("\0" + identity.address)
+                if not is_trusted_peer(connection):
                     raise ConnectionRefusedError
-                end.sendall(home.secret + image_name().encode()[:NAME])
+                connection.sendall(identity.secret + process_name().encode()[:MAX_NAME_BYTES])
                 greeting = select.poll()
-                greeting.register(end, select.POLLIN)
+                greeting.register(connection, select.POLLIN)
                 greeting.poll()
                 with DeferredSigint():  # a Ctrl-C would lose the descriptor
-                    self._let_in(end)
+                    self._receive_content(connection)
             except ConnectionError:
-                end.close()
-                raise self._is_gone(birth_of(home.owner) != home.birth, self._was_let_in) from None
+                connection.close()
+                ended = start_time_of(identity.owner) != identity.owner_start_time
+                raise self._set_closed(ended, self._was_connected) from None
             except BaseException:
                 # Otherwise a Ctrl-C came after the connection was complete.
-                if self._end is not end:
-                    end.close()
+                if self._socket is not connection:
+                    connection.close()
                 raise
-            return end
+            return connection
 
-    def _let_in(self, end: socket.socket) -> None:
-        greeting, fds = parent_death.receive_fds(end, 1, 1)
+    def _receive_content(self, connection: socket.socket) -> None:
+        greeting, fds = parent_death.receive_fds(connection, 1, 1)
         if greeting != GREETING:  # the pore is being closed
             raise ConnectionResetError
         if not fds:  # the descriptor was sent, but this process has no number left for it
             raise OSError(
-                errno.EMFILE, f"no file descriptor is left for the pore {self._home.pore!r}"
+                errno.EMFILE, f"no file descriptor is left for the pore {self._identity.pore!r}"
             )
-        came = parent_death.own(parent_death.Descriptor(fds[0]))
+        received = parent_death.close_in_child(parent_death.Descriptor(fds[0]))
         try:
             if self._content is None:
                 if self._size:
-                    self._content = memoryview(map_range(came.fd, 0, self._size, MAP_SHARED))
+                    self._content = memoryview(map_range(received.fd, 0, self._size, MAP_SHARED))
                 # An owner that uses `tell` itself has the file already.
-                elif self._home.owner != self.pid:
-                    self._content = came
+                elif self._identity.owner != self.pid:
+                    self._content = received
         finally:
-            if self._content is not came:
-                parent_death.close(came)
-        self._was_let_in = True
-        if (pidfd := parent_death.open_pidfd(self._home.owner)) is not None:
-            self._owner = parent_death.own(parent_death.Descriptor(pidfd))
-        self._end = parent_death.own(end)
+            if self._content is not received:
+                parent_death.close(received)
+        self._was_connected = True
+        if (pidfd := parent_death.open_pidfd(self._identity.owner)) is not None:
+            self._owner = parent_death.close_in_child(parent_death.Descriptor(pidfd))
+        self._socket = parent_death.close_in_child(connection)
 
-    def _is_gone(self, ended: bool, let_in: bool = True) -> BaseException:
-        if self._gone is None:  # otherwise another thread has noticed it first
-            self._gone = self._home.closed(ended, let_in)
-        self._drop()
-        return another(self._gone)
+    def _set_closed(self, ended: bool, was_connected: bool = True) -> BaseException:
+        if self._closed_error is None:  # otherwise another thread has noticed it first
+            self._closed_error = self._identity.closed_error(ended, was_connected)
+        self._disconnect()
+        return copy_error(self._closed_error)
 
-    def _drop(self) -> None:
-        end, self._end = self._end, None
+    def _disconnect(self) -> None:
+        connection, self._socket = self._socket, None
         owner, self._owner = self._owner, None
-        if end is not None:
-            parent_death.close(end)
+        if connection is not None:
+            parent_death.close(connection)
         if owner is not None:
             parent_death.close(owner)
 
@@ -255,11 +262,11 @@ class Holder:
         """
         # A Ctrl-C would leave a lock locked, or the connection half closed.
         with DeferredSigint(), ExitStack() as held:
-            for lock in (self._turn, self._connecting):
+            for lock in (self._send_lock, self._connect_lock):
                 if not lock.acquire(blocking=False):
                     return
                 held.callback(lock.release)
-            self._drop()
+            self._disconnect()
             content = self._content
             if isinstance(content, parent_death.Descriptor):
                 self._content = None

@@ -1,15 +1,15 @@
 """The owner's side of one pore: the connected holders, and the messages not received yet.
 
-    I/O thread: member readable ──a piece of the stream──> pieces ──split──> frames ──> Message
-                └── ROOM bytes waiting: stop reading; the senders' buffers fill, and they wait
+    I/O thread: holder readable ──a chunk of the stream──> chunks ──split──> frames ──> Message
+                └── too many bytes waiting: stop reading; the senders' buffers fill, and they wait
 
-`pieces` has one writer, the pore I/O thread. Receivers split pieces while holding a lock under
-which no user code runs: unpickling happens outside. Each of the two counters has one writer: `came`
-the I/O thread, `taken` the thread that holds the lock.
+`chunks` has one writer, the pore I/O thread. Receivers split chunks while holding a lock under
+which no user code runs: unpickling happens outside. Each of the two counters has one writer:
+`bytes_read` the I/O thread, `bytes_split` the thread that holds the lock.
 
-No wake-up is lost. A receiver adds its signal to `waiting` and then checks once more; the I/O
-thread adds a piece and then takes the signals out. The same holds for room: a receiver counts, then
-checks whether the I/O thread has stopped; the I/O thread notes that it stops, then checks the count
+No wake-up is lost. A receiver adds its signal to `waiters` and then checks once more; the I/O
+thread adds a chunk and then takes the signals out. The same holds for room: a receiver counts, then
+checks whether the I/O thread has paused; the I/O thread notes that it pauses, then checks the count
 once more.
 """
 
@@ -29,65 +29,69 @@ from ...promises.promise import FINISHED, Signal
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
 from ...wire.messages import Malformed
-from .frames import FAREWELL, GREETING, Frame, split
+from .frames import FAREWELL, GREETING, Frame, split_frames
 
 if TYPE_CHECKING:
     from .io_thread import PoreIOThread
 
-__all__ = ["ROOM", "ConnectedHolder", "Inbox", "may_be_trusted"]
+__all__ = ["MAX_UNRECEIVED_BYTES", "ConnectedHolder", "Inbox", "is_trusted_peer"]
 
 log = logging.getLogger("polycephaly.store.pores")
 
-ROOM = 256 * 1024
+MAX_UNRECEIVED_BYTES = 256 * 1024
 """Bytes of unreceived messages at which the senders have to wait, in addition to the kernel's
 buffer for each of them.
 """
-PIECE = 64 * 1024
+READ_BYTES = 64 * 1024
 """Limit in bytes of one read."""
-NAME = 200
+MAX_NAME_BYTES = 200
 """Limit in bytes of a holder's name."""
 
 
-def may_be_trusted(end: socket.socket) -> bool:
+def is_trusted_peer(connection: socket.socket) -> bool:
     """Return whether the process at the other end runs as our own user, or as root."""
-    uid = int.from_bytes(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8], "little")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    uid = int.from_bytes(credentials[4:8], "little")
     return uid in (0, os.geteuid())
 
 
 class ConnectedHolder:
-    """A connected holder, seen from the owner. Only the I/O thread uses it, except for `rest`."""
+    """A connected holder, seen from the owner.
 
-    def __init__(self, inbox: Inbox, end: socket.socket) -> None:
+    Only the I/O thread uses it, except for `unsplit`.
+    """
+
+    def __init__(self, inbox: Inbox, connection: socket.socket) -> None:
         self.inbox = inbox
-        self.end = parent_death.own(end)
+        self.connection = parent_death.close_in_child(connection)
         self.name: str | None = None  # None until the holder has sent its hello
-        self.rest = b""  # unsplit bytes of the last piece; guarded by the inbox's lock
+        self.unsplit = b""  # unsplit bytes of the last chunk; guarded by the inbox's lock
 
-    def let_in(self) -> bool:
+    def handle_hello(self) -> bool:
         """Read the hello and send the greeting; return False if the secret is wrong."""
-        hello = self.end.recv(len(self.inbox.secret) + NAME)
+        hello = self.connection.recv(len(self.inbox.secret) + MAX_NAME_BYTES)
         secret, name = hello[: len(self.inbox.secret)], hello[len(self.inbox.secret) :]
         if not compare_digest(secret, self.inbox.secret):
             return False
         self.name = name.decode("utf-8", "replace")
-        socket.send_fds(self.end, [GREETING], [self.inbox.content.fd])
+        socket.send_fds(self.connection, [GREETING], [self.inbox.content.fd])
         return True
 
     def read(self) -> bool:
-        """Read one piece; return False if the stream has ended."""
+        """Read one chunk; return False if the stream has ended."""
         try:
-            piece = self.end.recv(PIECE)
+            chunk = self.connection.recv(READ_BYTES)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        if piece:
-            self.inbox.came += len(piece)
-            self.inbox.pieces.append((self, piece))
-        return bool(piece)
+        if chunk:
+            self.inbox.bytes_read += len(chunk)
+            self.inbox.chunks.append((self, chunk))
+        return bool(chunk)
 
-    def leave(self) -> None:
-        parent_death.close(self.end)
+    def close(self) -> None:
+        parent_death.close(self.connection)
 
 
 class Inbox:
@@ -102,46 +106,47 @@ class Inbox:
     ) -> None:
         self.pid = os.getpid()
         self.secret = secret
-        self.content = parent_death.own(content)  # the descriptor of the memory or the file
-        self.listener = parent_death.own(listener)
-        self.members: dict[int, ConnectedHolder] = {}  # by descriptor; used by the I/O thread only
-        self.pieces: deque[tuple[ConnectedHolder, bytes]] = deque()
-        # Bytes read by the I/O thread, and bytes split by receivers.
-        self.came = self.taken = 0
-        self.stopped = False  # the I/O thread reads no more until there is room
-        self._end: Signal[None] = Signal()
-        self.waiting: deque[Signal[None]] = deque()
+        # The descriptor of the memory or the file.
+        self.content = parent_death.close_in_child(content)
+        self.listener = parent_death.close_in_child(listener)
+        self.holders: dict[int, ConnectedHolder] = {}  # by descriptor; used by the I/O thread only
+        self.chunks: deque[tuple[ConnectedHolder, bytes]] = deque()
+        self.bytes_read = 0  # by the I/O thread
+        self.bytes_split = 0  # by receivers
+        self.is_paused = False  # the I/O thread reads no more until there is room
+        self._ended_signal: Signal[None] = Signal()
+        self.waiters: deque[Signal[None]] = deque()
         self._frames: deque[tuple[str, Frame]] = deque()
-        self._splitting = threading.Lock()
-        self._open = [None]
+        self._split_lock = threading.Lock()
+        self._open_token = [None]
         self._io_thread = io_thread
 
     # -- any thread of the owner -------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
-        return not self._open
+        return not self._open_token
 
     @property
     def ended(self) -> bool:
         """True if the I/O thread has closed the pore: no more messages will come."""
-        return self._end.done()
+        return self._ended_signal.done()
 
     def close(self) -> None:
         """Request the closing. Safe in a finalizer."""
         with DeferredSigint():  # a Ctrl-C between the two lines would leave the pore open for ever
             try:
-                self._open.pop()
+                self._open_token.pop()
             except IndexError:
                 return
-            self._io_thread.ask("close", self)
+            self._io_thread.request("close", self)
 
     def wait_until_ended(self) -> None:
         """Wait, after `close`, until the I/O thread has closed the pore."""
         if not self._io_thread.is_this_thread():
-            self._end.result()
+            self._ended_signal.result()
 
-    def take(self) -> tuple[str, Frame] | None:
+    def take_frame(self) -> tuple[str, Frame] | None:
         """Return the oldest frame and its sender's name, or None if there is no frame."""
         while True:
             try:
@@ -150,76 +155,76 @@ class Inbox:
                 if not self._split_more():
                     return None
 
-    def has_some(self) -> bool:
-        return bool(self._frames or self.pieces)
+    def has_messages(self) -> bool:
+        return bool(self._frames or self.chunks)
 
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Return whether no message is left and none will come.
 
-        A piece that another receiver is splitting counts as left.
+        A chunk that another receiver is splitting counts as left.
         """
         if not self.ended:
             return False
-        with self._splitting, DeferredSigint():
-            return not self.has_some()
+        with self._split_lock, DeferredSigint():
+            return not self.has_messages()
 
     def _split_more(self) -> bool:
-        with self._splitting, DeferredSigint():  # a Ctrl-C between the lines would lose the piece
+        with self._split_lock, DeferredSigint():  # a Ctrl-C between the lines would lose the chunk
             if self._frames:  # another receiver was faster
                 return True
             try:
-                member, piece = self.pieces.popleft()
+                holder, chunk = self.chunks.popleft()
             except IndexError:
                 return False
             try:
-                frames, member.rest = split(member.rest, piece)
-            except Malformed as wrong:
-                log.warning("what %s told a pore was dropped: %s", member.name, wrong)
-                frames, member.rest = [], b""
-            name: Any = member.name
+                frames, holder.unsplit = split_frames(holder.unsplit, chunk)
+            except Malformed as error:
+                log.warning("messages of %s to a pore were dropped: %s", holder.name, error)
+                frames, holder.unsplit = [], b""
+            name: Any = holder.name
             self._frames.extend((name, frame) for frame in frames)
-            self.taken += len(piece)
-        if self.stopped and self.came - self.taken < ROOM:
-            self._io_thread.ask("go on", self)
+            self.bytes_split += len(chunk)
+        if self.is_paused and self.bytes_read - self.bytes_split < MAX_UNRECEIVED_BYTES:
+            self._io_thread.request("resume", self)
         return True
 
     @contextmanager
-    def news(self) -> Iterator[Signal[None]]:
+    def message_signal(self) -> Iterator[Signal[None]]:
         """Yield a signal that is set when there may be a message, or never will be another one."""
-        news: Signal[None] = Signal()
-        self.waiting.append(news)
+        signal: Signal[None] = Signal()
+        self.waiters.append(signal)
         try:
-            if self.has_some() or self.ended:
-                news._settle(FINISHED, None, None)
-            yield news
+            if self.has_messages() or self.ended:
+                signal._settle(FINISHED, None, None)
+            yield signal
         finally:
             with suppress(ValueError):
-                self.waiting.remove(news)
+                self.waiters.remove(signal)
 
     # -- the pore I/O thread -----------------------------------------------------------------------
 
-    def tell_waiting(self) -> None:
-        waiting = self.waiting
-        while waiting:
+    def wake_waiters(self) -> None:
+        waiters = self.waiters
+        while waiters:
             try:
-                waiting.popleft()._settle(FINISHED, None, None)
+                waiters.popleft()._settle(FINISHED, None, None)
             except IndexError:
                 return
 
-    def end(self) -> None:
+    def shut_down(self) -> None:
         """Read the messages sent until now, and close the connections."""
         parent_death.close(self.listener)
-        for member in self.members.values():
+        for holder in self.holders.values():
             try:
-                member.end.shutdown(socket.SHUT_RD)
-                if member.name is not None:
-                    while member.read():
+                holder.connection.shutdown(socket.SHUT_RD)
+                if holder.name is not None:
+                    while holder.read():
                         pass
-                member.end.send(FAREWELL)
+                holder.connection.send(FAREWELL)
             except OSError:  # the holder is gone
                 pass
-            member.leave()
-        self.members.clear()
+            holder.close()
+        self.holders.clear()
         parent_death.close(self.content)
-        self._end._settle(FINISHED, None, None)
-        self.tell_waiting()
+        self._ended_signal._settle(FINISHED, None, None)
+        self.wake_waiters()

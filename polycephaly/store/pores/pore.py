@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 from ...errors import PoreClosed
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
-from ...runtime.procfs import birth_of
+from ...runtime.procfs import start_time_of
 from ...runtime.system_limits import shared_memory_ceiling
-from ...wire import pickling as capturing
+from ...wire import pickling
 from ..arena import map_range
-from .frames import HEAD, MOST, TOLD, WROTE, Message, message_of
-from .holder import Content, Holder, Home, image_name, machine
+from .frames import HEAD, MAX_MESSAGE_BYTES, TOLD, WROTE, Message, message_of
+from .holder import Content, Holder, PoreIdentity, machine_id, process_name
 from .inbox import Inbox
 from .io_thread import io_thread
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Pore"]
 
 # Bit mask: every 128th `receive` lets other green threads run first.
-TURN = 127
+YIELD_MASK = 127
 
 _numbers = count(1)
 
@@ -104,50 +104,53 @@ class Pore:
     ) -> None:
         if (shape is None) == (file is None) or (dtype is not None and file is not None):
             raise TypeError(
-                "a pore is either memory of a shape, or a file: Pore(shape, dtype) or Pore(file=file)"
+                "a pore is either memory of a shape, or a file: use Pore(shape, dtype) or "
+                "Pore(file=file)"
             )
-        sides, dtype, size = _checked(shape, dtype) if file is None else ((), None, 0)
+        sides, dtype, size = _check_shape(shape, dtype) if file is None else ((), None, 0)
         if name is not None and not isinstance(name, str):
             raise TypeError(f"the name of a pore is a string, not {name!r}")
         address = f"polycephaly-pore-{secrets.token_hex(16)}"
-        home = Home(
+        identity = PoreIdentity(
             pore=name or f"pore {next(_numbers)}",
             address=address,
             secret=secrets.token_bytes(16),
             owner=os.getpid(),
-            owner_name=image_name(),
-            birth=birth_of(os.getpid()),
-            machine=machine(),
+            owner_name=process_name(),
+            owner_start_time=start_time_of(os.getpid()),
+            machine_id=machine_id(),
         )
         # A Ctrl-C would leak descriptors that no object holds, or that only the I/O thread holds.
         with DeferredSigint(), ExitStack() as made:
-            descriptor = parent_death.own(
-                parent_death.Descriptor(_pages(size) if file is None else _another(file))
+            descriptor = parent_death.close_in_child(
+                parent_death.Descriptor(_create_memory(size) if file is None else _duplicate(file))
             )
             made.callback(parent_death.close, descriptor)
             content: Content = descriptor
             if file is None:
                 content = memoryview(map_range(descriptor.fd, 0, size, MAP_SHARED))
-            listener = parent_death.own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener = parent_death.close_in_child(
+                socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            )
             made.callback(parent_death.close, listener)
             listener.setblocking(False)
             listener.bind("\0" + address)
             listener.listen(socket.SOMAXCONN)
-            inbox = Inbox(io_thread, home.secret, descriptor, listener)
-            io_thread.take_over(inbox)
+            inbox = Inbox(io_thread, identity.secret, descriptor, listener)
+            io_thread.add_inbox(inbox)
             made.pop_all()
-            self._set(home, sides, dtype, size, content, inbox)
+            self._set(identity, sides, dtype, size, content, inbox)
 
     def _set(
         self,
-        home: Home,
+        identity: PoreIdentity,
         shape: tuple[int, ...],
         dtype: Any,
         size: int,
         content: Content | None = None,
         inbox: Inbox | None = None,
     ) -> None:
-        self._home = home
+        self._identity = identity
         self._shape = shape
         self._dtype = dtype
         self._size = size
@@ -156,19 +159,19 @@ class Pore:
         self._inbox = inbox
         self._received = 0
         self._holder: Holder | None = None
-        _here[home.address] = self
+        _pores[identity.address] = self
 
     # -- properties --------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
         """The name given to the pore, or "pore" and a number."""
-        return self._home.pore
+        return self._identity.pore
 
     @property
     def owner(self) -> int:
         """The number of the process that owns the pore."""
-        return self._home.owner
+        return self._identity.owner
 
     @property
     def nbytes(self) -> int:
@@ -182,7 +185,7 @@ class Pore:
         In a process that has not used the pore yet, this is its first use.
         """
         try:
-            self._reached()
+            self._get_content()
         except PoreClosed:
             return True
         return False
@@ -196,7 +199,7 @@ class Pore:
         PoreClosed
             If the pore is closed.
         """
-        return self._mapped()[: self._size]
+        return self._get_memory()[: self._size]
 
     @property
     def array(self) -> numpy.ndarray[Any, Any]:
@@ -209,9 +212,8 @@ class Pore:
         """
         import numpy
 
-        return numpy.frombuffer(self._mapped()[: self._size], dtype=self._dtype or "u1").reshape(
-            self._shape
-        )
+        memory = self._get_memory()[: self._size]
+        return numpy.frombuffer(memory, dtype=self._dtype or "u1").reshape(self._shape)
 
     def fileno(self) -> int:
         """Return the descriptor of the pore's file in this process.
@@ -236,10 +238,10 @@ class Pore:
         must ask again. Use ``os.dup`` for a descriptor that lasts longer.
         """
         while True:
-            content = self._reached()
+            content = self._get_content()
             if isinstance(content, memoryview):
                 raise io.UnsupportedOperation(
-                    f"the pore {self.name!r} is memory: it has no file descriptor"
+                    f"the pore {self.name!r} is memory and has no file descriptor"
                 )
             if (fd := content.fd) >= 0:
                 return fd
@@ -277,11 +279,11 @@ class Pore:
         Exception
             The errors of pickling the message.
         """
-        pickled = capturing.capture(message, capturing.common())
-        if len(pickled) > MOST:
+        pickled = pickling.capture(message, pickling.common_snapshot())
+        if len(pickled) > MAX_MESSAGE_BYTES:
             raise ValueError(
-                f"a message of {len(pickled):,} bytes was told to the pore {self.name!r}, which takes {MOST:,}: "
-                "write what is large into its memory"
+                f"a message of {len(pickled):,} bytes is too large for the pore {self.name!r}, "
+                f"which takes {MAX_MESSAGE_BYTES:,}: write large data into its memory"
             )
         return self._send(HEAD.pack(TOLD, len(pickled), 0) + pickled, wait, "tell")
 
@@ -312,22 +314,23 @@ class Pore:
         """
         content = memoryview(data).cast("B") if not isinstance(data, bytes) else data
         size = len(content)
-        memory = self._mapped(look=False)  # if the pore is closed, `_send` raises the error
+        memory = self._get_memory(check=False)  # if the pore is closed, `_send` raises the error
         if not 0 <= offset <= self._size - size:
             raise ValueError(
-                f"{size:,} bytes at {offset:,} are not inside the pore {self.name!r} of {self._size:,}"
+                f"{size:,} bytes at {offset:,} are not inside the pore {self.name!r} "
+                f"of {self._size:,} bytes"
             )
         memory[offset : offset + size] = content
         return self._send(HEAD.pack(WROTE, size, offset), wait, "write")
 
-    def _send(self, frame: bytes, wait: bool, what: str) -> bool:
-        if not wait or not _in_step():
-            return self._held().send(frame, wait)
-        if self._held().send(frame, wait=False):
+    def _send(self, frame: bytes, wait: bool, method: str) -> bool:
+        if not wait or not _is_in_green_thread():
+            return self._get_holder().send(frame, wait)
+        if self._get_holder().send(frame, wait=False):
             return True
         raise RuntimeError(
-            f"there is no room for what is told to the pore {self.name!r}, and waiting for it would stop every green "
-            f"thread here: use `await green.call(pore.{what}, ...)`"
+            f"the pore {self.name!r} has no room for a message, and waiting for room would stop "
+            f"every green thread of this process: use `await green.call(pore.{method}, ...)`"
         )
 
     # -- the owner ---------------------------------------------------------------------------------
@@ -352,36 +355,37 @@ class Pore:
         Exception
             The errors of unpickling the message.
         """
-        inbox = self._owned("get")
-        end = None if timeout is None else monotonic() + timeout
-        while (taken := inbox.take()) is None:
-            self._may_come(inbox)
-            if _in_step():
+        inbox = self._get_own_inbox("get")
+        deadline = None if timeout is None else monotonic() + timeout
+        while (sent := inbox.take_frame()) is None:
+            self._check_not_exhausted(inbox)
+            if _is_in_green_thread():
                 raise RuntimeError(
-                    "`pore.get()` would stop every green thread here: use `await pore.receive()`"
+                    "`pore.get()` would stop every green thread of this process: use "
+                    "`await pore.receive()`"
                 )
-            with inbox.news() as news:
+            with inbox.message_signal() as signal:
                 try:
-                    news.result(None if end is None else max(0.0, end - monotonic()))
+                    signal.result(None if deadline is None else max(0.0, deadline - monotonic()))
                 except TimeoutError:
                     raise TimeoutError(
-                        f"nothing was told to the pore {self.name!r} within {timeout} s"
+                        f"no message arrived at the pore {self.name!r} within {timeout} s"
                     ) from None
-        return message_of(*taken)
+        return message_of(*sent)
 
     async def receive(self) -> Message:
         """Return the next message, for green threads and asyncio; otherwise like `get`."""
-        inbox = self._owned("receive")
+        inbox = self._get_own_inbox("receive")
         self._received += 1
-        if not self._received & TURN and _in_step():
+        if not self._received & YIELD_MASK and _is_in_green_thread():
             from ...green import sleep
 
             await sleep(0)  # before taking a message: a cancelled task would lose it
-        while (taken := inbox.take()) is None:
-            self._may_come(inbox)
-            with inbox.news() as news:
-                await news
-        return message_of(*taken)
+        while (sent := inbox.take_frame()) is None:
+            self._check_not_exhausted(inbox)
+            with inbox.message_signal() as signal:
+                await signal
+        return message_of(*sent)
 
     def __iter__(self) -> Iterator[Message]:
         """Yield messages until the pore is closed; see `get`."""
@@ -408,14 +412,14 @@ class Pore:
         received. Called by a holder, it is for this process only, until the pore is used again;
         while another thread of this process sends or connects, the call does nothing.
         """
-        self._let_go()
-        if self._is_mine() and not self._size:
+        self._close()
+        if self._is_owner() and not self._size:
             assert self._inbox is not None
             # Otherwise a socket's address, for example, might still be in use.
             self._inbox.wait_until_ended()
 
-    def _let_go(self) -> None:
-        if self._is_mine():
+    def _close(self) -> None:
+        if self._is_owner():
             assert self._inbox is not None
             self._inbox.close()
         if self._holder is not None and self._holder.pid == os.getpid():
@@ -429,25 +433,25 @@ class Pore:
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if "_holder" in self.__dict__ and not finalizing():
-            self._let_go()
+            self._close()
 
     # -- connection to the owner -------------------------------------------------------------------
 
-    def _is_mine(self) -> bool:
+    def _is_owner(self) -> bool:
         return self._inbox is not None and self._inbox.pid == os.getpid()
 
-    def _held(self) -> Holder:
+    def _get_holder(self) -> Holder:
         """Return this process's holder. The owner has one too, once it uses `tell` itself."""
-        if self._is_mine():
+        if self._is_owner():
             assert self._inbox is not None
             if self._inbox.closed:
-                raise self._home.closed(ended=False)
+                raise self._identity.closed_error(ended=False)
         holder = self._holder
         if holder is None or holder.pid != os.getpid():
             content = self._content
             memory = content if isinstance(content, memoryview) else None
             fresh, before = (
-                Holder(self._home, self._size, memory, was_let_in=content is not None),
+                Holder(self._identity, self._size, memory, was_connected=content is not None),
                 holder,
             )
             # No call between this check and the assignment: of several threads, only one sets the
@@ -458,41 +462,42 @@ class Pore:
         assert holder is not None
         return holder
 
-    def _reached(self, look: bool = True) -> Content:
-        holder = self._held()
-        if not self._is_mine():
-            self._content = holder.content(look)
+    def _get_content(self, check: bool = True) -> Content:
+        holder = self._get_holder()
+        if not self._is_owner():
+            self._content = holder.content(check)
         assert self._content is not None
         return self._content
 
-    def _mapped(self, look: bool = True) -> memoryview:
-        content = self._reached(look)
+    def _get_memory(self, check: bool = True) -> memoryview:
+        content = self._get_content(check)
         if not isinstance(content, memoryview):
             raise TypeError(
-                f"the pore {self.name!r} is an open file: it has a `fileno()`, and no memory"
+                f"the pore {self.name!r} is an open file and has no memory: use its `fileno()`"
             )
         return content
 
-    def _owned(self, what: str) -> Inbox:
-        if not self._is_mine():
+    def _get_own_inbox(self, method: str) -> Inbox:
+        if not self._is_owner():
             raise RuntimeError(
-                f"`{what}` is for the owner of the pore {self.name!r}, process {self.owner} ({self._home.owner_name}): "
-                "others `tell` and `write`"
+                f"`{method}` is for the owner of the pore {self.name!r}, process {self.owner} "
+                f"({self._identity.owner_name}): in other processes, use `tell` and `write`"
             )
         assert self._inbox is not None
         return self._inbox
 
-    def _may_come(self, inbox: Inbox) -> None:
-        if inbox.is_over():
-            raise self._home.closed(ended=False)
+    def _check_not_exhausted(self, inbox: Inbox) -> None:
+        if inbox.is_exhausted():
+            raise self._identity.closed_error(ended=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         served = sys.modules.get("polycephaly.engines.remote.shared")
-        if served is not None and served.here.connection is not None:
+        if served is not None and served.pickling_call.connection is not None:
             raise TypeError(
-                f"the pore {self.name!r} is for images of this machine: it does not go to a served pool"
+                f"the pore {self.name!r} is for processes of this machine, and cannot be sent to "
+                "a served pool"
             )
-        return _arrive, (self._home, self._shape, self._dtype, self._size)
+        return _rebuild, (self._identity, self._shape, self._dtype, self._size)
 
     def __copy__(self) -> Self:
         return self
@@ -501,53 +506,54 @@ class Pore:
         return self
 
     def __repr__(self) -> str:
-        of = "here" if self._is_mine() else f"of {self._home.owner_name}"
-        state = (
-            ", closed" if self._is_mine() and self._inbox is not None and self._inbox.closed else ""
-        )
-        return f"<Pore {self.name!r} {of}, {f'{self._size:,} bytes' if self._size else 'a file'}{state}>"
+        is_owner = self._is_owner()
+        owner = "here" if is_owner else f"of {self._identity.owner_name}"
+        state = ", closed" if is_owner and self._inbox is not None and self._inbox.closed else ""
+        content = f"{self._size:,} bytes" if self._size else "a file"
+        return f"<Pore {self.name!r} {owner}, {content}{state}>"
 
 
-_here: weakref.WeakValueDictionary[str, Pore] = weakref.WeakValueDictionary()
+_pores: weakref.WeakValueDictionary[str, Pore] = weakref.WeakValueDictionary()
 """The pores of this process by address: a pore that arrives several times is one object."""
 
 
-def _arrive(home: Home, shape: tuple[int, ...], dtype: Any, size: int) -> Pore:
-    pore = _here.get(home.address)
+def _rebuild(identity: PoreIdentity, shape: tuple[int, ...], dtype: Any, size: int) -> Pore:
+    pore = _pores.get(identity.address)
     if pore is None:
         pore = Pore.__new__(Pore)
-        pore._set(home, shape, dtype, size)
+        pore._set(identity, shape, dtype, size)
     return pore
 
 
-def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]:
-    given = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
-    if not given or any(
-        isinstance(side, bool) or not isinstance(side, SupportsIndex) for side in given
+def _check_shape(shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]:
+    dimensions = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
+    if not dimensions or any(
+        isinstance(side, bool) or not isinstance(side, SupportsIndex) for side in dimensions
     ):
         raise TypeError(
-            f"the shape of a pore is a number of items, or a tuple of such, not {shape!r}"
+            f"the shape of a pore is a number of items, or a tuple of numbers, not {shape!r}"
         )
-    sides = tuple(map(index, given))
-    each = 1
+    sides = tuple(map(index, dimensions))
+    item_bytes = 1
     if dtype is not None:
         import numpy
 
         dtype = numpy.dtype(dtype)
         if dtype.hasobject:
-            raise TypeError(f"a pore cannot hold {dtype}: objects of Python belong to one process")
-        each = dtype.itemsize
-    size = math.prod(sides) * each
+            raise TypeError(f"a pore cannot hold {dtype}: Python objects belong to one process")
+        item_bytes = dtype.itemsize
+    size = math.prod(sides) * item_bytes
     if size < 1 or min(sides) < 1:
         raise ValueError(f"a pore of the shape {shape!r} would hold nothing")
-    if size > (most := shared_memory_ceiling()):
+    if size > (limit := shared_memory_ceiling()):
         raise MemoryError(
-            f"a pore of {size:,} bytes is more than half of this machine's memory, which is {most:,}"
+            f"a pore of {size:,} bytes is larger than half of this machine's memory, "
+            f"which is {limit:,} bytes"
         )
     return sides, dtype, size
 
 
-def _pages(size: int) -> int:
+def _create_memory(size: int) -> int:
     """Return a descriptor of new memory, sealed to this size."""
     fd = os.memfd_create("polycephaly-pore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -559,7 +565,7 @@ def _pages(size: int) -> int:
     return fd
 
 
-def _another(file: Any) -> int:
+def _duplicate(file: Any) -> int:
     """Return another descriptor of the same open file."""
     fileno = getattr(file, "fileno", None)
     fd = fileno() if callable(fileno) else file
@@ -572,10 +578,10 @@ def _another(file: Any) -> int:
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno != errno.EBADF:
             raise
-        raise ValueError(f"{file!r} is no open file: there is no descriptor {fd}") from None
+        raise ValueError(f"{file!r} is no open file: descriptor {fd} does not exist") from None
 
 
-def _in_step() -> bool:
+def _is_in_green_thread() -> bool:
     """Return whether the caller is code of a green thread, between two awaits."""
     scheduler: Any = sys.modules.get("polycephaly.green.scheduler")
     return scheduler is not None and bool(scheduler.scheduler.in_step())
