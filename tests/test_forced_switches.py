@@ -11,6 +11,7 @@ from switches import every_meeting, telling_locks
 
 from polycephaly import Promise
 from polycephaly.green import group as groups
+from polycephaly.green import native
 from polycephaly.pool import handlers
 from polycephaly.pool import task as work
 from polycephaly.promises import promise as promises
@@ -220,3 +221,29 @@ def test_what_cancels_a_group_as_its_block_ends_hits_nothing_after_the_block():
 
     for *_, place in every_meeting(pair, groups):
         assert all(each.withdrawn for each in owner.interruptions), place
+
+
+def test_the_switch_interval_is_that_for_the_number_of_threads(monkeypatch):
+    interval = SimpleNamespace(value=0.005)
+    fake = SimpleNamespace(
+        getswitchinterval=lambda: interval.value,
+        setswitchinterval=lambda value: setattr(interval, "value", value),
+    )
+    monkeypatch.setattr(native, "sys", fake)
+
+    def a_worker_ends_and_others_begin():
+        interval.value = 0.005
+        pool = pools[:] = [native.NativeThreadPool(16384)]
+        monkeypatch.setattr(native, "_Worker", lambda *_: None)
+        for _ in range(native.MANY_THREADS):
+            pool[0]._assign_or_start(abs)
+        return pool[0].remove_worker, lambda: pool[0]._assign_or_start(abs)
+
+    pools = []
+    for _, _, place in every_meeting(a_worker_ends_and_others_begin, native):
+        (pool,) = pools  # its count is 512, or 511: where one was lost as CPython loses none
+        many = pool.count == native.MANY_THREADS
+        assert interval.value == pytest.approx(512 * 20e-6 if many else 0.005), place
+        for _ in range(pool.count):
+            pool.remove_worker()
+        assert interval.value == 0.005, place

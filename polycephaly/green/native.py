@@ -119,7 +119,7 @@ class NativeThreadPool:
         except IndexError:
             pass
         self.count += 1
-        self._adapt_switch_interval()
+        self._switch_interval.follow(self)
         try:
             _Worker(self, job)
         except RuntimeError:  # the kernel refuses another thread
@@ -130,11 +130,7 @@ class NativeThreadPool:
     def remove_worker(self) -> None:
         """Count a worker that has ended, or could not be started."""
         self.count -= 1
-        self._adapt_switch_interval()
-
-    def _adapt_switch_interval(self) -> None:
-        if not self.count & 255 or self.count == MANY_THREADS - 1:
-            self._switch_interval.adapt_to(self.count)
+        self._switch_interval.follow(self)
 
     def idle_idents(self) -> set[int]:
         """Return the idents of the idle threads."""
@@ -159,6 +155,7 @@ class NativeThreadPool:
         self.count = self.busy = 0
         self._idle.clear()
         self._queue.clear()
+        self._switch_interval.restore_after_fork()
 
 
 class _SwitchInterval:
@@ -172,21 +169,44 @@ class _SwitchInterval:
     """
 
     def __init__(self) -> None:
-        self._usual_interval = self._raised_interval = 0.0
+        self._usual = self._raised = 0.0
+        self._lock = allocate_lock()
 
-    def adapt_to(self, count: int) -> None:
-        """Adapt the switch interval to `count` threads."""
-        if count >= MANY_THREADS:
-            if not self._raised_interval:
-                self._usual_interval = sys.getswitchinterval()
-            needed = count * INTERVAL_SECONDS_PER_THREAD
-            self._raised_interval = max(self._usual_interval, needed)
-            sys.setswitchinterval(self._raised_interval)
-        elif self._raised_interval:
+    def follow(self, threads: NativeThreadPool) -> None:
+        """Adapt the interval to the present number of threads. Any thread may call this.
+
+        A caller that finds the lock taken leaves at once, because the caller may be a finalizer in
+        the thread that holds the lock. The holder looks at the number again after the release.
+        """
+        while _needed_interval(threads.count) != self._raised and self._lock.acquire(False):
+            try:
+                self._set(_needed_interval(threads.count))
+            finally:
+                self._lock.release()
+
+    def _set(self, needed: float) -> None:
+        if not self._raised:
+            self._usual = sys.getswitchinterval()
+        if needed:
+            self._raised = needed
+            sys.setswitchinterval(max(self._usual, needed))
+        else:
             # Restore the interval only if no other code has set it meanwhile.
-            if abs(sys.getswitchinterval() - self._raised_interval) < 1e-5:
-                sys.setswitchinterval(self._usual_interval)
-            self._raised_interval = 0.0
+            if abs(sys.getswitchinterval() - max(self._usual, self._raised)) < 1e-5:
+                sys.setswitchinterval(self._usual)
+            self._raised = 0.0
+
+    def restore_after_fork(self) -> None:
+        """Undo a raise in a forked child, where none of the threads exists."""
+        if self._raised:
+            sys.setswitchinterval(self._usual)
+        self._raised = 0.0
+        self._lock = allocate_lock()  # another thread may have held the old one
+
+
+def _needed_interval(count: int) -> float:
+    """Return the switch interval for `count` threads, in seconds; 0 if the usual one will do."""
+    return (count & ~255) * INTERVAL_SECONDS_PER_THREAD if count >= MANY_THREADS else 0.0
 
 
 class _Worker:
