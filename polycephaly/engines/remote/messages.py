@@ -39,7 +39,7 @@ __all__ = [
     "read_shared_numbers", "read_shared_value", "read_work",
 ]  # fmt: skip
 
-PROTOCOL = 4  # protocol 3 pickled other names of modules and classes
+PROTOCOL = 5  # protocols 3 and 4 pickled other names of modules, classes and functions
 
 # Between a client and its server:
 #
