@@ -61,7 +61,7 @@ from polycephaly.pool.drone_handle import DroneHandle, State
 from polycephaly.store.arena import REGION_BYTES, Arena
 from polycephaly.store.blocks import Store
 from polycephaly.store.references import Received, RefTable, Serialized, load, load_joined
-from polycephaly.timeline import trail
+from polycephaly.timeline import event_log
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
 from polycephaly.wire.fast_transport import MAX_PACKET_BYTES, FastTransport
@@ -132,15 +132,15 @@ Frames = list[bytes]
 
 def trail_of_one(number: int) -> bytes:
     """What a drone tells of its green threads, and of the work with that number."""
-    made = trail.EventLog()
-    made.events.append(trail.LoggedEvent(1, "a thread", "a function", 1.0, 2.0, 0.5, note="7"))
+    made = event_log.EventLog()
+    made.events.append(event_log.LoggedEvent(1, "a thread", "a function", 1.0, 2.0, 0.5, note="7"))
     made.cpu_times.append((number, 1000))
     return made.pop_packed()
 
 
 def read_trail(payload: Any) -> None:
     try:
-        trail.unpack_events(bytes(payload))
+        event_log.unpack_events(bytes(payload))
     except ValueError as wrong:
         raise Malformed(str(wrong)) from None
 

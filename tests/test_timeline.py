@@ -19,7 +19,7 @@ from faults import exit_hard, hold_until, wait_for
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.runtime.tuning import tuning
-from polycephaly.timeline import Span, Sums, trail
+from polycephaly.timeline import Span, Sums, event_log
 from polycephaly.timeline.page import contents
 from polycephaly.timeline.plain import pack_timeline, unpack_timeline
 from polycephaly.timeline.trace import json_of
@@ -365,7 +365,7 @@ def divide(n):
 
 def test_a_drone_forgets_what_its_controller_did():
     green.map(nap, [0.001], width=1)
-    assert trail.event_log.events
+    assert event_log.event_log.events
     with poly.Drone() as drone:
         assert drone.doit(lambda: len(green.timeline().spans)) == 0
         assert not [span for span in drone.timeline.spans if span.thread]
@@ -384,7 +384,7 @@ def test_many_green_threads_are_counted_where_they_are_too_many_to_be_kept():
     items = [span for span in timeline.spans if span.name == "quick" and not span.whole]
     assert items
     assert len(items) + timeline.threads_lost <= 6000 + 200
-    assert all(span.finished - span.started >= trail.MIN_EVENT_SECONDS - 2e-6 for span in items)
+    assert all(span.finished - span.started >= event_log.MIN_EVENT_SECONDS - 2e-6 for span in items)
 
 
 @pytest.mark.parametrize(
@@ -402,12 +402,12 @@ def test_many_green_threads_are_counted_where_they_are_too_many_to_be_kept():
 )  # fmt: skip
 def test_a_trail_that_is_none_is_refused(sent):
     with pytest.raises(ValueError):
-        trail.unpack_events(sent)
+        event_log.unpack_events(sent)
 
 
 def test_a_malformed_trail_is_told_and_harms_nothing(caplog):
     def tell():
-        trail.event_log.pop_packed = lambda: b"no trail"
+        event_log.event_log.pop_packed = lambda: b"no trail"
         return 42
 
     with poly.Drone(name="teller") as drone:

@@ -10,7 +10,7 @@ import pytest
 
 import polycephaly as poly
 from polycephaly.timeline import Span
-from polycephaly.timeline.verdict import figures, sentence
+from polycephaly.timeline.bottleneck import figures, sentence
 
 CORES = len(os.sched_getaffinity(0))
 LIMIT = f"the {CORES} cores are" if CORES > 1 else "the one core is"

@@ -30,7 +30,7 @@ from ..engines.local.status_table import Slot
 from ..promises import promise
 from ..store.placeholders import pickling_state
 from ..store.references import RefTable, Serialized
-from ..timeline.trail import event_log
+from ..timeline.event_log import event_log
 from ..wire.messages import (
     CALL_SLICE,
     CALLS,

@@ -23,7 +23,7 @@ from ..engines.local.status_table import Slot
 from ..runtime import forked
 from ..store.blocks import Store
 from ..store.references import RefTable, Serialized
-from ..timeline.trail import event_log
+from ..timeline.event_log import event_log
 from ..wire.exceptions import pack_exception
 from ..wire.messages import (
     EVENT_LOG,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar
 
-from ..timeline.trail import event_log
+from ..timeline.event_log import event_log
 from .history import history
 from .scheduler import IN_CALL, LOST, NO_CALL, PARK, PARKED, YIELDED, scheduler
 from .thread import GreenThread, outside_error

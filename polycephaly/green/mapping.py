@@ -26,7 +26,7 @@ from ..errors import ChannelClosed
 from ..pool.progress import Progress, total_of
 from ..promises.promise import Promise
 from ..runtime.coroutines import is_awaitable, is_coroutine_function
-from ..timeline.trail import MIN_EVENT_SECONDS, event_log
+from ..timeline.event_log import MIN_EVENT_SECONDS, event_log
 from .call import call_long
 from .channel import Channel
 from .collected import Collected

@@ -21,7 +21,7 @@ from ..errors import Deadlock
 from ..promises import promise
 from ..runtime import fork_guard
 from ..timeline import Timeline
-from ..timeline.trail import event_log, spans_of, unfinished_lives
+from ..timeline.event_log import event_log, spans_of, unfinished_lives
 from .parking import Parking
 from .scheduler import IN_CALL, PARKED, scheduler, unwrap
 from .thread import GreenThread, NativeThread

@@ -31,7 +31,7 @@ from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..runtime import forked
 from ..runtime.coroutines import is_awaitable, is_coroutine, is_coroutine_function
 from ..runtime.deferred_sigint import DeferredSigint
-from ..timeline.trail import MAX_LIVES_LOGGED, MIN_EVENT_SECONDS, event_log
+from ..timeline.event_log import MAX_LIVES_LOGGED, MIN_EVENT_SECONDS, event_log
 from .history import history
 from .scheduler import (
     IN_CALL,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..promises.promise import Promise
 from ..timeline import Timeline
-from ..timeline.taking import take_timeline
+from ..timeline.collecting import take_timeline
 from ..wire.output import forward
 from .base import DroneBase, wait_for
 from .config import (

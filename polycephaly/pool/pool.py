@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from ..store.shared import Shared
 from ..timeline import Timeline
-from ..timeline.taking import take_timeline
+from ..timeline.collecting import take_timeline
 from ..wire.output import Line
 from .base import ExecutorBase
 from .config import (

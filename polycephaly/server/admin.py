@@ -23,7 +23,7 @@ from ..store.shared import Shared, store_pickled
 from ..timeline.plain import pack_timeline
 from ..timeline.timeline import Timeline
 from ..wire.messages import Malformed
-from .answers import DRONE_REQUESTS, Reply
+from .drone_requests import DRONE_REQUESTS, Reply
 from .state import IDENTITY_FIELDS, describe_identity
 
 if TYPE_CHECKING:

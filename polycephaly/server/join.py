@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Self
 import zmq
 
 from ..engines.remote import pool_registry
-from ..engines.remote.bell import Wakeup
 from ..engines.remote.client_socket import ClientSocket
 from ..engines.remote.keys import Card
 from ..engines.remote.messages import (
@@ -56,6 +55,7 @@ from ..engines.remote.messages import (
     read_numbers,
     read_work,
 )
+from ..engines.remote.wakeup import Wakeup
 from ..pool.config import check_timeout
 from ..pool.task import Task
 from ..promises.promise import FINISHED, Promise, Signal, settling_threads
@@ -63,7 +63,7 @@ from ..runtime import fork_guard
 from ..timeline.plain import pack_timeline
 from ..wire.messages import CALL, Malformed
 from ..wire.output import Line
-from .answers import DRONE_REQUESTS
+from .drone_requests import DRONE_REQUESTS
 from .session import ClientFunction, ClientSession, make_result, submit_call
 from .state import describe_drones
 

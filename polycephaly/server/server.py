@@ -40,7 +40,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .. import __version__
 from ..engines.remote import pool_registry
-from ..engines.remote.bell import Wakeup
 from ..engines.remote.forks import listening_ports
 from ..engines.remote.keys import Card, check_address, check_key, new_key_pair, wants_ipv6
 from ..engines.remote.messages import (
@@ -73,6 +72,7 @@ from ..engines.remote.messages import (
     read_shared_value,
     read_work,
 )
+from ..engines.remote.wakeup import Wakeup
 from ..promises.promise import Promise, settling_threads
 from ..runtime import fork_guard
 from ..runtime.procfs import start_time_of

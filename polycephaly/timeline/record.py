@@ -31,7 +31,7 @@ from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
 if TYPE_CHECKING:
     from ..pool.task import Task
     from ..wire.functions import RemoteFunction
-from .trail import spans_of, unpack_events
+from .event_log import spans_of, unpack_events
 
 __all__ = ["Aggregated", "Entry", "TraceBuffer"]
 

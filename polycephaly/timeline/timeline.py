@@ -230,7 +230,7 @@ class Timeline:
     @property
     def bottleneck(self) -> str:
         """The reason that the run was not faster, in one sentence."""
-        from .verdict import bottleneck_of
+        from .bottleneck import bottleneck_of
 
         return bottleneck_of(self)
 

@@ -60,7 +60,7 @@ VALUE, ERROR, WITHDRAWN, SPLIT, VALUES = range(1, 6)
 RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES = range(6, 11)
 # CALLS and VALUES stand for many tasks at once, whose arguments or values are small and immutable:
 # pickles of (numbers, arguments) and of (numbers, start times, end times, values). EVENT_LOG
-# belongs to no task: it is the event log of green threads, as JSON (timeline/trail.py). STORE,
+# belongs to no task: it is the event log of green threads, as JSON (timeline/event_log.py). STORE,
 # FETCH and DROP concern a kept value (drone/store.py), and PACKED and NOT_PACKED answer FETCH:
 # their number is that of the task whose value is kept, or the number that the drone gave to the
 # value. KEPT_VALUES lists the values made by a drone whose handles are in the result of a task.

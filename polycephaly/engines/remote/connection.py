@@ -44,7 +44,6 @@ from ...runtime.tuning import tuning
 from ...wire.functions import FunctionRegistry, KnownFunctions, RemoteFunction
 from ...wire.messages import FORGET, WITHDRAWN, Malformed
 from ...wire.output import Line
-from .bell import Wakeup
 from .client_socket import ClientSocket
 from .keys import Card
 from .messages import (
@@ -80,6 +79,7 @@ from .messages import (
     read_results,
 )
 from .shared import Lease, pickling_call
+from .wakeup import Wakeup
 
 __all__ = ["Connection"]
 
