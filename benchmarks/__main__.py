@@ -72,7 +72,9 @@ class Taker:
                 why = f"exit code {process.returncode}" if process.returncode else ""
             except subprocess.TimeoutExpired:
                 answer, why = "", f"no answer after {PATIENCE} s"
-            finally:  # of a Ctrl-C too: it does not come to another session, and some peers' workers have their own
+            finally:
+                # Of a Ctrl-C too: it does not come to another session, and some peers' workers have
+                # their own.
                 for pid in (
                     (process.pid, *descendants(process.pid)) if process.poll() is None else ()
                 ):
@@ -175,7 +177,8 @@ def main(
 
     click.echo(
         f"{len(took)} runs, {WORKERS} workers, {about['cores']} cores, Linux {about['kernel']}, "
-        f"CPython {about['python']}, seeds {seed} to {seed + len(took) - 1}{', tiny sizes' if quick else ''}: "
+        f"CPython {about['python']}, seeds {seed} to {seed + len(took) - 1}"
+        f"{', tiny sizes' if quick else ''}: "
         "median (min to max)\n"
     )
     click.echo(table(took, sizes))

@@ -163,7 +163,8 @@ def main(runs: int, items: int) -> None:
     print(f"{'microseconds an item, median (min to max)':62}")
     for name, figures in took.items():
         print(
-            f"{name:62}{statistics.median(figures):8.1f}  ({min(figures):.1f} to {max(figures):.1f})"
+            f"{name:62}{statistics.median(figures):8.1f}"
+            f"  ({min(figures):.1f} to {max(figures):.1f})"
         )
 
 

@@ -122,7 +122,8 @@ def main(runs: int, nodes: int) -> None:
                 tiles * one,
             )
     click.echo(
-        f"{os.cpu_count()} cores, {DRONES} drones, {nodes:,} nodes and {tiles**3:,}; microseconds a node"
+        f"{os.cpu_count()} cores, {DRONES} drones, {nodes:,} nodes and {tiles**3:,}; "
+        "microseconds a node"
     )
     show("plain no-ops", found["plain no-ops"])
     for name in ("nodes whose inputs are there", "nodes that wait for two others"):

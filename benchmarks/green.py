@@ -123,7 +123,8 @@ def sections(quick: bool, large: bool, has_go: bool) -> list[Section]:
     calls, fewer = times(100_000), times(5_000)
     found.append(
         Section(
-            f"{calls:,} short foreign calls (getpid by ctypes), us each (at most 3 times the bare loop)",
+            f"{calls:,} short foreign calls (getpid by ctypes), us each "
+            "(at most 3 times the bare loop)",
             "us",
             (
                 Row("the bare loop", "calls bare", calls),

@@ -266,7 +266,8 @@ class Parking:
         assert answers == self.n
         answer_s = time.perf_counter() - self.began
         return {
-            "bytes": self.bytes, "park_s": self.park_s, "answer_s": answer_s, "answer_us": answer_s / self.n * 1e6,
+            "bytes": self.bytes, "park_s": self.park_s,
+            "answer_s": answer_s, "answer_us": answer_s / self.n * 1e6,
         }  # fmt: skip
 
 

@@ -7,10 +7,12 @@ above all the controller, and what is lost with a node; not how fast many machin
 controller's processor time is that of all its threads, Ray's among them: by what it takes for a
 task, one controller keeps at most so many drones busy.
 
-    rates     no-ops through the pool, as Ray's tasks and as calls of Ray's actors, in turns; by drones
+    rates     no-ops through the pool, as Ray's tasks and as calls of Ray's actors, in turns; by
+              drones
     standing  what the controller has to do, and to keep, for a drone that has nothing to do
     levels    one drone a node, with a pool of its own below it: what is left for the controller
-    loss      a node is killed, or falls silent, while the pool is at work: what is lost, and when is it whole again
+    loss      a node is killed, or falls silent, while the pool is at work: what is lost, and when
+              is it whole again
     arrays    a large array from one drone to another: by reference, and by way of the controller
 """
 

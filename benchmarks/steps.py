@@ -134,7 +134,8 @@ def main(runs: int) -> None:
             for name, us in of_map(pool).items():
                 found[name].append(us)
     click.echo(
-        f"{os.cpu_count()} cores, {DRONES} drones; microseconds a task; median (least to most) of {runs} runs"
+        f"{os.cpu_count()} cores, {DRONES} drones; microseconds a task; "
+        f"median (least to most) of {runs} runs"
     )
     for name, each in found.items():
         click.echo(f"{name:50} {statistics.median(each):6.2f} ({min(each):.2f} to {max(each):.2f})")

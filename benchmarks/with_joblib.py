@@ -98,7 +98,8 @@ def main(runs: int) -> None:
             its, ours = (statistics.median(times) for times in taken.values())
             how = "warm" if warm else "cold"
             print(
-                f"{name:32}{how:6}{its * 1e3:7.0f} ms{ours * 1e3:7.0f} ms   {its / ours:.2f} times ours",
+                f"{name:32}{how:6}{its * 1e3:7.0f} ms{ours * 1e3:7.0f} ms   "
+                f"{its / ours:.2f} times ours",
                 flush=True,
             )
 

@@ -1,7 +1,9 @@
-"""How the documentation is built: ``python -m sphinx -W --keep-going -b html docs docs/_build/html``.
+"""How the documentation is built:
+``python -m sphinx -W --keep-going -b html docs docs/_build/html``.
 
-The pages are Markdown (MyST), so that they read well without Sphinx too. The reference is made from docstrings. A
-public name is documented under `polycephaly` or `polycephaly.green`, whatever module it is written in.
+The pages are Markdown (MyST), so that they read well without Sphinx too. The reference is made from
+docstrings. A public name is documented under `polycephaly` or `polycephaly.green`, whatever module
+it is written in.
 """
 
 from __future__ import annotations
@@ -37,18 +39,21 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 250  # with the names of modules, which are not shown
 add_module_names = False
 
-# A name of ours that leads nowhere is a warning, and so an error. What is not ours has no page here; and in docstrings
-# a name in lower case is most often a parameter.
+# A name of ours that leads nowhere is a warning, and so an error. What is not ours has no page
+# here; and in docstrings a name in lower case is most often a parameter.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(asyncio|collections|concurrent|contextlib|multiprocessing|numpy|os|time|types|typing|zmq)\..*"),
-    ("py:.*", r"(Any|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future|(Async)?Itera(ble|tor))"),
+    ("py:.*", r"(asyncio|collections|concurrent|contextlib|multiprocessing|numpy|os|time"
+              r"|types|typing|zmq)\..*"),
+    ("py:.*", r"(Any|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future"
+              r"|(Async)?Itera(ble|tor))"),
     ("py:obj", r"Parallel"),
     # Types in NumPy style are prose.
     ("py:class", r"[a-z_ ]+|default .*"),
     ("py:class", r"[{\"].*"),
     ("py:exc", r"io\..*"),
-    ("py:.*", r"(str|int|float|bool|bytes|dict|list|tuple|object|property|[A-Z]\w*(Error|Interrupt|Group))"),
+    ("py:.*", r"(str|int|float|bool|bytes|dict|list|tuple|object|property"
+              r"|[A-Z]\w*(Error|Interrupt|Group))"),
     ("py:class", r"polycephaly\.[\w.]+\.[A-Z]\d?"),  # type variables
     ("py:class", r"[A-Z]\d?"),
     ("py:obj", r"[a-z_0-9]+((=| |\().*)?"),
@@ -73,7 +78,8 @@ MADE_ELSEWHERE = {
 
 
 def lead_home(app, env, node, contnode):  # type: ignore[no-untyped-def]
-    """`polycephaly.promises.promise.Promise` in an annotation is `polycephaly.Promise` here; `Pool.map` says enough."""
+    """`polycephaly.promises.promise.Promise` in an annotation is `polycephaly.Promise` here;
+    `Pool.map` says enough."""
     domain = env.get_domain("py")
     target = node.get("reftarget", "")
     if target.islower() and "." not in target:  # most often a parameter

@@ -5,7 +5,8 @@ now cross images.
 
     prefix ──> delta ──> consume
       ^          │
-      └─ successor         what is measured is a round: four items handed over, each from one image to another
+      └─ successor         what is measured is a round: four items handed over, each from one image
+                           to another
 
 A channel lives in the image that makes it, and whoever sends goes there directly. So each is made
 by who receives."""

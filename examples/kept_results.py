@@ -58,7 +58,8 @@ def main() -> None:
         (plain, many, slow), (kept, few, fast) = ask(pool, keep=False), ask(pool, keep=True)
         print(f"{QUESTIONS} questions, the same answers: {plain == kept}")
         print(
-            f"kept, less than a thousandth travels: {few < many / 1000} ({slow / fast:.1f} times as fast)"
+            f"kept, less than a thousandth travels: {few < many / 1000} "
+            f"({slow / fast:.1f} times as fast)"
         )
 
         # A sort by parts: what one drone spread out and another is to merge goes from drone to

@@ -49,13 +49,15 @@ def main() -> None:
         image = picture.array  # stays what it is when the pore is closed
         picture.close()
         print(
-            f"{progress.value} rows by {len(painting)} calls; bytes that came back: {came_back(painting)}"
+            f"{progress.value} rows by {len(painting)} calls; "
+            f"bytes that came back: {came_back(painting)}"
         )
 
         copied = [pool.promise(mandelbrot, rows) for rows in TILES]
         same = np.concatenate(poly.gather(*copied).value)
         print(
-            f"the same as results: {np.array_equal(image, same)}; bytes that came back: {came_back(copied):,}"
+            f"the same as results: {np.array_equal(image, same)}; "
+            f"bytes that came back: {came_back(copied):,}"
         )
 
         try:

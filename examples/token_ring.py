@@ -2,8 +2,8 @@
 
 python examples/token_ring.py [DRONES] [ROUNDS]
 
-drone 0 ──> drone 1 ──> ... ──> drone n-1      one connection between neighbours, and none that all share
-  ^                                  │
+drone 0 ──> drone 1 ──> ... ──> drone n-1      one connection between neighbours,
+  ^                                  │         and none that all share
   └──────────────────────────────────┘
 """
 

@@ -1,9 +1,10 @@
 """Blocks of Python in pages: each runs as a script, and prints what the page says.
 
-What it prints stands in comments (`print(x)  # what`), or in a ```text block right below it. Times ("0.41 s") differ
-from run to run, and are not compared. The blocks of a page that says that they "build on each other" are run as one
-script. A block under `<!-- needs: joblib -->` is skipped where that is missing. Blocks of ```ipython are the cells of
-one notebook, with what a kernel shows below each.
+What it prints stands in comments (`print(x)  # what`), or in a ```text block right below it. Times
+("0.41 s") differ from run to run, and are not compared. The blocks of a page that says that they
+"build on each other" are run as one script. A block under `<!-- needs: joblib -->` is skipped where
+that is missing. Blocks of ```ipython are the cells of one notebook, with what a kernel shows below
+each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 BLOCK = re.compile(
-    r"(?:^<!-- needs: (?P<needs>[\w, ]+) -->\n+)?^```python\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<text>.*?)^```$)?",
+    r"(?:^<!-- needs: (?P<needs>[\w, ]+) -->\n+)?^```python\n(?P<code>.*?)^```$"
+    r"(?:\s*^```text\n(?P<text>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
 CELL = re.compile(
@@ -95,7 +97,8 @@ def run_block(block: Block, folder: Path) -> None:
         [sys.executable, "-W", "error", "block.py"],
         cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         env={
-            **os.environ, "COLUMNS": "100", "XDG_RUNTIME_DIR": str(folder), "XDG_STATE_HOME": str(folder),
+            **os.environ, "COLUMNS": "100",
+            "XDG_RUNTIME_DIR": str(folder), "XDG_STATE_HOME": str(folder),
             "RAY_AUTH_MODE": "disabled",  # with a token it says so, on stderr
         },
     )  # fmt: skip
@@ -121,7 +124,8 @@ def run_cells(codes: list[str], folder: Path) -> list[str]:
     own = dict.fromkeys(("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "XDG_RUNTIME_DIR"), str(folder))
     run = subprocess.run(
         [sys.executable, "-c", NOTEBOOK],
-        cwd=folder, input=json.dumps(codes), capture_output=True, text=True, env={**os.environ, **own},
+        cwd=folder, input=json.dumps(codes), capture_output=True, text=True,
+        env={**os.environ, **own},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     shown: list[str] = json.loads(run.stdout)

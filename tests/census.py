@@ -32,7 +32,8 @@ from polycephaly.engines.local import native_threads as native
 
 MARKER = "POLYCEPHALY_TEST_RUN"
 MARKER_FD = 700
-DEADLINE = 2.0  # seconds of a machine that lets us run (`Patience`): DESIGN's bound for everything to be gone
+# Seconds of a machine that lets us run (`Patience`): DESIGN's bound for everything to be gone.
+DEADLINE = 2.0
 
 _marker_file: str | None = None
 _shared_memory_is_ours = True
@@ -175,7 +176,8 @@ class Census:
         left += [f"directory {path}" for path in sorted(self.homes - before.homes)]
         left += [f"/dev/shm/{name}" for name in sorted(self.shared_memory - before.shared_memory)]
         left += [
-            f"a thread of {library}, so that no test after this one can fork its drones: use a script"
+            f"a thread of {library}, so that no test after this one can fork its drones: "
+            "use a script"
             for library in sorted(self.native_threads - before.native_threads)
         ]
         return left
@@ -193,7 +195,8 @@ def _harmless(target: str) -> bool:
 
 _RAYS_OWN = re.compile(
     rb"ray::(IDLE|DashboardAgent|RuntimeEnvAgent)"
-    rb"|/ray/core/src/ray/(gcs/gcs_server|raylet/raylet)|/ray/_private/|/ray/autoscaler/|/ray/dashboard/"
+    rb"|/ray/core/src/ray/(gcs/gcs_server|raylet/raylet)"
+    rb"|/ray/_private/|/ray/autoscaler/|/ray/dashboard/"
 )
 
 

@@ -12,7 +12,8 @@ it ran. Two phases of half the time and half the tasks each (more tasks, where t
 more):
 
     without retries   value, or its own error      it ran exactly once
-                      DroneDied                    it ran at most once; a death takes along one task, not more
+                      DroneDied                    it ran at most once; a death takes along one
+                                                   task, not more
                       cancelled                    it ran at most once
     with retries      not cancelled                its value, or its own error; it ran at least once
 
@@ -542,7 +543,8 @@ def main(args: list[str] | None = None) -> int:
             print(phases[-1].summary())
             for name, first, last, most in quarters:
                 print(
-                    f"  {name}: {first:.1f} in the first quarter, {last:.1f} in the last (at most {most:.1f})",
+                    f"  {name}: {first:.1f} in the first quarter, {last:.1f} in the last "
+                    f"(at most {most:.1f})",
                     flush=True,
                 )
                 if last > most:
@@ -556,7 +558,8 @@ def main(args: list[str] | None = None) -> int:
         wait_for(lambda: threading.active_count() <= threads_before)
     except AssertionError:
         wrong.append(
-            f"left open: {os.listdir('/proc/self/fd')}, {threading.enumerate()}; before {open_before}"
+            f"left open: {os.listdir('/proc/self/fd')}, {threading.enumerate()}; "
+            f"before {open_before}"
         )
     for each in wrong[:TOLD]:
         print(f"WRONG {each}")

@@ -2,8 +2,10 @@
 by side.
 
   pytest ──> this process                  where one file, or one test, is asked for, or -n 0
-         └─> this process ──> workers      else: most tests wait rather than compute, so twice as many workers as cores
-             (xdist's)        each with a marker, a TMPDIR and a /dev/shm of its own, so that its census is its own
+         └─> this process ──> workers      else: most tests wait rather than compute, so twice as
+                                           many workers as cores
+             (xdist's)        each with a marker, a TMPDIR and a /dev/shm of its own, so that its
+                              census is its own
 
 The contract is tested on each engine: tests on Ray come last, all in one worker, with one Ray
 (engines.py)."""
@@ -39,12 +41,15 @@ import tiers
 
 TESTS = Path(__file__).parent
 
-A_FEW = 8  # tests at once to a worker: neighbours, as they share fixtures; not more, so that no worker is last for long
+# Tests at once to a worker: neighbours, as they share fixtures; not more, so that no worker is last
+# for long.
+A_FEW = 8
 
 _folder = ""
 _not_to_be_kept: list[Path] = []
 _real_stderr = sys.stderr
-_TEARDOWN = 40.0  # seconds that it may take: pytest-timeout ends a test that hangs, a deadline a teardown that does
+# Seconds that it may take: pytest-timeout ends a test that hangs, a deadline a teardown that does.
+_TEARDOWN = 40.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

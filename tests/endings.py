@@ -27,7 +27,8 @@ from typing import TextIO
 from census import DEADLINE, MARKER, Patience, alive, describe, homes, marked, pids, shared_memory
 from scripts import Script
 
-ENDS_WITHIN = 30.0  # seconds: from its ending to the controller's end; it may wait for what its drones do at exit
+# Seconds: from its ending to the controller's end; it may wait for what its drones do at exit.
+ENDS_WITHIN = 30.0
 GOES_ON_FOR = 40.0  # seconds for a script whose zygote was killed to come to its end by itself
 
 # -- the matrix ------------------------------------------------------------------------------------
@@ -35,7 +36,9 @@ GOES_ON_FOR = 40.0  # seconds for a script whose zygote was killed to come to it
 CONTROLLER = """
     import ctypes, faulthandler, os, signal, subprocess, sys, threading
     import polycephaly as poly
-    from faults import append, block_for_ever, hold_until, lines, sleep_holding_the_gil, spin_for_ever, wait_for
+    from faults import (
+        append, block_for_ever, hold_until, lines, sleep_holding_the_gil, spin_for_ever, wait_for
+    )
 
     start, load, ending, *terminal = sys.argv[1:]
     here = os.path.dirname(os.path.abspath(sys.argv[0]))
@@ -46,7 +49,8 @@ CONTROLLER = """
         inner = poly.Pool(2)
         inner.promise(block_for_ever, up_within)
         inner.promise(deeper)
-        # Not before they have begun may this drone, their controller, get work that holds its interpreter.
+        # Not before they have begun may this drone, their controller, get work that holds its
+        # interpreter.
         wait_for(lambda: len(lines(up_within)) == 2)
         append(up, "nested")
 
@@ -145,7 +149,8 @@ CONTROLLER = """
     if __name__ == "__main__":
         faulthandler.register(signal.SIGUSR1)  # tells where it hangs, should it do so
         if terminal:
-            os.close(os.open(terminal[0], os.O_RDWR))  # it leads a session without one: this is its terminal now
+            # It leads a session without one: this is its terminal now.
+            os.close(os.open(terminal[0], os.O_RDWR))
         if ending == "drone's thread":
             thread = threading.Thread(target=owner)
             thread.start()
@@ -163,8 +168,9 @@ LOADS = ("idle", "busy", "nested", "programs", "gil", "memory", "all")
 
 STATUS = {
     "return": 0, "exception": 1, "with": 1, "sys.exit": 3, "os._exit": 4, "os._exit in a thread": 4,
-    "segfault": -signal.SIGSEGV, "SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM, "SIGINT": -signal.SIGINT,
-    "SIGHUP": -signal.SIGHUP, "hang-up": -signal.SIGHUP, "SIGTERM to all": -signal.SIGTERM,
+    "segfault": -signal.SIGSEGV, "SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM,
+    "SIGINT": -signal.SIGINT, "SIGHUP": -signal.SIGHUP, "hang-up": -signal.SIGHUP,
+    "SIGTERM to all": -signal.SIGTERM,
     "main thread": 4, "drone's thread": 0, "zygote": 0, "zygote and controller": -signal.SIGKILL,
 }  # fmt: skip
 """How a controller may end, and its exit status then. `hang-up`: its terminal is closed. `SIGTERM

@@ -1,8 +1,9 @@
 """Points of a pool's processes at which a test can have something happen: the process is killed, or
 is late.
 
-    with at_point("drone sends", AFTER, hit=2, do=die):      this process and all that are forked meanwhile count how
-        with Pool(2) as pool: ...                            often one comes there; who is the second does it
+    with at_point("drone sends", AFTER, hit=2, do=die):      this process and all that are forked
+        with Pool(2) as pool: ...                            meanwhile count how often one comes
+                                                             there; who is the second does it
 
 A point is a function of the package, before it is called or after it has returned. It is wrapped
 before the fork, so the package has nothing of it, and it costs nothing where no test asks for it.
@@ -113,9 +114,10 @@ POINTS = {
 
 
 ONCE = {
-    "zygote begins to serve", "zygote starts a drone", "zygote clears a page", "zygote reaps", "zygote ends a group",
-    "zygote ends everything", "drone is tied to its parent", "drone enters the arena", "drone is hatched",
-    "drone opens its console", "drone sends its logs home", "drone is made", "drone makes its ear", "drone serves",
+    "zygote begins to serve", "zygote starts a drone", "zygote clears a page", "zygote reaps",
+    "zygote ends a group", "zygote ends everything", "drone is tied to its parent",
+    "drone enters the arena", "drone is hatched", "drone opens its console",
+    "drone sends its logs home", "drone is made", "drone makes its ear", "drone serves",
     "drone opens bulk", "drone closes",
 }  # fmt: skip
 """Where no process comes a third time, or not in every run."""

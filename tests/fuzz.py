@@ -8,8 +8,10 @@
 
     stage       who says it                                     what has to hold
     decoders    nobody: each decoder is given it                it returns, or raises `Malformed`
-    strangers   unknown identities and raw bytes, at the hub    dropped unseen: nothing unpickled, nobody else disturbed
-    hub         a drone, by its lane and its DEALER             the pool goes on, all promises are settled
+    strangers   unknown identities and raw bytes, at the hub    dropped unseen: nothing unpickled,
+                                                                nobody else disturbed
+    hub         a drone, by its lane and its DEALER             the pool goes on, all promises are
+                                                                settled
     drones      the hub, by lane and ROUTER, to idle and busy   the drone goes on, its ear too
 
 Each message follows from seed and number alone. A stage runs in a process of its own, so that
@@ -261,7 +263,9 @@ def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBOD
         [outcome(one, ERROR, failed)],
         [outcome(other, WITHDRAWN, b""), outcome(one, RANGE_RELEASED, b"")],
         [pack_values([one, other], [now, now], [now + 1e-5, now + 1e-4], [None, "text"])],
-        [pack_values([*known, *range(UNLIKELY, UNLIKELY + 5)], *([0.5] * (len(known) + 5) for _ in range(3)))],
+        [pack_values(
+            [*known, *range(UNLIKELY, UNLIKELY + 5)], *([0.5] * (len(known) + 5) for _ in range(3))
+        )],
         [outcome(one, SPLIT, split_head(3, 0, ENDED) + answers)],
         [outcome(one, SPLIT, split_head(1, 2, RUNNING) + answers)],
         [outcome(other, SPLIT, split_head(0, 3, ENDED) + answers), outcome(one, VALUE, b"")],
@@ -284,9 +288,12 @@ def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBOD
 # -- mutations -------------------------------------------------------------------------------------
 
 EXTREMES = [
-    0, 1, 2, 7, 8, 9, 28, 29, 30, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1,
-    2**63, 2**64 - 1, REGION_BYTES, REGION_BYTES - 1,
-    *(int.from_bytes(struct.pack("<d", time), "little") for time in (math.nan, math.inf, -1.0, 1e300)),
+    0, 1, 2, 7, 8, 9, 28, 29, 30, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF,
+    2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, REGION_BYTES, REGION_BYTES - 1,
+    *(
+        int.from_bytes(struct.pack("<d", time), "little")
+        for time in (math.nan, math.inf, -1.0, 1e300)
+    ),
 ]  # fmt: skip
 
 
@@ -350,8 +357,8 @@ def _place(frame: bytearray, dice: random.Random) -> int:
 
 
 MUTATIONS = [
-    _flip, _flip, _set_to_extreme, _set_to_extreme, _truncate, _insert, _overwrite, _cut_out, _repeat, _drop_frame,
-    _repeat_frame, _new_frame, _reorder,
+    _flip, _flip, _set_to_extreme, _set_to_extreme, _truncate, _insert, _overwrite, _cut_out,
+    _repeat, _drop_frame, _repeat_frame, _new_frame, _reorder,
 ]  # fmt: skip
 
 
@@ -1081,7 +1088,8 @@ def main() -> int:
             found = run_apart(STAGES[name], given.seed, start, stop)
             if "finding" in found:
                 print(
-                    f"{name}: FOUND, with --seed {given.seed}, messages {start} to {stop}: {found['finding']}"
+                    f"{name}: FOUND, with --seed {given.seed}, messages {start} to {stop}: "
+                    f"{found['finding']}"
                 )
                 status = 1
                 break

@@ -3,9 +3,10 @@
     python tests/hostile.py --messages 1000000          every kind in turn, so many messages
     together python tests/hostile.py --kind pings --messages 5000
 
-    attackers ── a process ──x            what is told of each kind: messages said, connections they took, how many of
-    server ───── a process    <── good    them were ended by the server, the good client's answers and its slowest one,
-                                  client  the server's memory at most
+    attackers ── a process ──x            what is told of each kind: messages said, connections they
+    server ───── a process    <── good    took, how many of them were ended by the server, the good
+                                  client  client's answers and its slowest one, the server's memory
+                                          at most
 
 Each message is said by one who has a key, as the good client's: only what he says is wrong. The
 exit status is 1 if the good client got an error, or the server's memory passed `--most` MB."""
@@ -114,7 +115,10 @@ def forged(dice: random.Random) -> Iterator[Frames]:
 
 
 def forged_in_drones(dice: random.Random) -> Iterator[Frames]:
-    code = r"import os; [os.write(2, b'\x1epoly:L%d.1+7 [50%s\x1e' % (i, b'0' * 3000)) for i in range(200)]; 0"
+    code = (
+        r"import os; [os.write(2, b'\x1epoly:L%d.1+7 [50%s\x1e' % (i, b'0' * 3000)) "
+        r"for i in range(200)]; 0"
+    )
     yield from calls_of(code, 1 << 30)
 
 
@@ -319,13 +323,15 @@ def main() -> int:
     for row in run(told.kind or [*KINDS], told.messages, told.seed):
         if "log" in row:
             print(
-                f"{said:,} hostile messages, {len(row['log'].splitlines())} lines in the server's log"
+                f"{said:,} hostile messages, {len(row['log'].splitlines())} lines "
+                "in the server's log"
             )
             continue
         said += row["said"]
         bad |= bool(row["error"]) or row["memory"] > told.most
-        print("{kind:21} {said:9,} {connections:12,} {out:8,} {answers:13,} {0:11,.0f} {memory:10,}  {error}".format(
-            row["slowest"] * 1000, **row), flush=True)  # fmt: skip
+        print("{kind:21} {said:9,} {connections:12,} {out:8,} {answers:13,} "
+              "{0:11,.0f} {memory:10,}  {error}".format(
+                  row["slowest"] * 1000, **row), flush=True)  # fmt: skip
     return int(bad)
 
 

@@ -15,7 +15,10 @@ IN_THEIR_PLACE = """import joblib.parallel, polycephaly as poly
 joblib.parallel.BACKENDS["loky"] = poly.joblib.PolycephalyBackend
 """
 
-NO_FILES = "a large array arrives in shared memory that a call may write into, not as a memory map of a file"
+NO_FILES = (
+    "a large array arrives in shared memory that a call may write into, "
+    "not as a memory map of a file"
+)
 IT_RUNS = (
     "where loky would run the calls one after the other, and warn of that, they run in parallel"
 )
@@ -25,7 +28,9 @@ ITS_OWN_POOL = (
 
 DIFFERENT = {
     "test_auto_memmap_on_arrays_from_generator[loky]": NO_FILES,
-    "test_error_capture[loky]": "a call that fails leaves the pool as it is: nothing has to be started again",
+    "test_error_capture[loky]": (
+        "a call that fails leaves the pool as it is: nothing has to be started again"
+    ),
     "test_initializer_reused[2]": ITS_OWN_POOL,
     "test_initializer_reused[4]": ITS_OWN_POOL,
     "test_managed_backend_reuse_temp_folder[loky]": NO_FILES,
@@ -40,11 +45,19 @@ DIFFERENT = {
     "test_nested_parallel_warnings[loky-multiprocessing-True]": IT_RUNS,
     "test_nested_parallel_warnings[multiprocessing-loky-True]": IT_RUNS,
     "test_nested_parallel_warnings[threading-loky-True]": IT_RUNS,
-    "test_nested_parallelism_limit[parallel_backend-loky]": "asks for a class of the name LokyBackend",
-    "test_nested_parallelism_limit[parallel_config-loky]": "asks for a class of the name LokyBackend",
+    "test_nested_parallelism_limit[parallel_backend-loky]": (
+        "asks for a class of the name LokyBackend"
+    ),
+    "test_nested_parallelism_limit[parallel_config-loky]": (
+        "asks for a class of the name LokyBackend"
+    ),
     "test_parallel_isolated_temp_folders[loky]": NO_FILES,
-    "test_parallel_with_interactively_defined_bound_method_loky": "asks for processes of the name LokyProcess",
-    "test_parallel_pickling": "the error is the one that the object raised, not a PicklingError made of it",
+    "test_parallel_with_interactively_defined_bound_method_loky": (
+        "asks for processes of the name LokyProcess"
+    ),
+    "test_parallel_pickling": (
+        "the error is the one that the object raised, not a PicklingError made of it"
+    ),
 }
 
 HOLD = (

@@ -117,7 +117,10 @@ def grown(samples: list[Sample], slack: float) -> Iterator[str]:
         first, last = middle(values[:quarter]), middle(values[-quarter:])
         most = bound(first) + (0 if name in EXACT else slack)
         if last > most:
-            yield f"{name}: {first:.1f} in the first quarter, {last:.1f} in the last, which may be {most:.1f}"
+            yield (
+                f"{name}: {first:.1f} in the first quarter, {last:.1f} in the last, "
+                f"which may be {most:.1f}"
+            )
 
 
 def table(samples: list[Sample]) -> str:

@@ -147,7 +147,8 @@ def test_a_file_descriptor_limit_is_named_and_everything_started_ended():
             poly.Pool(200)
         except OSError as error:
             print("file descriptor" in str(error) and "RLIMIT_NOFILE" in str(error))
-        wait_for(lambda: len(os.listdir("/proc/self/fd")) == before)  # the hub's thread closes its own
+        # The hub's thread closes its own.
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) == before)
         with poly.Pool(2) as pool:
             print(pool.doit(abs, -1))
     """)
@@ -186,7 +187,8 @@ def test_a_process_limit_is_named_and_everything_started_ended(tmp_path):
     done = run_script("""
         import os, resource
         import polycephaly as poly
-        import polycephaly.pool.pool, polycephaly.engines.local.engine  # that user may not read them
+        # That user may not read them.
+        import polycephaly.pool.pool, polycephaly.engines.local.engine
         os.setgroups([]); os.setgid(54321); os.setuid(54321)
         resource.setrlimit(resource.RLIMIT_NPROC, (12, 12))
         import tempfile; tempfile.tempdir = "/tmp"
@@ -252,7 +254,8 @@ def test_a_process_limit_that_has_no_room_for_zeromq_is_named(most):
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)
-        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or it could not read its own /proc
+        # PR_SET_DUMPABLE: or it could not read its own /proc.
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
         resource.setrlimit(resource.RLIMIT_NPROC, ({most}, {most}))
         try:
             poly.Pool(1)

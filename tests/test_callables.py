@@ -313,7 +313,9 @@ def test_a_local_class_with_what_functools_makes_of_methods_goes_by_value(pool):
         first_row = functools.partialmethod(row, 1)
 
     table = Table()
-    assert pool.doit(lambda: (table.size, table.row(3), table.kind(1), table.kind(""), table.first_row())) == (
+    assert pool.doit(
+        lambda: (table.size, table.row(3), table.kind(1), table.kind(""), table.first_row())
+    ) == (
         5, 15, "int", "?", 5,
     )  # fmt: skip
 
@@ -460,7 +462,9 @@ def test_a_cached_function_of_a_script_goes_by_reference_until_it_is_made_anew()
             def factorial(n):
                 return n * factorial(n - 1) if n else 1
 
-            print(pool.doit(square, 3), pool.doit(factorial, 5), list(pool.map(factorial, range(4))))
+            print(
+                pool.doit(square, 3), pool.doit(factorial, 5), list(pool.map(factorial, range(4)))
+            )
     """)
         == "1\n9\n-9 120 [1, 1, 2, 6]\n"
     )
@@ -575,7 +579,10 @@ def test_a_class_of_this_image_stays_as_it_is_when_an_instance_comes_home():
             def word():
                 return "old"
             late = Late()
-            print(pool.doit(lambda it: (it.tell(), it)[0], late), type(pool.doit(lambda it: it, late)) is Late, count)
+            print(
+                pool.doit(lambda it: (it.tell(), it)[0], late),
+                type(pool.doit(lambda it: it, late)) is Late, count,
+            )
             word = lambda: "new"
             print(late.tell(), count, pool.doit(lambda it: it.tell(), late))
             Late.more = lambda self: "more"

@@ -384,8 +384,13 @@ def test_a_full_dev_shm_is_nothing_to_us(tmp_path):
                 except OSError as error:
                     print(error.strerror, flush=True)
                 for start in ("fork", "spawn"):
-                    with poly.Pool(2, start=start) as pool, pool.share(np.arange(1_000_000)) as shared:
-                        print(pool.doit(np.sum, shared), len(pool.doit(bytes, 3_000_000)), flush=True)
+                    with (
+                        poly.Pool(2, start=start) as pool,
+                        pool.share(np.arange(1_000_000)) as shared,
+                    ):
+                        print(
+                            pool.doit(np.sum, shared), len(pool.doit(bytes, 3_000_000)), flush=True
+                        )
     """)
     )
     tests = os.path.dirname(os.path.abspath(__file__))

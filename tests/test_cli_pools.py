@@ -272,7 +272,10 @@ def test_a_wrong_name_or_limit_is_one_line(shell: Shell) -> None:
     )
 
 
-SLOW = "open('begun', 'w').close()\nimport time\nwhile not __import__('os').path.exists('go'): time.sleep(0.01)\n'done'"
+SLOW = (
+    "open('begun', 'w').close()\nimport time\n"
+    "while not __import__('os').path.exists('go'): time.sleep(0.01)\n'done'"
+)
 STUCK = "open('begun', 'w').close()\nimport time\ntime.sleep(1000)"
 
 
@@ -567,7 +570,8 @@ def test_ps_tells_in_what_a_drone_waits(shell: Shell) -> None:
             )
             wait_for(
                 lambda: re.search(
-                    r"code \"open\('door'\)\.read\(\)\" has waited for .* in the system call openat$",
+                    r"code \"open\('door'\)\.read\(\)\" has waited for .* "
+                    r"in the system call openat$",
                     shell.say("ps", "lab").rstrip(),
                 )
             )

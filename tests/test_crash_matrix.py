@@ -163,7 +163,9 @@ CONTROLLER = """
     PLACES = {
         "pickling the arguments": lambda: pool.doit(take, FailsToPickle(how)),
         "unpickling the result": lambda: pool.doit(give_what_fails_to_unpickle, how),
-        "in a done-callback": lambda: (pool.promise(take, 1).add_done_callback(lambda _: fail(how)), block_for_ever()),
+        "in a done-callback": lambda: (
+            pool.promise(take, 1).add_done_callback(lambda _: fail(how)), block_for_ever()
+        ),
         "__del__ during garbage collection": lambda: (FailsWhenCollected(how), gc.collect()),
     }
 

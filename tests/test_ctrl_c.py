@@ -18,7 +18,9 @@ from polycephaly.runtime.procfs import state_of
 WAITS = {
     "value": ("p = pool.promise(block_for_ever, up)", "p.value", "p.cancelled()"),
     "doit": ("pass", "pool.doit(block_for_ever, up)", "True"),
-    "result with timeout": ("p = pool.promise(block_for_ever, up)", "p.result(50)", "p.cancelled()"),
+    "result with timeout": (
+        "p = pool.promise(block_for_ever, up)", "p.result(50)", "p.cancelled()",
+    ),
     "exception": ("p = pool.promise(block_for_ever, up)", "p.exception()", "p.cancelled()"),
     "gather": (
         "ps = [pool.promise(block_for_ever, up) for _ in range(5)]",
@@ -28,13 +30,19 @@ WAITS = {
         "ps = [pool.promise(block_for_ever, up) for _ in range(5)]",
         "poly.race(*ps).value", "all(p.cancelled() for p in ps)",
     ),
-    "then": ("p = pool.promise(block_for_ever, up)", "p.then(abs).then(abs).value", "p.cancelled()"),
+    "then": (
+        "p = pool.promise(block_for_ever, up)", "p.then(abs).then(abs).value", "p.cancelled()",
+    ),
     "as_completed": (
-        "ps = [pool.promise(abs, 1), *(pool.promise(block_for_ever, up) for _ in range(5))]; ps[0].result()",
-        "list(poly.as_completed(ps))", "not ps[0].cancelled() and all(p.cancelled() for p in ps[1:])",
+        "ps = [pool.promise(abs, 1), *(pool.promise(block_for_ever, up) for _ in range(5))]; "
+        "ps[0].result()",
+        "list(poly.as_completed(ps))",
+        "not ps[0].cancelled() and all(p.cancelled() for p in ps[1:])",
     ),
     "map": ("pass", "list(pool.map(block_for_ever, [up] * 5))", "True"),
-    "map, as they come": ("pass", "list(pool.map(block_for_ever, [up] * 5, ordered=False))", "True"),
+    "map, as they come": (
+        "pass", "list(pool.map(block_for_ever, [up] * 5, ordered=False))", "True",
+    ),
 }  # fmt: skip
 
 
@@ -60,7 +68,10 @@ def test_the_first_one_ends_the_wait_and_cancels_and_the_pool_goes_on(wait, tmp_
                 except KeyboardInterrupt:
                     if {cancelled}:
                         break  # else it came before the wait
-            print("interrupted", [d.pid for d in pool.drones] == drones, pool.doit(abs, -3), flush=True)
+            print(
+                "interrupted", [d.pid for d in pool.drones] == drones, pool.doit(abs, -3),
+                flush=True,
+            )
     """, up) as script:  # fmt: skip
         running = 2 if wait in ("gather", "race", "as_completed") or "map" in wait else 1
         while (line := script.read_line()) == "waits":
@@ -165,7 +176,10 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
 
         {made}
         def tell_when_it_waits(main=threading.get_ident()):
-            while not any("wait_ended" in each.name for each in traceback.extract_stack(sys._current_frames()[main])):
+            while not any(
+                "wait_ended" in each.name
+                for each in traceback.extract_stack(sys._current_frames()[main])
+            ):
                 time.sleep(0.01)
             append(sys.argv[1], "waits")
 
@@ -200,8 +214,8 @@ class Terminal:
         env |= {"TERM": "dumb", "PYTHON_BASIC_REPL": "1"}
         self.keys, its = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-q"], stdin=its, stdout=its, stderr=its, env=env, start_new_session=True,
-            preexec_fn=_take_terminal,
+            [sys.executable, "-q"], stdin=its, stdout=its, stderr=its, env=env,
+            start_new_session=True, preexec_fn=_take_terminal,
         )  # fmt: skip
         os.close(its)
         self.said = ""
@@ -254,7 +268,8 @@ def test_in_a_terminals_repl_the_pool_stays_usable(tmp_path):
             terminal.type("\x03")
             terminal.read_until("KeyboardInterrupt")
             terminal.type(
-                "print('is', p.cancelled(), pool.doit(abs, -3), [d.pid for d in pool.drones] == pids)\n"
+                "print('is', p.cancelled(), pool.doit(abs, -3), "
+                "[d.pid for d in pool.drones] == pids)\n"
             )
             terminal.read_until("is True 3 True")
         terminal.type("pool.shutdown(); print('en' + 'ded')\n")

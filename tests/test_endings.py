@@ -130,7 +130,8 @@ def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on(tmp_path):
         with poly.Pool(2) as pool:
             before = {pool.doit(os.getppid)}
             lost = pool.promise(block_for_ever, sys.argv[1])
-            wait_for(lambda: lines(sys.argv[1]))  # not begun, it would move, and block for ever elsewhere
+            # Not begun, it would move, and block for ever elsewhere.
+            wait_for(lambda: lines(sys.argv[1]))
             old = [d.pid for d in pool.drones]
             pool.doit(abs, 1)
             os.kill(before.pop(), signal.SIGKILL)

@@ -175,7 +175,9 @@ import os
 import polycephaly as poly
 from polycephaly import green
 
-plain, buffered, closed, ring = green.Channel(), green.Channel(3), green.Channel(), [green.Channel() for _ in range(3)]
+plain, buffered, closed, ring = (
+    green.Channel(), green.Channel(3), green.Channel(), [green.Channel() for _ in range(3)]
+)
 closed.close()
 dropped = [green.Channel()]
 
@@ -230,7 +232,10 @@ if __name__ == "__main__":
         p = pool.promise(below)
         print(plain.get(), p.value)
         dropped.clear()
-        print(str(pool.promise("dropped[0].get()").exception()).partition(" (pid ")[2].partition("> ")[2])
+        print(
+            str(pool.promise("dropped[0].get()").exception())
+            .partition(" (pid ")[2].partition("> ")[2]
+        )
     pid = os.fork()
     if pid == 0:
         waits = green.spawn(consume)
@@ -802,7 +807,9 @@ def test_who_asks_when_the_home_and_all_drones_have_ended_is_told_so(how):
 
         with poly.Drone() as drone:
             ch = drone.doit(green.Channel)
-        ask = {"get": ch.get, "put": lambda: ch.put(1), "select": lambda: green.run(chosen)}[sys.argv[1]]
+        ask = {
+            "get": ch.get, "put": lambda: ch.put(1), "select": lambda: green.run(chosen)
+        }[sys.argv[1]]
         try:
             ask()
         except green.ChannelClosed as closed:
@@ -2014,7 +2021,7 @@ class Kills:
         return int, ()
 
 
-def test_functions_over_a_pool_of_which_a_drone_dies_as_they_are_dealt_out_are_none_of_them_left_waiting():
+def test_functions_over_a_pool_of_which_a_drone_dies_as_they_are_dealt_out_are_not_left_waiting():
     async def wait(ch, _=None):
         return await ch.receive()
 

@@ -195,7 +195,7 @@ def length(*values):
     return sum(value if isinstance(value, int) else len(value) for value in values)
 
 
-def test_a_graph_whose_drones_are_killed_at_random_comes_out_right_where_its_nodes_may_be_run_again():
+def test_a_graph_whose_drones_are_killed_at_random_comes_out_right_if_its_nodes_may_run_again():
     seed = random.randrange(1 << 32)
     print("seed", seed)  # shown where it fails
     dice = random.Random(seed)

@@ -203,7 +203,9 @@ def test_signal_handlers_of_the_main_image_are_not_the_drones():
         signal.signal(signal.SIGTERM, lambda *_: print("caught", flush=True))
         signal.signal(signal.SIGUSR1, lambda *_: print("caught", flush=True))
         with poly.Pool(1, output="discard") as pool:
-            p = pool.promise("import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()")
+            p = pool.promise(
+                "import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
+            )
             print(p.exception().exitcode)
     """)
     assert done.stdout == "-15\n", done.stderr

@@ -109,8 +109,9 @@ class Busy:
 
 def state():
     return (
-        len(green.threads()), len(scheduler.live), len(scheduler.ready), scheduler.workers.count, scheduler.owner,
-        scheduler.native_calls, scheduler.external_waits, len(scheduler.timers.heap), len(scheduler.drivers),
+        len(green.threads()), len(scheduler.live), len(scheduler.ready), scheduler.workers.count,
+        scheduler.owner, scheduler.native_calls, scheduler.external_waits,
+        len(scheduler.timers.heap), len(scheduler.drivers),
     )  # fmt: skip
 
 

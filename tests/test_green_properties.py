@@ -27,8 +27,10 @@ SEED = os.environ.get("POLYCEPHALY_SEED")
 
 SOON = (0, 0.0002, 0.001)  # seconds
 
-# A program is a list of capacities and a list of threads; a thread is its kind and a list of steps, as tuples:
-#   ("send", channel)  ("receive", channel)  ("send within", channel, seconds)  ("receive within", channel, seconds)
+# A program is a list of capacities and a list of threads; a thread is its kind and a list of steps,
+# as tuples:
+#   ("send", channel)  ("receive", channel)
+#   ("send within", channel, seconds)  ("receive within", channel, seconds)
 #   ("select", ((end, channel), ...), seconds or None, priority)  ("claim", end, channel, times)
 #   ("let go first", times)  ("cancel", thread)  ("close", channel)  ("nap", seconds)
 

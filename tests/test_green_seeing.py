@@ -81,8 +81,8 @@ def test_threads_lists_everybody_with_state_file_and_line():
     states = {name: each.state for name, each in seen.items()}
     main_name = next(name for name in states if name.endswith("main"))
     assert states == {
-        main_name: "running", "receiver": "parked", "sleeper": "parked", "plain": "native", "caller": "calling",
-        "long caller": "calling", "bound caller": "calling", "new": "ready",
+        main_name: "running", "receiver": "parked", "sleeper": "parked", "plain": "native",
+        "caller": "calling", "long caller": "calling", "bound caller": "calling", "new": "ready",
     }  # fmt: skip
     lines = {"receiver": "RECEIVES", "sleeper": "SLEEPS", "plain": "BLOCKS", "caller": "CALLS"}
     lines |= {"long caller": "CALLS LONG", "bound caller": "CALLS", main_name: "MAIN"}
@@ -249,7 +249,8 @@ def wakes_later(channel, word="woken"):
     channel.put(word)
 
 
-LONGER = 0.2  # seconds: longer than the silence after which the scheduler asks, and after which it gives up
+# Seconds: longer than the silence after which the scheduler asks, and after which it gives up.
+LONGER = 0.2
 
 
 @pytest.mark.guarantee("green-23")
@@ -357,10 +358,11 @@ def test_who_waits_for_somebody_that_can_still_wake_him_is_woken():
         green.spawn(wakes)
 
     for start in (
-        user_thread, timer, timer_with_a_closure, timer_with_a_list, timer_with_a_function_that_calls_another,
-        timer_with_an_object, executors_thread, callback_of_a_builtin_in_an_executor, green_sleeper, plain_green_thread,
-        plain_green_thread_in_a_builtin, foreign_call(green.call), foreign_call(green.call_long), bound_call,
-        outside_promise, asyncio_code,
+        user_thread, timer, timer_with_a_closure, timer_with_a_list,
+        timer_with_a_function_that_calls_another, timer_with_an_object, executors_thread,
+        callback_of_a_builtin_in_an_executor, green_sleeper, plain_green_thread,
+        plain_green_thread_in_a_builtin, foreign_call(green.call), foreign_call(green.call_long),
+        bound_call, outside_promise, asyncio_code,
     ):  # fmt: skip
         channel = green.Channel()
         start(channel)

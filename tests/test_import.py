@@ -38,7 +38,10 @@ HEAVY = [
     ],
 )
 def test_an_import_loads_what_it_needs_and_no_more(statement: str, unused: list[str]) -> None:
-    code = f"import sys; before = set(sys.modules)\n{statement}\nprint(*sorted(set(sys.modules) - before), sep='\\n')"
+    code = (
+        f"import sys; before = set(sys.modules)\n{statement}\n"
+        "print(*sorted(set(sys.modules) - before), sep='\\n')"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = run.stdout.splitlines()
     assert "polycephaly" in loaded

@@ -366,7 +366,9 @@ def test_ctrl_c_ends_the_call_and_leaves_nothing(tmp_path):
         from faults import hold_until
         poly.joblib.register()
         try:
-            Parallel(n_jobs=2, backend="polycephaly")(delayed(hold_until)("/nowhere", sys.argv[1]) for _ in range(4))
+            Parallel(n_jobs=2, backend="polycephaly")(
+                delayed(hold_until)("/nowhere", sys.argv[1]) for _ in range(4)
+            )
         except KeyboardInterrupt:
             print("free", flush=True)
     """, str(started)) as script:  # fmt: skip

@@ -20,9 +20,9 @@ pytest.importorskip("numpy")
 def test_joblibs_own_tests_hold_but_for_those_that_are_listed(tmp_path):
     tests = os.path.dirname(os.path.abspath(__file__))
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "joblib_in_place", "-p", "no:cacheprovider", "-c", os.devnull, "-q",
-         "--tb=native", f"--basetemp={tmp_path / 'base'}", "--pyargs", "joblib.test.test_parallel",
-         "joblib.test.test_memmapping"],
+        [sys.executable, "-m", "pytest", "-p", "joblib_in_place", "-p", "no:cacheprovider",
+         "-c", os.devnull, "-q", "--tb=native", f"--basetemp={tmp_path / 'base'}",
+         "--pyargs", "joblib.test.test_parallel", "joblib.test.test_memmapping"],
         cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)])},
     )  # fmt: skip

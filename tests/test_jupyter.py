@@ -217,7 +217,10 @@ def test_what_is_defined_in_cells_works(notebook):
 
 
 def test_cells_may_await(notebook):
-    code = "import asyncio\nawait asyncio.gather(pool.promise('1'), asyncio.wrap_future(pool.promise('2')))"
+    code = (
+        "import asyncio\n"
+        "await asyncio.gather(pool.promise('1'), asyncio.wrap_future(pool.promise('2')))"
+    )
     assert notebook.run(code).out == "[1, 2]"
     assert (
         notebook.run("[x async for x in poly.as_completed([pool.promise('3')])][0].value").out
@@ -352,7 +355,10 @@ def test_the_magics_work_in_plain_ipython():
         shell.run_line_magic("load_ext", "polycephaly")
         with poly.Pool(1, name="plain") as pool:
             shell.user_ns["mine"] = pool
-            print(shell.run_cell_magic("doit", "mine", "x = 41\\nx + 1"), shell.run_line_magic("doit", "x"))
+            print(
+                shell.run_cell_magic("doit", "mine", "x = 41\\nx + 1"),
+                shell.run_line_magic("doit", "x"),
+            )
             card = os.path.join(os.environ["TMPDIR"], "card")
             with poly.serve(pool, file=card), poly.connect(card) as far:
                 shell.user_ns["far"] = far
@@ -377,7 +383,10 @@ def test_what_an_awaiting_cell_makes_in_plain_ipython_belongs_to_the_image():
         from IPython.core.interactiveshell import InteractiveShell
         InteractiveShell.enable_history_manager = False
         shell = InteractiveShell.instance()
-        shell.run_cell("import asyncio\\nimport polycephaly as poly\\nd = poly.Drone(); await asyncio.sleep(0)")
+        shell.run_cell(
+            "import asyncio\\nimport polycephaly as poly\\n"
+            "d = poly.Drone(); await asyncio.sleep(0)"
+        )
         shell.run_cell("print(d.doit('6 * 7'))")
     """)
     assert said == "42\n"
@@ -389,6 +398,9 @@ def test_where_ipykernel_is_only_imported_no_drone_loads_ipython():
         import ipykernel
         import polycephaly as poly
         with poly.Drone() as drone:
-            print("IPython" in sys.modules, drone.doit("__import__('sys').modules.keys() >= {'IPython'}"))
+            print(
+                "IPython" in sys.modules,
+                drone.doit("__import__('sys').modules.keys() >= {'IPython'}"),
+            )
     """).split()
     assert here == there

@@ -669,7 +669,8 @@ def test_killed_at_random_every_value_is_right_or_lost(retries):
         assert checked and not (retries and lost), (
             f"{lost} of {checked} lost, though all could be computed again"
         )
-        gc.collect()  # an error that a promise has holds the frames it went through, and so what is in them
+        # An error that a promise has holds the frames it went through, and so what is in them.
+        gc.collect()
         wait_for(lambda: nothing_is_kept(pool))
         arena = pool._dispatcher.supervisor.engine._arena
         wait_for(lambda: not arena._range_refs and arena.used() == 0)

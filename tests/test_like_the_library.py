@@ -117,9 +117,9 @@ def errors(make, _):
         error = executor.submit(fail).exception()
         cause = error.__cause__
         return (
-            type(error), error.args, type(cause).__name__, "# with this comment" in str(cause), cause.__cause__,
-            error_of(executor.submit(recurse, 0).result), error_of(executor.submit(abs, "x").result),
-            executor.submit(abs, -1).result(),
+            type(error), error.args, type(cause).__name__, "# with this comment" in str(cause),
+            cause.__cause__, error_of(executor.submit(recurse, 0).result),
+            error_of(executor.submit(abs, "x").result), executor.submit(abs, -1).result(),
         )  # fmt: skip
 
 
@@ -272,9 +272,10 @@ def progress_bars(make, _):
 
 
 PROGRAMS = [
-    work_after_shutdown, work_from_a_callback, map_and_its_options, map_is_an_iterator_that_can_be_closed, errors,
-    what_submit_takes, work_that_cannot_be_pickled, cancelling, shutdown_that_cancels, a_block_in_a_block,
-    a_killed_process_breaks_it, waiting_for_a_mixture, asyncio_runs_things_in_it, what_only_a_start_hands_over,
+    work_after_shutdown, work_from_a_callback, map_and_its_options,
+    map_is_an_iterator_that_can_be_closed, errors, what_submit_takes, work_that_cannot_be_pickled,
+    cancelling, shutdown_that_cancels, a_block_in_a_block, a_killed_process_breaks_it,
+    waiting_for_a_mixture, asyncio_runs_things_in_it, what_only_a_start_hands_over,
     a_failing_initializer_breaks_it, progress_bars,
 ]  # fmt: skip
 
@@ -309,7 +310,9 @@ AT_THE_END = {
     "the pool is forgotten": "pool.submit(late, 'one'); del pool",
     "sys.exit": "pool.submit(late, 'one'); sys.exit(3)",
     "an exit handler submits": "atexit.register(refused)",
-    "a daemon thread waits": "threading.Thread(target=pool.submit(late, 'one').result, daemon=True).start()",
+    "a daemon thread waits": (
+        "threading.Thread(target=pool.submit(late, 'one').result, daemon=True).start()"
+    ),
 }
 
 

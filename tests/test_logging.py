@@ -412,7 +412,9 @@ def test_the_library_logs_to_its_own_loggers_and_prints_nothing():
         with poly.Pool(2) as pool:
             pool.promise("import os; os._exit(3)").exception()
             pool.doit(abs, -1)
-        assert [type(h).__name__ for h in logging.getLogger("polycephaly").handlers] == ["NullHandler"]
+        assert [
+            type(h).__name__ for h in logging.getLogger("polycephaly").handlers
+        ] == ["NullHandler"]
     """)
     assert done.stdout == done.stderr == ""
 

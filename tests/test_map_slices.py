@@ -221,7 +221,9 @@ def a_source(dice, items):
         lambda: (each for each in items),
         lambda: Counting(items),
         lambda: itertools.islice(itertools.cycle(items), len(items)),
-        lambda: range(dice.randrange(-50, 50), dice.randrange(-900, 900), dice.choice([-7, -1, 1, 3])),
+        lambda: range(
+            dice.randrange(-50, 50), dice.randrange(-900, 900), dice.choice([-7, -1, 1, 3])
+        ),
         lambda: range(5000)[dice.randrange(9) :: 5][::-1],
         lambda: "some letters" * 30,
         lambda: b"some bytes" * 30,
@@ -295,7 +297,10 @@ def test_a_function_of_main_and_what_it_names_is_called():
             for _ in range(3):
                 print(list(pool.map(look_up, range(1000))) == list(map(look_up, range(1000))))
                 print(list(pool.map(make, range(1000))) == list(map(make, range(1000))))
-                print(list(pool.map(lambda t: table[t.n], map(Thing, range(1000)))) == list(table.values()))
+                print(
+                    list(pool.map(lambda t: table[t.n], map(Thing, range(1000))))
+                    == list(table.values())
+                )
         """
     )
     assert said.split() == ["True"] * 9
@@ -1147,7 +1152,8 @@ def test_an_interrupt_of_the_consumer_ends_the_work_and_leaves_the_pool():
                 time.sleep(0.02)
             return [i]
 
-        def consume(results):  # in the `try` itself, CPython 3.13 leaves the jump after an `if` out of it
+        # In the `try` itself, CPython 3.13 leaves the jump after an `if` out of it.
+        def consume(results):
             for r in results:
                 if r == [1000]:
                     print("ready", flush=True)
@@ -1167,8 +1173,13 @@ def test_an_interrupt_of_the_consumer_ends_the_work_and_leaves_the_pool():
             before = len(lines(path))
             for p in pool.everywhere(abs, -1):
                 p.result(30)
-            assert [p.result(30) for p in [pool.promise(abs, -i) for i in range(300)]] == list(range(300))
-            print(len(lines(path)) == before, list(pool.map(abs, range(500))) == list(range(500)), flush=True)
+            assert [
+                p.result(30) for p in [pool.promise(abs, -i) for i in range(300)]
+            ] == list(range(300))
+            print(
+                len(lines(path)) == before, list(pool.map(abs, range(500))) == list(range(500)),
+                flush=True,
+            )
     """
     with Script(text, "") as script:
         pass

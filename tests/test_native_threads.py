@@ -95,17 +95,23 @@ def test_one_warning_for_each_cause_and_none_where_fork_is_insisted_on():
                 warnings.simplefilter("always")
                 pool.refresh()
                 with poly.Pool(1) as other, poly.Drone() as drone:
-                    kinds = [type(each.promise("only_forks_have").exception()) for each in (pool, other, drone)]
+                    kinds = [
+                        type(each.promise("only_forks_have").exception())
+                        for each in (pool, other, drone)
+                    ]
                 kinds.append(type(poly.promise("only_forks_have").exception()))
                 with poly.Pool(1, start="fork") as forked:
                     print(forked.doit("only_forks_have is None"))
             print([kind.__name__ for kind in kinds])
             text = str(told[0].message)
-            print(len(told), told[0].category.__name__, "1 of libc.so" in text, "named python" in text)
+            print(
+                len(told), told[0].category.__name__, "1 of libc.so" in text, "named python" in text
+            )
             print(told[0].filename == __file__)
     """)
     assert output_of(text) == (
-        "False\nFalse\n['NameError', 'NameError', 'NameError', 'NameError']\n1 RuntimeWarning True True\nTrue\n"
+        "False\nFalse\n['NameError', 'NameError', 'NameError', 'NameError']\n"
+        "1 RuntimeWarning True True\nTrue\n"
     )
 
 
@@ -477,8 +483,9 @@ class Thread:
     def __init__(self, monkeypatch, state, uses, looks=10**9):
         self.looks, self.left = 0, looks
         for name, stand_in in {
-            "_suspect_threads": self.others, "_find_owner": lambda thread: (None, 0), "_raw_threads": set,
-            "state_of": lambda pid, thread: state, "processor_times": lambda pid, thread: (uses * self.looks, 0.0),
+            "_suspect_threads": self.others, "_find_owner": lambda thread: (None, 0),
+            "_raw_threads": set, "state_of": lambda pid, thread: state,
+            "processor_times": lambda pid, thread: (uses * self.looks, 0.0),
             "sleep": lambda seconds: None,
         }.items():  # fmt: skip
             monkeypatch.setattr(native_threads, name, stand_in)

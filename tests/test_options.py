@@ -77,8 +77,15 @@ def test_what_ended_in_time_while_its_controller_was_stopped_is_not_too_late(tmp
             pool.doit(abs, -1)
             drones = {drone.pid for drone in pool.drones}
             for place in sys.argv[1:]:
-                work = [pool.options(timeout=2).promise(hold_until, place + "/gate", place + "/started") for _ in "12"]
-                print([each.exception() for each in work], drones == {drone.pid for drone in pool.drones}, flush=True)
+                work = [
+                    pool.options(timeout=2).promise(hold_until, place + "/gate", place + "/started")
+                    for _ in "12"
+                ]
+                print(
+                    [each.exception() for each in work],
+                    drones == {drone.pid for drone in pool.drones},
+                    flush=True,
+                )
     """, *(str(tmp_path / name) for name in "abc")) as script:  # fmt: skip
         for name in "abc":
             wait_for(lambda started=tmp_path / name / "started": len(lines(started)) == 2)

@@ -45,7 +45,10 @@ def test_lines_go_to_the_controllers_own_streams_with_a_prefix():
         def speak():
             print("one\\ntwo")
             print("three", file=sys.stderr)
-        with poly.Pool(1, engine=sys.argv[1], name="p") as pool, poly.Drone(engine=sys.argv[1], name="d") as drone:
+        with (
+            poly.Pool(1, engine=sys.argv[1], name="p") as pool,
+            poly.Drone(engine=sys.argv[1], name="d") as drone,
+        ):
             pool.doit(speak); drone.doit(speak)
             print("own")
     """,

@@ -429,7 +429,10 @@ def test_a_holder_is_told_at_its_next_operation_what_and_whose_it_was(pool):
     said = pool.everywhere(
         lambda: [error_of(getattr, pore, "array"), error_of(pore.tell, 1), pore.closed]
     )
-    text = f"PoreClosed: the pore 'prices' is closed: its owner, process {os.getpid()} (MainProcess), has closed it"
+    text = (
+        "PoreClosed: the pore 'prices' is closed: its owner, "
+        f"process {os.getpid()} (MainProcess), has closed it"
+    )
     assert [each.value for each in said] == [[text, text, True]] * 2
 
 
@@ -893,7 +896,9 @@ INTERRUPTED = """
         return seen
 
     with poly.Drone() as drone, open(os.devnull) as file:
-        drone.doit("import os, polycephaly as poly; ends = os.pipe(); pore = poly.Pore(file=ends[0])")
+        drone.doit(
+            "import os, polycephaly as poly; ends = os.pipe(); pore = poly.Pore(file=ends[0])"
+        )
         pore = drone["pore"]
         use(pore), make(file), gc.collect()
         before = len(descriptors())
@@ -1024,12 +1029,17 @@ def test_a_pore_for_which_there_is_no_descriptor_leaves_nothing_behind():
         while descriptors() > before:  # the io_thread ends when it has no more to serve
             os.sched_yield()
         for more in range(5):  # it needs four, and then the io_thread has to accept
-            resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE,
+                (before + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+            )
             try:
                 poly.Pore(1)
             except OSError as error:
                 print(error.strerror)
-        resource.setrlimit(resource.RLIMIT_NOFILE, [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2)
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2
+        )
         while descriptors() > before:
             os.sched_yield()
         with poly.Pore(1) as pore:

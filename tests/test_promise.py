@@ -626,7 +626,8 @@ def test_a_promise_that_is_settled_by_what_a_collection_runs_while_it_is_hooked_
         import gc
         from polycephaly import Promise
 
-        many = [Promise() for _ in range(200)]  # now instances of the class hold few attributes inline
+        # Now instances of the class hold few attributes inline.
+        many = [Promise() for _ in range(200)]
         many[0].add_done_callback(print)
 
         def settled_while_it_is_hooked():
@@ -638,7 +639,8 @@ def test_a_promise_that_is_settled_by_what_a_collection_runs_while_it_is_hooked_
                     promise.set_result(1)
 
             gc.disable()
-            dicts = [{} for _ in range(3000)]  # none is to be had without an allocation, and the next one collects
+            # None is to be had without an allocation, and the next one collects.
+            dicts = [{} for _ in range(3000)]
             gc.callbacks.append(settle)
             gc.enable()
             hook(append)

@@ -164,8 +164,8 @@ def test_labels_are_matched_as_ray_does_it(wanted, fits):
 @pytest.mark.parametrize(
     "name, there, amount, drones",
     [
-        ("x", 17, 0.68, 25), ("x", 1, 0.3, 3), ("x", 0, 1, 0), ("x", 1, 0.00001, 10_000), ("memory", 1e12, 1e9, 1000),
-        ("GPU", 2, 0.6, 2), ("GPU", 2, 0.5, 4), ("GPU", 8, 2, 4),
+        ("x", 17, 0.68, 25), ("x", 1, 0.3, 3), ("x", 0, 1, 0), ("x", 1, 0.00001, 10_000),
+        ("memory", 1e12, 1e9, 1000), ("GPU", 2, 0.6, 2), ("GPU", 2, 0.5, 4), ("GPU", 8, 2, 4),
     ],
 )  # fmt: skip
 def test_amounts_are_counted_as_ray_does_it(name, there, amount, drones):
@@ -641,7 +641,10 @@ def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray
         os.environ.pop("RAY_ADDRESS", None)
         import ray
         import polycephaly as poly
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+        ray.init(
+            "local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+            object_store_memory=100 << 20,
+        )
         with poly.Pool(1, engine="ray") as pool:
             print(pool.doit("1+1"))
             promise = pool.promise("import time; time.sleep(1000)")
@@ -673,7 +676,9 @@ def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
         with cluster(1, 4):
             address = ray.get_runtime_context().gcs_address
             first = poly.Pool(1, engine="ray")
-            made, shared, small = first.promise(bytes, 300_000), first.share(bytes(300_000)), first.share(7)
+            made, shared, small = (
+                first.promise(bytes, 300_000), first.share(bytes(300_000)), first.share(7)
+            )
             wait_for(made.done, 20)  # and nobody looks at it
             running = first.promise("import time; time.sleep(1000)")
             ray.shutdown()
@@ -681,7 +686,10 @@ def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
             print(fate(lambda: first.share(bytes(300_000)))[1], ray.is_initialized(), small.value)
             ray.init(address, log_to_driver=False, logging_level="CRITICAL")
             with poly.Pool(1, engine="ray") as second:
-                print({fate(second.promise(len, each).result) for each in (made, shared, [made], [shared])})
+                print({
+                    fate(second.promise(len, each).result)
+                    for each in (made, shared, [made], [shared])
+                })
                 print(second.doit(abs, small), second.doit(len, second.share(bytes(300_000))))
                 print({fate(lambda: first.promise("1").result()), fate(running.result)})
                 first.shutdown()
@@ -713,10 +721,11 @@ def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone():
         os.environ.pop("RAY_ADDRESS", None)
         import ray
         import polycephaly as poly
-        full = {"local_fs_capacity_threshold": 0.0001}  # no disk for what does not fit into the store
+        # No disk for what does not fit into the store.
+        full = {"local_fs_capacity_threshold": 0.0001}
         ray.init(
-            "local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20,
-            _system_config=full,
+            "local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+            object_store_memory=80 << 20, _system_config=full,
         )
         with poly.Pool(1, engine="ray") as pool:
             large = pool.promise(len, bytes(150 << 20))
@@ -758,10 +767,15 @@ def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_pa
                 os.kill(pid, signal.SIGKILL)
             errors = [p.exception() for p in work]
             wait_for(lambda: len(pool.drones) == 4 and all(d.alive for d in pool.drones), 30)
-            print(len(drones & set(lost)), {p.value for p in pool.everywhere(os.getpid)} & set(lost))
+            print(
+                len(drones & set(lost)), {p.value for p in pool.everywhere(os.getpid)} & set(lost)
+            )
         died = {i for i, error in enumerate(errors) if isinstance(error, poly.DroneDied)}
         ran = list(map(int, lines(path)))
-        print(len(died) < 30, [e for e in errors if e is not None and not isinstance(e, poly.DroneDied)])
+        print(
+            len(died) < 30,
+            [e for e in errors if e is not None and not isinstance(e, poly.DroneDied)],
+        )
         print({*ran, *died} == set(range(600)), len(ran) == len(set(ran)))
     """,
         str(tmp_path / "ran"),
@@ -791,13 +805,17 @@ def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow
             return made[0][0], len(made[0])
 
         with cluster(2, 4) as nodes, pool_of(4) as pool:
-            again = [drone.options(retries=2).promise(make, n) for n, drone in enumerate(pool.drones)]
+            again = [
+                drone.options(retries=2).promise(make, n) for n, drone in enumerate(pool.drones)
+            ]
             once = [drone.promise(make, n) for n, drone in enumerate(pool.drones)]
-            wait_for(lambda: all(each.done() for each in [*again, *once]), 40)  # and nobody looks at them
+            # And nobody looks at them.
+            wait_for(lambda: all(each.done() for each in [*again, *once]), 40)
             lost = processes(nodes[-1])
             for pid in lost:
                 os.kill(pid, signal.SIGKILL)
-            sure = pool.options(retries=3)  # what is given to a drone of the lost node is run by another
+            # What is given to a drone of the lost node is run by another.
+            sure = pool.options(retries=3)
             print([sure.doit(look, each) for each in again] == [(n, 300_000) for n in range(4)])
             print([look(each.value) for each in again] == [(n, 300_000) for n in range(4)])
             fates = set()
@@ -807,7 +825,10 @@ def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow
                 except poly.Lost:
                     fates.add("lost")
             print(fates == {False, "lost"})
-            print({type(sure.promise(look, each).exception()).__name__ for each in once} == {"NoneType", "Lost"})
+            print(
+                {type(sure.promise(look, each).exception()).__name__ for each in once}
+                == {"NoneType", "Lost"}
+            )
     """,
         timeout=150,
     )
@@ -839,7 +860,10 @@ def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
 
-        with cluster(2, 4) as nodes, loopback(latency=0.15, host=ray.util.get_node_ip_address()) as site:
+        with (
+            cluster(2, 4) as nodes,
+            loopback(latency=0.15, host=ray.util.get_node_ip_address()) as site,
+        ):
             everywhere = {"engine": "ray", "retries": 3, "scheduling_strategy": "SPREAD"}
             planned = experiments.plan([4], [], pool_options=everywhere)
             plan = [each for each in planned if each.name in ("sequential", "II")]
@@ -847,7 +871,9 @@ def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(
             for outcome in experiments.run(site, plan):
                 outcomes.append(outcome)
                 if not killed:
-                    threading.Thread(target=kill_in_the_middle, args=nodes[-1:], daemon=True).start()
+                    threading.Thread(
+                        target=kill_in_the_middle, args=nodes[-1:], daemon=True
+                    ).start()
         print(len(killed) > 2, [(each.experiment.name, each.differing) for each in outcomes])
     """,
         timeout=150,

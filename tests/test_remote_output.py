@@ -61,7 +61,8 @@ def test_what_other_programs_print_comes_too(server, card):
     lines = []
     with poly.connect(card, output=lines.append) as remote:
         remote.doit(
-            "import subprocess as s, os; s.run(['echo', 'from a program']); os.write(1, b'by descriptor\\n')"
+            "import subprocess as s, os; s.run(['echo', 'from a program']); "
+            "os.write(1, b'by descriptor\\n')"
         )
         assert said(lines) == [("stdout", "from a program"), ("stdout", "by descriptor")]
 

@@ -402,7 +402,9 @@ def test_sizes_around_every_mark(way, kind):
 def test_some_hundred_megabytes():
     sent = np.arange(25_000_000, dtype=np.float64)
     with poly.Pool(1) as pool:
-        assert pool.doit(lambda it: (it.size, it[0], it[-1], bool((np.diff(it) == 1).all())), sent) == (
+        assert pool.doit(
+            lambda it: (it.size, it[0], it[-1], bool((np.diff(it) == 1).all())), sent
+        ) == (
             25_000_000, 0.0, 24_999_999.0, True
         )  # fmt: skip
         got = pool.doit(lambda: np.arange(25_000_000, dtype=np.float64))
@@ -626,7 +628,10 @@ def test_a_spawned_image_shares_as_well():
             with poly.Pool(1, start="spawn") as pool:
                 pool.doit(abs, -1)
                 shared = pool.share(a)
-                print(pool.doit(twice, a).sum(), pool.doit(twice, shared).sum(), a.sum(), shared.value.sum())
+                print(
+                    pool.doit(twice, a).sum(), pool.doit(twice, shared).sum(),
+                    a.sum(), shared.value.sum(),
+                )
                 print(pool._dispatcher.supervisor.engine._arena.used() > 0)
     """) == "200000.0 200000.0 100000.0 100000.0\nTrue\n"  # fmt: skip
 
@@ -1031,9 +1036,10 @@ def who_has(inode):
 
 
 def test_programs_that_are_started_do_not_inherit_it():
-    look = [sys.executable, "-c", "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in (3, 4, 5, 6, 7, 8, 9)"
-            " + tuple(range(10, 60)) if os.path.exists(f'/proc/self/fd/{n}')])".replace("(3, 4, 5, 6, 7, 8, 9) + tuple("
-            "range(10, 60))", "range(3, 60)")]  # fmt: skip
+    look = [sys.executable, "-c", "import os; print([os.readlink(f'/proc/self/fd/{n}') "
+            "for n in (3, 4, 5, 6, 7, 8, 9) + tuple(range(10, 60)) "
+            "if os.path.exists(f'/proc/self/fd/{n}')])".replace(
+                "(3, 4, 5, 6, 7, 8, 9) + tuple(range(10, 60))", "range(3, 60)")]  # fmt: skip
     with poly.Pool(1) as pool:
         pool.doit(len, full(1))
         for said in (subprocess.check_output(look), pool.doit(subprocess.check_output, look)):
@@ -1062,8 +1068,10 @@ def test_a_shared_value_by_itself_arrives_as_the_value_and_inside_another_as_a_h
     assert not differs(pool.doit(take, shared, first), ((a, 5), {}))
 
 
-@pytest.mark.parametrize("name", ["float64", "nested", "structured", "object", "fortran", "bytes", "own classes",
-                                  "str", "memoryview", "masked", "zero length", "plain things"])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "float64", "nested", "structured", "object", "fortran", "bytes", "own classes",
+    "str", "memoryview", "masked", "zero length", "plain things",
+])  # fmt: skip
 def test_anything_can_be_shared(pool, name):
     for size in (400, 300_000):
         sent = make(name, size)

@@ -50,9 +50,15 @@ ITS_NAME = "a promise's repr, here in an error's text, says `Promise`"
 DIFFERENT = {
     "ForkProcessPoolExecutor.test_max_tasks_per_child": LIMIT_WITH_FORK,
     "ForkProcessPoolExecutor.test_max_tasks_per_child_defaults_to_spawn_context": LIMIT_WITH_FORK,
-    "ForkProcessPoolExecutor.test_max_workers_negative": "the error's text: drones must be at least 1, not 0",
-    "ForkProcessPoolExecutor.test_python_finalization_error": "breaks without a second thread: we have one",
-    "SpawnProcessPoolShutdown.test_processes_terminate": "all are started with the pool, not one by one",
+    "ForkProcessPoolExecutor.test_max_workers_negative": (
+        "the error's text: drones must be at least 1, not 0"
+    ),
+    "ForkProcessPoolExecutor.test_python_finalization_error": (
+        "breaks without a second thread: we have one"
+    ),
+    "SpawnProcessPoolShutdown.test_processes_terminate": (
+        "all are started with the pool, not one by one"
+    ),
     "ForkProcessPoolShutdown.test_del_shutdown": PRIVATE_QUEUE,
     "SpawnProcessPoolShutdown.test_del_shutdown": PRIVATE_QUEUE,
     "ForkProcessPoolShutdown.test_shutdown_no_wait": PRIVATE_QUEUE,
@@ -61,16 +67,24 @@ DIFFERENT = {
     "ForkExecutorDeadlock.test_exit_at_task_unpickle": THAT_ONE,
     "ForkExecutorDeadlock.test_error_during_result_unpickle_in_result_handler": THAT_ONE,
     "ForkExecutorDeadlock.test_exit_during_result_unpickle_in_result_handler": THAT_ONE,
-    "PromiseFuture.test_cancel": "a cancelled promise is at once in the state that the library's waiters count as done",
+    "PromiseFuture.test_cancel": (
+        "a cancelled promise is at once in the state that the library's waiters count as done"
+    ),
     "PromiseFuture.test_multiple_set_exception": ITS_NAME,
     "PromiseFuture.test_multiple_set_result": ITS_NAME,
     "PromiseFuture.test_repr": ITS_NAME,
 }
 
 LEFT_OUT = {
-    "ExecutorDeadlock.test_gh105829_should_not_deadlock_if_wakeup_pipe_full": "mocks parts of the library's executor",
-    "ProcessPoolShutdown.test_cancel_futures": "one task must have begun at once: a pool may not be up by then",
-    "Wait.test_timeout": "a task of 0.5 s must not be done after a wait of 0.05 s, which on a busy machine it may be",
+    "ExecutorDeadlock.test_gh105829_should_not_deadlock_if_wakeup_pipe_full": (
+        "mocks parts of the library's executor"
+    ),
+    "ProcessPoolShutdown.test_cancel_futures": (
+        "one task must have begun at once: a pool may not be up by then"
+    ),
+    "Wait.test_timeout": (
+        "a task of 0.5 s must not be done after a wait of 0.05 s, which on a busy machine it may be"
+    ),
 }
 
 

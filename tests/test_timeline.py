@@ -157,7 +157,9 @@ def test_what_failed_was_cancelled_ran_out_of_time_or_died_is_marked_so(tmp_path
         ("exit_hard", "died"),
         ("noop", "done"),
     ]
-    assert {name: sums.failed for (_, name), sums in pool.timeline.sums().items() if sums.failed} == {
+    assert {
+        name: sums.failed for (_, name), sums in pool.timeline.sums().items() if sums.failed
+    } == {
         "fail": 1, "nap": 1, "hold_until": 1, "exit_hard": 1,
     }  # fmt: skip
 
@@ -390,10 +392,12 @@ def test_many_green_threads_are_counted_where_they_are_too_many_to_be_kept():
 @pytest.mark.parametrize(
     "sent",
     [
-        b"", b"{", b"[]", b"null", b'{"names": []}', b'{"names": [1], "events": [[1]], "work": [], "lost": 0}',
+        b"", b"{", b"[]", b"null", b'{"names": []}',
+        b'{"names": [1], "events": [[1]], "work": [], "lost": 0}',
         b'{"names": ["a"], "events": [[1, 0, 7, 1, 1, 1, 0, ""]], "work": [], "lost": 0}',
         b'{"names": ["a"], "events": [[1, 0, 0, "x", 1, 1, 0, ""]], "work": [], "lost": 0}',
-        b'{"names": ["a"], "events": [], "work": [[1]], "lost": 0}', b'{"names":[],"events":[],"work":[],"lost":"x"}',
+        b'{"names": ["a"], "events": [], "work": [[1]], "lost": 0}',
+        b'{"names":[],"events":[],"work":[],"lost":"x"}',
         b'{"names": ["a"], "events": [[1, 0, 0, NaN, 1, 1, 0, ""]], "work": [], "lost": 0}',
         b'{"names": ["a"], "events": [[1, 0, 0, 1e300, 1, 1, 0, ""]], "work": [], "lost": 0}',
         b'{"names": [], "events": [], "work": [[1, Infinity]], "lost": 0}',
@@ -594,7 +598,8 @@ def test_what_a_call_needed_is_an_arrow_in_the_trace_and_on_the_page(tmp_path):
         last.result()
     spans = {span.number: span for span in pool.timeline.spans}
     assert {number: set(span.needed) for number, span in spans.items()} == {
-        first.number: set(), second.number: {first.number}, last.number: {first.number, second.number},
+        first.number: set(), second.number: {first.number},
+        last.number: {first.number, second.number},
     }  # fmt: skip
     assert (
         unpack_timeline(json.loads(json.dumps(pack_timeline(pool.timeline)))).spans

@@ -25,8 +25,8 @@ from polycephaly.timeline import Span, files
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-sync", "--disable-background-networking", "--disable-component-update",
 )  # fmt: skip
 
 if not CHROMIUM.exists():
@@ -181,7 +181,10 @@ def test_of_a_hundred_thousand_spans_only_what_can_be_seen_is_drawn(tmp_path, op
     ]
     poly.Timeline(spans).save(tmp_path / "large.html")
     page = opened(tmp_path / "large.html")
-    drawn = "(() => { let n = 0; const fill = pen.fillRect; pen.fillRect = (...box) => { n++; fill.apply(pen, box); };"
+    drawn = (
+        "(() => { let n = 0; const fill = pen.fillRect; "
+        "pen.fillRect = (...box) => { n++; fill.apply(pen, box); };"
+    )
     drawn += " draw(); pen.fillRect = fill; return n; })()"
     assert page.evaluate("count") == 100_000
     assert (

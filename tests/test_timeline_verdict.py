@@ -35,7 +35,8 @@ def one_long(cpu=None):
 def full(drones, cpu=None):
     """Each drone does thirty pieces of a tenth of a second without a pause."""
     return [
-        work(f"d{drone}", n / 10, n / 10 + 0.099, cpu=cpu) for drone in range(drones) for n in range(30)
+        work(f"d{drone}", n / 10, n / 10 + 0.099, cpu=cpu)
+        for drone in range(drones) for n in range(30)
     ]  # fmt: skip
 
 
@@ -44,51 +45,58 @@ THREADS = [Span("page", "a", n, n + 1.0, thread=f"map page #{n}") for n in range
 RUNS = {
     "one call takes all the time": (
         one_long(),
-        "The busiest drone, a, was busy 100 % of the time with load_funds: more drones will not help; split the call.",
+        "The busiest drone, a, was busy 100 % of the time with load_funds: more drones will "
+        "not help; split the call.",
     ),
     "one call waits all the time": (
         one_long(cpu=0.1),
-        "The busiest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of that: more drones "
-        "will not help; split the call, or overlap its waiting by green threads (green.map).",
+        "The busiest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of "
+        "that: more drones will not help; split the call, or overlap its waiting by green threads "
+        "(green.map).",
     ),
     "its green threads wait": (
         [*one_long(cpu=0.1), *THREADS],
-        "The busiest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of that: more drones "
-        "will not help; split the call, or let more than its 4 green threads wait at once.",
+        "The busiest drone, a, was busy 100 % of the time with load_funds, and computed in 1 % of "
+        "that: more drones will not help; split the call, or let more than its 4 green threads "
+        "wait at once.",
     ),
     "all wait": (
         full(3, cpu=0.001),
-        "All 3 drones were busy 99 % of the time, mostly with load, but computed in 1 % of that: the calls wait "
-        "most of the time; green threads (green.map) or more drones would overlap the waiting.",
+        "All 3 drones were busy 99 % of the time, mostly with load, but computed in 1 % of that: "
+        "the calls wait most of the time; green threads (green.map) or more drones would overlap "
+        "the waiting.",
     ),
     "all compute on all cores": (
         full(CORES, cpu=0.099),
-        f"busy 99 % of the time, mostly with load, and computed in 100 % of that: {LIMIT} the limit.",
+        "busy 99 % of the time, mostly with load, and computed in 100 % of that: "
+        f"{LIMIT} the limit.",
     ),
     "fewer drones than cores": (
         full(1, cpu=0.099),
         "d0 was busy 99 % of the time, mostly with load: more drones would help"
         if CORES > 1
-        else "d0 was busy 99 % of the time, mostly with load, and computed in 100 % of that: the one core is",
+        else "d0 was busy 99 % of the time, mostly with load, and computed in 100 % of that: "
+        "the one core is",
     ),
     "too few pieces": (
         [work("a", 0.0, 1.0), work("b", 0.0, 0.5), work("a", 1.0, 1.9), work("c", 0.0, 0.2)],
-        "4 tasks are too few to keep 3 drones busy (46 % of the time): smaller tasks would be shared more evenly.",
+        "4 tasks are too few to keep 3 drones busy (46 % of the time): smaller tasks would be "
+        "shared more evenly.",
     ),
     "the queue was empty": (
         [work(f"d{n % 2}", n, n + 0.4, queued=n - 0.2) for n in range(20)],
-        "The queue was empty 80 % of the time, and the drones were busy in 20 %: they waited for the program to submit "
-        "more tasks.",
+        "The queue was empty 80 % of the time, and the drones were busy in 20 %: they waited for "
+        "the program to submit more tasks.",
     ),
     "too large": (
         [work("a", n, n + 0.1, bytes_sent=50_000_000, on_the_way=0.45) for n in range(20)],
-        "Transport: a call moved 50 MB in 877 ms, and ran for 100 ms: send less data, or share the data once "
-        "(pool.share).",
+        "Transport: a call moved 50 MB in 877 ms, and ran for 100 ms: send less data, or share the "
+        "data once (pool.share).",
     ),
     "too short": (
         [work("a", n / 1000, n / 1000 + 2e-5, calls=20) for n in range(400)],
-        "The controller: calls of 1 µs are too short for the controller to keep the drones busy (2 % of the time): "
-        "send many at once with pool.map, or make the calls larger.",
+        "The controller: calls of 1 µs are too short for the controller to keep the drones busy "
+        "(2 % of the time): send many at once with pool.map, or make the calls larger.",
     ),
 }  # fmt: skip
 

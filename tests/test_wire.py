@@ -290,8 +290,8 @@ def test_payloads_of_every_size_travel_whole():
 
 @pytest.mark.parametrize(
     "frames",
-    [[b"F"], [b"F1234567"], [b"F12345678"], [b"F12345678{"], [b"F12345678[]"], [b"F12345678{}", b""],
-     [b"F12345678\xff"], [b"F12345678" + b"[" * 100_000]],
+    [[b"F"], [b"F1234567"], [b"F12345678"], [b"F12345678{"], [b"F12345678[]"],
+     [b"F12345678{}", b""], [b"F12345678\xff"], [b"F12345678" + b"[" * 100_000]],
 )  # fmt: skip
 def test_an_answer_about_frames_that_is_none_is_refused(frames):
     with pytest.raises(Malformed, match="malformed reply to FRAMES"):

@@ -75,8 +75,9 @@ def drones() -> None:
 
 def pools() -> None:
     with poly.Pool(
-        2, width=4, name="p", env=lambda index: {"INDEX": str(index)}, output=hear, retries=1, timeout=60,
-        hang_timeout=60, max_tasks=1000, max_memory=1 << 30, max_queued=10_000, on_death="replace", start="fork",
+        2, width=4, name="p", env=lambda index: {"INDEX": str(index)}, output=hear, retries=1,
+        timeout=60, hang_timeout=60, max_tasks=1000, max_memory=1 << 30, max_queued=10_000,
+        on_death="replace", start="fork",
     ) as pool:  # fmt: skip
         assert_type(pool.promise(half, 3).value, float)
         assert_type(pool.submit(half, 3).result(timeout=5), float)
