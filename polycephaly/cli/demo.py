@@ -139,7 +139,8 @@ def securities(
     before each answer, as a distant server would.
 
     The exit status is 0 if all experiments loaded the same lists, and 1 if they did not or if a
-    source failed."""
+    source failed.
+    """
     if live and (data is not None or latency is not None):
         raise click.UsageError(
             "--live loads from the real site, so --data and --latency cannot be given with it."

@@ -65,7 +65,8 @@ def doit(
 
     The code runs in the __main__ of any free drone, and names that it defines stay there. Its
     output appears here, line by line. The value of a last expression is printed as at Python's
-    prompt, but not the value of a file's last expression. ARGS become sys.argv[1:]."""
+    prompt, but not the value of a file's last expression. ARGS become sys.argv[1:].
+    """
     from queue import SimpleQueue
 
     from ..drone.program import Program

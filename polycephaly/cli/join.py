@@ -40,7 +40,8 @@ def join(
     may also be its name or its tcp:// address. The pool sends calls of its clients to whichever
     drones are free. Use the same versions of Python, polycephaly and all modules that the tasks
     need. The modules and the file that the pool was started with are loaded first (the pool sends
-    the file), and then those that are named here."""
+    the file), and then those that are named here.
+    """
     from ..engines.remote.client import connect
     from ..pool.pool import Pool
     from ..server.join import join as join_pool

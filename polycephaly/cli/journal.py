@@ -1,12 +1,13 @@
 """The log of a named pool: the output of its drones and the messages of its server.
 
-    drones' lines ──┐
-    logging ────────┼──> $XDG_STATE_HOME/polycephaly/NAME.log (0600) ── at 8 MiB ──> NAME.log.1
-    descriptor 2 ───┘
+    drones' lines ─────┐
+    logging ───────────┼──> $XDG_STATE_HOME/polycephaly/NAME.log (0600) ── at 8 MiB ──> NAME.log.1
+    descriptors 1, 2 ──┘ (of a pool in the background)
 
-The log stays after the pool has ended in any way, because it may contain the reason. Only the
-server's process writes the log. Forked children inherit the handler and remove it: the drones' own
-log records arrive through their pipes.
+The log stays after the pool has ended in any way, because it may contain the reason. The server's
+process writes the log. In the background, child processes that inherit descriptors 1 and 2, such as
+the zygote, write to the log by these. Forked children inherit the handlers and remove them: the
+drones' own log records arrive through the drones' pipes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def log_path(name: str) -> Path:
 
 
 def rotated_path(path: Path) -> Path:
+    """Return the path of the older part of the log, from before the last rotation."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -73,9 +75,11 @@ class _LogFile(RotatingFileHandler):
 
 
 class Journal:
-    """Writes the root logger's records to the log, for the rest of this process.
+    """Writes the root logger's records, and drones' lines, to the log until this process ends.
 
-    Raise `OSError` if the log cannot be written.
+    In the foreground both also go to the terminal. In the background descriptors 1 and 2 go to the
+    log. The level of the logger "polycephaly" becomes INFO. Raise `OSError` if the log cannot be
+    written.
     """
 
     def __init__(self, name: str, in_background: bool) -> None:
@@ -95,11 +99,15 @@ class Journal:
         os.register_at_fork(after_in_child=self._remove_handlers)
 
     def write_line(self, line: Line) -> None:
-        """Write a line of a drone. Any thread may call this."""
+        """Write a line of a drone to the log and, in the foreground, to this process's streams.
+
+        Any thread may call this.
+        """
         self._file.handle(logging.makeLogRecord({"levelname": f"[{line.drone}]", "msg": line.text}))
         if not self._in_background:
             forward(line)
 
     def _remove_handlers(self) -> None:
+        """In a forked child: remove the handlers, because only the parent process uses them."""
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)

@@ -41,7 +41,8 @@ def logs(name: str, lines: int, follow: bool) -> None:
     """Print the log of pool NAME.
 
     The log is in $XDG_STATE_HOME/polycephaly (by default ~/.local/state/polycephaly). It has up to
-    8 MiB, and so has one older generation. The log stays when the pool has ended."""
+    8 MiB, and so has one older generation. The log stays when the pool has ended.
+    """
     with one_line_errors():
         from ..engines.remote import pool_registry
         from .journal import log_path, rotated_path

@@ -143,7 +143,8 @@ def start(
     drones are forked from this process after the MODULEs and the file have been loaded, so they
     need not load these again. The current directory is that of the drones, and is on their
     sys.path. The output of a task goes to the client that submitted the task. All other output goes
-    to the log (see `logs`), and to this terminal if the pool runs in the foreground."""
+    to the log (see `logs`), and to this terminal if the pool runs in the foreground.
+    """
     from . import daemon
 
     def serve(report_start: daemon.ReportStart) -> int:

@@ -23,7 +23,8 @@ def stop(names: tuple[str, ...], now: bool) -> None:
     """End pools and their drones.
 
     Processes that the drones have started end too. The command returns when the pools have ended.
-    Ctrl-C ends only the command."""
+    Ctrl-C ends only the command.
+    """
     for name in names:
         _stop(name, now)
 

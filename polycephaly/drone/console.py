@@ -1,11 +1,12 @@
-"""A drone's standard streams: pipes to the controller, with the output tail kept for the promise.
+"""A drone's standard streams, whose text goes to the controller; the output tail, for the promise.
 
     print ──> Console ──by lines──> pipe (descriptor 1 or 2) ──> reactor ──> controller's streams
-                 └── output tail (4 KiB) ──> sent with the result
+                 └── output tail (4096 characters) ──> sent with the result
 
 Output of C code and child processes goes through the same pipes, but not into the tail. Records of
-`write_record` (wire/chunks.py) go through the pipes too, in order with the printed text. They use
-descriptors of their own, because a task may put files on 1 and 2.
+`write_record` (wire/chunks.py) go through the pipes too, in order with the printed lines. They use
+descriptors of their own, because a task may put files on 1 and 2. On Ray, files take the place of
+the pipes (engines/ray/exit_record.py).
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _MAX_TAG_CHARS = 128
 
 _pipes: list[int] = []  # stdout's and stderr's, in a drone
 _tag = ""
-_record_numbers: Iterator[int] = itertools.count(1)
-_last_record = 0
+_record_numbers: Iterator[int] = itertools.count(1)  # of log records
+_last_record = 0  # number of the log record sent last
 
 
 class OutputTail:
-    """The end of the text that one task printed."""
+    """The end of the text that any thread has printed on either stream since the last `take`."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -58,9 +59,9 @@ class OutputTail:
             self._size = MAX_TAIL_CHARS
 
     def take(self) -> bytes:
-        """Return the text added since the last call.
+        """Return, as UTF-8, the last `MAX_TAIL_CHARS` characters added since the last call.
 
-        The streams are flushed, so that the text is sent before the result.
+        If there are any, the streams are flushed, so that the text is sent before the result.
         """
         if not self.pieces:
             return b""
@@ -72,6 +73,8 @@ class OutputTail:
 
 
 class Console(io.TextIOWrapper):
+    """A text stream on descriptor 1 or 2 that also adds its text to the output tail."""
+
     def __init__(self, fd: int, tail: OutputTail) -> None:
         raw = io.FileIO(fd, "w", closefd=False)
         super().__init__(
@@ -84,13 +87,14 @@ class Console(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
         self._tail.add(text)
         if self._is_stdout and self._last_order != _last_record:
-            self._last_order = _last_record  # also ends a line that was begun
+            # A line that was begun before the record counts as printed after it.
+            self._last_order = _last_record
             write_record(STDOUT, ORDER, str(self._last_order))
         return super().write(text)
 
 
 def open_console() -> OutputTail:
-    """Put new streams on descriptors 1 and 2.
+    """Put new streams on descriptors 1 and 2, and return their common output tail.
 
     The old ones are kept, because closing them would write the text in their buffers.
     """
@@ -106,12 +110,12 @@ def open_console() -> OutputTail:
     return tail
 
 
-_inherited: list[object] = []
+_inherited: list[object] = []  # the streams before, kept from being closed
 _tail = OutputTail()
 
 
 def disable_record_order() -> None:
-    """In a child that a task has forked: take its log records out of the drone's order."""
+    """In a child that a task has forked: number its log records 0, outside the drone's order."""
     global _record_numbers
     _record_numbers = itertools.repeat(0)
 
@@ -135,9 +139,10 @@ def write_record(pipe: int, kind: str, body: str) -> None:
 
 
 def send_log_record(record: str) -> None:
-    """Send a log record, in order with the text that this process prints on either stream.
+    """Send a log record, in order with the lines that this process prints on either stream.
 
-    Any thread may call it.
+    A line that was begun before the record and ends after it comes after the record. Any thread may
+    call this.
     """
     global _last_record
     number = next(_record_numbers)
@@ -148,9 +153,11 @@ def send_log_record(record: str) -> None:
 def set_tag(name: str) -> None:
     """Mark further output of this drone as printed on behalf of `name`.
 
-    The controller sees the tag as `Line.tag`. `name` is short and ASCII; "" removes the mark. The
-    code that sets a tag also removes it. A new tag ends a line that was begun. The tag holds for
-    all output: of other threads, C code and subprocesses. Raises `ValueError` for an invalid name.
+    The controller sees the tag as `Line.tag`. `name` is at most 128 printable ASCII characters; ""
+    removes the mark. The code that sets a tag removes it, or leaves that to the executor, which
+    does so before a task that sets no tag itself. A new tag ends a line that was begun. The tag
+    holds for all output: of other threads, C code and subprocesses. Raises `ValueError` for an
+    invalid name.
     """
     if len(name) > _MAX_TAG_CHARS or not (name.isascii() and name.isprintable()):
         raise ValueError(

@@ -152,7 +152,7 @@ class DroneExecutor:
         """Wake the main thread, if it waits, to send or check something. Any thread may call it."""
 
     def _watch_overlap(self, overlap: Overlap) -> None:
-        """Called once, before the first task that runs beside others."""
+        """Prepare for tasks that run beside others. Called once, before the first."""
         raise NotImplementedError
 
     # -- a child that a task has forked ------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Report the frames of a drone's threads, and the line at which each of its tasks waits.
+"""Report the frames of a drone's threads, and the line at which each of its tasks runs or waits.
 
     reactor ──FRAMES, a request──> control thread (or main thread, between tasks)
     reactor <──FRAMES, `frames_now` as JSON── the same thread
@@ -22,7 +22,7 @@ from ..promises import promise
 __all__ = ["frames_now"]
 
 Place = tuple[str, int, str]
-"""File, line and function."""
+"""File, line and function; for a green thread, the function or operation that runs or waits."""
 
 MAX_FRAMES = 200
 """Innermost frames of one thread: a deep recursion would fill megabytes."""
@@ -35,10 +35,12 @@ _INSTALLED_DIRS = tuple(_LIBRARY_DIR + name + os.sep for name in ("site-packages
 def frames_now(main: int, current: int, overlapped: Mapping[int, Any]) -> dict[str, Any]:
     """Return plain data for JSON. Any thread may call it.
 
-    ``threads`` has for each thread its ``id`` (the kernel's), its ``name``, whether it is the
-    ``main`` one, and its ``frames`` as (file, line, function), innermost first. ``places`` has for
-    each running task, by its number, the place where it is: the innermost frame that is neither of
-    this package nor of the standard library, if there is one.
+    ``threads`` has for each thread that `threading` knows its ``id`` (the kernel's), its ``name``,
+    whether it is the ``main`` one, and its ``frames`` as (file, line, function), innermost first.
+    ``places`` has for each running task, by its number, the place where the task is: the innermost
+    frame that is neither of this package nor of the standard library, else the innermost frame
+    outside this package, else None. If the task is or awaits a green thread, the place is that
+    thread's.
 
     Parameters
     ----------

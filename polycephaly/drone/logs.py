@@ -1,14 +1,14 @@
 """Send log records of a drone to the loggers of the controller.
 
-    log.warning(...) ── level, filters, as in the snapshot ──> LogForwarder ── chunk ──> stderr pipe
+    log.warning(...) ── loggers' levels and filters ──> LogForwarder ── chunk ──> stderr's pipe
     reactor ── after releasing its lock ──> getLogger(record.name).handle(record), with record.drone
 
 The handlers that a drone has inherited write to files and streams of the controller, so they are
 neither used nor flushed nor closed here. A `LogForwarder` replaces them: at the root, and at each
 logger that does not propagate and had handlers. Handlers that tasks add in the drone belong to the
 drone and work in addition. Code that removes the root's handlers
-(`logging.basicConfig(force=True)`, `logging.config`) removes the forwarder too; records are then
-just printed.
+(`logging.basicConfig(force=True)`, `logging.config`) removes the forwarder too; records then go to
+the handlers which that code adds.
 
 A forwarder takes no lock and uses no stream: a record is one write to a pipe (more, if the record
 is long). So a signal handler or a finalizer may log at any point, and records logged before a crash
@@ -25,13 +25,13 @@ from .console import send_log_record
 
 __all__ = ["install_log_forwarding"]
 
-_inherited: list[Any] = []
+_inherited: list[Any] = []  # the controller's handlers, kept so that none is closed here
 
 
 class LogForwarder(logging.Handler):
     """Handler that sends each record to the controller."""
 
-    def createLock(self) -> None:
+    def createLock(self) -> None:  # noqa: N802 - a method of `logging.Handler`
         self.lock = None
 
     def handle(self, record: logging.LogRecord) -> bool:

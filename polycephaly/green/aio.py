@@ -70,7 +70,8 @@ os.register_at_fork(after_in_child=_loop.reset_after_fork)
 
 def close_loop() -> None:
     """Stop the asyncio loop of this process and cancel its tasks. The next `aio` makes a new
-    loop."""
+    loop.
+    """
     _loop.close()
 
 

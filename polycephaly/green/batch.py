@@ -305,7 +305,8 @@ class _Crossings:
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without our frames, because these hold the requests, and those the
-    errors."""
+    errors.
+    """
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
         __package__
     ):

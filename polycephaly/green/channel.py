@@ -473,7 +473,8 @@ class Channel(Generic[T]):
 
     def __reduce__(self) -> Any:
         """Pickle the channel as an end of this very channel, for another process of this pool, or
-        of another pool on this machine."""
+        of another pool on this machine.
+        """
         from .distributed import reduce_channel
 
         if self._convert_inherited() and self.is_remote:
@@ -630,7 +631,8 @@ class Channel(Generic[T]):
 
     def _withdraw_thread(self, end: str, thread: GreenThread[Any]) -> bool:
         """Withdraw `thread`, which stood alone in the slot when it began to wait. Return False if
-        it has been served."""
+        it has been served.
+        """
         if end == "send":
             if self._sender is thread:
                 self._sender = self._item = None
@@ -705,7 +707,8 @@ class Channel(Generic[T]):
 
     def _return_item(self, receiving: Promise[Any]) -> None:
         """Give back the item of a receiver that is gone. The next receiver gets it before all
-        others."""
+        others.
+        """
         if not receiving.cancelled() and receiving.exception() is None:
             scheduler.post(partial(self._return_item_here, receiving.result()))
 
@@ -717,7 +720,8 @@ class Channel(Generic[T]):
 
     def _convert_inherited(self) -> bool:
         """Return True if the channel came with a fork. It has then just become a proxy, or a
-        channel of this process."""
+        channel of this process.
+        """
         if abs(self._generation) >= oldest_generation:
             return False
         from .distributed.inherited import convert_inherited
@@ -764,7 +768,8 @@ def _closed_by_death(closed: ChannelClosed) -> bool:
 
 def _result_of(proxy: GreenThread[Any], timeout: float | None, failure: str) -> Any:
     """Return the proxy's result. If the timeout is over but the proxy has its item all the same,
-    return that."""
+    return that.
+    """
     try:
         return proxy.result(timeout)
     except TimeoutError:

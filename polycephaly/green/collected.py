@@ -1,5 +1,6 @@
 """The base class of `map`'s results where the caller cannot block: awaited for a list of all
-values, or iterated with ``async for``."""
+values, or iterated with ``async for``.
+"""
 
 from __future__ import annotations
 

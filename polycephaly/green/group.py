@@ -99,7 +99,8 @@ class Group:
 
     def cancel(self) -> None:
         """Cancel all members and the block, which then ends without an error. Any thread may call
-        this."""
+        this.
+        """
         if self._cancelling or self._owner is None or self._is_over:
             return
         self._cancelling = True

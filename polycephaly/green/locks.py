@@ -45,7 +45,8 @@ def _describe_waiting(queue: _ThreadQueue) -> str:
 
 class _QueuedWait(Parking):
     """A wait in a queue. `enter` first checks whether the thread has to wait at all. That check is
-    a step of its own, made at the await."""
+    a step of its own, made at the await.
+    """
 
     __slots__ = ("primitive", "queue")
     queue: _ThreadQueue
@@ -148,7 +149,8 @@ class Semaphore:
 
     def __enter__(self) -> None:
         """Acquire in plain code, blocking only this native thread. Raise `RuntimeError` in a
-        coroutine."""
+        coroutine.
+        """
         if scheduler.in_step():
             statement = f"with {self._kind.lower()}"
             raise RuntimeError(

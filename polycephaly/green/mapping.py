@@ -45,7 +45,8 @@ U = TypeVar("U")
 class ListOrAwaitable(list[T], Awaitable[list[T]], AsyncIterable[T]):
     """The result type of `map` and `par` for type checkers, which cannot know the kind of caller.
     Plain code gets a list. A coroutine gets an awaitable of the list or, from `map`, also an
-    async iterable."""
+    async iterable.
+    """
 
 
 MAX_UNREAD_PER_WORKER = 2  # results per worker that may wait for the reader
@@ -181,7 +182,8 @@ def map(
 
 def _run_or_return(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Run the coroutine in plain code. In a coroutine, return it; in asyncio code, return one that
-    spawns it."""
+    spawns it.
+    """
     if scheduler.in_step():
         return make()
     return _spawn_and_await(make) if _in_asyncio() else run(make())
@@ -252,7 +254,8 @@ class _Slot(Promise[Any]):
 
 class _MapWorkers(Generic[T]):
     """The workers behind an ``async for``. Each takes an item and puts a slot for its value into
-    the channel."""
+    the channel.
+    """
 
     def __init__(
         self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None
@@ -304,7 +307,8 @@ class _MapWorkers(Generic[T]):
 
 class _Values(AsyncIterator[Any]):
     """The reader's side of an ``async for``. The workers end when it is dropped or an error was
-    raised."""
+    raised.
+    """
 
     def __init__(self, map_workers: _MapWorkers[Any]) -> None:
         self._workers = map_workers
@@ -328,7 +332,8 @@ def make_apply(
     fn: Callable[[Any], Any], progress: Progress | None
 ) -> tuple[Callable[[Any], Any], bool]:
     """Return the function to apply, and whether `fn` is a coroutine function. Other calls are
-    foreign calls, which are in the event log already."""
+    foreign calls, which are in the event log already.
+    """
 
     async def call(item: Any) -> Any:
         value = await call_long(fn, item)

@@ -88,7 +88,8 @@ async def _share(fns: list[Any]) -> list[Any]:
 
 async def _all(shares: Sequence[Promise[Any]]) -> list[Any]:
     """Return the values of `shares`. The first failure cancels the others; then all errors are
-    raised in one group."""
+    raised in one group.
+    """
     failed: list[BaseException] = []
 
     async def one(share: Promise[Any]) -> Any:
@@ -226,7 +227,8 @@ async def share_of_map(
 
 async def _drain(done: Channel[Any]) -> None:
     """Receive and drop unwanted values, because a channel that drones know is kept until it is
-    closed and empty."""
+    closed and empty.
+    """
     while True:
         try:
             await done.receive()

@@ -22,7 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def parks(fn: F) -> F:
     """Mark a plain function that returns a `Parking`, so that `spawn` treats it as a coroutine
-    function."""
+    function.
+    """
     fn.parks = True  # type: ignore[attr-defined]
     return fn
 

@@ -129,7 +129,8 @@ class Driver:
 
     def take_ownership(self) -> bool:
         """Take the ownership from the foreign call in progress. Return False if there is none to
-        take."""
+        take.
+        """
         if self.token > NO_CALL:
             # Atomic: CPython switches threads only at calls, loop ends and function entries, and
             # none of these is between the look and this store. The same holds at the end of the
@@ -222,7 +223,8 @@ class Scheduler:
 
     def _drive(self) -> None:
         """Run green threads until there is nothing to do or the ownership is lost. The job of a
-        worker."""
+        worker.
+        """
         driver = Driver()
         self.drivers[driver.ident] = driver
         while True:

@@ -110,7 +110,8 @@ class Guard(Generic[T]):
 
     def attempt(self, thread: Any) -> Any:
         """Perform the operation and return its value, or NOTHING if that is not possible at
-        once."""
+        once.
+        """
         if self.end == "send":
             return None if self.channel._try_send(thread, self.item) else NOTHING
         return self.channel._try_receive(thread)
@@ -128,7 +129,8 @@ class Guard(Generic[T]):
 
 class _Alarm:
     """The timer of an `after`. If cancelled, it stays in the heap for a while, but keeps nothing
-    alive."""
+    alive.
+    """
 
     __slots__ = ("is_over", "offer")
 
@@ -303,7 +305,8 @@ class _Select:
 
     def request_hold(self, answer: Callable[[bool], object]) -> None:
         """Hold this `select` and then call ``answer(True)``. Call ``answer(False)`` if a guard has
-        been chosen or the wait was broken off."""
+        been chosen or the wait was broken off.
+        """
         if not self.is_waiting:
             answer(False)
         elif self.hold is not None:
@@ -352,7 +355,8 @@ class _Select:
 
     def _retry_local_channels(self, hold: Hold) -> None:
         """Try the channels of this process, which found no offers meanwhile. The `select` is still
-        held, so that nothing else can be chosen in between."""
+        held, so that nothing else can be chosen in between.
+        """
         for index, guard in list(self.guards.items()):
             if index in self.offers:
                 continue
@@ -510,7 +514,8 @@ def select(
 
 def _check_all_local(guards: Sequence[tuple[int, Guard[Any]]]) -> None:
     """Raise `ValueError` if a guard's channel lives in another process. Beside a choice that never
-    waits, such a guard would never be chosen."""
+    waits, such a guard would never be chosen.
+    """
     if any(
         getattr(guard, "channel", None) is not None and guard.channel.is_remote
         for _, guard in guards

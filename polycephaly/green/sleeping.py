@@ -93,7 +93,7 @@ def current() -> GreenThread[Any]:
     return thread
 
 
-class timeout:
+class timeout:  # noqa: N801 - reads like a function
     """A time limit for a block: ``async with green.timeout(seconds):``.
 
     Parameters

@@ -555,7 +555,8 @@ native_threads: dict[int, GreenThread[Any]] = {}
 
 def calling_thread() -> GreenThread[Any] | None:
     """Return the green thread whose code calls (a step, foreign call or plain function), or
-    None."""
+    None.
+    """
     ident = get_ident()
     driver = scheduler.drivers.get(ident)
     if driver is not None:

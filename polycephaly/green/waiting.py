@@ -86,7 +86,8 @@ class WaitQueue(Generic[T]):
 
 class Waiter:
     """A waiter in the queue at one end of a channel. An `Offer` (select.py) is a waiter whose
-    `select` may have chosen another guard."""
+    `select` may have chosen another guard.
+    """
 
     __slots__ = ("item", "location", "thread")
 
@@ -113,7 +114,8 @@ class Waiter:
 
 class QueuedOperation(Waiter):
     """A green thread's place in a channel's queue, and its awaitable. Like `Parking`, it has no
-    frame."""
+    frame.
+    """
 
     __slots__ = ("channel", "end", "parked")
 

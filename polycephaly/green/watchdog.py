@@ -41,7 +41,8 @@ log = logging.getLogger("polycephaly.green")
 
 class Watchdog:
     """The watchdog of one process, a job of the native thread pool. The only instance is
-    `watchdog`."""
+    `watchdog`.
+    """
 
     def __init__(self) -> None:
         self.window = 0.001

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["drone_table", "pool_table", "promise_table"]
 
 _BAR_PIXELS = 320
-_PHASES = (
+_PHASES = (  # for each phase: the time in `Spans` at which the phase begins, its colour, its name
     ("queued", "#c9ced6", "waited"),
     ("sent", "#8fa3bf", "on its way"),
     ("started", "#2f6fb2", "ran"),
@@ -63,7 +63,7 @@ def _state(handle: DroneHandle) -> str:
 
 
 def _runs(handle: DroneHandle) -> str:
-    """Return the label of the task that the drone has begun and not answered."""
+    """Return the label of the task that the drone runs, or how many tasks overlap, or ""."""
     if not handle.in_flight or not handle.alive:
         return ""
     if handle.overlapping:
@@ -75,7 +75,8 @@ def _runs(handle: DroneHandle) -> str:
 def _bar(spans: Spans, promise: Promise[Any]) -> str:
     """Return the times of the task as a bar: waiting, on the way, running, on the way back.
 
-    If the task is not done, the bar ends at the present phase.
+    If the task is not done, the bar ends now, in the present phase. While the task runs, the time
+    since the sending counts as running, because the start is not known yet. The bar is HTML.
     """
     times = [getattr(spans, name) for name, _, _ in _PHASES]
     if times[0] is None:
@@ -110,6 +111,7 @@ def _seconds(seconds: float) -> str:
 def _table(
     title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]], below: str = ""
 ) -> str:
+    """Return a table under a title. Title and cells are escaped; `columns` and `below` are not."""
     head = f"<tr>{''.join(f'<th>{each}</th>' for each in columns)}</tr>" if columns else ""
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(str(each))}</td>" for each in row) + "</tr>" for row in rows

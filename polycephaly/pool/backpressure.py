@@ -4,7 +4,8 @@ A caller appends a promise to `_waiting` and then checks the queue again. A queu
 while holding the reactor's lock, and that critical section ends with `wake_waiters`. So either the
 caller sees the shorter queue, or `wake_waiters` sees the caller, and no wake-up is lost.
 `wake_waiters` wakes as many callers as there is room for, in order. Each checks the queue again,
-because others may have been faster."""
+because others may have been faster.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ __all__ = ["BackPressure"]
 
 
 class BackPressure:
-    """The limit for queues that may hold `limit` tasks each. Any thread may use this object."""
+    """The limit for queues that may hold `limit` tasks each.
+
+    Any thread may call the methods, except `wake_waiters`.
+    """
 
     def __init__(self, reactor: Reactor, limit: int) -> None:
         self._reactor = reactor
@@ -39,7 +43,10 @@ class BackPressure:
     def wait(self, queue: Sized, closed: Callable[[], bool]) -> None:
         """Wait until `queue` has room or `closed()` is true.
 
-        Returns at once if the calling thread would have to make the room itself."""
+        Returns at once, although the queue is full, in a thread that settles promises or holds the
+        reactor's lock: such a thread would wait for itself. A thread that waits may read results
+        meanwhile (`_Room._help`).
+        """
         while not (self.has_room(queue) or closed()) and self._reactor.can_wait():
             room = _Room(self._reactor, queue)
             self._waiting.append(room)
@@ -51,7 +58,8 @@ class BackPressure:
 
     def wake_waiters(self, closed: bool) -> None:
         """Wake the callers for which there is room, or all callers if the pool is closed. Called
-        while holding the reactor's lock."""
+        while holding the reactor's lock.
+        """
         counted: dict[int, int] = {}
         for _ in range(len(self._waiting)):
             room = self._waiting.popleft()
@@ -66,7 +74,10 @@ class BackPressure:
 
 
 class _Room(Signal[None]):
-    """Settled when there may be room in `queue`."""
+    """The wait of one caller.
+
+    Settled when `queue` may have room, the pool is closed, or the caller stops waiting.
+    """
 
     def __init__(self, reactor: Reactor, queue: Sized) -> None:
         super().__init__()

@@ -13,7 +13,8 @@ has read the answers that came meanwhile. Therefore these are read first, and a 
 answered in time is not stopped.
 
 A drone that is killed loses its state, so the grace period must not pass just because the machine
-stood still: it consists of GRACE_STEPS steps, and a pause counts as one step, however long."""
+stood still: it consists of GRACE_STEPS steps, and a pause counts as one step, however long.
+"""
 
 from __future__ import annotations
 

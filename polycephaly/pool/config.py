@@ -1,6 +1,7 @@
 """The configuration of pools and tasks, and its checks.
 
-Wrong input is refused at the call, with an error that gives the value and the remedy."""
+Wrong input is refused at the call, with an error that gives the value and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def check_env(env: Any, size: int) -> tuple[dict[str, str], ...]:
     """Return the environment of each drone, by index.
 
     A callable `env` is called now, because replacements are started where no code of users may
-    run."""
+    run.
+    """
     if env is None or isinstance(env, Mapping):
         environments = [env or {}] * size
     elif callable(env):

@@ -13,7 +13,8 @@ The supervisor (supervisor.py) decides which drones exist, and starts and ends t
 
 At any moment a task is in one place: in a queue, or in flight at one drone. See
 docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for the race between
-`submit` and the end of the dispatcher."""
+`submit` and the end of the dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ CATCH_UP_MASK = 1024 - 1
 
 class Dispatcher:
     """The queue and the drones of one pool. The constructor takes the snapshot of this process, in
-    the calling thread, and raises the errors of `Supervisor`."""
+    the calling thread, and raises the errors of `Supervisor`.
+    """
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
@@ -154,7 +156,8 @@ class Dispatcher:
     ) -> Task:
         """Queue a call of `work` and return its task, which is `task` if given.
 
-        Raises `RuntimeError` if the pool is closed, `BrokenProcessPool` if it is broken."""
+        Raises `RuntimeError` if the pool is closed, `BrokenProcessPool` if it is broken.
+        """
         if self.needs_checks:
             self._wait_for_room(target)
             self.check_open()
@@ -280,7 +283,8 @@ class Dispatcher:
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
         """Accept no more tasks, and end when all accepted tasks are done.
 
-        Takes no lock, so finalizers may call it."""
+        Takes no lock, so finalizers may call it.
+        """
         if self.refusal is None:
             self.refusal = RuntimeError(
                 f"cannot schedule new futures after shutdown of {self.config.name}"
@@ -319,7 +323,8 @@ class Dispatcher:
         """Close, and wait for the end.
 
         A Ctrl-C meanwhile, or another exception of a signal handler, cancels all tasks, which takes
-        at most `tuning.grace_seconds`. A second one kills the drones."""
+        at most `tuning.grace_seconds`. A second one kills the drones.
+        """
         self.close(cancel=cancel, running=cancel)
         try:
             self.wait_ended()
@@ -335,7 +340,8 @@ class Dispatcher:
 
     async def finish_async(self, *, cancel: bool = False) -> None:
         """Close, and await the end. A cancellation meanwhile cancels all tasks; a second one kills
-        the drones."""
+        the drones.
+        """
         self.close(cancel=cancel, running=cancel)
         try:
             if not self.reactor.belongs_to_parent:
@@ -403,7 +409,8 @@ class Dispatcher:
 
     def after_critical_section(self) -> None:
         """Note whether more tasks could be sent at once, and move tasks that wait behind a busy
-        drone. Called at the end of each critical section."""
+        drone. Called at the end of each critical section.
+        """
         if self.end_check_due:
             self._end_if_done()
         if self.backpressure:
@@ -431,7 +438,8 @@ class Dispatcher:
 
     def _could_overlap(self) -> bool:
         """Return whether a drone could take one more task beside those that it overlaps. False if
-        the head of the queue does not overlap, because no task overtakes that one."""
+        the head of the queue does not overlap, because no task overtakes that one.
+        """
         with suppress(IndexError):
             if not self.queue[0].definition.overlaps:
                 return False
@@ -462,7 +470,8 @@ class Dispatcher:
 
     def split(self, handle: DroneHandle, task: Slice, done: int, rest: int, state: int) -> None:
         """Handle a drone's answer for the first `done` calls of a slice. The drone has not begun
-        the last `rest` calls, and gives them back."""
+        the last `rest` calls, and gives them back.
+        """
         if state != RUNNING and (not rest or state == FAILED):
             handle.remove_in_flight(task.number)
             return
@@ -523,8 +532,10 @@ class Dispatcher:
 
     def park(self, task: Task) -> None:
         """Park `task` until `resume(task)`, because a kept value is not available yet, or another
-        process has leased the task. (The task may be in `waiting` too, until `on_inputs_ready`
-        returns.)"""
+        process has leased the task.
+
+        The task may be in `waiting` too, until `on_inputs_ready` returns.
+        """
         self.parked.add(task)
 
     def has_waiting_task_for(self, handle: DroneHandle) -> bool:
@@ -560,7 +571,8 @@ class Dispatcher:
         """Handle the loss of a value that one of `tasks`, sent but not begun, depends on.
 
         Values stored on other nodes are computed again. If no task takes such a value, the lost
-        bytes are buffers of the arguments themselves, and the tasks with such buffers fail."""
+        bytes are buffers of the arguments themselves, and the tasks with such buffers fail.
+        """
         recomputed = [task for task in tasks if task.unfilled is not None]
         rejected = (
             []
@@ -595,7 +607,8 @@ class Dispatcher:
 
     def withdraw(self, task: Task) -> None:
         """Stop `task`, whose promise was cancelled. A queued task is skipped; for a task in flight,
-        the drone receives CANCEL."""
+        the drone receives CANCEL.
+        """
         self.waiting.discard(task)
         self.parked.discard(task)
         handle, target = task.handle, task.target
@@ -618,6 +631,11 @@ class Dispatcher:
     # -- holding the reactor's lock: failures ------------------------------------------------------
 
     def reject_or_retry(self, tasks: list[Task], error: BaseException, *, may_retry: bool) -> None:
+        """Queue the tasks again that may be retried; reject the others with copies of `error`.
+
+        A task may be retried if `may_retry` is true, the task has `retries` left and no target
+        drone, and the pool was not abandoned.
+        """
         retried = []
         for task in tasks:
             if task.done():
@@ -633,7 +651,8 @@ class Dispatcher:
 
     def watch_for_lost_answer(self, handle: DroneHandle) -> None:
         """Watch a drone that has sent a malformed message. If that was an answer, its task would
-        never be settled."""
+        never be settled.
+        """
         if not handle.answer_suspect and handle.alive:
             handle.answer_suspect = True
             self._check_answer_later(handle, 0)
@@ -648,7 +667,8 @@ class Dispatcher:
 
         `suspect` is the first task in flight, if the drone seemed to have answered or skipped that
         task at the last check. If so again, the answer never comes. On a busy machine the drone may
-        only not have got to the task yet; then the drone is runnable."""
+        only not have got to the task yet; then the drone is runnable.
+        """
         if not handle.in_flight or not handle.alive:
             handle.answer_suspect = False
             return
@@ -686,7 +706,8 @@ class Dispatcher:
 
     def on_start_error(self, error: BaseException) -> None:
         """Break the pool because no drone can start. If the pool has not begun, its constructor
-        raises `error` as it is."""
+        raises `error` as it is.
+        """
         self.break_pool(
             pool_error("no drone can be started", error) if self.begun.done() else error
         )
@@ -739,7 +760,8 @@ class Dispatcher:
 
     def _end_if_done(self) -> None:
         """End the drones, and then this dispatcher, if all tasks are done. Called once in a
-        critical section, however many events in that could have been the last."""
+        critical section, however many events in that could have been the last.
+        """
         self.end_check_due = False
         if not self.closing or self._unfinished():
             if self.closing and self.waiting:
@@ -783,7 +805,8 @@ class Dispatcher:
 
     def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:
         """Reject all tasks in `queue`, each by the thread that pops it. Not called while holding
-        the reactor's lock, because callbacks run."""
+        the reactor's lock, because callbacks run.
+        """
         error = error or self.refusal
         with suppress(IndexError):
             while True:
@@ -835,5 +858,5 @@ class _Backlog:
 
 
 def _load(handle: DroneHandle) -> float:
-    """The sort key for drones that take tasks: idle drones come first."""
+    """Return the sort key for drones that take tasks: idle drones come first."""
     return handle.load if handle.in_flight else -1.0

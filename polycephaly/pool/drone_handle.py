@@ -6,7 +6,8 @@
 A handle holds the tasks that were sent, an estimate of their time, and the state of the drone. Only
 threads that hold the reactor's lock change a handle; others may read `pid`, `state` and `exitcode`.
 Each engine has a subclass, which sends messages to the drone and observes its process: see
-engine.py."""
+engine.py.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +139,8 @@ class DroneHandle:
 
     def catch_up(self) -> None:
         """Handle the messages that have arrived in this process but were not read yet. Called while
-        holding the reactor's lock."""
+        holding the reactor's lock.
+        """
 
     def kill(self, kill_reason: str = "") -> None:
         """Kill the drone at once, with its running tasks. Their errors give `kill_reason`."""
@@ -146,7 +148,8 @@ class DroneHandle:
 
     def last_started(self) -> int:
         """Return the number of the task begun last, as far as known, or 0. Any thread may call
-        it."""
+        it.
+        """
         raise NotImplementedError
 
     def last_answered(self) -> int:
@@ -155,7 +158,8 @@ class DroneHandle:
 
     def heartbeat(self) -> tuple[object, Times]:
         """Return a value that changes while the drone lives, and the processor times of its
-        threads."""
+        threads.
+        """
         raise NotImplementedError
 
     def is_waiting(self) -> bool:
@@ -169,7 +173,8 @@ class DroneHandle:
     def activity(self, threads: Times) -> tuple[object, Times] | None:
         """Return a value that changes whenever the drone does something for its tasks, and the
         times of those threads that may wake now and then without doing anything. `threads` comes
-        from `heartbeat`. None if this is not known."""
+        from `heartbeat`. None if this is not known.
+        """
         return None
 
     def children_activity(self) -> object:
@@ -181,7 +186,8 @@ class DroneHandle:
 
     def memory(self, enough: int) -> int:
         """Return the bytes that the drone and the processes started by it hold for themselves. The
-        number is exact if it exceeds `enough`."""
+        number is exact if it exceeds `enough`.
+        """
         raise NotImplementedError
 
     def take_output(self) -> OutputItems:
@@ -205,7 +211,8 @@ class DroneHandle:
     @property
     def waiting(self) -> Waiting | None:
         """Where the drone waits, if the wait was long enough to be reported. None as soon as the
-        drone has answered, even if the health monitor notes that only later."""
+        drone has answered, even if the health monitor notes that only later.
+        """
         number, waiting = self.reported_wait or (0, None)
         return (
             waiting
@@ -217,7 +224,8 @@ class DroneHandle:
         """Return whether tasks wait for this drone, including those that wait for their own inputs.
 
         The latter are checked first: `Dispatcher.on_inputs_ready` queues such a task before it is
-        removed from the waiting tasks, so no task is missed."""
+        removed from the waiting tasks, so no task is missed.
+        """
         return self.dispatcher.has_waiting_task_for(self) or any(
             not task.done() for task in [*self.dedicated, *self.preferred]
         )
@@ -231,7 +239,8 @@ class DroneHandle:
 
     def is_running(self, number: int) -> bool:
         """Return whether the task has begun. Any thread may call this. The engine knows only as
-        much as the drone has reported."""
+        much as the drone has reported.
+        """
         if not self.alive:
             return False
         return self.last_started() == number or (self.overlapping > 0 and number in self.in_flight)
@@ -243,7 +252,8 @@ class DroneHandle:
 
         An idle drone takes any task. A busy drone takes known short tasks until half of the budget
         is used, and overlapped tasks beside others of that kind. A retiring drone takes only
-        dedicated tasks."""
+        dedicated tasks.
+        """
         if (
             not (self.state is State.READY or (dedicated and self.state is State.RETIRING))
             or self.unresponsive
@@ -255,7 +265,8 @@ class DroneHandle:
 
     def tasks_left(self, max_tasks: int | None) -> int:
         """Return how many more tasks the drone may be sent until it has had `max_tasks`. There is
-        no limit for the dedicated tasks of a retiring drone."""
+        no limit for the dedicated tasks of a retiring drone.
+        """
         return (
             1 << 30
             if max_tasks is None or self.state is State.RETIRING
@@ -270,7 +281,8 @@ class DroneHandle:
         does not have yet.
 
         A task of unknown length goes alone. Overlapped tasks go only with their like, up to the
-        width. Tasks that are settled already (cancelled while queued) are dropped."""
+        width. Tasks that are settled already (cancelled while queued) are dropped.
+        """
         batch: list[Task] = []
         message = TaskBatch()
         in_flight, load, budget = self.in_flight, self.load, tuning.batch_seconds
@@ -400,7 +412,8 @@ class DroneHandle:
     def _schedule_release_report(self) -> None:
         """Schedule a report to the drone that a result, a kept value or a function is not used any
         more. The next batch carries the report, or else a message of its own after
-        `RELEASE_REPORT_DELAY_SECONDS`. Called in any thread, at any moment, also by finalizers."""
+        `RELEASE_REPORT_DELAY_SECONDS`. Called in any thread, at any moment, also by finalizers.
+        """
         if not self._release_report_scheduled and self.alive:
             self._release_report_scheduled = True
             reactor = self.dispatcher.reactor
@@ -442,7 +455,8 @@ class DroneHandle:
 
     def undo_batch(self, frames: Sequence[bytes]) -> None:
         """Undo a batch that did not arrive: the drone has neither its functions nor its kept
-        values, and FORGET and DROP must be sent again. Called while holding the reactor's lock."""
+        values, and FORGET and DROP must be sent again. Called while holding the reactor's lock.
+        """
         for number, kind, claims, _ in unpack_work(frames):
             if kind & ~SHARED in DEFINES:
                 self._defined.remove(number)
@@ -455,7 +469,8 @@ class DroneHandle:
 
     def replace_in_flight(self, task: Task, part: Task) -> None:
         """Let `part`, the rest of the slice `task` on this drone, take its place and number. The
-        time that `part` takes is not known."""
+        time that `part` takes is not known.
+        """
         sending = task.sending
         assert sending is not None
         if sending.estimate >= 0:
@@ -508,7 +523,8 @@ class DroneHandle:
 
     def keep_stderr_lines(self, output: OutputItems) -> None:
         """Keep the last lines that the drone wrote to stderr or logged and, apart from those, the
-        stack of the latest fatal error."""
+        stack of the latest fatal error.
+        """
         for each in output:
             if isinstance(each, OutputRecord):
                 self.stderr.append(each.text)
@@ -529,7 +545,8 @@ class DroneHandle:
 
 def drain(queue: deque[Task]) -> list[Task]:
     """Take all tasks from `queue`, one by one. A task that another thread adds meanwhile is taken,
-    or stays."""
+    or stays.
+    """
     tasks = []
     with suppress(IndexError):
         while True:
@@ -539,7 +556,8 @@ def drain(queue: deque[Task]) -> list[Task]:
 
 def _take_similar(definition: RemoteFunction, queue: deque[Task], limit: int) -> list[Task]:
     """Take at most `limit` calls of `definition` that can be pickled together from the head of
-    `queue`."""
+    `queue`.
+    """
     more: list[Task] = []
     weight, popleft = Task.weight, queue.popleft
     with suppress(IndexError):

@@ -16,7 +16,8 @@
 All behaviour that callers see (order, credit, retries, time limits, errors, timelines) is
 implemented once, above this interface. An engine is made in the thread that asks for drones, and
 takes a snapshot of that process. Unless they say otherwise, its methods are called while holding
-the reactor's lock, and must not block."""
+the reactor's lock, and must not block.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ __all__ = ["Engine", "Machine", "find_machine"]
 
 class Engine(Protocol):
     """Starts drones. Sets the supervisor's `registry`, whose functions are pickled against the
-    latest snapshot."""
+    latest snapshot.
+    """
 
     def begin(self) -> None:
         """Prepare to start drones: the first call while holding the reactor's lock."""
@@ -41,7 +43,8 @@ class Engine(Protocol):
         self, initializer: Callable[..., object], initargs: tuple[Any, ...]
     ) -> tuple[Any, tuple[Any, ...]]:
         """Return the callable and the arguments to use in place of the initializer's. Called in the
-        thread that asks for drones."""
+        thread that asks for drones.
+        """
 
     def can_start(self) -> bool:
         """Return False while a new snapshot is being taken, or if there is no room for a drone."""
@@ -60,11 +63,13 @@ class Engine(Protocol):
 
     def discard(self, snapshot: Any) -> None:
         """Release a snapshot that is not needed. Called in any thread, without the reactor's
-        lock."""
+        lock.
+        """
 
     def left_out(self, name: str) -> str | None:
         """Return why `name` of `__main__` is missing from the latest snapshot, or None if the
-        reason is unknown. Called without the reactor's lock."""
+        reason is unknown. Called without the reactor's lock.
+        """
 
     def share(self, obj: Any) -> Any:
         """Return a handle of `obj` for many calls. Any thread may call this."""
@@ -81,11 +86,13 @@ class Machine(Protocol):
 
     def check(self, size: int) -> None:
         """Check that there is room for `size` drones. Raises `OSError` if not, and `ValueError` for
-        wrong requirements of the drones."""
+        wrong requirements of the drones.
+        """
 
     def open(self, supervisor: Supervisor) -> Engine:
         """Make the engine, in the thread that asks for drones. Raises `OSError` if the machine
-        forbids that."""
+        forbids that.
+        """
 
 
 _OPTION_NAMES_HERE = {
@@ -120,7 +127,8 @@ _RAY_OPTIONS = {
 def find_machine(name: object, options: dict[str, Any]) -> Machine:
     """Return the machine of the engine called `name`, with `options` of that engine.
 
-    Raises `ValueError` for an unknown engine, `TypeError` for unknown options."""
+    Raises `ValueError` for an unknown engine, `TypeError` for unknown options.
+    """
     unexpected = f"unexpected {', '.join(sorted(options))}"
     cures = [
         f"instead of {each}, use {_OPTION_NAMES_HERE[each]}"

@@ -5,11 +5,11 @@
         c = join(a, b)                       2         when a and b have values
         d = report([a, c])                   2         when c has a value
 
-A call inside a pool's ``with`` block is a *node*: a task whose promise is returned at once, and
-which runs to its end on one drone as soon as its last input has a value (as in CEFOS: a zero-wait
-thread, with a synchronization counter). The inputs of a node are the promises among its arguments.
-So the calls themselves make the graph, in the order in which a plain program would make them.
-Without a pool the calls are that plain program.
+A call inside a pool's ``with`` block is a *node*: the call returns a promise without waiting for
+the value, and its task runs to the end on one drone as soon as its last input has a value (as in
+CEFOS: a zero-wait thread, with a synchronization counter). The inputs of a node are the promises
+among its arguments. So the calls themselves make the graph, in the order in which a plain program
+would make them. Without a pool the calls are that plain program.
 
 A node whose inputs have values is sent as any other task. Failures are handled in inputs.py.
 """
@@ -50,10 +50,12 @@ def flow(
 ) -> Callable[..., Any]:
     """Make the calls of `fn` inside a pool's ``with`` block nodes of a graph.
 
-    Such a call returns a promise at once. Promises among the arguments, also in lists, tuples and
+    Such a call returns a promise without waiting for the value. (In a pool with `max_queued`, the
+    call may wait for room in the queue.) Promises among the arguments, also in lists, tuples and
     values of dicts, are the node's inputs. The node runs on a drone of the pool as soon as all
     inputs have values. The pool is the one whose block this thread, asyncio task or green thread
-    entered last. If there is no such pool, and in drones, the call is a plain call of `fn`.
+    entered last. If there is no such pool, the call is a plain call of `fn`. So are calls in
+    drones, until code there enters a pool's block.
 
     Parameters
     ----------
@@ -74,7 +76,7 @@ def flow(
     Raises
     ------
     TypeError
-        If `fn` is not callable.
+        If `fn` is not callable or is a `staticmethod`, or an option has a wrong type.
     ValueError
         If a number is out of range.
 
@@ -84,7 +86,8 @@ def flow(
     the failed node. If a node is cancelled, all nodes that depend on it are rejected with
     `CancelledError`. The nodes that led only to the cancelled node are cancelled too: those that no
     other wanted node needs, and that no other code waits for. Keeping a node's promise in a
-    variable is not waiting. Calls may be made from any thread.
+    variable is not waiting. Calls may be made from any thread; a new native thread has entered no
+    pool's block.
 
     Examples
     --------
@@ -174,8 +177,8 @@ class _SentFunction:
     def update(
         self, snapshot: MainSnapshot, wrapper: Callable[..., Any], fn: Callable[..., Any]
     ) -> None:
-        """Send the wrapper if a drone finds the wrapper under its name. Send the function itself
-        otherwise.
+        """Choose what is sent to drones with `snapshot`: the wrapper, if a drone finds the wrapper
+        under its name, else the function itself.
         """
         self.function = wrapper if goes_by_reference(wrapper, snapshot) else fn
         self.snapshot = snapshot

@@ -4,7 +4,8 @@
               (holding the reactor's lock)                     (after it is released)
 
 While the reactor's lock is held, no code of users runs. Therefore answers that may run such code
-are unpickled in `settle`. Small immutable values, which share a pickle, are unpickled at once."""
+are unpickled in `settle`. Small immutable values, which share a pickle, are unpickled at once.
+"""
 
 from __future__ import annotations
 
@@ -219,7 +220,8 @@ def _handle_special_outcome(
 ) -> tuple[Task | None, int, Any, int]:
     """Handle the outcome of a slice, or one in shared memory.
 
-    Returns the task, its status, its payload, and how many calls the answer covers."""
+    Returns the task, its status, its payload, and how many calls the answer covers.
+    """
     shared, status = status & SHARED, status & ~SHARED
     done = rest = state = 0
     if status == SPLIT:
@@ -262,7 +264,8 @@ def settle(answered: Iterable[Task]) -> None:
 
 def settle_task(task: Task, state: str, value: Any, error: BaseException | None) -> None:
     """Settle `task`. An exception in one of its callbacks is logged, so that the tasks after it are
-    settled too."""
+    settled too.
+    """
     try:
         task._settle(state, value, error)
     except BaseException:
@@ -287,7 +290,8 @@ def _open(task: Task) -> tuple[Any, BaseException | None]:
 
 def _skip_own_frames(at: TracebackType | None) -> TracebackType | None:
     """Skip the frames of this package in a traceback. They refer to the message, so a program that
-    keeps the error would keep the message and its shared memory."""
+    keeps the error would keep the message and its shared memory.
+    """
     while (
         at is not None
         and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "polycephaly"

@@ -14,7 +14,8 @@ If this process itself did not run for a while, all counting begins anew; otherw
 would blame the drones for its own pause.
 
 The timer runs only while drones have tasks or are being started, but always with `max_memory`. All
-methods are called while holding the reactor's lock."""
+methods are called while holding the reactor's lock.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ class _WaitTracker:
     """How long a drone with tasks has waited.
 
     The samples are counts that only grow. Two equal samples prove that nothing ran between them,
-    whether or not this process looked meanwhile."""
+    whether or not this process looked meanwhile.
+    """
 
     __slots__ = ("_children", "_own", "places", "request")
 
@@ -100,7 +102,8 @@ class _WaitTracker:
         self, now: float, activity: tuple[object, Times], children_activity: Callable[[], object]
     ) -> float:
         """Return the seconds since the drone was active, or one of the processes that the drone has
-        started. `children_activity` is called only while the drone itself waits."""
+        started. `children_activity` is called only while the drone itself waits.
+        """
         own = self._own.inactive_seconds(now, *activity)
         return own and min(own, self._children.inactive_seconds(now, children_activity(), {}))
 
@@ -222,7 +225,8 @@ class HealthMonitor:
 
         A stopped zygote neither starts drones nor reports deaths, so it is continued after
         `tuning.stopped_zygote_seconds`. That loses nothing, whereas its end would end its
-        drones."""
+        drones.
+        """
         stopped = state_of(launcher.pid) in ("T", "t")
         inactive = tracker.inactive_seconds(now, stopped, {})
         if not stopped:
@@ -270,7 +274,8 @@ class HealthMonitor:
     def _check_mutual_wait(self) -> None:
         """Warn if all drones wait while tasks are queued, because the drones may be waiting for
         just these tasks, which then never run. Only the program knows whether they are, so no task
-        is stopped."""
+        is stopped.
+        """
         handles = [handle for handle in self._dispatcher.handles if handle.alive]
         if not handles or any(handle.waiting is None for handle in handles):
             self._mutual_wait_reported = False

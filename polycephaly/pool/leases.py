@@ -34,7 +34,8 @@ class Leases:
 
     def lease(self, max_tasks: int, can_lease: Callable[[Task], bool]) -> list[Task]:
         """Take at most `max_tasks` tasks for which `can_lease` is true from the queue. No drone has
-        any of them."""
+        any of them.
+        """
         dispatcher = self._dispatcher
         taken: list[Task] = []
         skipped: list[Task] = []

@@ -12,7 +12,8 @@ one queue at a time: here, or in the dispatcher's queue once no drone is preferr
 Any thread adds tasks; only a thread that holds the reactor's lock takes tasks. When a drone retires
 or dies, its queue is emptied under that lock. A thread that adds a task checks the state of the
 drone afterwards, and has the queue emptied again if needed. So no task stays with a drone that
-takes no more."""
+takes no more.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Locality:
 
     def add(self, task: Task, handle: DroneHandle) -> None:
         """Queue `task` for `handle`. An idle drone takes over the task if that has waited for as
-        long as moving its kept values takes. Any thread may call this."""
+        long as moving its kept values takes. Any thread may call this.
+        """
         dispatcher = self._dispatcher
         task.preferred_drone = handle
         task.preferred_since = dispatcher.reactor.timers.now()
@@ -85,7 +87,8 @@ class Locality:
     def rebalance(self, now: float) -> None:
         """Let idle drones take tasks that have waited for a busy one as long as moving their kept
         values would take. Values to be moved are pickled first; meanwhile the busy drone may get to
-        the task."""
+        the task.
+        """
         dispatcher = self._dispatcher
         idle = [
             handle for handle in dispatcher.handles if not handle.in_flight and handle.can_take()
@@ -120,7 +123,8 @@ class Locality:
 
     def release(self, handle: DroneHandle) -> None:
         """Requeue the tasks that prefer `handle`, which takes no more. The drone ends if these were
-        all that it had."""
+        all that it had.
+        """
         for task in drain(handle.preferred):
             task.preferred_drone = None
             self._dispatcher.resume(task)

@@ -5,7 +5,8 @@
 A cycle of promises is refused when it is closed (promises/promise.py). But no code can know which
 promises a program will settle by hand. So if a pool has had nothing to run for
 `tuning.stall_report_seconds`, and a thread waits for a task, one warning names the promise. All
-methods but `request_check` are called while holding the reactor's lock."""
+methods but `request_check` are called while holding the reactor's lock.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class StallDetector:
 
 def unsettled_root(task: Task, seen: set[Any]) -> Promise[Any] | None:
     """Return a promise, not `seen` before, for which `task` waits in the end and which only the
-    program settles. None if there is none."""
+    program settles. None if there is none.
+    """
     todo: list[Any] = [task]
     while todo:
         each = todo.pop()

@@ -9,7 +9,8 @@ another drone takes its place, from the same snapshot. Failed starts are counted
 row the pool breaks, and its error gives the reason. The engine (engine.py) starts processes and
 reports their ends.
 
-All methods but the constructor are called while holding the reactor's lock."""
+All methods but the constructor are called while holding the reactor's lock.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ START_RETRY_SECONDS = 1.0  # seconds after a failed start, if other drones are t
 class Supervisor:
     def __init__(self, dispatcher: Dispatcher) -> None:
         """Take the snapshot, in the calling thread. Raises `OSError` if a limit of the operating
-        system forbids that."""
+        system forbids that.
+        """
         self._dispatcher = dispatcher
         self._config = dispatcher.config
         self._reactor = dispatcher.reactor
@@ -72,7 +74,8 @@ class Supervisor:
 
     def _capture_initializer(self) -> Callable[[], Task] | None:
         """Pickle the initializer, now and once. Return a function that makes tasks of it. Raises
-        the errors of pickling."""
+        the errors of pickling.
+        """
         initializer, initargs = self._config.initializer, self._config.initargs
         if initializer is None:
             return None
@@ -107,7 +110,8 @@ class Supervisor:
 
     def start_missing(self) -> None:
         """Start drones until there are as many as wanted, not counting those that are retiring or
-        stopping."""
+        stopping.
+        """
         if not self.engine.can_start() or (
             self._config.on_death == "end" and self._dispatcher.begun.done()
         ):
@@ -194,7 +198,8 @@ class Supervisor:
 
     def kill_too_large(self, handle: DroneHandle, usage: str) -> None:
         """Kill a drone that is too large before its first task. After a few in a row the pool
-        breaks, because the next drone would be as large."""
+        breaks, because the next drone would be as large.
+        """
         handle.kill(usage)
         self.too_large_in_a_row += 1
         if self.too_large_in_a_row >= MAX_FAILED_STARTS:
@@ -247,7 +252,8 @@ class Supervisor:
 
     def replace_all(self, snapshot: Any, replaced: Promise[None]) -> None:
         """Replace all drones by new ones from `snapshot`; settle `replaced` when they are
-        started."""
+        started.
+        """
         if self._dispatcher.target_size() == 0:  # closed or broken in the meantime
             return
         old = list(self.handles)
@@ -263,7 +269,9 @@ class Supervisor:
         """Handle the death of a drone. `exitcode` is None if the engine cannot know it.
 
         Answered tasks are settled first. Of the others, tasks that had not begun are queued again,
-        and tasks that had begun are lost, or run again if `retries` allow."""
+        except tasks for this drone only, which are rejected. Tasks that had begun run again if
+        `retries` allow, and are rejected otherwise.
+        """
         before = handle.state
         handle.exitcode = exitcode
         if before <= State.RETIRING:
@@ -361,6 +369,7 @@ class Supervisor:
 
 
 def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
+    """Return the error that reports a drone's death; `task` was running, or is None."""
     code = handle.exitcode
     if code is None:
         end = f"died ({handle.exit_reason})"

@@ -5,7 +5,8 @@
 Arguments are pickled when the call is made. For a promise among them, a *placeholder* is pickled in
 its place (see inputs.py). A synchronization counter (as in CEFOS) counts the pending promises, and
 the task is queued when the counter reaches zero. If all arguments are promises or small and
-immutable, they are pickled only then: they cannot change, so the delay is invisible."""
+immutable, they are pickled only then: they cannot change, so the delay is invisible.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ _FUTURE_CURE = (
 
 class Task(Promise[Any]):
     """One object for the task and its promise. After the call, its state as a task is changed only
-    while holding the reactor's lock."""
+    while holding the reactor's lock.
+    """
 
     _can_be_interrupted = True
     target: DroneHandle | None = None  # the only drone that may run the task, if any
@@ -132,7 +134,8 @@ class Task(Promise[Any]):
         registry: FunctionRegistry,
     ) -> Sequence[Promise[Any]]:
         """Pickle the arguments, and return the promises among them. Raises the errors of
-        pickling."""
+        pickling.
+        """
         self.definition = definition
         inputs: list[Promise[Any]] = []
         together, bulky, shared, nested = not kwargs, False, False, False
@@ -230,7 +233,8 @@ class Task(Promise[Any]):
 
     def release_payload(self) -> None:
         """Release the payload of a task that was settled while in flight, and that the drone has
-        not opened and will not open, or has died. Called while holding the reactor's lock."""
+        not opened and will not open, or has died. Called while holding the reactor's lock.
+        """
         self.payload = b""
         ends, self.channel_ends = self.channel_ends, ()
         for each in ends:
@@ -259,7 +263,8 @@ class Task(Promise[Any]):
 
     def wait_for(self, inputs: Sequence[Promise[Any]]) -> None:
         """Have `Dispatcher.on_inputs_ready` called once: when all `inputs` have values, or when one
-        has failed and this task is rejected for that."""
+        has failed and this task is rejected for that.
+        """
         self.inputs = inputs if self.args is None else self.args
         self.input_numbers = tuple([each.number for each in inputs if isinstance(each, Task)])
         self._countdown = iter(range(1, len(inputs)))
@@ -347,7 +352,8 @@ class Task(Promise[Any]):
         """Return the value, or become a `LazyTask`, which leaves the value where it is stored.
 
         A value that contains handles of kept values is always unpickled, because the handles are
-        written for this process."""
+        written for this process.
+        """
         if (
             isinstance(payload, Received)
             and not self.answer_objects
@@ -363,7 +369,8 @@ class Task(Promise[Any]):
 
     def cancel(self, running: bool = True) -> bool:
         """Cancel like any promise. If this is a node of a graph, also cancel the inputs that led
-        only to it: see `flow`."""
+        only to it: see `flow`.
+        """
         inputs = self.inputs
         cancelled = super().cancel(running)
         if cancelled and inputs and self.is_node:
@@ -381,7 +388,8 @@ class Task(Promise[Any]):
     def recompute_inputs(self, lost: Lost) -> None:
         """Compute the lost inputs of this task again, which was not begun because of the loss.
 
-        Raises `lost` like `recompute`. Called while holding the reactor's lock."""
+        Raises `lost` like `recompute`. Called while holding the reactor's lock.
+        """
         if self.unfilled is None:
             raise lost
         (self.payload, inputs), self.unfilled = self.unfilled, None
@@ -428,8 +436,10 @@ class Task(Promise[Any]):
 
     @property
     def label(self) -> str:
-        """A short name of the function. (If the function could not be pickled, there is no
-        definition.)"""
+        """A short name of the function.
+
+        If the function could not be pickled, there is no definition.
+        """
         definition = getattr(self, "definition", None)
         return "a call" if definition is None else str(definition.label)
 
@@ -474,7 +484,8 @@ class LazyTask(Task):
     first access. Other tasks receive the value from where it is stored.
 
     The values of nodes of a graph stay in shared memory; with Ray, all values stay on a node of the
-    cluster."""
+    cluster.
+    """
 
     _is_lazy = True
     _is_loaded = False
@@ -506,7 +517,8 @@ class LazyTask(Task):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error as any promise, or the error of unpickling the value.
 
-        A value on another node is not fetched just to find out whether unpickling fails."""
+        A value on another node is not fetched just to find out whether unpickling fails.
+        """
         error = super().exception(timeout)
         if error is None and not self._is_remote():
             try:
@@ -521,7 +533,8 @@ class LazyTask(Task):
 
     def recompute(self, lost: Lost) -> Task:
         """Return a task that computes the lost value again, the same one for all callers. Raises
-        `lost` if `retries` do not allow that."""
+        `lost` if `retries` do not allow that.
+        """
         if self._recomputed is not None:
             return self._recomputed
         if not self.retries or self.recompute_payload is None:
@@ -623,7 +636,8 @@ class Slice(Task):
 
     def split(self, done: int, rest: int) -> tuple[Slice, Slice]:
         """Return the running call, if any, and the `rest`, of a slice whose first `done` calls are
-        answered. Called while holding the reactor's lock."""
+        answered. Called while holding the reactor's lock.
+        """
         begun = self.count - rest
         running, later = (
             Slice(

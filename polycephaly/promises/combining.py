@@ -151,7 +151,7 @@ def race(*promises: Future[Any]) -> Promise[Any]:
     return first
 
 
-class as_completed(Iterator[F], AsyncIterator[F]):
+class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the standard library
     """Iterate over promises in the order in which they settle.
 
     ``async for`` works too.

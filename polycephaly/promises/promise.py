@@ -339,7 +339,7 @@ class Promise(Future[T], Generic[T]):
         cancel_on_interrupt(self._awaited)
 
     def _on_wait_interval(self) -> None:
-        """Called now and then while the caller waits."""
+        """Do what is due now and then while the caller waits."""
 
     @overload
     def then(self, fn: Callable[[T], Promise[U]]) -> Promise[U]: ...

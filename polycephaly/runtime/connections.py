@@ -1,20 +1,21 @@
-"""Close, in a forked process, the connections of the controller process.
+"""Replace, in a forked process, the connections of the controller process by others.
 
 The other side of a connection sees its end when the last process that has the socket closes the
 socket, and a port is free when its last listener is gone. So the zygote, and with it each drone,
 replaces these descriptors:
 
-    stream sockets of a network, and named     ->  one whose other end is closed
-      unix ones (listening or connected)
-    datagram sockets of a network              ->  a new one of the same kind
+    stream and SEQPACKET sockets, except unix  ->  one whose other end is closed
+      ones of which neither end has a name
+    datagram sockets of a network              ->  a new one, connected to the same peer, if any
     pipes to the standard streams of programs  ->  one whose other end is closed
       that the controller has started
     epoll descriptors (shared by a fork)       ->  a new one
 
-The numbers stay in use, so code in a drone that closes its object, or a finalizer, closes no file
-of another owner. A library that uses its connection finds that the other side has closed it.
-Descriptors that were made to cross a fork stay: unnamed socket pairs and pipes, such as those of
-`multiprocessing`, and the descriptors in the initargs of a pool.
+The descriptor numbers stay in use, so code in a drone that closes its object, or a finalizer,
+closes no file of another owner. A library that uses its connection finds that the other side has
+closed it. All other descriptors stay: files, unix datagram sockets, and those made to cross a fork
+(unnamed socket pairs and pipes, such as this package's own and those of `multiprocessing`). The
+descriptors 0 to 2, and those in a pool's inherited arguments (drone/child.py), always stay.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class InheritanceSearch(Pickler):
 def replace_connections(owner: int, inherited: Iterable[object]) -> None:
     """Replace the connections of the process `owner`, of which this process is a fork.
 
-    The process must be single-threaded. Descriptors found in `inherited` stay open.
+    Called once, by a zygote that is not bare, before the first drone. The process must be
+    single-threaded. Descriptors found in `inherited` stay open.
     """
     kept = {0, 1, 2}
     for each in inherited:
@@ -131,9 +133,10 @@ def _has_name(end: socket.SocketType) -> bool:
 
 
 def _pipes_of_programs(owner: int) -> set[tuple[str, int]]:
-    """Return the pipes that are standard streams of children of `owner`.
+    """Return the standard streams of children of `owner`, pipes or not, as /proc names them.
 
-    Each pipe comes with the access mode (`O_RDONLY`, `O_WRONLY`) of the end that `owner` has.
+    Each stream comes with the access mode of a pipe's other end: `O_WRONLY` for a child's standard
+    input, `O_RDONLY` for a child's two outputs.
     """
     found: set[tuple[str, int]] = set()
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Admin requests of clients: status, the end of the pool, single drones; and shared values.
+"""Admin requests of clients (`AdminService.handle_request` lists them), and their shared values.
 
     REQUEST, SHARE ──> AdminService ──> at once, or in a short-lived thread ──> REPLY
 
@@ -32,28 +32,34 @@ if TYPE_CHECKING:
 __all__ = ["AdminService"]
 
 TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines
-REPLY_TIMEOUT_SECONDS = 1.0  # closing the server waits so long for a reply in preparation
+REPLY_TIMEOUT_SECONDS = 1.0  # closing the server waits so long for each reply in preparation
 
 
 class AdminService:
+    """The replies to the admin requests of one server's clients, and the values that they share."""
+
     def __init__(self, server: Server, on_stop: Callable[[bool], object] | None) -> None:
         self._server = server
         self._pool = server._pool
         self._on_stop = on_stop
-        # Long computations run one at a time. `Client.long_request_lock` queues those of one
-        # client.
+        # Held while a status or a timeline is computed. `Client.long_request_lock` queues such
+        # requests of one client.
         self._long_requests = threading.Lock()
         self._reply_threads: set[threading.Thread] = set()
 
     def wait_for_replies(self) -> None:
-        """Wait for replies in preparation: a client that asks for the server's end gets a reply."""
+        """Wait for replies in preparation, at most `REPLY_TIMEOUT_SECONDS` for each.
+
+        So a client that asks for the server's end usually gets a reply. Only the replies of
+        short-lived threads are waited for.
+        """
         for thread in list(self._reply_threads):
             # A thread that is just being started cannot be joined yet.
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(REPLY_TIMEOUT_SECONDS)
 
     def handle_request(self, client: Client, request: dict[str, Any]) -> None:
-        """Answer an admin request. Raise `Malformed`."""
+        """Reply to an admin request, at once or later. Raise `Malformed` for a malformed one."""
         kind, number, drone = request.get("what"), request.get("id"), request.get("drone", 0)
         if not (isinstance(kind, str) and isinstance(number, int) and isinstance(drone, int)):
             raise Malformed("a malformed request")
@@ -140,18 +146,20 @@ class AdminService:
         self._run_in_thread(partial(self._reply, client, request_number), copy)
 
     def _add_shared_value(self, client: Client, number: int, value: Shared[Any]) -> None:
-        # The client may have left in the meantime.
+        """Keep a shared value for the client's later calls, unless the client has left."""
         if self._server._clients.get(client.identity) is client:
             client.session.shared[number] = value
 
     def _reply(self, client: Client, number: int, **fields: Any) -> None:
         """Send a reply. Any thread may call this."""
         server = self._server
-        # A reply may be long: pack it here, not in the server's thread.
+        # Packed by the caller, because a long reply comes from a short-lived thread.
         frames = pack_json(REPLY, {"id": number, **fields})
         server._post(lambda: server._send_to_client(client, frames, requests=1))
 
     def _run_in_thread(self, reply: Reply, function: Callable[[], Any]) -> None:
+        """Call `function` in a short-lived thread; send its result or its error as the reply."""
+
         def run() -> None:
             try:
                 reply(value=function())

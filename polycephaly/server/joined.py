@@ -5,16 +5,17 @@
         ├── requeue_unstarted <─ RETURNED ┤
         └── retries, or DroneDied <───────┘ the host was lost
 
-Each call runs once, because it is in one place at any moment: in the dispatcher's queue, before any
-drone has it (only holders of the reactor's lock take from the queue); in flight at one joined host;
-or in flight at a drone of this pool. A call leaves a host's in-flight table by its result, because
+A call is in one place at any moment: in the dispatcher's queue, before any drone has it (only
+holders of the reactor's lock take from the queue); in flight at one joined host; or in flight at a
+drone of this pool. A call leaves a host's in-flight table by its result or cancellation, because
 the host gives it back, or by the host's loss. The host takes a returned call out of its own
 dispatcher's queue in the same way, so the call cannot begin there any more and is queued here
 again. If a host is lost, which calls had begun is unknown, so all count as begun: they are rejected
-with `DroneDied`, or run again if they have `retries`.
+with `DroneDied`, or run again if they have `retries`. So without `retries` no call runs twice.
 
-A host that leaves sets its window to 0. The server answers BYE and sends no further calls, so a
-host that has received BYE and has no calls left can disconnect.
+A host that leaves sets its window to 0. The server answers BYE and sends no further calls, except
+calls for a single drone of the host. A host that has received BYE and has no calls left
+disconnects. A call for a single drone that is on its way then is lost with the host.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class JoinedHost(Flow):
 
     @property
     def credit(self) -> int:
+        """Number of further calls that the host takes now; none if zero or less."""
         return self.window - len(self.in_flight)
 
 
@@ -144,6 +146,7 @@ class JoinedHosts:
         self._is_lending = False
 
     def _send_calls(self, host: JoinedHost, tasks: list[Task], target: int = 0) -> None:
+        """Send calls to a host; `target` is a drone's number at the host, or 0 for any drone."""
         if host.identity not in self._hosts or (host.is_leaving and not target):
             self._on_not_sent(tasks, target)
             return
@@ -290,6 +293,7 @@ class JoinedHosts:
         self._post(partial(self._dispatcher.leases.on_settled, settled))
 
     def remove(self, host: JoinedHost, reason: str) -> None:
+        """Remove a host that is lost or has left. Its calls run again or are rejected."""
         if self._hosts.pop(host.identity, None) is None:
             return
         tasks = list(host.in_flight.values())
@@ -320,7 +324,11 @@ class JoinedHosts:
     # -- single drones -----------------------------------------------------------------------------
 
     def drones(self) -> list[dict[str, Any]]:
-        """Return the drones' states as their hosts last reported them. Any thread may call this."""
+        """Return the drones' states as their hosts last reported them. Any thread may call this.
+
+        The number of a drone has the host's index in its upper bits. The time since the report is
+        added to `seconds`.
+        """
         now = monotonic()
         return [
             {
@@ -333,6 +341,7 @@ class JoinedHosts:
         ]
 
     def is_joined_drone(self, number: int) -> bool:
+        """Return True if `number` is the number of a joined host's drone."""
         return bool(number >> _INDEX_SHIFT)
 
     def _host_of(self, number: int) -> JoinedHost:
@@ -342,7 +351,10 @@ class JoinedHosts:
         raise RuntimeError(f"the drone has ended: its host has left {self._dispatcher.config.name}")
 
     def submit_call(self, function: ClientFunction, item: Item) -> Promise[Any]:
-        """Run a call on one drone of a host. Raise `RuntimeError` if the host is gone."""
+        """Submit a call for one drone of a host, and return the call's promise.
+
+        Raise `RuntimeError` if the host is gone, and the pool's refusal if the pool is closed.
+        """
         host = self._host_of(item.target)
         dispatcher = self._dispatcher
         dispatcher.check_open()

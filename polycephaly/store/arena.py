@@ -1,17 +1,20 @@
-"""The arena: memory shared by a controller and its drones, for data too large for a socket.
+"""The arena of a pool: memory that the controller and the pool's drones share, for large data.
 
     writer                       the arena, one memfd                   reader
     Store.put ──one copy──> [ block ][ block ] .. [ block ]  ──mmap──> views, copy-on-write
        ^                     region 0: controller, 7: drone 7            │
        └─ reused <─ Segment freed <── number of the reference <── ObjectRef freed with last view
 
-The arena is made before the zygote, so every drone inherits it: no descriptor is ever passed, and
-data written by a drone remain when the drone dies. The memfd is sparse, and each writer has an
-address region of its own, so that writers need no lock between them.
+The arena is made before the zygote, so every drone inherits the descriptor, and no message carries
+it. When a drone dies, the ranges of the drone's region that the controller uses remain, and
+`RefTable.close` frees the rest. The memfd is sparse, and each writer has an address region of its
+own, so that writers need no lock between them.
 
 A process that may read a range has a `RangeRef` to it: a `Segment` in the writer, an `ObjectRef` in
-the reader. Range references are freed with Python's own references, in any thread and at any point
-of its code, so their finalizers only append to a deque.
+the reader. A range reference ends with the last Python reference to it, in any thread and at any
+point of that thread's code. So the finalizer only queues the return of the range and calls
+`request_cleanup` or `on_release`. If the arena has ended or the lender is dead, the finalizer frees
+the pages instead; the last finalizer of an ended arena closes the descriptor.
 
 See docs/decisions/0006-object-references.md for the reasons why no reader's data change.
 """
@@ -47,7 +50,10 @@ __all__ = [
 REGION_BYTES = 1 << 41
 """Size in bytes of one region's addresses: 2 TiB. Only pages that were written take memory."""
 MAX_REGIONS = 1 << 21
-"""Number of regions. A drone started after that many others has no region, and finds no room."""
+"""Number of regions: region 0 is the controller's, region N that of drone N.
+
+Drones are numbered from 1. A drone whose number is not below this limit finds no room.
+"""
 
 _MAP_FIXED = 0x10
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
@@ -72,8 +78,8 @@ class Full(MemoryError):
 class Arena:
     """The shared memory itself, and the ranges in use by this process. Any thread may call it.
 
-    `ceiling` limits the bytes in use by all writers together. Writers that reach the limit at the
-    same time may exceed it by the bytes that each of them writes.
+    `ceiling` limits the bytes that have memory (`used`), of all writers together. Writers that
+    reach the limit at the same time may exceed it by the bytes that each of them writes.
     """
 
     def __init__(self, ceiling: int, fd: int | None = None) -> None:
@@ -86,7 +92,11 @@ class Arena:
         self._range_refs: dict[int, tuple[int, int]] = {}
         self._mapped: dict[int, weakref.ref[Mapping]] = {}
         self.request_cleanup: Callable[[], object] = lambda: None
-        """Called when cleaning up may be useful, in any thread and at any point of its code."""
+        """Called when a block was returned, or when ranges are kept for a forked child.
+
+        The call may come in any thread, at any point of that thread's code. In the controller, the
+        local engine then schedules `Store.free_idle_memory`.
+        """
         self._warned = False
         key = id(self)
         _arenas[key] = weakref.ref(self, lambda _: _arenas.pop(key, None))
@@ -94,8 +104,9 @@ class Arena:
     def adopt(self) -> None:
         """Take the arena over in a drone, where it was inherited.
 
-        Range references inherited from the drone's ancestors belong to these: their end here frees
-        nothing. A drone does not warn, because the controller sees which way results come.
+        The end of an inherited range reference frees nothing, because the range belongs to an
+        ancestor. In a drone `request_cleanup` does nothing, and neither does `warn`, because the
+        controller sees which way results come.
         """
         self._pid = os.getpid()
         self._process_generation += 1
@@ -114,7 +125,7 @@ class Arena:
             )
 
     def used(self) -> int:
-        """Return the bytes of memory in use, by all writers together."""
+        """Return the bytes of the arena that have memory, free blocks included (blocks.py)."""
         return os.fstat(self.fd).st_blocks * 512
 
     def size(self) -> int:
@@ -133,7 +144,10 @@ class Arena:
         self._close_if_unused(id(marker))
 
     def clear(self, start: int, end: int) -> None:
-        """Free all memory from `start` to `end` that this process does not use."""
+        """Free the memory from `start` to `end`, except ranges there that this process uses.
+
+        Called for the region of a dead drone, and for the whole arena at its end.
+        """
         kept = sorted(each for each in list(self._range_refs.values()) if start <= each[0] < end)
         for offset, length in kept:
             if offset > start:
@@ -176,7 +190,8 @@ class Arena:
             os.close(fd)
 
 
-# The values are listed in one step, because other threads may be adding arenas.
+# The arenas of this process, by `id`. `_before_fork` copies the values to a list in one step,
+# because other threads may be adding arenas.
 _arenas: dict[int, weakref.ref[Arena]] = {}
 
 
@@ -189,7 +204,9 @@ class RangeRef:
         self.arena = arena
         self.offset = offset
         self.length = length
-        self.permanent = False  # True if the end of this object does not free the range
+        # If true, the end of this object frees nothing: another process owns the range, or a child
+        # that user code forked may still read it.
+        self.permanent = False
         self._process_generation = arena._process_generation
         arena._range_refs[id(self)] = (offset, length)
 
@@ -215,6 +232,7 @@ class RangeRef:
         return self._process_generation == self.arena._process_generation
 
     def _release(self) -> None:
+        """Return the range: a `Segment` to its `Store`, an `ObjectRef` to the lender."""
         raise NotImplementedError
 
 
@@ -232,7 +250,9 @@ class Mapping(mmap.mmap):
     """
 
     range_ref: RangeRef
-    pristine = False  # True if this process never writes to it
+    # True if this process wrote the data and never changes this mapping: then pickling a part of
+    # the mapping makes no copy (`find_place` in blocks.py).
+    pristine = False
 
 
 def view(range_ref: RangeRef) -> memoryview:

@@ -31,7 +31,8 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
 
 def unpack_timeline(plain: dict[str, Any], clock_offset: float = 0.0) -> Timeline:
     """Return the timeline for plain data whose clock is `clock_offset` seconds ahead of this
-    process's."""
+    process's.
+    """
     spans = (
         _to_own_clock(Span(*span)._replace(needed=tuple(span[-1])), clock_offset)
         for span in plain["spans"]

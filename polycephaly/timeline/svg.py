@@ -1,4 +1,8 @@
-"""A drawing as SVG. Its colours follow the light or dark mode of the page that contains it."""
+"""A timeline as an SVG file, and a bar chart as an `svg` element for an HTML page.
+
+The file has its own colours, for light and dark mode (`prefers-color-scheme`). The element takes
+the colours from variables of the page (page.css).
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ STYLE = """
 
 
 def svg_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
+    """Return the SVG file: `title` as a heading, `bars` if there are any, and the timeline."""
     drawing = draw(timeline, title, bars)
     page = Box(0, 0, drawing.width, drawing.height, "paper")
     parts = [
@@ -73,5 +78,8 @@ def _elements(drawing: Drawing) -> Iterator[str]:
 
 
 def _escape(text: str) -> str:
-    """Return text for XML, which cannot represent control characters."""
+    """Return text for XML, which cannot represent most control characters.
+
+    All unprintable characters, line ends included, become U+FFFD.
+    """
     return escape("".join(each if each.isprintable() else "\ufffd" for each in text))

@@ -288,7 +288,7 @@ def _is_valid(guard: _Guard) -> bool:
     if len(state_now) != len(state_then):  # a keyword was added or removed
         return False
     # `strict` and a generator take longer.
-    for held, value in zip(state_then, state_now):  # noqa: B905, SIM110
+    for held, value in zip(state_then, state_now):  # noqa: B905
         if held is not value and not _is_same(held, value):
             return False
     return True

@@ -262,7 +262,7 @@ class _LargeBuffer(Exception):
 
 
 def _only_small(buffer: PickleBuffer) -> bool:
-    """The plain pickler's `buffer_callback`: True puts the buffer into the pickle."""
+    """Return True if the plain pickler should put `buffer` into the pickle."""
     with buffer.raw() as raw:
         if raw.nbytes >= MIN_LARGE_BUFFER_BYTES:
             raise _LargeBuffer

@@ -9,7 +9,8 @@ fork: from the controller's `__main__`, copied by value (wire/main_snapshot.py),
 
 `multiprocessing` starts an interpreter with the same flags, path and keys, and hands over its
 queues and locks, but would import the main module in the zygote too. So this module repeats its
-steps without that import."""
+steps without that import.
+"""
 
 from __future__ import annotations
 

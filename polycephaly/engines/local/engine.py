@@ -5,7 +5,8 @@
 
 The zygote is a fork of this process or a bare interpreter, and keeps its snapshot. So a replacement
 drone starts with the same data as the drone before. If the zygote itself is lost, the engine takes
-a new snapshot. A launcher is kept until the last drone of its snapshot is gone."""
+a new snapshot. A launcher is kept until the last drone of its snapshot is gone.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class ThisMachine:
-    """This machine as a place for drones; see `pool.engine.Machine`."""
+    """The present machine as a place for drones; see `pool.engine.Machine`."""
 
     def default_size(self) -> int:
         return (

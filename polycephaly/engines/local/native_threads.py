@@ -14,7 +14,8 @@ parallel region in every fork. So a process is forked only if each of its thread
 
 All other threads make a fork unsafe, and so do threads whose library is unknown. The library of a
 thread is that of its start function. The C library stores the address of that function above the
-thread's stack, and the kernel reports the stack pointer of a thread that waits."""
+thread's stack, and the kernel reports the stack pointer of a thread that waits.
+"""
 
 from __future__ import annotations
 

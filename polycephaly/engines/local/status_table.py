@@ -15,7 +15,8 @@ drone had begun. Each drone has one slot:
 
 A slot has one writer, its drone, so no lock is needed: an aligned 8-byte store is not torn, and
 the count of kept bytes is written after the bytes. See
-docs/decisions/0012-status-table-for-exactly-once.md."""
+docs/decisions/0012-status-table-for-exactly-once.md.
+"""
 
 from __future__ import annotations
 

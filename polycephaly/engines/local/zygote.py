@@ -1,18 +1,22 @@
 """The zygote: a copy of the controller process, or a bare interpreter, that forks the drones.
 
-    reactor ──Order + three ends──────> zygote ──fork──> drone
-    reactor <──started, failed, exited── zygote <──SIGCHLD── drone
+    reactor ──Order, with stdout, stderr and fast transport──> zygote ──fork──> drone
+    reactor ──kill (a number), goodbye───────────────────────> zygote ──SIGKILL──> drone
+    reactor <──ready, started, failed, exited── zygote <──SIGCHLD── drone
+    reactor <──started, if the drone imports the main module── drone
 
 One SEQPACKET socket pair carries orders and reports, as JSON with descriptors beside, and is the
-parent-death pipe too. The zygote is single-threaded and runs no user code, so a fork is safe at any
-time. Whatever the controller process does later, all drones come from the same snapshot.
+parent-death pipe too. The zygote is single-threaded and runs no user code, except functions that
+user code has given to `os.register_at_fork`. So a fork is safe at any time. Whatever the controller
+process does later, all drones come from the same snapshot.
 
 As the parent of its drones, the zygote reaps them, reports how they ended, and kills the processes
 that they left. If the zygote ends, its drones end; if the owner ends, the zygote ends.
 
 While a drone lives, orphans of its descendants become its children, because it is a subreaper. So
 each child of the zygote that is not a drone is an orphan of a dead drone, and is killed when found.
-See docs/decisions/0001-fork-drones-by-a-zygote.md."""
+See docs/decisions/0001-fork-drones-by-a-zygote.md.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +52,13 @@ __all__ = ["DroneSpec", "Order", "run_zygote"]
 # To wait for the owner's end after its end of the parent-death pipe has closed.
 OWNER_END_TIMEOUT_SECONDS = 2.0
 SWEEP_INTERVAL_SECONDS = 0.02  # between searches for orphans
-SWEEP_DURATION_SECONDS = 0.5  # after a drone's death
+SWEEP_DURATION_SECONDS = 0.5  # of these searches after a drone's death
 MAX_ORDER_BYTES = 1 << 17  # a mapping of environment variables may be large
 
 _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals that a whole session or `pkill` gets. The zygote ignores them, because it ends when its
 owner ends, and then ends the drones."""
-_RESET_SIGNALS = (
+_RESET_SIGNALS = (  # signals whose inherited handlers are replaced by the default ones
     "SIGINT",
     "SIGTERM",
     "SIGHUP",
@@ -70,8 +74,8 @@ _RESET_SIGNALS = (
 class Order:
     """An order to the zygote to start one drone."""
 
-    number: int
-    slot: int
+    number: int  # of the drone in its pool, and of the drone's region in the arena
+    slot: int  # of the status table
     # Hex. A process that knows the identity can send to the reactor, so it is in no file and on no
     # command line.
     identity: str
@@ -111,7 +115,10 @@ def run_zygote(
     snapshot: MainSnapshot,
     owner: int,
 ) -> NoReturn:
-    """Run the zygote to its end. Never returns, because the frames below are the controller's."""
+    """Run the zygote to its end; `owner` is the pid of the controller process.
+
+    Never returns, because in a fork the frames below are the controller's.
+    """
     status = 1
     try:
         zygote = _Zygote(control, spec, status_table, arena, snapshot, owner)
@@ -126,7 +133,10 @@ def run_zygote(
 
 
 def reset_inherited_state() -> None:
-    """Reset what a fork has inherited: signal handlers, exit handlers, the standard input."""
+    """Reset inherited state: the handlers and the mask of signals, and exit handlers.
+
+    The standard input becomes empty.
+    """
     signal.set_wakeup_fd(-1)
     for name in _RESET_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -180,7 +190,7 @@ class _Zygote:
         gc.freeze()
 
     def serve(self) -> None:
-        """Serve until the owner closes the parent-death pipe or ends."""
+        """Serve until the owner says goodbye, closes the parent-death pipe, or ends."""
         poll = select.poll()
         for fd in (self._control.fileno(), self._wakeup_reader, self._owner_pidfd):
             if fd is not None:
@@ -241,6 +251,7 @@ class _Zygote:
             self._report(started=order.number, pid=pid)
 
     def _kill(self, number: int) -> None:
+        """Send SIGKILL to drone `number`, unless the drone has been reaped."""
         for pid, drone_number in self._drones.items():
             if drone_number == number:
                 os.kill(pid, signal.SIGKILL)  # safe: the pid of an unreaped child is not reused
@@ -326,7 +337,7 @@ class _Zygote:
     def end_everything(self) -> None:
         """Kill and reap all drones and the processes that they started.
 
-        Removes the owner's directory if the owner has ended.
+        Removes the owner's directory, unless the owner has said goodbye and so lives on.
         """
         for pid in self._drones:
             parent_death.end_process_group(pid)
@@ -342,9 +353,10 @@ class _Zygote:
             shutil.rmtree(self._spec.directory, ignore_errors=True)
 
     def _wait_for_owner_end(self) -> None:
-        """Wait until the owner has ended and makes no more files.
+        """Wait, for a limited time, until the owner has ended and makes no more files.
 
-        The kernel closes the descriptors of an ending process first.
+        The kernel closes the descriptors of an ending process first, so the end of the parent-death
+        pipe is not yet the end of the owner. Without a pidfd there is no wait.
         """
         if self._owner_pidfd is not None:
             select.select([self._owner_pidfd], [], [], OWNER_END_TIMEOUT_SECONDS)

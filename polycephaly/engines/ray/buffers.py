@@ -12,7 +12,8 @@ only an argument of other calls never comes to the driver.
 Objects in a store are lost with their *session*: one connection of this process to a cluster.
 Object references and promises may outlive a session, so each knows its own. If Ray is asked for an
 object of another session, Ray starts a new cluster if this process is connected to none, and
-otherwise refuses the whole message."""
+otherwise refuses the whole message.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ A large result goes beside the answer as an object that the driver owns, so it o
 A result so large that it is not copied ends the call: tasks that have not begun are given back.
 
 Ray runs the calls of an actor in the main thread of its process. So an interrupt is a signal, as
-on one machine. See docs/decisions/0011-ray-engine.md."""
+on one machine. See docs/decisions/0011-ray-engine.md.
+"""
 
 from __future__ import annotations
 

@@ -6,13 +6,15 @@ An answer of Ray comes as a future's callback in a thread of Ray, which posts to
 changes of handles and the supervisor happen while holding the reactor's lock, as on one machine.
 
 If an actor dies, Ray fails each call that the actor has not answered. A drone without such a call
-is probed now and then (`_probe_silent_drones`). After a death a task on the drone's node reads the
-exit record, if the node is alive. Only then does the supervisor learn of the death, because the
-supervisor decides by the tasks that had begun.
+is probed now and then (`_probe_silent_drones`). After a death the exit record is read: by this
+process, if the drone was on the driver's node, else by a task on the drone's node, if that node is
+alive. The supervisor learns of the death only then, or after `EXIT_RECORD_TIMEOUT_SECONDS`, because
+the supervisor decides by the tasks that had begun.
 
-The actors belong to one session of Ray (buffers.py). Each call of Ray from the reactor first checks
-that the session is still there. If not, the pool breaks: at the next `_probe_silent_drones`, or
-when a message cannot be sent. See docs/decisions/0011-ray-engine.md."""
+The actors belong to one session of Ray (buffers.py). If the session ends, answers that come later
+are dropped (`_SessionCallback`), and the pool breaks: at the next `_probe_silent_drones`, when a
+message cannot be sent, or at the next error (`fail`). See docs/decisions/0011-ray-engine.md.
+"""
 
 from __future__ import annotations
 
@@ -60,18 +62,20 @@ __all__ = ["RayEngine"]
 
 log = logging.getLogger(__name__)
 
-PROBE_INTERVAL_SECONDS = 2.0  # after which a silent drone is probed
+# After which a silent drone is probed. A short `hang_timeout` shortens this time, and for idle
+# drones of a large pool the time is longer.
+PROBE_INTERVAL_SECONDS = 2.0
 # Limit for all idle drones together, because a probe costs the driver a millisecond.
 MAX_PROBES_PER_SECOND = 50
 LAST_REPORTS_TIMEOUT_SECONDS = 5.0  # for reports that an ending drone has sent by the switch
 EXIT_RECORD_TIMEOUT_SECONDS = 6.0  # for the task that reads an exit record on a dead drone's node
-MAX_SWITCH_CALLS = 2 * HALF_MAX_CALLS
+MAX_SWITCH_CALLS = 2 * HALF_MAX_CALLS  # that may wait in the switch, besides four for each drone
 _DEATH_ERRORS = (
     RayActorError,
     OutOfMemoryError,
     NodeDiedError,
     WorkerCrashedError,
-)  # each of these means that the actor is dead
+)  # after each of these the actor counts as dead, and `on_call_failed` kills the actor to be sure
 
 
 class RayEngine:
@@ -101,6 +105,7 @@ class RayEngine:
         self._create_registry()
 
     def _create_registry(self) -> None:
+        """Put the snapshot into Ray's object store, and give the supervisor a new registry."""
         names = self._main_copy.names()
         self._ref = ray.put(self._main_copy)
         store: Any = self._store
@@ -187,6 +192,7 @@ class RayEngine:
         handle.clock_offset = drone_time - (requested_at + monotonic()) / 2
 
     def _on_not_started(self, handle: RayHandle, error: Exception) -> None:
+        """Handle a failed `begin` call: the actor's death, or a drone that Ray could not start."""
         init_failed = isinstance(error, RayActorError) and error.actor_init_failed
         if handle.dying or (
             isinstance(error, _DEATH_ERRORS) and not init_failed and not _is_unschedulable(error)
@@ -239,6 +245,11 @@ class RayEngine:
         frames: Sequence[bytes] = (),
         tasks: Sequence[Task] = (),
     ) -> None:
+        """Watch a call of an actor; `answer` and `attachment` are the references of its results.
+
+        These are a packed report and the buffers beside it. `frames` and `tasks` are the message
+        that the call carries.
+        """
         handle.unanswered_calls += 1
         not_answered = partial(self._on_message_failed, handle, frames, tasks)
         self._when_done(answer, partial(self._on_answer, handle, attachment), not_answered)
@@ -265,10 +276,11 @@ class RayEngine:
     def on_send_failed(
         self, handle: RayHandle, frames: list[bytes], tasks: Sequence[Task], error: Exception
     ) -> None:
-        """Handle a failed send, later.
+        """Handle a failed send.
 
-        The caller still holds the reactor's lock and goes on with other drones. So the failure is
-        posted.
+        If Ray's session has ended, or the message has tasks, the failure is posted, because the
+        caller still holds the reactor's lock and goes on with other drones. Otherwise `error` is
+        raised.
         """
         if not self.is_connected():
             self._reactor.post(self._break_if_disconnected)
@@ -278,7 +290,11 @@ class RayEngine:
             raise error
 
     def store_attachment(self, attachment: Any) -> LazyBuffers | OutOfBandBuffers:
-        """Return the buffers that came beside a report, in the object store if there is room."""
+        """Return the buffers that came beside a report, in the object store if there is room.
+
+        `attachment` is a reference to an object of the store, or `OutOfBandBuffers`, which are put
+        there now.
+        """
         if isinstance(attachment, OutOfBandBuffers):
             try:
                 total = sum(memoryview(each).nbytes for each in attachment.buffers)
@@ -303,7 +319,7 @@ class RayEngine:
         self._reactor.call_later(LAST_REPORTS_TIMEOUT_SECONDS, partial(self.on_ended, handle))
 
     def on_ended(self, handle: RayHandle) -> None:
-        """Handle the end of a drone that was stopped and whose reports have all been read."""
+        """Handle the end of a stopped drone: all reports are read, or the time for them is over."""
         if handle.state is not State.DEAD:
             if self.is_connected():
                 ray.kill(handle.actor)
@@ -384,7 +400,10 @@ class RayEngine:
         """Do nothing, because Ray has released the resources."""
 
     def _probe_silent_drones(self) -> None:
-        """Probe silent drones without an unanswered call, because they may have died."""
+        """Probe silent drones without an unanswered call, because they may have died.
+
+        Breaks the pool if Ray's session has ended.
+        """
         if self._ended or self._break_if_disconnected():
             return
         now = self._reactor.timers.now()
@@ -409,6 +428,7 @@ class RayEngine:
         self._when_done(self._switch.get_reports.remote(), self._on_reports, self._on_switch_lost)
 
     def _on_reports(self, reports: list[tuple[int, Any]]) -> None:
+        """Handle reports that came through the switch, each with the number of the drone."""
         if self._ended:
             return
         for number, (packed, attachment) in reports:
@@ -495,4 +515,5 @@ def _failure_reason(error: Exception) -> str:
 
 
 def _is_unschedulable(error: Exception) -> bool:
+    """Return True if Ray can never start the actor: no node fits, or its environment fails."""
     return type(error).__name__ in ("ActorUnschedulableError", "RuntimeEnvSetupError")

@@ -14,7 +14,8 @@ hole is lost.
 
 The folder lies in Ray's session directory. A drone that ends removes its folder, and so does the
 reader. If the driver was killed too, drones that start on that node remove the folder: but not the
-first one that finds it, because the driver may be about to read it."""
+first one that finds it, because the driver may be about to read it.
+"""
 
 from __future__ import annotations
 

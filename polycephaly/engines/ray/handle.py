@@ -6,7 +6,8 @@
 
 Answers are handled while holding the reactor's lock, because Ray's thread only posts them. If a
 call fails because the actor is gone, the drone's exit record on its node is read first, so that the
-tasks that had begun are known."""
+tasks that had begun are known.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from time import monotonic
 __all__ = ["check_grpc_server"]
 
 _HEADERS, _SETTINGS = 1, 4  # frames of HTTP/2
-_MAX_FRAME_BYTES = 1 << 14
+_MAX_FRAME_BYTES = 1 << 14  # a larger frame is taken for another protocol
 _REQUEST = (
     b"\x83\x86\x04\x0c/polycephaly\x01\x03ray"  # POST, http, path, authority
     b"\x0f\x10\x10application/grpc\x00\x02te\x08trailers"
@@ -27,13 +27,17 @@ _PREFACE = (
     + bytes((0, 0, len(_REQUEST), _HEADERS, 5, 0, 0, 0, 1)) + _REQUEST
 )  # fmt: skip
 _NOT_200 = bytes((*range(0x89, 0x8F), 0x08, 0x18, 0x48))
-"""The first byte of an answer of any other status."""
+"""First bytes of a block of headers whose status is not 200, or is written out. Any other first
+byte counts as status 200.
+"""
 
 
 def check_grpc_server(address: str, timeout: float) -> None:
     """Check that a gRPC server answers at `address` within `timeout` seconds.
 
-    Raises `ConnectionError` if not, and `ValueError` if `address` is not "HOST:PORT".
+    Connecting may take half of that time. If RAY_USE_TLS is set, only the connection is checked.
+    Raises `ConnectionError` if no such server answers, and `ValueError` if `address` is not
+    "HOST:PORT".
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -55,6 +59,7 @@ def check_grpc_server(address: str, timeout: float) -> None:
 
 
 def _speaks_grpc(connection: socket.socket, deadline: float) -> bool:
+    """Read frames up to the first HEADERS; return True if they may be those of a gRPC server."""
     kind = None
     while kind != _HEADERS:
         head = _read(connection, 9, deadline)

@@ -4,7 +4,8 @@
     driver <── reports ── one bounded queue <── reports ── control threads
 
 An actor that runs a task takes no other call, and Ray offers no calls of a driver. So both sides
-call the switch and wait there. Other messages go by calls of the drones' actors and the answers."""
+call the switch and wait there. Other messages go by calls of the drones' actors and the answers.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ sides prove that they hold the secret half before anything else is sent (CurveZM
 CurveCP's handshake: perfect forward secrecy, no certificates).
 
 A process that can read the connection file can run code as its owner. Therefore the file is created
-with mode 0600, is refused if it has any other mode, and its contents never appear on a command
-line.
+with mode 0600, and its contents never appear on a command line. A file of another owner, or one
+that group or others can access, is refused.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Card:
     def read(cls, path: str | os.PathLike[str]) -> Card:
         """Read a connection file.
 
-        Raise `PermissionError` if other users could read or write the file, `ValueError` if it is
-        no connection file, `OSError` if it cannot be read.
+        Raise `PermissionError` if the file has another owner, or group or others can access it,
+        `ValueError` if it is no connection file, `OSError` if it cannot be read.
         """
         text = read_private(path)
         try:

@@ -19,7 +19,7 @@ def read_private(path: str | os.PathLike[str]) -> bytes:
     Raises
     ------
     PermissionError
-        If the file has another owner, or a mode that lets other users read or write it.
+        If the file has another owner, or a mode by which group or others can access it.
     ValueError
         If `path` is no regular file (but a named pipe, a device), or is larger than
         `MAX_FILE_BYTES`.

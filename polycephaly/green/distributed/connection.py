@@ -81,7 +81,8 @@ class PeerConnection:
 
     def put(self, kind: int, channel: int = 0, number: int = 0, payload: bytes = b"") -> int:
         """Queue a message, which is sent soon. Return its position in the stream of all bytes
-        queued."""
+        queued.
+        """
         if self.lost:
             return self.queued
         position = self.queued

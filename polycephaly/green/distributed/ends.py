@@ -60,7 +60,8 @@ GRACE_STEPS = 5
 
 class _End(Generic[T]):
     """An end of a channel. Like a channel, an end that is sent to another process is the same end
-    there."""
+    there.
+    """
 
     _only_follows = True  # follows tasks, does not wait for them: see `_waiters` in pool/inputs.py
 
@@ -74,7 +75,8 @@ class _End(Generic[T]):
 
     def __del__(self) -> None:
         """Release the end, in a drone. Runs in any thread, in the middle of anything. A fork of the
-        drone does not release its copy."""
+        drone does not release its copy.
+        """
         if (
             self._token
             and not (self._closed or self._handed_on)
@@ -107,7 +109,8 @@ class _End(Generic[T]):
 
     def _register_inherited(self) -> None:
         """Register an end that came with a fork. From its first use on, this process holds the end
-        as if sent here."""
+        as if sent here.
+        """
         if self._generation < channels.oldest_generation:
             self._generation = channels.generation
             self.channel._convert_inherited()
@@ -123,7 +126,8 @@ class _End(Generic[T]):
 
     def _follow_task(self, task: Task) -> None:
         """Follow a task that has the end among its arguments, or captured. Any thread may call
-        this."""
+        this.
+        """
         scheduler.post(self._on_call_sent)
         task._hook(self._on_call_settled)
 
@@ -229,13 +233,14 @@ class _Items(Generic[T]):
 
 
 def _items(end: Receiver[T], channel: Channel[T]) -> Iterator[T]:
-    """Iterator of ``for``, which refers to the end for the same reason."""
+    """Iterate over the items for ``for``. The generator refers to `end` for the same reason."""
     yield from channel
 
 
 def _misplacing_error(task: Any) -> BaseException | None:
     """Return why ends sent with `task` cannot have arrived, or are gone again; None if they may be
-    there."""
+    there.
+    """
     error: BaseException | None = task._exception
     if isinstance(error, DroneDied) or (error is not None and task.sending is None):
         return error
@@ -269,7 +274,8 @@ _counts: WeakKeyDictionary[Channel[Any], _EndCounts] = WeakKeyDictionary()
 
 def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
     """Return a new end. Any thread may call this, because no other code can know the end before it
-    is counted."""
+    is counted.
+    """
     if channel.is_remote:
         raise RuntimeError(
             f"an end of {channel!r} can be made only in the process that made the channel"
@@ -455,7 +461,8 @@ def _after_grace(action: Callable[[], object], steps: int = GRACE_STEPS) -> None
 
 def _remove_if_abandoned(channel: Any, number: int, loss: str, cause: BaseException | None) -> None:
     """Count an end as gone whose last holder was gone a moment ago, unless another holder has
-    reported."""
+    reported.
+    """
     if scheduler.transport is not None:
         scheduler.transport.receive_all()
     count = _counts.get(channel)

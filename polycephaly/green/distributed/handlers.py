@@ -104,7 +104,8 @@ def _on_close(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
 
 def _on_loss(peer: PeerConnection) -> None:
     """Drop the offers and demands of a process that is gone, and settle its transactions and
-    places."""
+    places.
+    """
     operations, peer.operations = peer.operations, {}
     for op in operations.values():
         if op.location is not None and not isinstance(op.location, Transaction):

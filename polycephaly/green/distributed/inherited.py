@@ -39,7 +39,8 @@ _originals: WeakValueDictionary[tuple[int, int], Channel[Any]] = WeakValueDictio
 
 def convert_inherited(channel: Any) -> None:
     """In a forked process: turn an inherited copy into a proxy, or into a channel of this
-    process."""
+    process.
+    """
     from .owner import OwnedChannel
     from .proxy import ChannelProxy, make_proxy, proxies
     from .transport import inherited_transports

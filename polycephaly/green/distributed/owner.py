@@ -211,7 +211,8 @@ class OwnedChannel(Channel[Any]):
 
     def _has_undecided_item(self) -> bool:
         """Return True if an earlier item is undecided. A receiver must not get a later one before
-        that."""
+        that.
+        """
         return self._extra.undecided > 0
 
     def _store(self, item: Any) -> bool:

@@ -290,7 +290,8 @@ object in each process."""
 
 def unpickle_channel(owner_address: str, number: int, capacity: int, name: str) -> Channel[Any]:
     """Return the object that a channel is unpickled as: the channel itself in its own process, else
-    a proxy."""
+    a proxy.
+    """
     transport = get_transport()
     if owner_address == transport.address:
         own = transport.channels.get(number)
@@ -307,7 +308,8 @@ def unpickle_channel(owner_address: str, number: int, capacity: int, name: str) 
 
 def _closed_channel(transport: ChannelTransport, number: int, capacity: int) -> Channel[Any]:
     """Return a closed channel in place of one of this process that was closed, empty and forgotten.
-    Its errors still have the reason."""
+    Its errors still have the reason.
+    """
     closed: Channel[Any] = Channel(capacity)
     reason = transport.close_reasons.get(number)
     if reason is not None:
@@ -343,7 +345,8 @@ def _owner_gone_error(proxy: ChannelProxy, ending: PeerEnding) -> ChannelClosed:
 
 def _complete_error(proxy: Any, error: ChannelClosed) -> ChannelClosed:
     """Complete an error that the owning process has answered: name the channel, if that process has
-    forgotten the name."""
+    forgotten the name.
+    """
     if str(error).endswith(CLOSED_OR_RELEASED):
         error.args = (f"{proxy!r} {CLOSED_OR_RELEASED}",)
     proxy._extra.ended = True

@@ -156,7 +156,8 @@ class Transaction:
 
     def receiver_lost(self, receiver: PendingOperation) -> None:
         """Handle the death of the receiver's process while the item was in transit, or already
-        there."""
+        there.
+        """
         if receiver.peer.sent <= self.item_offset:
             self.abort(receiver)
             return

@@ -102,7 +102,8 @@ def get_transport() -> ChannelTransport:
 
 class ChannelTransport:
     """The transport of a process, which has at most one. Methods are for the owner thread only,
-    unless they say otherwise."""
+    unless they say otherwise.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -167,7 +168,8 @@ class ChannelTransport:
 
     def forget_channel(self, number: int, reason: BaseException | None) -> None:
         """Forget a channel that is closed and empty. `reason` is set if its last end was lost with
-        a process or a call."""
+        a process or a call.
+        """
         if reason is not None:
             keep_last(self.close_reasons, number, reason)
         with fork_guard.guard:
@@ -183,7 +185,8 @@ class ChannelTransport:
     def acquire(self, timeout: float = -1) -> bool:
         """Sleep until `release` is called, there is something to read, or `timeout` is over. Return
         True if `release` was called. Without a timeout, another thread is about to call
-        `release`."""
+        `release`.
+        """
         if timeout < 0:
             self._wakeup_poll.poll()
         while self._dirty:  # once, unless finalizers send messages meanwhile
@@ -417,7 +420,8 @@ def _send_bye_at_exit() -> None:
 
 def _close_at_end() -> None:
     """Close the transport with this process's reactor. That of a drone stays open, because others
-    reach it in the directory of its parent."""
+    reach it in the directory of its parent.
+    """
     transport = _transport
     if transport is not None and addresses.parent_directory is None:
         transport.close()
