@@ -292,7 +292,10 @@ class Pool(ExecutorBase):
             return f"<Pool {dispatcher.config.name}, ended>"
         busy = sum(bool(handle.in_flight) for handle in dispatcher.handles)
         drones, pending = len(dispatcher.handles), dispatcher.pending()
-        return f"<Pool {dispatcher.config.name}: {drones} drones, {busy} busy, {pending} tasks>"
+        return (
+            f"<Pool {dispatcher.config.name}: {drones} drone{'s' * (drones != 1)}, {busy} busy, "
+            f"{pending} task{'s' * (pending != 1)}>"
+        )
 
     def _repr_html_(self) -> str:
         from ..integrations.html import pool_table

@@ -34,8 +34,8 @@ def check_descriptors(drones: int) -> None:
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise OSError(
             errno.EMFILE,
-            f"{drones} drones need about {needed} file descriptors; the file descriptor limit is "
-            f"{limit} (RLIMIT_NOFILE; see ulimit -n)",
+            f"about {needed} file descriptors are needed for {drones} drone{'s' * (drones != 1)}; "
+            f"the file descriptor limit is {limit} (RLIMIT_NOFILE; see ulimit -n)",
         )
 
 

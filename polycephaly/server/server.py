@@ -257,7 +257,8 @@ class Server:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Server of {self._pool!r} at {self.address}, {len(self._clients)} clients>"
+        count = len(self._clients)
+        return f"<Server of {self._pool!r} at {self.address}, {count} client{'s' * (count != 1)}>"
 
     # -- any thread --------------------------------------------------------------------------------
 

@@ -250,7 +250,10 @@ class Timeline:
         return self.text()
 
     def __repr__(self) -> str:
-        return f"<Timeline of {len(self.drones)} drones, {len(self.spans) + self.folded} spans>"
+        drones, spans = len(self.drones), len(self.spans) + self.folded
+        return (
+            f"<Timeline of {drones} drone{'s' * (drones != 1)}, {spans} span{'s' * (spans != 1)}>"
+        )
 
 
 def _sums(spans: Iterable[Span]) -> dict[Key, Sums]:

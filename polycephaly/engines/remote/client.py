@@ -194,7 +194,8 @@ class RemotePool(ExecutorBase):
         connection = self._connection
         if connection.refusal is not None:
             return f"<RemotePool at {connection.address}, closed>"
-        return f"<RemotePool {connection.name} at {connection.address}: {connection.drones} drones>"
+        drones = f"{connection.drones} drone{'s' * (connection.drones != 1)}"
+        return f"<RemotePool {connection.name} at {connection.address}: {drones}>"
 
 
 def connect(
