@@ -377,6 +377,15 @@ def test_a_standstill_of_this_process_is_not_held_against_drones(reactor, caplog
     assert told(caplog) and link.kills
 
 
+@pytest.mark.parametrize("hang_timeout", [None, 1.0])
+def test_one_whose_answer_was_not_read_yet_is_not_told(hang_timeout, reactor, caplog):
+    link, work = busy(reactor, hang_timeout=hang_timeout)
+    link.quiet = True  # with nothing to do
+    link.unread.append(link.answer(work, 7))
+    reactor.pass_(HOUR)
+    assert not told(caplog) and not link.kills and work.result(0) == 7
+
+
 def test_one_that_is_quiet_still_is_after_a_standstill_of_this_process(reactor, caplog):
     link, _ = busy(reactor, hang_timeout=10.0)
     link.quiet = True

@@ -165,7 +165,7 @@ class HealthMonitor:
             )
             if handle.spawner is not None and needs_zygote:
                 monitored.add(handle.spawner)  # the zygote starts the drone and reports its end
-            if handle.pid is not None and (handle.in_flight or handle.state < State.READY):
+            if _should_be_active(handle):
                 monitored.add(handle)
         for gone in self._trackers.keys() - monitored:
             del self._trackers[gone]
@@ -200,6 +200,9 @@ class HealthMonitor:
             if handle.unresponsive is not None:
                 self._mark_responsive(handle)
                 log.info("drone %s (pid %s) responds again", handle.name, handle.pid)
+            return
+        handle.catch_up()  # a busy process may not have read yet what an idle drone has sent
+        if not _should_be_active(handle):
             return
         if handle.unresponsive is None:
             reason = handle.unresponsive = handle.stall_reason()
@@ -361,6 +364,11 @@ class HealthMonitor:
         elif handle.state is State.READY and self._dispatcher.config.on_death != "end":
             log.info("drone %s is replaced: it holds %s MiB", handle.name, f"{held >> 20:,}")
             self._dispatcher.supervisor.retire(handle)
+
+
+def _should_be_active(handle: DroneHandle) -> bool:
+    """Return True if the drone is starting or has tasks, so that it should show signs of life."""
+    return handle.pid is not None and (bool(handle.in_flight) or handle.state < State.READY)
 
 
 def _running_task_text(handle: DroneHandle) -> str:
