@@ -30,6 +30,15 @@ def polycephaly_command(*arguments: str | Path) -> subprocess.CompletedProcess[s
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=ROOT)
 
 
+STATUSES = {
+    # To a shell both are 130. Under `-m`, CPython ends itself by the signal if the interrupt came
+    # out of an `exec` of text, as where a module that is imported makes a dataclass, though caught.
+    signal.SIGINT: (130, -signal.SIGINT),
+    signal.SIGTERM: (-signal.SIGTERM,),
+    signal.SIGKILL: (-signal.SIGKILL,),
+}
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
     """A demo that will not end by itself for a while, as far as its table's header."""
     pipe = subprocess.PIPE
@@ -197,7 +206,7 @@ def test_a_demo_stopped_in_the_baseline_leaves_nothing(signum: signal.Signals) -
         _, errors = demo.communicate()
     assert pidfds
     assert_gone(pidfds, within=30)
-    assert demo.returncode == (130 if signum == signal.SIGINT else -signum)
+    assert demo.returncode in STATUSES[signum]
     assert "Traceback" not in errors
 
 
@@ -215,7 +224,7 @@ def test_a_demo_stopped_while_its_drones_work_leaves_nothing(signum: signal.Sign
         demo.send_signal(signum)
         _, errors = demo.communicate()
     assert_gone(pidfds, within=30)
-    assert demo.returncode == (130 if signum == signal.SIGINT else -signum)
+    assert demo.returncode in STATUSES[signum]
     assert "Traceback" not in errors
 
 
