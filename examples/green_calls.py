@@ -1,4 +1,4 @@
-"""Plain blocking code that overlaps: nobody who waits stops the others.
+"""Plain blocking code that overlaps: a thread that waits stops no other.
 
 python examples/green_calls.py
 """

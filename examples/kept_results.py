@@ -40,7 +40,7 @@ def ask(pool: poly.Pool, keep: bool) -> tuple[list[int], int, float]:
 
 
 def spread(seed: int, buckets: int) -> list[poly.Kept[list[int]]]:
-    """Numbers, in `buckets` by their size; each stays here by itself until somebody wants it."""
+    """Numbers, in `buckets` by their size; each stays here by itself until it is wanted."""
     chance = random.Random(seed)
     parts: list[list[int]] = [[] for _ in range(buckets)]
     for _ in range(10_000):

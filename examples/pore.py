@@ -1,4 +1,4 @@
-"""Drones fill one picture, which nobody copies, and tell its owner how far they are.
+"""Drones fill one picture, without a copy, and tell its owner how far they are.
 
 python examples/pore.py
 """

@@ -1,4 +1,4 @@
-"""A script: one piece of work on a fresh drone, then many on a pool.
+"""A script: one task on a fresh drone, then many on a pool.
 
 python examples/quickstart.py
 """

@@ -42,7 +42,7 @@ def read_all(paths: list[Path]) -> list[object]:
     for path in paths:
         try:
             texts.append(path.read_text())
-        except OSError as error:  # that one's, and nobody else's
+        except OSError as error:  # the error of this request only
             texts.append(error)
     return texts
 
