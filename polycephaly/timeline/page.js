@@ -1,6 +1,6 @@
 "use strict";
-// The chart of a timeline: draws only what is in view, and once what shares a pixel. Times are
-// microseconds.
+// The chart of a timeline: draws only items in view, and only one of those that share a pixel.
+// Times are microseconds.
 //
 //     data ──> lanes (spans by row and lane, in order of time) ──view: from, to──> canvas
 //                                                               pointer ──spanAt──> tooltip
@@ -306,7 +306,7 @@ function element(kind, text) {
   return made;
 }
 
-// -- what the user does ---------------------------------------------------------------------------
+// -- events of the user ---------------------------------------------------------------------------
 
 let drag = null;
 canvas.addEventListener("wheel", event => {
@@ -349,7 +349,7 @@ frame.addEventListener("scroll", redraw);
 addEventListener("resize", fit);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); redraw(); });
 
-// -- what stands around the chart -----------------------------------------------------------------
+// -- around the chart -----------------------------------------------------------------------------
 
 document.getElementById("facts").textContent = data.facts.join(", ");
 document.getElementById("bottleneck").textContent = data.bottleneck;
