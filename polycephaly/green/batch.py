@@ -10,8 +10,8 @@ not delayed, and crossings grow with the load.
 
 The *crosser* is a green thread that exists only while requests wait. With `using` the crosser is
 bound, and keeps the context manager open until the batch is closed. Only the scheduler's owner runs
-this code, so there are no locks. A request withdrawn before its crossing is left out. If withdrawn
-during the crossing, the request stays, and its result is dropped.
+this code, except `close`, so there are no locks. A request withdrawn before its crossing is left
+out. If withdrawn during the crossing, the request stays, and its result is dropped.
 
 The requests of a crossing stay in `in_flight` until their threads are woken. So no thread waits for
 ever, however the crosser ends: requests in flight get an error, those that wait another crosser.

@@ -163,9 +163,9 @@ class _Options(NamedTuple):
 
 
 class _SentFunction:
-    """The object that is sent for a function to drones of one snapshot.
+    """A cache of `function`, the object that is sent for a function to drones of one snapshot.
 
-    Cached until the snapshot changes. The cache is not pickled with the function.
+    Valid until the snapshot changes. The cache is not pickled with the function.
     """
 
     __slots__ = ("function", "snapshot")

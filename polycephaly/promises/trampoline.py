@@ -5,9 +5,10 @@ A settled promise, for one, settles the promises that follow it.
     step ──> step ──> ... `max_depth` steps nested ──> later steps wait for the outermost one's end
 
 Each thread has its own state, so nothing is shared between threads. Every postponed step is run,
-even if a step raises: the error is raised after all of them. Ctrl-C may also arrive between two
-steps, because CPython runs signal handlers at function entry and at the end of a loop, and neither
-place is inside a `try` there. If that happens, the remaining steps are run in a second pass.
+even if a step raises: the last error is raised after all of them. Ctrl-C may also arrive between
+two steps, because CPython runs signal handlers at function entry and at the end of a loop, and
+neither place is inside a `try` there. If that happens, the remaining steps are run in a second
+pass.
 """
 
 from __future__ import annotations

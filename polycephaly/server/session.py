@@ -3,8 +3,9 @@
     WORK ── add_item ──> definitions: label, ForwardedFunction(bytes)
                     └──> waiting calls ── submit_waiting ──> promises ── make_result ──> RESULTS
 
-Each client of a server has a session, with definitions and numbers of its own. Nothing of a peer is
-unpickled here: see drone/forwarded.py.
+A server has a session for each client, and a host that has joined a server has one for the server.
+Each has definitions and numbers of its own. Nothing of a peer is unpickled here: see
+drone/forwarded.py.
 """
 
 from __future__ import annotations

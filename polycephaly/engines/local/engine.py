@@ -1,11 +1,12 @@
 """Drones on this machine, forked by a zygote.
 
-    snapshot ──> Launcher (the zygote) ── orders ──> drones
-                    └── reports: started, exited, failed ──> the supervisor
+    snapshot ──> Launcher ── orders ──> zygote ── fork ──> drones
+                    └── reports of the zygote: started, exited, failed, names ──> the supervisor
 
 The zygote is a fork of this process or a bare interpreter, and keeps its snapshot. So a replacement
-drone starts with the same data as the drone before. If the zygote itself is lost, the engine takes
-a new snapshot. A launcher is kept until the last drone of its snapshot is gone.
+drone starts with the same data as the drone before. If the zygote itself is lost, its drones are
+too, and the engine takes a new snapshot if drones are to be replaced. A launcher is kept until the
+last drone of its snapshot is gone.
 """
 
 from __future__ import annotations

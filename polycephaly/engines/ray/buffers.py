@@ -145,10 +145,10 @@ class RayStore:
 
 
 class PendingResultStore(RayStore):
-    """A drone's store: holds results until the message that reports them is sent.
+    """A drone's store, which writes nothing: the buffers of a result go with the report.
 
-    Calls `on_large_result` for a result so large that it is not copied: no other task may run
-    before that.
+    A small result is copied, because the next task may change the original. `on_large_result` is
+    called for a result so large that it is not copied: no other task may run before the report.
     """
 
     session = None
@@ -177,6 +177,7 @@ class RayRefTable:
         self.returned: deque[int] = deque()  # Ray counts references itself
 
     def lend(self, stored: StoredBuffers) -> int:
+        """Add the buffers to the message. Return their place in the message; 0 for a result."""
         # A result: all buffers of a message become one object.
         if isinstance(stored.attachment, OutOfBandBuffers):
             stored.offset = sum(len(each.buffers) for each in self.outgoing)

@@ -4,6 +4,7 @@
 
 An answer of Ray comes as a future's callback in a thread of Ray, which posts to the reactor. So all
 changes of handles and the supervisor happen while holding the reactor's lock, as on one machine.
+Messages from and to a drone that runs a task go through another actor, the switch (switch.py).
 
 If an actor dies, Ray fails each call that the actor has not answered. A drone without such a call
 is probed now and then (`_probe_silent_drones`). After a death the exit record is read: by this
