@@ -106,6 +106,9 @@ class FakeReactor:
     def wake(self):
         pass
 
+    def catch_up(self):
+        pass
+
     def end_lease(self):
         pass
 
@@ -294,13 +297,13 @@ USUAL = {
 }
 
 
-def dispatcher_of(reactor, size, *, ready=True, spawner=None, **plan):
+def dispatcher_of(reactor, size, *, ready=True, spawner=None, machine=None, **plan):
     """A crew whose drones are `ready`, or have not even a pid."""
     if spawner is not None:
         spawner.reactor = reactor
     with mock.patch.object(polycephaly.pool.dispatcher, "lease_reactor", lambda: reactor):
         dispatcher = polycephaly.pool.dispatcher.Dispatcher(
-            PoolConfig(size=size, machine=FakeEngine(spawner), **(USUAL | plan))
+            PoolConfig(size=size, machine=machine or FakeEngine(spawner), **(USUAL | plan))
         )
     reactor.turn()
     if ready:

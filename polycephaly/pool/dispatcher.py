@@ -677,7 +677,8 @@ class Dispatcher:
         is_over = handle.last_answered() == head or (
             started != head and (started in handle.in_flight or handle.is_waiting())
         )
-        if handle.overlapping or not is_over:
+        # Of overlapped tasks it is not known which were answered, so one that runs may be killed.
+        if not (is_over or handle.overlapping):
             head = 0
         if head and head == suspect:
             handle.kill(f"the drone sent a malformed message and did not answer task {head}")
@@ -698,10 +699,16 @@ class Dispatcher:
         if not self.begun.done():
             self.reactor.deliver(partial(self.begun._settle, FINISHED, None, copy_error(error)))
         for handle in self.handles:
-            self.reject_or_retry(list(handle.in_flight.values()), error, may_retry=False)
+            # Answers that still arrive are ignored: these tasks no longer have their payloads.
+            in_flight = list(handle.in_flight.values())
+            handle.remove_many_in_flight(list(handle.in_flight))
+            self.reject_or_retry(in_flight, error, may_retry=False)
             self.reject_or_retry(drain(handle.dedicated), error, may_retry=False)
         self.reject_or_retry(self.locality.drain(), error, may_retry=False)
         self.reject_or_retry(drain(self.queue), error, may_retry=False)
+        for task in self._unqueued_tasks():
+            self.reject_or_retry([task], error, may_retry=False)
+            self.reactor.deliver(task.release_inputs)
         self.abandon()
 
     def on_start_error(self, error: BaseException) -> None:

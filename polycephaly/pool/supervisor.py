@@ -278,6 +278,8 @@ class Supervisor:
             # For threads that read `death` from here on; the running task is added below.
             handle.death = _death(handle, None)
         handle.state = State.DEAD
+        # A task that was answered in time may still wait for that answer to arrive.
+        self._dispatcher.cancellation.cancel_timer(handle)
         print_lines(handle)
         handle.collect_last_results()
         order = list(handle.in_flight)
@@ -300,9 +302,11 @@ class Supervisor:
                 for number in order
             ),
         )
+        error = _death(handle, handle.in_flight[order[begun - 1]] if begun > sent else None)
+        if handle.answer_suspect:  # any of them may be the one whose answer was malformed
+            begun = len(order)
         not_begun = [handle.in_flight.pop(number) for number in order[max(sent, begun) :]]
         dedicated = [*(task for task in not_begun if task.target), *drain(handle.dedicated)]
-        error = _death(handle, handle.in_flight[order[begun - 1]] if begun > sent else None)
         self._dispatcher.requeue([task for task in not_begun if task.target is None])
         lost = [handle.in_flight.pop(number) for number in order[sent:begun]]
         self._dispatcher.record.add_lost(handle.name, lost)
@@ -351,7 +355,6 @@ class Supervisor:
         print_lines(handle)
         handle.close()
         handle.state = State.DEAD
-        self._dispatcher.cancellation.cancel_timer(handle)
         self._dispatcher.reject_or_retry(
             drain(handle.dedicated), handle.closed_error(), may_retry=False
         )

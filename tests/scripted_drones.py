@@ -1,0 +1,804 @@
+"""Random interleavings of a pool: callers, drones and time act in any order, without a process, a
+thread or a sleep.
+
+    choose ──> Interleaving.step ──┬─> a caller: submits, cancels, closes, lends
+                                   ├─> a drone: reads, begins, ends, is interrupted, sends, dies
+                                   ├─> the wire: messages arrive late, twice, or malformed
+                                   └─> the reactor: a critical section, deliveries, time
+
+The dispatcher and all above the protocol of pool/engine.py are the real thing, and so are the
+messages. A `ScriptedDrone` is the other end of one handle; it does what drone/executor.py does, one
+step at a time. `finish` lets everybody do their part, and then checks that no promise is left, and
+that each call ran as often as it should have.
+
+`choose(n)` gives a number below n: from a seed, or from Hypothesis, which then finds the shortest
+sequence that fails.
+"""
+
+import sys
+from collections import deque
+from concurrent.futures import CancelledError
+from pickle import dumps, loads
+from random import Random
+from time import monotonic
+
+from in_time import PID, FakeEngine, FakeHandle, FakeReactor, dispatcher_of
+
+from polycephaly.errors import DroneDied
+from polycephaly.pool.config import TaskOptions
+from polycephaly.pool.drone_handle import State
+from polycephaly.pool.handlers import handle_message, handle_unsent_results
+from polycephaly.pool.task import Slice
+from polycephaly.promises.promise import FINISHED, Promise
+from polycephaly.wire.exceptions import pack_exception
+from polycephaly.wire.messages import (
+    CALL_SLICE,
+    CALLS,
+    CANCEL,
+    DEFINE_OVERLAPPING,
+    DEFINES,
+    ERROR,
+    FORGET,
+    HELLO,
+    PROTOCOL,
+    RECALL,
+    RETURNED,
+    SPLIT,
+    STOP,
+    VALUE,
+    WITHDRAWN,
+    WORK,
+    Malformed,
+    message_type,
+    pack_numbers,
+    pack_outcome,
+    pack_outcomes,
+    pack_values,
+    unpack_numbers,
+    unpack_work,
+)
+from polycephaly.wire.slices import (
+    ENDED,
+    FAILED,
+    ITEMS,
+    RUNNING,
+    pack_answers,
+    pack_calls,
+    split_head,
+    unpack_calls,
+)
+
+SECONDS = {"brief": 1e-5, "lasting": 0.1, "overlapped": 0.01}
+
+
+def brief(key, *inputs):
+    raise AssertionError("nothing is run here")
+
+
+def lasting(key, *inputs):
+    raise AssertionError("nothing is run here")
+
+
+async def overlapped(key, *inputs):
+    raise AssertionError("nothing is run here")
+
+
+class Failed(Exception):
+    """The error of a call that was told to fail."""
+
+
+def value_of(key):
+    return 10 * key
+
+
+class Running:
+    """A task in a drone: its calls, named by their keys, and how far they are."""
+
+    def __init__(self, number, name, keys, overlaps):
+        self.number, self.name, self.keys, self.overlaps = number, name, keys, overlaps
+        self.is_slice = False
+        self.done = self.sent = 0
+        self.was_cut = False
+
+
+class ScriptedDrone(FakeHandle):
+    """The handle, and the drone at its other end."""
+
+    world = None  # the interleaving, set by its engine
+
+    def __init__(self, dispatcher, number, name, spawner):
+        super().__init__(dispatcher, number, name, spawner)
+        self.inbox = deque()  # messages for the drone that it has not read
+        self.in_transit = deque()  # messages of the drone that ZeroMQ has still
+        self.known = {}  # functions
+        self.todo = deque()
+        self.running = {}  # tasks by number: several, if they overlap
+        self.interrupted = set()
+        self.outcomes = []  # that were not sent yet
+        self.kept = []  # the same, and others that may be lost with the drone
+        self.started = self.sent = self.last_done = 0
+        self.stops = self.is_gone = self.doomed = False
+
+    # -- the handle's side -------------------------------------------------------------------------
+
+    def send(self, frames, tasks=()):
+        assert self.alive, "a message for a drone whose death was handled"
+        self.inbox.append(list(frames))
+
+    def kill(self, reason=""):
+        self.kill_reason = self.kill_reason or reason
+        self.doomed = True
+
+    def catch_up(self):
+        while self.unread:
+            self.world.receive(self)
+
+    def last_started(self):
+        return self.started
+
+    def last_answered(self):
+        return self.sent
+
+    def collect_last_results(self):
+        self.catch_up()
+        if self.kept:
+            handle_unsent_results(self, b"".join(self.kept))
+
+    # -- the drone's side --------------------------------------------------------------------------
+
+    @property
+    def can_act(self):
+        return not self.is_gone and self.state is not State.DEAD
+
+    def read(self):
+        frames = self.inbox.popleft()
+        kind = message_type(frames)
+        if kind == WORK:
+            for number, kind, definition, payload in unpack_work(frames):
+                self._take(number, kind, definition, payload)
+        elif kind == CANCEL:
+            self._cancel(set(unpack_numbers(frames)))
+        elif kind == RECALL:
+            returned = [task.number for task in self.todo]
+            self.todo.clear()
+            self.put(pack_numbers(RETURNED, returned))
+        elif kind == STOP:
+            self.stops = True
+
+    def _take(self, number, kind, definition, payload):
+        if kind in DEFINES:
+            self.known[number] = self.world.names[number], kind == DEFINE_OVERLAPPING
+        elif kind == FORGET:
+            self.known.pop(number, None)
+        elif kind == CALLS:
+            for each, args in zip(*loads(payload), strict=True):
+                self._enqueue(each, definition, [self.world.key_of(args)])
+        elif kind == CALL_SLICE:
+            task = self._enqueue(number, definition, list(unpack_calls(payload)[2]))
+            task.is_slice = True
+        else:
+            args = loads(payload) if payload else ()
+            self._enqueue(number, definition, [self.world.key_of(args)])
+
+    def _enqueue(self, number, definition, keys):
+        assert definition in self.known, f"function {definition} was not sent to {self.name}"
+        name, overlaps = self.known[definition]
+        task = Running(number, name, keys, overlaps)
+        self.todo.append(task)
+        return task
+
+    def _cancel(self, numbers):
+        withdrawn = [task for task in self.todo if task.number in numbers]
+        if withdrawn:
+            for task in withdrawn:
+                self.todo.remove(task)
+            entries = [
+                pack_outcome(task.number, WITHDRAWN, 0.0, 0.0, b"", b"") for task in withdrawn
+            ]
+            self.put(pack_outcomes(entries))
+        self.interrupted |= numbers & (self.running.keys() | {0})
+
+    def can_begin(self):
+        return bool(self.todo) and (
+            not self.running
+            or (self.todo[0].overlaps and all(each.overlaps for each in self.running.values()))
+        )
+
+    def begin(self):
+        task = self.todo.popleft()
+        self.started = task.number
+        self.running[task.number] = task
+        self.world.on_begun(self, task, task.keys[:1])
+
+    def next_call(self, task):
+        """One more call of a slice is done, and the next begins."""
+        task.done += 1
+        self.world.on_begun(self, task, task.keys[task.done : task.done + 1])
+
+    def cut(self, task):
+        """As the control thread does, if the slice takes long."""
+        rest = len(task.keys) - task.done - 1
+        task.was_cut = True
+        del task.keys[task.done + 1 :]
+        if rest or task.done:
+            values = [value_of(key) for key in task.keys[: task.done]]
+            payload = split_head(task.done, rest, RUNNING) + pack_answers(values, False, None, None)
+            task.sent = task.done
+            now = self.world.reactor.now
+            self.put(pack_outcomes([pack_outcome(task.number, SPLIT, now, now, payload, b"")]))
+
+    def end(self, task, error=None):
+        """The running call ends, and with it the task."""
+        del self.running[task.number]
+        self.interrupted.discard(task.number)
+        now = self.world.reactor.now
+        times = now, now + SECONDS[task.name]
+        if task.is_slice:
+            done = task.keys[task.sent : task.done] if error else task.keys[task.sent :]
+            rest = len(task.keys) - task.done - 1 if error else 0
+            packed = pack_exception(error, dumps) if error else None
+            payload = split_head(len(done) + bool(error), rest, FAILED if error else ENDED)
+            payload += pack_answers([value_of(key) for key in done], False, packed, None)
+            entry = pack_outcome(task.number, SPLIT, *times, payload, b"")
+        elif error is not None:
+            entry = pack_outcome(task.number, ERROR, *times, pack_exception(error, dumps), b"")
+        elif self.world.choose(2):
+            entry = pack_values([task.number], [times[0]], [times[1]], [value_of(task.keys[0])])
+        else:
+            entry = pack_outcome(task.number, VALUE, *times, dumps(value_of(task.keys[0])), b"")
+        self.outcomes.append(entry)
+        self.kept.append(entry)
+        if not task.overlaps or not self.running:
+            self.last_done = task.number
+
+    def flush(self, by_bulk=False):
+        """All outcomes are sent; by bulk they may be lost with the drone for a while."""
+        entries, self.outcomes = self.outcomes, []
+        self.put(pack_outcomes(entries), by_bulk)
+        self.sent = self.last_done
+        if not by_bulk and not self.in_transit:
+            self.kept.clear()
+
+    def put(self, frames, by_bulk=False):
+        (self.in_transit if by_bulk or self.in_transit else self.unread).append(frames)
+
+    def hello(self):
+        self.put(pack_numbers(HELLO, (PROTOCOL, self.pid)))
+
+
+class ScriptedEngine(FakeEngine):
+    def __init__(self, world):
+        super().__init__()
+        self._world = world
+
+    def start(self, number, name, index):
+        drone = ScriptedDrone(self._dispatcher, number, name, None)
+        drone.world = self._world
+        self._world.drones.append(drone)
+        return drone
+
+    def snapshot(self):
+        return None
+
+    def adopt(self, snapshot):
+        pass
+
+    def discard(self, snapshot):
+        pass
+
+    def left_out(self, name):
+        return None
+
+
+class SteppedReactor(FakeReactor):
+    """A critical section and its deliveries are two steps, between which others may act."""
+
+    def turn(self):
+        while self._inbox:
+            self._inbox.popleft()()
+        self.timers.fire_due()
+        for dispatcher in self.dispatchers[:]:
+            if dispatcher.queue or dispatcher.dedicated_waiting:
+                dispatcher.dispatch(self.now)
+            dispatcher.after_critical_section()
+
+    def deliver_all(self):
+        acts, self._deliveries = self._deliveries, []
+        for act in acts:
+            act()
+        return bool(acts)
+
+    def settle(self):
+        self.turn()
+        while self.deliver_all() or self._inbox:
+            self.turn()
+
+
+class Interleaving:
+    """One pool with its callers and drones. Make it, take some `step`s, and `finish`."""
+
+    def __init__(self, choose):
+        self.choose = choose
+        self.reactor = SteppedReactor()
+        self.drones = []
+        self.names = {}  # of functions, by their numbers
+        self.promises = {}  # of plain calls, by key
+        self.slices = []  # and the keys of each
+        self.calls = {}  # what was asked for, by key
+        self.begun = {}  # drones, by key
+        self.failed, self.stopped, self.cancelled = set(), set(), set()
+        self.leased = []
+        self.cancels_all = self.is_closed = False
+        self.keys = 0
+        self.history = []
+        config = {
+            "width": 1 + choose(2),
+            "max_tasks": (None, None, 1, 3)[choose(4)],
+            "hang_timeout": (None, 5.0)[choose(2)],
+            "on_death": ("replace", "replace", "replace", "break", "end")[choose(5)],
+        }
+        self.is_lone = config["on_death"] == "end"  # a `Drone`, whose tasks are all for it alone
+        if self.is_lone:
+            config["max_tasks"] = None
+        size = 1 if self.is_lone else 1 + choose(3)
+        self.dispatcher = dispatcher_of(
+            self.reactor, size, ready=False, machine=ScriptedEngine(self), **config
+        )
+        self.config = config
+
+    # -- callers -----------------------------------------------------------------------------------
+
+    def new_key(self):
+        self.keys += 1
+        return self.keys
+
+    def submit(self):
+        choose = self.choose
+        function = (brief, lasting, overlapped)[choose(3)]
+        options = TaskOptions((None, None, 0.5)[choose(3)], 0 if self.is_lone else choose(3))
+        target = self.dispatcher.supervisor.first if self.is_lone else None
+        if target is None and choose(6) == 5 and self.dispatcher.handles:
+            target = self.dispatcher.handles[choose(len(self.dispatcher.handles))]
+        inputs = []
+        if self.promises and choose(4) == 3:
+            inputs = [1 + choose(self.keys) for _ in range(1 + choose(2))]
+            inputs = [key for key in inputs if key in self.promises]
+        key = self.new_key()
+        self.calls[key] = {
+            "retries": options.retries,
+            "target": target,
+            "inputs": inputs,
+            "timeout": options.timeout,
+        }
+        promises = [self.promises[each] for each in inputs]
+        self.note("submits", key, function.__name__, options, target or "", inputs)
+        try:
+            task = self.dispatcher.submit(
+                function, (key, *promises), {}, target=target, task_options=options
+            )
+        except (RuntimeError, DroneDied):  # BrokenProcessPool among them: it takes no more
+            assert (
+                self.dispatcher.refusal is not None
+                or target.state >= State.RETIRING
+                or target.retire_when_ready
+            )
+            return
+        self.names[task.definition.number] = function.__name__
+        self.promises[key] = task
+
+    def submit_slice(self):
+        keys = [self.new_key() for _ in range(2 + self.choose(4))]
+        retries = self.choose(2)
+        self.note("submits slice", keys, "retries", retries)
+        for key in keys:
+            self.calls[key] = {"retries": retries, "target": None, "inputs": [], "timeout": None}
+        definition = self.dispatcher.registry.define(brief)
+        self.names[definition.number] = "brief"
+        task = Slice(self.dispatcher, definition, pack_calls(ITEMS, False, keys), len(keys))
+        task.retries = retries
+        try:
+            self.dispatcher.submit_task(task)
+        except RuntimeError:
+            assert self.dispatcher.refusal is not None
+            return
+        self.slices.append((task, keys))
+
+    def cancel(self):
+        if self.promises:
+            key = list(self.promises)[self.choose(len(self.promises))]
+            self.note("cancels", key)
+            if self.promises[key].cancel(running=bool(self.choose(2))):
+                self.cancelled.add(key)
+
+    def cancel_slice(self):
+        if self.slices:
+            task, keys = self.slices[self.choose(len(self.slices))]
+            self.note("cancels slice", keys)
+            self.cancelled.update(keys)
+            parts = [task]
+            for part in parts:
+                part.cancel()
+                parts += part.followers
+
+    def close(self):
+        how = self.choose(6)
+        self.note("closes", ("", "", "", "cancelling queued", "cancelling", "killing")[how])
+        self.is_closed = True
+        if how < 3:
+            self.dispatcher.close()
+        elif how < 5:
+            self.cancels_all = True
+            self.dispatcher.close(cancel=True, running=how == 4)
+        else:
+            self.cancels_all = True
+            self.dispatcher.kill("the test said so")
+
+    def retire(self):
+        if self.dispatcher.handles:
+            handle = self.dispatcher.handles[self.choose(len(self.dispatcher.handles))]
+            self.note("retires", handle)
+            self.dispatcher.supervisor.retire(handle)
+
+    def refresh(self):
+        if self.dispatcher.refusal is None:
+            self.note("refreshes")
+            self.dispatcher.supervisor.replace_all(None, Promise())
+
+    def interrupt(self):
+        if self.dispatcher.handles:
+            handle = self.dispatcher.handles[self.choose(len(self.dispatcher.handles))]
+            self.note("interrupts", handle)
+            self.dispatcher.interrupt(handle)
+
+    def lease(self):
+        """Another process takes tasks, or gives some back, in one of the ways that it can."""
+        leases = self.dispatcher.leases
+        if not self.leased:
+            plain = {id(task) for task in self.promises.values()}
+            self.note("leases")
+            self.leased = leases.lease(1 + self.choose(3), lambda task: id(task) in plain)
+            return
+        tasks, self.leased = self.leased, []
+        how = self.choose(3)
+        self.note("lease", ("comes back", "is done", "is lost")[how])
+        if how == 0:
+            leases.requeue_unstarted(tasks)
+            return
+        for task in tasks:
+            [key] = [key for key, each in self.promises.items() if each is task]
+            self.on_begun(None, None, [key])
+        if how == 1:
+            for task in tasks:
+                [key] = [key for key, each in self.promises.items() if each is task]
+                self.reactor.deliver(
+                    lambda task=task, key=key: task._settle(FINISHED, value_of(key), None)
+                )
+            leases.on_settled(tasks)
+        else:
+            leases.on_lost(tasks, DroneDied("the other process was lost"))
+
+    # -- drones ------------------------------------------------------------------------------------
+
+    def key_of(self, args):
+        key, *inputs = args
+        assert inputs == [value_of(each) for each in self.calls[key]["inputs"]]
+        return key
+
+    def on_begun(self, drone, task, keys):
+        for key in keys:
+            before = self.begun.setdefault(key, [])
+            assert len(before) <= self.calls[key]["retries"], f"call {key} runs too often"
+            assert all(each is None or each.is_gone for each in before), f"call {key} runs twice"
+            before.append(drone)
+
+    def acts_of(self, drone):
+        """The acts that this drone can do now; the likely ones several times."""
+        if drone.is_gone:
+            return [("arrives", self.arrive, drone)]
+        acts = [("dies", self.die, drone, -9)] if self.choose(4) == 3 else []
+        if drone.pid is None:
+            return [*acts, *[("starts", self.start, drone)] * 9]
+        acts += [("is quiet or not", self.change_quiet, drone)] * (1 + 3 * drone.quiet)
+        if drone.in_transit:
+            acts.append(("arrives", self.arrive, drone))
+        if drone.quiet:
+            return acts
+        if drone.inbox:
+            acts += [("reads", drone.read)] * 3
+        if drone.can_begin():
+            acts += [("begins", drone.begin)] * 3
+        for task in drone.running.values():
+            acts += [("ends", self.end, drone, task)] * 3
+            if task.is_slice and task.done < len(task.keys) - 1:
+                acts.append(("calls", drone.next_call, task))
+                if not task.was_cut and not drone.in_transit:
+                    acts.append(("cuts", drone.cut, task))
+        if drone.outcomes:
+            acts += [("sends", self.flush, drone)] * 3
+        return acts
+
+    def change_quiet(self, drone):
+        drone.quiet = not drone.quiet
+
+    def flush(self, drone):
+        drone.flush(self.choose(4) == 3)
+
+    def end(self, drone, task):
+        error = None
+        if task.number in drone.interrupted or 0 in drone.interrupted:
+            drone.interrupted.discard(0)
+            if self.choose(3):
+                error = KeyboardInterrupt("interrupted by the controller")
+                self.stopped.update(task.keys)
+        elif self.choose(5) == 4:
+            error = Failed(task.keys[task.done])
+            self.failed.update(task.keys)
+        else:
+            while task.is_slice and task.done < len(task.keys) - 1:
+                drone.next_call(task)
+        drone.end(task, error)
+
+    def start(self, drone):
+        self.dispatcher.supervisor.on_started(drone, PID + drone.number)
+        drone.hello()
+
+    def die(self, drone, exitcode):
+        drone.is_gone = True
+        while drone.in_transit and self.choose(2):  # what its ZeroMQ had not written
+            drone.in_transit.pop()
+        self.reactor.post(lambda: self.dispatcher.supervisor.on_died(drone, exitcode))
+
+    def arrive(self, drone):
+        drone.unread.append(drone.in_transit.popleft())
+
+    def receive(self, drone):
+        """The controller reads the next message of a drone."""
+        frames = drone.unread.popleft()
+        if drone not in self.dispatcher.handles:
+            return
+        trick = self.choose(40)
+        self.note(
+            "message of", drone, message_type(frames), {39: "malformed", 38: "twice"}.get(trick, "")
+        )
+        if trick == 39 and message_type(frames) != HELLO:
+            frames = [frames[0], b"?", *frames[2:]]
+        if trick == 38:
+            drone.unread.appendleft(frames)
+        try:
+            handle_message(drone, frames)
+        except Malformed:
+            self.dispatcher.watch_for_lost_answer(drone)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def step(self):
+        choose = self.choose
+        what = choose(16)
+        if what < 3:
+            self.submit()
+        elif what < 8:
+            drones = [each for each in self.drones if not each.is_gone or each.in_transit]
+            if drones:
+                drone = drones[choose(len(drones))]
+                acts = self.acts_of(drone)
+                if acts:
+                    name, act, *args = acts[choose(len(acts))]
+                    self.note(drone, name)
+                    act(*args)
+        elif what < 11:
+            drones = [each for each in self.drones if each.unread]
+            if drones:
+                self.receive(drones[choose(len(drones))])
+        elif what < 13:
+            self.note("a critical section")
+            self.reactor.turn()
+        elif what == 13:
+            self.note("deliveries")
+            self.reactor.deliver_all()
+        elif what == 14:
+            seconds = (0.002, 0.02, 0.3, 2.5)[choose(4)]
+            self.note("time", seconds)
+            self.reactor.pass_(seconds)
+        else:
+            rare = (
+                self.cancel, self.interrupt, self.close, self.refresh, self.retire, self.lease,
+                self.submit_slice, self.submit_slice, self.cancel_slice,
+            )  # fmt: skip
+            rare[choose(3 if self.is_lone else len(rare))]()
+        self.check()
+
+    def note(self, *words):
+        self.history.append(" ".join(map(_name, words)))
+
+    def check(self):
+        """The dispatcher's sums agree with what is in flight."""
+        for handle in self.dispatcher.handles:
+            if not handle.alive:  # only its late answers are awaited
+                continue
+            in_flight = handle.in_flight.values()
+            overlapping = sum(task.definition.overlaps for task in in_flight)
+            assert handle.overlapping == overlapping
+            assert overlapping in (0, len(in_flight))
+            assert overlapping <= self.config["width"]
+            known = [task for task in in_flight if not task.definition.overlaps]
+            assert handle.unknown == sum(task.sending.estimate < 0 for task in known)
+            assert abs(handle.load - sum(max(task.sending.estimate, 0) for task in known)) < 1e-9
+            assert all(task.sending.handle is handle for task in in_flight)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def finish(self):
+        """Everybody does their part; then no promise is left, and the pool ends when closed."""
+        if self.leased:
+            self.dispatcher.leases.requeue_unstarted(self.leased)
+            self.leased = []
+        self.cooperate(
+            lambda: (
+                all(task.done() for task in self.all_tasks())
+                and not any(handle.in_flight for handle in self.dispatcher.handles)
+            )
+        )
+        for handle in self.dispatcher.handles:
+            if handle.state is State.READY:
+                assert not (handle.in_flight or handle.unknown or handle.overlapping)
+                assert handle.load == 0.0
+                assert not handle.dedicated
+        self.dispatcher.close()
+        self.cooperate(lambda: self.dispatcher.has_ended)
+        assert not self.dispatcher.handles
+        assert self.dispatcher.pending() == 0
+        for key, task in self.promises.items():
+            self.check_outcome(key, task)
+        for task, keys in self.slices:
+            self.check_slice(task, keys)
+
+    def all_tasks(self):
+        tasks = list(self.promises.values()) + [task for task, _ in self.slices]
+        for task in tasks:
+            tasks += task.followers if isinstance(task, Slice) else ()
+        return tasks
+
+    def cooperate(self, is_over):
+        self.settle()
+        for _ in range(300):
+            if is_over():
+                return
+            for drone in self.drones[:]:
+                self.act(drone)
+            self.settle()
+            self.reactor.pass_(0.3)
+            self.settle()
+        left = [task.number for task in self.all_tasks() if not task.done()]
+        handles = [
+            f"{each.name} {each.state.name} {each.unresponsive or ''} "
+            f"in flight {list(each.in_flight)}, there {list(each.running)} {len(each.todo)}"
+            for each in self.dispatcher.handles
+        ]
+        raise AssertionError(f"tasks {left} are left, and {handles}")
+
+    def act(self, drone):
+        if drone.is_gone:
+            drone.unread.extend(drone.in_transit)
+            drone.in_transit.clear()
+            return
+        drone.quiet = False
+        if drone.doomed:
+            self.die(drone, -9)
+            return
+        if drone.pid is None:
+            self.start(drone)
+        while drone.inbox or drone.todo or drone.running:
+            if drone.can_begin():
+                drone.begin()
+            elif drone.inbox:
+                drone.read()
+            else:
+                task = next(iter(drone.running.values()))
+                interrupted = bool(drone.interrupted & {0, task.number})
+                drone.interrupted.discard(0)
+                if interrupted:
+                    self.stopped.update(task.keys)
+                else:
+                    while task.is_slice and task.done < len(task.keys) - 1:
+                        drone.next_call(task)
+                drone.end(task, KeyboardInterrupt() if interrupted else None)
+        if drone.outcomes:
+            drone.flush()
+        drone.unread.extend(drone.in_transit)
+        drone.in_transit.clear()
+        if drone.stops:
+            self.die(drone, 0)
+
+    def settle(self):
+        self.reactor.settle()
+        for drone in self.drones:
+            while drone.unread:
+                frames = drone.unread.popleft()
+                if drone in self.dispatcher.handles:
+                    try:
+                        handle_message(drone, frames)
+                    except Malformed:
+                        self.dispatcher.watch_for_lost_answer(drone)
+                self.check()
+                self.reactor.settle()
+
+    def check_outcome(self, key, task):
+        call, begun = self.calls[key], self.begun.get(key, [])
+        if task.cancelled():
+            inputs = [self.promises[each] for each in call["inputs"]]
+            assert (
+                key in self.cancelled
+                or self.cancels_all
+                or any(each.cancelled() for each in inputs)
+            ), f"call {key} was cancelled by nobody"
+            return
+        error = task.exception()
+        if error is None:
+            assert task.result() == value_of(key)
+            assert begun
+        elif isinstance(error, Failed):
+            assert key in self.failed or call["inputs"]
+        elif isinstance(error, KeyboardInterrupt):
+            assert key in self.stopped or call["inputs"]
+        elif isinstance(error, TimeoutError):
+            assert call["timeout"] or call["inputs"]
+        elif isinstance(error, DroneDied):
+            assert (
+                any(each is None or each.is_gone for each in begun)
+                or (call["target"] is not None and call["target"].is_gone)
+                or call["inputs"]
+                or self.config["on_death"] != "replace"
+            ), f"call {key}: {error}, but had not begun"
+        else:
+            assert isinstance(error, RuntimeError | CancelledError), error
+            assert self.dispatcher.refusal is not None
+
+    def check_slice(self, task, keys):
+        if task.cancelled() or task.exception() is not None:
+            if task.cancelled():
+                assert self.cancels_all or self.cancelled.issuperset(keys)
+            return
+        answers = task.result()
+        values = list(answers)
+        assert values == [value_of(key) for key in keys[: len(values)]]
+        done = len(values)
+        if answers.error is not None:
+            assert self.failed.union(self.stopped).issuperset(keys[done : done + 1])
+            return
+        for follower in task.followers:
+            self.check_slice(follower, keys[done : done + follower.count])
+            done += follower.count
+        assert done == len(keys), f"of the slice {keys} only {done} were answered"
+
+
+def _name(word):
+    return word.name if isinstance(word, ScriptedDrone) else str(word)
+
+
+def interleave(choose, steps):
+    world = Interleaving(choose)
+    try:
+        for _ in range(steps):
+            world.step()
+        world.note("the end")
+        world.finish()
+    except BaseException as error:
+        error.add_note("\n".join([str(world.config), *world.history]))
+        raise
+
+
+def main():
+    """Try interleavings by their seeds: ``python tests/scripted_drones.py FIRST COUNT [STEPS]``."""
+    first, count, steps = map(int, [*sys.argv[1:], 60][:3])
+    began = monotonic()
+    for seed in range(first, first + count):
+        try:
+            interleave(Random(seed).randrange, steps)
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+    print(f"{count} interleavings of {steps} steps in {monotonic() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""A pool's decisions in any interleaving of callers, drones, messages and time
+(scripted_drones.py), and what was found so.
+"""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from in_time import FakeReactor, dispatcher_of, give
+from scripted_drones import brief, interleave, lasting, overlapped
+
+from polycephaly import DroneDied, Promise
+from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.supervisor import LATE_RESULTS_SECONDS
+from polycephaly.pool.task import Slice
+from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
+from polycephaly.wire.slices import ITEMS, RUNNING, pack_answers, pack_calls, split_head
+
+STEPS = 60
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_every_call_runs_once_or_is_reported(data):
+    interleave(lambda below: data.draw(st.integers(0, below - 1)), STEPS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_call_runs_once_or_is_reported_by_seed(seed):
+    for number in range(100):
+        interleave(random.Random(100 * seed + number).randrange, STEPS)
+
+
+# -- found so --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reactor():
+    return FakeReactor()
+
+
+def test_a_call_that_waits_for_a_promise_gets_the_error_of_the_pool_that_breaks(reactor):
+    dispatcher = dispatcher_of(reactor, 1, on_death="break")
+    waiting = give(dispatcher, brief, Promise())
+    dispatcher.handles[0].dies()
+    assert isinstance(waiting.exception(), DroneDied)
+
+
+def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):
+    dispatcher = dispatcher_of(reactor, 2, on_death="break")
+    first, second = dispatcher.handles
+    task = Slice(dispatcher, dispatcher.registry.define(brief), pack_calls(ITEMS, False, "abc"), 3)
+    dispatcher.submit_task(task)
+    reactor.turn()
+    busy, other = (first, second) if first.in_flight else (second, first)
+    other.dies()
+    answers = split_head(1, 1, RUNNING) + pack_answers(["a"], False, None, None)
+    handle_message(busy, pack_outcomes([pack_outcome(task.number, SPLIT, 0.0, 0.0, answers, b"")]))
+    reactor.turn()
+    assert isinstance(task.exception(), DroneDied) and not task.followers
+
+
+def test_a_time_limit_does_not_hit_a_call_that_a_dead_drone_had_answered(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    task = give(dispatcher, lasting, timeout=LATE_RESULTS_SECONDS / 2)
+    handle.last_answered = lambda: task.number
+    reactor.pass_(LATE_RESULTS_SECONDS / 4)
+    handle.dies()  # and the answer is under way
+    reactor.pass_(LATE_RESULTS_SECONDS / 2)
+    assert not task.done() and not handle.sent_to_it
+    handle_message(handle, handle.answer(task, "answered"))
+    reactor.turn()
+    assert task.result() == "answered"
+
+
+def test_a_lost_answer_of_a_call_beside_others_ends_its_drone(reactor):
+    dispatcher = dispatcher_of(reactor, 1, width=2)
+    [handle] = dispatcher.handles
+    task = give(dispatcher, overlapped)
+    dispatcher.watch_for_lost_answer(handle)
+    reactor.pass_(2.0)
+    assert "malformed" in handle.kill_reason
+    handle.dies()
+    assert isinstance(task.exception(), DroneDied)
+
+
+def test_a_call_whose_answer_may_be_lost_does_not_run_again(reactor):
+    dispatcher = dispatcher_of(reactor, 2)
+    task = give(dispatcher, lasting)
+    handle = task.handle
+    dispatcher.watch_for_lost_answer(handle)
+    handle.last_started = lambda: task.number + 1  # which was answered, so it is not in flight
+    handle.dies()
+    assert isinstance(task.exception(), DroneDied)
