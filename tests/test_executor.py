@@ -199,10 +199,12 @@ def test_names_and_reprs_tell_what_it_is():
         )
 
 
-def test_a_drone_does_what_it_was_given_by_name_though_that_is_more_than_max_tasks():
+def test_a_drone_does_what_it_was_given_by_name_though_that_is_more_than_max_tasks(tmp_path):
     with poly.Pool(1, max_tasks=2) as pool:
         drone = pool.drones[0]
+        drone.promise(hold_until, tmp_path / "given")  # it takes no more once it has done two
         given = [drone.promise(os.getpid) for _ in range(7)]
+        (tmp_path / "given").touch()
         assert [each.result(30) for each in given] == [drone.pid] * 7
         assert pool.doit(os.getpid) != drone.pid
 

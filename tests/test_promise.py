@@ -247,7 +247,11 @@ def test_settling_takes_time_for_each_callback_and_no_more():
     assert len(called) == 300_000 and time.thread_time() - began < 5
 
 
-def test_ctrl_c_while_many_callbacks_are_called_has_none_called_twice_and_none_out_of_order():
+def test_ctrl_c_while_many_callbacks_are_called_has_none_called_twice_and_none_out_of_order(
+    pytestconfig,
+):
+    if pytestconfig.getoption("--switches") is not None:
+        pytest.skip("the tracer is called where CPython handles no signal, and handles them there")
     armed = False
 
     def interrupt(*_):
