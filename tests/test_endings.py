@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import pytest
 from endings import OF_SPAWN, STATUS, moments, run_ending, run_moment, seconds_from_start_to_stop
 from faults import lines, wait_for
 from scripts import Script, run_script
+
+import polycephaly as poly
+from polycephaly.engines.local.launcher import Launcher
 
 # With a few loads here, with each in the long program: `python tests/endings.py`.
 ROTATED = dict(zip(STATUS, itertools.cycle(("nested", "programs", "gil", "memory")), strict=False))
@@ -144,6 +148,25 @@ def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on(tmp_path):
 
 
 @pytest.mark.guarantee("end-1")
+def test_the_end_of_a_zygote_whose_reports_were_not_read_leaves_the_others_their_directory(
+    monkeypatch,
+):
+    close = Launcher.close
+
+    def close_with_unread_reports(launcher):
+        assert select.select([launcher], [], [], 30)[0]
+        close(launcher)
+
+    with poly.Pool(1) as pool:
+        pool.doit(abs, -1)
+        directory = pool._dispatcher.reactor.endpoint.directory
+        monkeypatch.setattr(Launcher, "close", close_with_unread_reports)
+        with pytest.raises(TypeError, match="initargs"):  # its zygote has ended by then
+            poly.Pool(1, initializer=print, initargs=(poly.Promise(),))
+        monkeypatch.undo()
+        assert os.path.isdir(directory)
+
+
 def test_a_script_that_ends_at_once_after_starting_leaves_nothing():
     for how in (
         "",

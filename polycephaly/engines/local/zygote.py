@@ -219,6 +219,8 @@ class _Zygote:
     def _handle_order(self) -> None:
         try:
             message, fds = parent_death.receive_fds(self._control, MAX_ORDER_BYTES, 3)
+        except ConnectionResetError:
+            return  # the owner has not read all reports; its last orders, a goodbye say, come next
         except OSError:
             message, fds = b"", []
         if not message:
