@@ -27,7 +27,7 @@ from typing import Any
 from .drone.child import call_as_imported
 from .pool.pool import Pool
 from .promises.promise import Promise
-from .store.shared import Contents
+from .store.shared import Shared
 from .wire.pickling import ATOMIC_TYPES, MainSnapshot, main_namespace
 
 try:
@@ -335,7 +335,7 @@ class _SharedArrays:
 
     def __init__(self, min_bytes: int | None) -> None:
         self.min_bytes = min_bytes
-        self._shared: dict[int, tuple[weakref.ref[Any], Contents]] = {}
+        self._shared: dict[int, tuple[weakref.ref[Any], Shared[Any]]] = {}
 
     def replace_arrays(self, pool: Pool, calls: list[Call]) -> list[Call]:
         kinds = {
@@ -366,14 +366,14 @@ class _SharedArrays:
         ):
             return arg
         key, shared = id(arg), self._shared
-        reference, contents = shared.pop(key, (None, None))
-        if reference is None or contents is None or reference() is not arg:
+        reference, handle = shared.pop(key, (None, None))
+        if reference is None or handle is None or reference() is not arg:
             try:
-                contents = Contents(pool.share(arg))
+                handle = pool.share(arg)
             except MemoryError:  # no room: the array is passed as any argument
                 return arg
             reference = weakref.ref(arg, lambda _: shared.pop(key, None))
-        shared[key] = reference, contents
+        shared[key] = reference, handle
         if len(shared) > MAX_KEPT_ARRAYS:
             shared.pop(next(iter(shared)), None)
-        return contents
+        return handle

@@ -36,9 +36,8 @@ local_only = pytest.mark.local_only
 NO_FORK = "a fresh interpreter, with a copy of what `__main__` holds and can be pickled"
 NO_STATUS = "`exitcode` is None, unless we have killed it: Ray does not tell how a process ended"
 READ_ONLY = "large ones arrive read-only: they lie in Ray's object store"
-CAPTURED = "the handle goes among arguments; captured by a function it is an error that says so"
 LEFT = "Ray does not look after what a killed one leaves"
-DIFFERENCES = (NO_FORK, NO_STATUS, READ_ONLY, CAPTURED, LEFT)
+DIFFERENCES = (NO_FORK, NO_STATUS, READ_ONLY, LEFT)
 
 
 def on_ray(test: Callable[..., None]) -> Callable[..., None]:

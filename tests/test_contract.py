@@ -6,9 +6,10 @@ import operator
 import os
 import threading
 from concurrent.futures import CancelledError
+from functools import partial
 
 import pytest
-from engines import CAPTURED, READ_ONLY, local_only, on_each_engine, poly
+from engines import READ_ONLY, local_only, on_each_engine, poly
 from faults import block_for_ever, lines, wait_for
 
 from polycephaly import green
@@ -184,15 +185,54 @@ def test_a_shared_value_is_as_it_was_when_it_was_shared(pool):
         assert total(shared.value) == 3.0 * LARGE
 
 
-def test_inside_another_value_it_arrives_as_a_handle(pool):
-    with pool.share(make(3)) as shared:
-        assert pool.doit(lambda items: total(items[0].value), [shared]) == 3.0 * LARGE
+class Sums:
+    def __init__(self, array):
+        self.array = array
+
+    def total(self, *more):
+        return total(self.array) + sum(more)
 
 
-@local_only(CAPTURED)
-def test_captured_by_a_function_it_arrives_as_a_handle(pool):
-    with pool.share(make(3)) as shared:
-        assert pool.doit(lambda: total(shared.value)) == 3.0 * LARGE
+def places(handle):
+    """A function and arguments for each place where a handle of an array may stand."""
+    return {
+        "argument": (total, handle),
+        "container": (lambda items: total(items[0]["k"]), [{"k": handle}]),
+        "object": (Sums.total, Sums(handle)),
+        "partial": (partial(total, handle),),
+        "default": (lambda array=handle: total(array),),
+        "closure": (lambda: total(handle),),
+        "bound method": (Sums(handle).total,),
+    }
+
+
+@pytest.mark.parametrize("place", places(None))
+@pytest.mark.parametrize("kind", ["shared", "kept", "promise", "settled promise"])
+def test_a_handle_is_its_value_wherever_it_stands(pool, kind, place):
+    if kind == "shared":
+        handle = pool.share(make(3))
+    else:
+        handle = pool.promise(make, 3, keep=kind == "kept")
+        if kind == "kept":
+            handle = handle.value
+        elif kind == "settled promise":
+            handle.result()
+    fn, *args = places(handle)[place]
+    assert pool.doit(fn, *args) == 3.0 * LARGE
+    if not args:
+        assert list(pool.map(lambda n, fn=fn: n * fn(), range(3))) == [
+            0.0,
+            3.0 * LARGE,
+            6.0 * LARGE,
+        ]
+
+
+@pytest.mark.parametrize("place", places(None))
+def test_a_call_fails_as_the_promise_in_it_wherever_that_stands(pool, place):
+    failed = pool.promise("1 / 0")
+    fn, *args = places(failed)[place]
+    with pytest.raises(ZeroDivisionError):
+        pool.doit(fn, *args)
 
 
 def test_a_released_value_is_an_error_that_says_so(pool):

@@ -3,7 +3,6 @@ there."""
 
 import operator
 import os
-import pickle
 import sys
 import threading
 
@@ -12,7 +11,6 @@ from engines import on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
 
 from polycephaly import Promise
-from polycephaly.pool.inputs import Placeholders
 
 pytestmark = on_each_engine
 
@@ -201,21 +199,3 @@ def noted_sum(path, a, b):
     with open(path, "a") as file:
         file.write("x")
     return a + b
-
-
-class OfAny(Promise):
-    """As those of shared values on Ray."""
-
-    _may_be_inside_objects = True
-
-
-@pytest.mark.local_only
-def test_promises_that_may_be_anywhere_hide_none_of_the_others():
-    anywhere, other = OfAny(), Promise()
-    for arguments in ((anywhere, [other]), ([other], anywhere), ([anywhere], [other])):
-        with Placeholders() as holes:
-            pickle.dumps(arguments, 5)
-            holes.check(*arguments)
-        with Placeholders() as holes:
-            pickle.dumps((*arguments, {other}), 5)
-            holes.check(*arguments)

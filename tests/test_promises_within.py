@@ -114,42 +114,48 @@ def test_large_values_go_through_shared_memory_as_ever(pool):
     ) + (1 << 18)
 
 
-@pytest.mark.parametrize(
-    ("what", "make"),
-    [
-        ("a set", lambda p: [{p}]),
-        ("a key", lambda p: {p: 1}),
-        ("a subclass", lambda p: type("Row", (list,), {})([p])),
-        ("an object", lambda p: [Holder(p)]),
-    ],
-)
-def test_elsewhere_a_promise_is_refused_and_the_message_says_where_it_may_be(pool, what, make):
-    settled = Promise()
-    settled.set_result(1)
-    for made, others in ((make(Promise()), []), (make(settled), []), (make(settled), [Promise()])):
-        error = pool.promise(echo, made, *others).exception(30)
-        assert isinstance(error, TypeError), what
-        assert "a set, a key, an object" in str(
-            error
-        ) and "lists, tuples and values of dicts" in str(error)
-        assert "argument 0" in str(error.__notes__)
-
-
 class Holder:
     def __init__(self, promise):
         self.promise = promise
 
 
-def test_an_object_by_itself_or_a_function_that_captured_one_is_refused(pool):
-    p = Promise()
-    for work in (lambda: pool.promise(echo, Holder(p)), lambda: pool.promise(lambda: p)):
-        error = work().exception(30)
-        assert isinstance(error, TypeError) and "a promise cannot be pickled" in str(error)
+class Row(list):
+    pass
+
+
+@pytest.mark.guarantee("graph-1")
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_inside_other_objects_they_are_their_values_too(pool, is_settled):
+    p, other = Promise(), Promise()
+    if is_settled:
+        p.set_result(1)
+    calls = [
+        pool.promise(echo, {p}),
+        pool.promise(echo, {p: 2}),
+        pool.promise(echo, Row([p]), other),
+        pool.promise(lambda holder: holder.promise, Holder(p)),
+        pool.promise(lambda: p),
+        pool.promise(lambda a, b=p: a + b, other),
+    ]
+    if not is_settled:
+        p.set_result(1)
+    other.set_result(5)
+    assert [each.result(30) for each in calls] == [
+        (({1},), {}), (({1: 2},), {}), (([1], 5), {}), 1, 1, 6,
+    ]  # fmt: skip
+
+
+def test_a_promise_in_a_result_is_refused(pool):
+    error = pool.promise(lambda: Promise()).exception(30)
+    assert isinstance(error, TypeError) and "return or send its value instead" in str(error)
 
 
 def test_initargs_take_values_only():
     with pytest.raises(TypeError, match="initargs"):
         poly.Pool(1, initializer=print, initargs=(Promise(),))
+    p = Promise()
+    with pytest.raises(TypeError, match="initializer"):
+        poly.Pool(1, initializer=lambda: p)
 
 
 def test_a_future_of_the_library_is_refused_with_what_to_give_and_that_works(pool):

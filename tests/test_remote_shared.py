@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import threading
+from functools import partial
 
 import pytest
 from faults import append, hold_until, lines, wait_for
@@ -117,14 +118,15 @@ def test_a_handle_goes_nowhere_else(remote, card):
         for use in (
             lambda: pickle.dumps(shared),
             lambda: another.doit(len, shared),
-            lambda: remote.doit(lambda: shared),
+            lambda: another.doit(lambda: shared),
             lambda: poly.doit(len, shared),
         ):
-            with pytest.raises(
-                TypeError, match="can only be used as an argument of its own pool's calls"
-            ):
+            with pytest.raises(TypeError, match="can be pickled only for calls of its own pool"):
                 use()
         assert remote.doit(len, shared) == 1
+        assert remote.doit(lambda: len(shared)) == 1
+        assert remote.doit(partial(len, shared)) == 1
+        assert list(remote.map(lambda n: n + len(shared), range(3))) == [1, 2, 3]
 
 
 def test_what_is_too_large_is_refused_and_what_cannot_be_pickled_too(remote, monkeypatch, pool):

@@ -78,8 +78,9 @@ class TaskTarget:
             A callable, a coroutine function, or a code string. A code string runs in the drone's
             `__main__` namespace, and the value of its last expression is the result.
         *args, **kwargs
-            Arguments of the callable. The task waits for promises among them, also in lists, tuples
-            and values of dicts, and receives their values.
+            Arguments of the callable. Promises, kept and shared values arrive as their values,
+            wherever they stand: as an argument, inside one, or captured by the callable. The task
+            waits for the promises.
         keep
             If True, the value stays in its drone and the promise is of a handle: see `Kept`. If a
             function has a parameter of this name, use ``functools.partial``.

@@ -172,6 +172,8 @@ class Dispatcher:
         try:
             registry = self.supervisor.registry
             definition = registry.define(work)
+            if definition.takes_function:
+                args = (work, *args)
             for arg in args:
                 if type(arg) not in SMALL_TYPES:
                     inputs = task.capture(definition, args, kwargs, registry)

@@ -51,11 +51,11 @@ def flow(
     """Make the calls of `fn` inside a pool's ``with`` block nodes of a graph.
 
     Such a call returns a promise without waiting for the value. (In a pool with `max_queued`, the
-    call may wait for room in the queue.) Promises among the arguments, also in lists, tuples and
-    values of dicts, are the node's inputs. The node runs on a drone of the pool as soon as all
-    inputs have values. The pool is the one whose block this thread, asyncio task or green thread
-    entered last. If there is no such pool, the call is a plain call of `fn`. So are calls in
-    drones, until code there enters a pool's block.
+    call may wait for room in the queue.) Promises in the arguments, at any depth, are the node's
+    inputs. The node runs on a drone of the pool as soon as all inputs have values. The pool is the
+    one whose block this thread, asyncio task or green thread entered last. If there is no such
+    pool, the call is a plain call of `fn`. So are calls in drones, until code there enters a pool's
+    block.
 
     Parameters
     ----------

@@ -4,11 +4,9 @@
                               └──> Placeholders.inputs: the call waits for these
 
 The pickler finds the promises at any depth, because it visits every object anyway. So arguments
-that are no promises cost nothing. The drone replaces a placeholder by the value, so objects that
-are shared within the arguments are shared in the drone too. Only lists, tuples and values of dicts
-may hold a promise. A set would compare the promise, and an object may rely on it being a promise,
-so both are refused. (A misplaced promise is not noticed if the same promise also stands at a
-permitted place, because the pickler meets each object once.)
+that are no promises cost nothing. A function that captures a promise travels as an argument itself
+(wire/functions.py). The drone replaces a placeholder by the value, so objects that are shared
+within the arguments are shared in the drone too.
 
 A graph of thousands of calls that wait for each other fails as one. The thread that comes first
 settles the calls that a rejection reaches, one after another and never nested.
@@ -23,34 +21,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..drone.functions import promised_value
 from ..errors import copy_error
-from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, misplaced_error, pickling
+from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, pickling_state
 from ..promises.trampoline import Trampoline
 
 if TYPE_CHECKING:
     from .task import Task
 
-__all__ = [
-    "CONTAINERS",
-    "Placeholder",
-    "Placeholders",
-    "cancel_upstream",
-    "propagate_failure",
-    "remove_settled_hooks",
-]
+__all__ = ["Placeholders", "cancel_upstream", "propagate_failure", "remove_settled_hooks"]
 
-CONTAINERS = frozenset((list, tuple, dict))
-"""Promises are found in objects of these types, but not of their subclasses."""
 _MIN_STALE_HOOKS = 32
 _INPUT_NOTE = "failed input: "
-
-
-class Placeholder:
-    """A handle that is replaced by its value if it is an argument by itself. The pickled call holds
-    a settled promise in place of the handle.
-    """
-
-    def stand_in_promise(self) -> Promise[Any]:
-        raise NotImplementedError
 
 
 class Placeholders:
@@ -61,50 +41,18 @@ class Placeholders:
         self._indices: dict[int, int] = {}
 
     def __enter__(self) -> Self:
-        self._before = pickling.reduce_promise
-        pickling.reduce_promise = self._stand_in
+        self._before = pickling_state.reduce_promise
+        pickling_state.reduce_promise = self._stand_in
         return self
 
     def __exit__(self, *_: object) -> None:
-        pickling.reduce_promise = self._before
+        pickling_state.reduce_promise = self._before
 
     def _stand_in(self, promise: Promise[Any]) -> tuple[Any, tuple[int]]:
         index = self._indices.setdefault(id(promise), len(self.inputs))
         if index == len(self.inputs):
             self.inputs.append(promise)
         return promised_value, (index,)
-
-    def check(self, *arguments: object) -> None:
-        """Raise `TypeError` if a promise stands in anything but `CONTAINERS`."""
-        anywhere = {id(each) for each in self.inputs if each._may_be_inside_objects}
-        misplaced_ids = self._indices.keys() - anywhere
-        if misplaced_ids:
-            misplaced_ids -= _in_containers(arguments, misplaced_ids)
-        if misplaced_ids:
-            raise misplaced_error(self.inputs[self._indices[misplaced_ids.pop()]])
-
-
-def _in_containers(arguments: object, wanted: set[int]) -> set[int]:
-    """Return the ids of those of the promises `wanted` that stand in `CONTAINERS`."""
-    found: set[int] = set()
-    seen: set[int] = set()
-    todo: list[Any] = [arguments]
-    while todo and len(found) < len(wanted):
-        container = todo.pop()
-        if id(container) in seen:
-            continue
-        seen.add(id(container))
-        values: Iterable[Any] = container.values() if type(container) is dict else container
-        kinds = set(map(type, values))
-        if not any(kind in CONTAINERS or issubclass(kind, Promise) for kind in kinds):
-            continue
-        for value in values:
-            if isinstance(value, Promise):
-                if id(value) in wanted:
-                    found.add(id(value))
-            elif type(value) in CONTAINERS:
-                todo.append(value)
-    return found
 
 
 # -- propagation of failures -----------------------------------------------------------------------

@@ -160,8 +160,12 @@ class Source(OneByOne):
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
         config = dispatcher.config
-        self._is_one_by_one = task_options.timeout is not None or config.max_tasks is not None
         self._definition = dispatcher.registry.define(fn)
+        self._is_one_by_one = (
+            task_options.timeout is not None
+            or config.max_tasks is not None
+            or self._definition.takes_function
+        )
 
     @property
     def label(self) -> str:
@@ -301,8 +305,9 @@ class Source(OneByOne):
             ):
                 return None
         try:
-            with PicklingContext(None) as pickling:
-                pickled = capture(args, self._dispatcher.registry.snapshot, small=True)
+            snapshot = self._dispatcher.registry.snapshot
+            with PicklingContext(None, snapshot) as pickling:
+                pickled = capture(args, snapshot, small=True)
             # An argument must be notified of the outcome of its call.
             if pickling.moved is not None:
                 return None

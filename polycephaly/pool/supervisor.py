@@ -81,10 +81,13 @@ class Supervisor:
             return None
         initializer, initargs = self.engine.initializer(initializer, initargs)
         definition = self.registry.define(initializer)
+        if definition.takes_function:
+            initargs = (initializer, *initargs)
         first = Task(self._dispatcher)
         if first.capture(definition, initargs, {}, self.registry):
             raise TypeError(
-                f"the initargs of {definition.label} contain a promise: pass the promise's value"
+                f"the initializer {definition.label} or its initargs contain a promise: pass the "
+                "promise's value"
             )
 
         def make_task() -> Task:

@@ -24,6 +24,7 @@ from ..promises.promise import (
     DICT_AT_CREATION,
     FINISHED,
     PENDING,
+    HandleInFunction,
     Promise,
     Spans,
     outcome,
@@ -37,20 +38,12 @@ from ..store.placeholders import (
     with_remote_objects,
 )
 from ..store.references import Received, Serialized, load, load_with_buffers
-from ..store.shared import Shared
 from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
-from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, MainSnapshot, capture, join_payloads, pack
+from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, capture, join_payloads, pack
 from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, slice_calls
 from .flow_graph import record_failure
-from .inputs import (
-    CONTAINERS,
-    Placeholder,
-    Placeholders,
-    cancel_upstream,
-    propagate_failure,
-    remove_settled_hooks,
-)
+from .inputs import Placeholders, cancel_upstream, propagate_failure, remove_settled_hooks
 
 if TYPE_CHECKING:
     from ..store.directory import RemoteObject
@@ -138,7 +131,7 @@ class Task(Promise[Any]):
         """
         self.definition = definition
         inputs: list[Promise[Any]] = []
-        together, bulky, shared, nested = not kwargs, False, False, False
+        together, bulky = not kwargs, False
         for arg in (*args, *kwargs.values()) if kwargs else args:
             kind = type(arg)
             if kind in SMALL_TYPES:
@@ -156,28 +149,22 @@ class Task(Promise[Any]):
                 inputs.append(arg)
                 continue
             together = False
-            if kind in CONTAINERS:
-                nested = True
-            elif isinstance(arg, Placeholder):
-                shared = nested = True
-            elif kind is Shared:
-                shared = True
-            elif kind is bytearray:
+            if kind is bytearray:
                 bulky = bulky or len(arg) >= MIN_LARGE_BUFFER_BYTES
         if together:
             self.args = args
             return inputs
-        if shared:
-            args, kwargs = _replace_handles(args, kwargs, registry.snapshot)
-        if inputs or nested:
+        if inputs:
             return self._capture_with_placeholders(args, kwargs, registry, bulky)
-        with PicklingContext(registry.directory) as pickling:
+        with PicklingContext(registry.directory, registry.snapshot) as pickling:
             try:
                 if kwargs:
                     self.kind = CALL_KEYWORDS
                     self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
                 elif args:
                     self.payload = pack(args, registry.snapshot, registry.store, bulky)
+            except HandleInFunction:  # there is a promise inside
+                return self._capture_with_placeholders(args, kwargs, registry, bulky)
             except Exception as error:
                 self._add_pickling_note(error, args, kwargs, registry)
                 raise
@@ -188,11 +175,12 @@ class Task(Promise[Any]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry, bulky: bool
     ) -> Sequence[Promise[Any]]:
         self.kind = CALL_KEYWORDS
-        with Placeholders() as placeholders, PicklingContext(registry.directory) as pickling:
+        with (
+            Placeholders() as placeholders,
+            PicklingContext(registry.directory, registry.snapshot) as pickling,
+        ):
             try:
                 self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
-                if placeholders.inputs:
-                    placeholders.check(args, kwargs)
             except Exception as error:
                 self._add_pickling_note(error, args, kwargs, registry)
                 raise
@@ -327,7 +315,7 @@ class Task(Promise[Any]):
                 results = [
                     None if index in parts else each.result() for index, each in enumerate(inputs)
                 ]
-                with PicklingContext(registry.directory) as pickling:
+                with PicklingContext(registry.directory, registry.snapshot) as pickling:
                     packed = pack(results, registry.snapshot, registry.store)
                 inner = pickling.remote_objects or {}
                 if pickling.moved:
@@ -656,26 +644,14 @@ class Slice(Task):
         return running, later
 
 
-def _replace_handles(
-    args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: MainSnapshot
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def replace(arg: Any) -> Any:
-        if isinstance(arg, Placeholder):
-            return arg.stand_in_promise()
-        return arg._contents_for(snapshot) if type(arg) is Shared else arg
-
-    return tuple(map(replace, args)), {name: replace(arg) for name, arg in kwargs.items()}
-
-
 def _describe_unpicklable(
     args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry
 ) -> str:
     """Return which argument cannot be pickled."""
     for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
-            with Placeholders() as placeholders:
+            with Placeholders():
                 capture(arg, registry.snapshot)
-            placeholders.check(arg)
         except Exception:
             return f"{name}, a {type(arg).__qualname__}{_FUTURE_CURE if _has_future(arg) else ''}"
     return "all arguments together"
@@ -687,7 +663,7 @@ def _has_future(arg: Any) -> bool:
     for each in todo:
         if isinstance(each, Future) and not isinstance(each, Promise):
             return True
-        if type(each) in CONTAINERS:
+        if type(each) in (list, tuple, dict):
             new = {
                 id(it): it
                 for it in (each.values() if type(each) is dict else each)

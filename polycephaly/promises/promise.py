@@ -37,6 +37,7 @@ from ..runtime.tuning import tuning
 from .trampoline import Trampoline
 
 __all__ = [
+    "HandleInFunction",
     "Promise",
     "Signal",
     "Spans",
@@ -44,6 +45,7 @@ __all__ = [
     "cancel_on_interrupt",
     "misplaced_error",
     "outcome",
+    "pickling_state",
 ]
 
 T = TypeVar("T")
@@ -98,14 +100,17 @@ code that runs under the lock is in finalizers.
 """
 
 
-class _Pickling(threading.local):
+class _PicklingState(threading.local):
     reduce_promise: Callable[[Promise[Any]], tuple[Any, ...]] | None = None
+    """Set while this thread pickles arguments that may contain promises. Returns the value to
+    pickle in place of a promise, in the form of `__reduce__`."""
+    context: Any = None
+    """The `PicklingContext` (store/placeholders.py) of the call that this thread is pickling."""
+    for_other_process = False
+    """True while this thread pickles a value kept by this drone for another process."""
 
 
-pickling = _Pickling()
-"""Set while a thread pickles the arguments of a call. Returns the value to pickle in place of a
-promise, in the form of `__reduce__`.
-"""
+pickling_state = _PicklingState()
 
 settling_threads: set[int] = set()
 """Ids of the threads that settle promises. Such a thread would wait for itself if it waited for a
@@ -153,12 +158,15 @@ class Spans:
         return self.bytes_sent + self.bytes_received
 
 
-def misplaced_error(promise: Promise[Any]) -> TypeError:
-    return TypeError(
-        "a promise cannot be pickled, so a set, a key, an object or the variables that a function "
-        "captures cannot contain one: pass the promise as an argument, or in lists, tuples and "
-        f"values of dicts that are arguments ({promise!r})"
-    )
+class HandleInFunction(TypeError):
+    """A handle that only the arguments of a call can carry is pickled in another part of it."""
+
+
+def misplaced_error(message: str) -> TypeError:
+    """Return the error for a handle that is pickled where no arguments can carry it."""
+    context = pickling_state.context
+    in_call = context is not None and context.snapshot is not None
+    return HandleInFunction(message) if in_call else TypeError(message)
 
 
 class Promise(Future[T], Generic[T]):
@@ -288,11 +296,6 @@ class Promise(Future[T], Generic[T]):
     _cancels_with_waiter = True
     """Whether a green thread or asyncio task that is cancelled while waiting for the promise
     cancels the promise too.
-    """
-
-    _may_be_inside_objects = False
-    """Whether the promise may also stand inside objects among the arguments of a call. True if the
-    promise belongs to a handle, not to a user.
     """
 
     _settled_from_outside = True
@@ -745,9 +748,12 @@ class Promise(Future[T], Generic[T]):
         return condition
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if pickling.reduce_promise is None:
-            raise misplaced_error(self)
-        return pickling.reduce_promise(self)
+        if pickling_state.reduce_promise is None:
+            raise misplaced_error(
+                "a promise can be pickled only for a call, as or inside the function or its "
+                f"arguments: return or send its value instead ({self!r})"
+            )
+        return pickling_state.reduce_promise(self)
 
     def _description(self) -> str:
         """Return the name of this promise for messages."""

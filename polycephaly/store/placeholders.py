@@ -15,14 +15,15 @@ these numbers (KEPT_VALUES) before the result.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakValueDictionary
 
+from ..promises.promise import pickling_state
 from .references import Serialized
 
 if TYPE_CHECKING:
+    from ..wire.pickling import MainSnapshot
     from .directory import ObjectDirectory, RemoteObject
 
 __all__ = [
@@ -40,15 +41,19 @@ __all__ = [
 class PicklingContext:
     """The pickling context: values pickled in this block belong to a call of that directory's pool.
 
-    `remote_objects` holds the kept values found, by number. `moved` holds the objects that follow
-    the call's fate (see `_follow_task`). The context is entered for every call whose arguments are
-    pickled, and costs a third of a microsecond.
+    `snapshot` is shared with the process that runs the call; if None, shared values travel as
+    handles. `remote_objects` holds the kept values found, by number. `moved` holds the objects that
+    follow the call's fate (see `_follow_task`). The context is entered for every call whose
+    arguments are pickled, and costs a third of a microsecond.
     """
 
-    __slots__ = ("_outer", "directory", "moved", "remote_objects")
+    __slots__ = ("_outer", "directory", "moved", "remote_objects", "snapshot")
 
-    def __init__(self, directory: ObjectDirectory | None) -> None:
+    def __init__(
+        self, directory: ObjectDirectory | None, snapshot: MainSnapshot | None = None
+    ) -> None:
         self.directory = directory
+        self.snapshot = snapshot
         self.remote_objects: dict[int, RemoteObject] | None = None
         self.moved: list[Any] | None = None
 
@@ -66,16 +71,6 @@ class PicklingContext:
 
     def __exit__(self, *_: object) -> None:
         pickling_state.context = self._outer
-
-
-class _PicklingState(threading.local):
-    # The context of the call that this thread is pickling, if any.
-    context: PicklingContext | None = None
-    # True while this thread pickles a value kept by this drone for another process.
-    for_other_process = False
-
-
-pickling_state = _PicklingState()
 
 
 class PayloadWithRefs:

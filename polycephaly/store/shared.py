@@ -7,13 +7,14 @@ The mappings are copy-on-write: the writes of a call are private to that call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, Generic, Self, TypeVar
 
 from ..wire.pickling import MainSnapshot, pack_strictly
 from .arena import Full, view
 from .blocks import Store, pristine_view
+from .placeholders import pickling_state
 from .references import Serialized, load_with_buffers
 
 __all__ = ["Shared"]
@@ -24,10 +25,10 @@ T = TypeVar("T")
 class Shared(Generic[T]):
     """A handle of a value that was put into shared memory once; made by `Pool.share`.
 
-    Passed as an argument by itself, the handle arrives as the value, as a promise does. Inside
-    another value, or captured by a function, it arrives as a handle: use its `value`. The handle is
-    released by `release`, by the end of its ``with`` block, or when its last reference is lost. The
-    memory is freed when no drone uses it any more.
+    In a call, the handle arrives as the value, wherever the handle stands: as an argument, inside
+    one, or captured by the function. The handle is released by `release`, by the end of its
+    ``with`` block, or when its last reference is lost. The memory is freed when no drone uses it
+    any more.
 
     Notes
     -----
@@ -35,8 +36,8 @@ class Shared(Generic[T]):
     a call: every drone maps the same memory, and a call's writes into them are private to that
     call. The rest of the value is pickled once, and unpickled by each call.
 
-    To drones of another pool the whole value is copied if the handle is an argument by itself.
-    Nested or captured, the handle arrives with the pickle made for this pool's drones.
+    To drones of another pool the whole value is copied. In a result, and through a channel, the
+    handle travels as a handle.
 
     Examples
     --------
@@ -105,8 +106,16 @@ class Shared(Generic[T]):
         self.release()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
-        parts = self._parts()
-        return _rebuild_handle, parts if protocol >= 5 else tuple(map(bytes, parts))
+        context = pickling_state.context
+        rebuild: Callable[..., Any] = _rebuild_handle
+        if context is not None and context.snapshot is not None:
+            if self._snapshot not in (None, context.snapshot):
+                return _same, (self.value,)
+            rebuild = _rebuild_value
+        pickled, views = self._get_content()
+        if protocol < 5:
+            return rebuild, (pickled, *map(bytes, views))
+        return rebuild, (pickled, *map(PickleBuffer, views))
 
     def __copy__(self) -> Self:
         return self
@@ -114,30 +123,9 @@ class Shared(Generic[T]):
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
-    def _contents_for(self, snapshot: MainSnapshot) -> Any:
-        """Return the object to pickle in the handle's place, so that the value arrives.
-
-        `snapshot` is the one shared with the receiving process.
-        """
-        return Contents(self) if self._snapshot in (None, snapshot) else self.value
-
-    def _parts(self) -> tuple[Any, ...]:
-        pickled, views = self._get_content()
-        return (pickled, *map(PickleBuffer, views))
-
     def __repr__(self) -> str:
         state = "released" if self._content is None else f"{self.nbytes:,} bytes"
         return f"<Shared {state} at {id(self):#x}>"
-
-
-class Contents:
-    """A placeholder for a handle in pickled arguments; unpickled as the handle's value."""
-
-    def __init__(self, handle: Shared[Any]) -> None:
-        self._handle = handle
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _rebuild_value, self._handle._parts()
 
 
 def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
@@ -187,3 +175,7 @@ def _rebuild_handle(pickled: bytes, *views: Any) -> Shared[Any]:
 
 def _rebuild_value(pickled: bytes, *views: Any) -> Any:
     return load_with_buffers(pickled, list(views))
+
+
+def _same(value: T) -> T:
+    return value

@@ -25,10 +25,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 from operator import is_
+from pickle import dumps
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
+from ..promises.promise import HandleInFunction
 from ..runtime.coroutines import is_coroutine_function
 from ..store.blocks import Store
 from ..store.placeholders import PicklingContext
@@ -62,7 +64,7 @@ class RemoteFunction:
 
     __slots__ = (
         "__weakref__", "captures", "kept", "kind", "label", "moved", "number", "overlaps",
-        "payload", "reports", "seconds", "shared_seconds", "single_use",
+        "payload", "reports", "seconds", "shared_seconds", "single_use", "takes_function",
     )  # fmt: skip
 
     def __init__(self, number: int, kind: int, payload: bytes | Serialized, label: str) -> None:
@@ -81,6 +83,7 @@ class RemoteFunction:
         self.seconds: float | None = None
         self.reports = 0  # number of durations reported
         self.single_use = False  # for one call: a captured object may change before the next
+        self.takes_function = False  # the first argument of the call is the function itself
         # `seconds`, shared with the next definition of the same function
         self.shared_seconds: list[float | None] | None = None
 
@@ -202,24 +205,40 @@ class FunctionRegistry:
                     self._last = function, definition
                 return definition
         try:
-            with PicklingContext(self.directory) as pickling:
+            with PicklingContext(self.directory, self.snapshot) as pickling:
                 payload = pack(fn, self.snapshot, self.store)
+        except HandleInFunction:
+            return self._define_as_argument(fn)
         except Exception as error:
             error.add_note(f"while pickling the function itself, {label(fn)}")
             raise
-        kind = (
-            DEFINE_OVERLAPPING if self._overlaps and is_coroutine_function(fn) else DEFINE_CALLABLE
-        )
-        definition = RemoteFunction(next(_numbers), kind, payload, label(fn))
+        definition = RemoteFunction(next(_numbers), self._kind(fn), payload, label(fn))
         definition.kept, definition.moved = pickling.remote_objects or {}, pickling.moved or []
         definition.captures = bool(pickling.remote_objects or pickling.moved)
         if entry is not None:
             definition.seconds = entry.definition.seconds
         if not self._remember(fn, definition):
-            definition.single_use = True
-            shared = self._shared_seconds.setdefault(_similarity_key(fn), [None])
-            definition.shared_seconds, definition.seconds = shared, shared[0]
+            self._make_single_use(fn, definition)
         return definition
+
+    def _define_as_argument(self, fn: Any) -> RemoteFunction:
+        """Return a definition for one call, which takes `fn` as its first argument.
+
+        `fn` captures a promise or another handle that only the arguments of a call can carry.
+        """
+        definition = RemoteFunction(next(_numbers), self._kind(fn), _CALL_ARGUMENT, label(fn))
+        definition.captures = definition.takes_function = True
+        self._make_single_use(fn, definition)
+        return definition
+
+    def _kind(self, fn: Any) -> int:
+        overlaps = self._overlaps and is_coroutine_function(fn)
+        return DEFINE_OVERLAPPING if overlaps else DEFINE_CALLABLE
+
+    def _make_single_use(self, fn: Any, definition: RemoteFunction) -> None:
+        definition.single_use = True
+        shared = self._shared_seconds.setdefault(_similarity_key(fn), [None])
+        definition.shared_seconds, definition.seconds = shared, shared[0]
 
     def forget(self) -> None:
         """Drop all definitions: the drones are gone, and some payloads may occupy shared memory."""
@@ -248,6 +267,14 @@ class FunctionRegistry:
         # reused.
         entries[key] = _Entry(ref(fn, partial(entries.pop, key)), guards, definition)
         return True
+
+
+def call_argument(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that arrived as an argument. Pickles contain this function's name."""
+    return fn(*args, **kwargs)
+
+
+_CALL_ARGUMENT = dumps(call_argument, 5)
 
 
 class _Mutable(Exception):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self, TypeVar
 
-from ...pool.inputs import Placeholder
-from ...promises.promise import FINISHED, Promise, pickling
+from ...promises.promise import FINISHED, Promise, misplaced_error, pickling_state
 from ...store.references import Serialized, load_with_buffers
 from ...wire.functions import FunctionRegistry
 from ...wire.pickling import MainSnapshot, pack_strictly
@@ -16,12 +15,12 @@ __all__ = ["RayShared", "share"]
 T = TypeVar("T")
 
 
-class RayShared(Placeholder, Generic[T]):
+class RayShared(Generic[T]):
     """The handle of a value that was put into a cluster's object store once; made by `Pool.share`.
 
-    Passed as an argument by itself, the handle arrives as the value. Inside another argument, it
-    arrives as a handle with that `value`. The value lives until `release`, the end of the handle's
-    ``with`` block, or the loss of the last reference. If Ray is shut down, the value is `Lost`.
+    In a call, the handle arrives as the value, wherever the handle stands. The value lives until
+    `release`, the end of the handle's ``with`` block, or the loss of the last reference. If Ray is
+    shut down, the value is `Lost`.
 
     Notes
     -----
@@ -61,9 +60,6 @@ class RayShared(Placeholder, Generic[T]):
         """Free the memory as soon as no process uses it. A second call does nothing."""
         self._promise = None
 
-    def stand_in_promise(self) -> Promise[T]:
-        return self._require_promise()
-
     def _require_promise(self) -> _SettledRef:
         promise = self._promise
         if promise is None:
@@ -71,12 +67,11 @@ class RayShared(Placeholder, Generic[T]):
         return promise
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        if pickling.reduce_promise is None:
-            raise TypeError(
-                "a value shared on Ray can be pickled only for calls of its own pool: pass it as "
-                "an argument"
+        if pickling_state.reduce_promise is None:
+            raise misplaced_error(
+                "a value shared on Ray can be pickled only for calls of its own pool"
             )
-        return ResolvedShared, (_ValuePlaceholder(self._require_promise()), self.nbytes)
+        return pickling_state.reduce_promise(self._require_promise())
 
     def __enter__(self) -> Self:
         return self
@@ -89,29 +84,10 @@ class RayShared(Placeholder, Generic[T]):
         return f"<RayShared {state} at {id(self):#x}>"
 
 
-class ResolvedShared(Generic[T]):
-    """The handle as it arrives in a drone inside another value."""
-
-    def __init__(self, value: T, nbytes: int) -> None:
-        self.value = value
-        self.nbytes = nbytes
-
-
-class _ValuePlaceholder:
-    """Stands for a promise in pickled arguments; unpickled as the promise's value."""
-
-    def __init__(self, promise: Promise[Any]) -> None:
-        self._promise = promise
-
-    def __reduce__(self) -> Any:
-        assert pickling.reduce_promise is not None
-        return pickling.reduce_promise(self._promise)
-
-
 class _SettledRef(Promise[Any]):
     """A promise that is already settled, by a value in the object store."""
 
-    _may_be_inside_objects = _is_lazy = True
+    _is_lazy = True
 
     def __init__(self, packed: Serialized) -> None:
         super().__init__()

@@ -169,6 +169,8 @@ class Connection:
         task.timeout, task.retries = task_options
         try:
             definition = self.registry.define(what)
+            if definition.takes_function:
+                args = (what, *args)
             leases: list[Lease] = []
             pickling_call.connection, pickling_call.leases = self, leases
             try:

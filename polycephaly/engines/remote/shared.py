@@ -14,6 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ...drone.forwarded import shared_value
+from ...promises.promise import misplaced_error
 
 if TYPE_CHECKING:
     from .client import RemotePool
@@ -50,7 +51,7 @@ class Lease:
 class RemoteShared(Generic[T]):
     """The handle of a value in a served pool's shared memory; made by `RemotePool.share`.
 
-    Among the arguments of that pool's calls, also nested, the handle arrives as the value. Large
+    In a call of that pool, the handle arrives as the value, wherever the handle stands. Large
     buffers in the value (arrays, data frames) are not copied: every drone maps the same memory, and
     a call's writes are private to that call. The value lives until `release`, the end of the
     handle's ``with`` block, the loss of the last reference, or the end of the connection. Any
@@ -103,8 +104,8 @@ class RemoteShared(Generic[T]):
     def __reduce__(self) -> tuple[Any, tuple[int]]:
         lease = self._require_lease()
         if pickling_call.connection is not lease.connection:
-            raise TypeError(
-                "a remote shared value can only be used as an argument of its own pool's calls"
+            raise misplaced_error(
+                "a remote shared value can be pickled only for calls of its own pool"
             )
         pickling_call.leases.append(lease)
         return shared_value, (len(pickling_call.leases) - 1,)
