@@ -15,21 +15,25 @@ that each call ran as often as it should have.
 sequence that fails.
 """
 
+import gc
 import sys
 from collections import deque
 from concurrent.futures import CancelledError
+from functools import partial
 from pickle import dumps, loads
 from random import Random
 from time import monotonic
+from unittest import mock
 
 from in_time import PID, FakeEngine, FakeHandle, FakeReactor, dispatcher_of
 
-from polycephaly.errors import DroneDied
+from polycephaly.errors import DroneDied, Lost
 from polycephaly.pool.config import TaskOptions
 from polycephaly.pool.drone_handle import State
 from polycephaly.pool.handlers import handle_message, handle_unsent_results
-from polycephaly.pool.task import Slice
+from polycephaly.pool.task import KeptTask, Slice, Task
 from polycephaly.promises.promise import FINISHED, Promise
+from polycephaly.store import placeholders
 from polycephaly.wire.exceptions import pack_exception
 from polycephaly.wire.messages import (
     CALL_SLICE,
@@ -37,14 +41,20 @@ from polycephaly.wire.messages import (
     CANCEL,
     DEFINE_OVERLAPPING,
     DEFINES,
+    DROP,
     ERROR,
+    FETCH,
     FORGET,
     HELLO,
+    KEEP,
+    NOT_PACKED,
+    PACKED,
     PROTOCOL,
     RECALL,
     RETURNED,
     SPLIT,
     STOP,
+    STORE,
     VALUE,
     WITHDRAWN,
     WORK,
@@ -96,7 +106,8 @@ class Running:
 
     def __init__(self, number, name, keys, overlaps):
         self.number, self.name, self.keys, self.overlaps = number, name, keys, overlaps
-        self.is_slice = False
+        self.payload = None  # of one call, opened when that begins
+        self.is_slice = self.keeps = False
         self.done = self.sent = 0
         self.was_cut = False
 
@@ -118,6 +129,8 @@ class ScriptedDrone(FakeHandle):
         self.kept = []  # the same, and others that may be lost with the drone
         self.started = self.sent = self.last_done = 0
         self.stops = self.is_gone = self.doomed = False
+        self.store, self.claims = {}, {}  # values kept here, and the controller's claims to each
+        self.requested = deque()  # values that the controller has asked for
 
     # -- the handle's side -------------------------------------------------------------------------
 
@@ -170,6 +183,16 @@ class ScriptedDrone(FakeHandle):
             self.known[number] = self.world.names[number], kind == DEFINE_OVERLAPPING
         elif kind == FORGET:
             self.known.pop(number, None)
+        elif kind == STORE:
+            self.claims[number] = self.claims.get(number, 0) + 1
+            self.store[number] = loads(payload)
+        elif kind == FETCH:
+            self.requested.append(number)
+        elif kind == DROP:
+            self.claims[number] -= definition
+            assert self.claims[number] >= 0
+            if not self.claims[number]:
+                del self.claims[number], self.store[number]
         elif kind == CALLS:
             for each, args in zip(*loads(payload), strict=True):
                 self._enqueue(each, definition, [self.world.key_of(args)])
@@ -177,8 +200,8 @@ class ScriptedDrone(FakeHandle):
             task = self._enqueue(number, definition, list(unpack_calls(payload)[2]))
             task.is_slice = True
         else:
-            args = loads(payload) if payload else ()
-            self._enqueue(number, definition, [self.world.key_of(args)])
+            task = self._enqueue(number, definition, [])
+            task.keeps, task.payload = bool(kind & KEEP), payload
 
     def _enqueue(self, number, definition, keys):
         assert definition in self.known, f"function {definition} was not sent to {self.name}"
@@ -208,7 +231,27 @@ class ScriptedDrone(FakeHandle):
         task = self.todo.popleft()
         self.started = task.number
         self.running[task.number] = task
+        if task.payload is not None:
+            task.keys = [self.world.key_of(self._open(task.payload))]
         self.world.on_begun(self, task, task.keys[:1])
+
+    def _open(self, payload):
+        with mock.patch.object(placeholders, "local_store", self):
+            return loads(payload) if payload else ()
+
+    def value(self, number):
+        """As `resolve` in a pickle finds it."""
+        return self.store[number]
+
+    def pack_requested(self):
+        number = self.requested.popleft()
+        now = self.world.reactor.now
+        if number in self.store and self.world.choose(8) != 7:
+            entry = pack_outcome(number, PACKED, now, now, dumps(self.store[number]), b"")
+        else:
+            error = pack_exception(Failed("pickling"), dumps)
+            entry = pack_outcome(number, NOT_PACKED, now, now, error, b"")
+        self.put(pack_outcomes([entry]))
 
     def next_call(self, task):
         """One more call of a slice is done, and the next begins."""
@@ -242,14 +285,24 @@ class ScriptedDrone(FakeHandle):
             entry = pack_outcome(task.number, SPLIT, *times, payload, b"")
         elif error is not None:
             entry = pack_outcome(task.number, ERROR, *times, pack_exception(error, dumps), b"")
-        elif self.world.choose(2):
-            entry = pack_values([task.number], [times[0]], [times[1]], [value_of(task.keys[0])])
+        elif task.keeps:
+            self.store[task.number] = value_of(task.keys[0])
+            self.claims[task.number] = self.claims.get(task.number, 0) + 1
+            entry = pack_outcome(task.number, VALUE, *times, bytes(8) + b"int", b"")
         else:
             entry = pack_outcome(task.number, VALUE, *times, dumps(value_of(task.keys[0])), b"")
-        self.outcomes.append(entry)
-        self.kept.append(entry)
+        form = self.world.choose(8)
+        if form < 4 and error is None and not (task.is_slice or task.keeps):
+            value = value_of(task.keys[0])
+            self.outcomes.append(pack_values([task.number], [times[0]], [times[1]], [value]))
+        else:
+            self.outcomes.append(entry)
+        if form < 7 or task.is_slice:
+            self.kept.append(entry)
         if not task.overlaps or not self.running:
             self.last_done = task.number
+        if form == 7 and not task.is_slice:  # as if it were too large to be kept
+            self.flush(by_bulk=True)
 
     def flush(self, by_bulk=False):
         """All outcomes are sent; by bulk they may be lost with the drone for a while."""
@@ -328,6 +381,7 @@ class Interleaving:
         self.begun = {}  # drones, by key
         self.failed, self.stopped, self.cancelled = set(), set(), set()
         self.leased = []
+        self.fetched = []  # promises of kept values in packed form, with their keys
         self.cancels_all = self.is_closed = False
         self.keys = 0
         self.history = []
@@ -360,6 +414,7 @@ class Interleaving:
         if target is None and choose(6) == 5 and self.dispatcher.handles:
             target = self.dispatcher.handles[choose(len(self.dispatcher.handles))]
         inputs = []
+        keeps = choose(4) == 3
         if self.promises and choose(4) == 3:
             inputs = [1 + choose(self.keys) for _ in range(1 + choose(2))]
             inputs = [key for key in inputs if key in self.promises]
@@ -374,7 +429,12 @@ class Interleaving:
         self.note("submits", key, function.__name__, options, target or "", inputs)
         try:
             task = self.dispatcher.submit(
-                function, (key, *promises), {}, target=target, task_options=options
+                function,
+                (key, *promises),
+                {},
+                target=target,
+                task_options=options,
+                task=KeptTask(self.dispatcher) if keeps else None,
             )
         except (RuntimeError, DroneDied):  # BrokenProcessPool among them: it takes no more
             assert (
@@ -450,29 +510,49 @@ class Interleaving:
             self.note("interrupts", handle)
             self.dispatcher.interrupt(handle)
 
+    def give_up(self):
+        """A caller drops its promise, and with it the handle of a kept value."""
+        if self.promises:
+            key = list(self.promises)[self.choose(len(self.promises))]
+            if self.promises[key].done():
+                self.note("gives up", key)
+                self.check_outcome(key, self.promises.pop(key))
+
+    def fetch(self):
+        """What `Kept.value` does before it waits."""
+        kept = [
+            key
+            for key, task in self.promises.items()
+            if isinstance(task, KeptTask) and task.done() and not failed(task)
+        ]
+        if kept:
+            key = kept[self.choose(len(kept))]
+            self.note("fetches", key)
+            fetched = Promise()
+            self.fetched.append((key, fetched))
+            owner = self.promises[key].result()._get_owner()
+            self.reactor.post(lambda: self.dispatcher.directory.fetch(owner, fetched))
+
     def lease(self):
         """Another process takes tasks, or gives some back, in one of the ways that it can."""
         leases = self.dispatcher.leases
         if not self.leased:
-            plain = {id(task) for task in self.promises.values()}
+            keys = {id(task): key for key, task in self.promises.items() if type(task) is Task}
             self.note("leases")
-            self.leased = leases.lease(1 + self.choose(3), lambda task: id(task) in plain)
+            leased = leases.lease(1 + self.choose(3), lambda task: id(task) in keys)
+            self.leased = [(task, keys[id(task)]) for task in leased]
             return
-        tasks, self.leased = self.leased, []
+        tasks, keys = [task for task, _ in self.leased], [key for _, key in self.leased]
+        self.leased = []
         how = self.choose(3)
         self.note("lease", ("comes back", "is done", "is lost")[how])
         if how == 0:
             leases.requeue_unstarted(tasks)
             return
-        for task in tasks:
-            [key] = [key for key, each in self.promises.items() if each is task]
-            self.on_begun(None, None, [key])
+        self.on_begun(None, None, keys)
         if how == 1:
-            for task in tasks:
-                [key] = [key for key, each in self.promises.items() if each is task]
-                self.reactor.deliver(
-                    lambda task=task, key=key: task._settle(FINISHED, value_of(key), None)
-                )
+            for task, key in zip(tasks, keys, strict=True):
+                self.reactor.deliver(partial(task._settle, FINISHED, value_of(key), None))
             leases.on_settled(tasks)
         else:
             leases.on_lost(tasks, DroneDied("the other process was lost"))
@@ -513,6 +593,8 @@ class Interleaving:
                 acts.append(("calls", drone.next_call, task))
                 if not task.was_cut and not drone.in_transit:
                     acts.append(("cuts", drone.cut, task))
+        if drone.requested:
+            acts += [("packs", drone.pack_requested)] * 3
         if drone.outcomes:
             acts += [("sends", self.flush, drone)] * 3
         return acts
@@ -602,7 +684,8 @@ class Interleaving:
         else:
             rare = (
                 self.cancel, self.interrupt, self.close, self.refresh, self.retire, self.lease,
-                self.submit_slice, self.submit_slice, self.cancel_slice,
+                self.submit_slice, self.submit_slice, self.cancel_slice, self.give_up, self.fetch,
+                self.give_up, self.fetch,
             )  # fmt: skip
             rare[choose(3 if self.is_lone else len(rare))]()
         self.check()
@@ -630,11 +713,12 @@ class Interleaving:
     def finish(self):
         """Everybody does their part; then no promise is left, and the pool ends when closed."""
         if self.leased:
-            self.dispatcher.leases.requeue_unstarted(self.leased)
+            self.dispatcher.leases.requeue_unstarted([task for task, _ in self.leased])
             self.leased = []
         self.cooperate(
             lambda: (
                 all(task.done() for task in self.all_tasks())
+                and all(fetched.done() for _, fetched in self.fetched)
                 and not any(handle.in_flight for handle in self.dispatcher.handles)
             )
         )
@@ -643,14 +727,30 @@ class Interleaving:
                 assert not (handle.in_flight or handle.unknown or handle.overlapping)
                 assert handle.load == 0.0
                 assert not handle.dedicated
+        for key, fetched in self.fetched:
+            if failed(fetched):
+                assert isinstance(fetched.exception(), Lost | Failed)
+            else:
+                assert loads(fetched.result()) == value_of(key)
+        self.fetched.clear()
+        self.give_up_all()
+        self.cooperate(self.nothing_is_kept)
         self.dispatcher.close()
         self.cooperate(lambda: self.dispatcher.has_ended)
         assert not self.dispatcher.handles
         assert self.dispatcher.pending() == 0
-        for key, task in self.promises.items():
-            self.check_outcome(key, task)
         for task, keys in self.slices:
             self.check_slice(task, keys)
+
+    def give_up_all(self):
+        while self.promises:
+            self.check_outcome(*self.promises.popitem())
+
+    def nothing_is_kept(self):
+        kept = [each for each in self.drones if each.store and not each.is_gone]
+        if kept:
+            gc.collect()
+        return not kept
 
     def all_tasks(self):
         tasks = list(self.promises.values()) + [task for task, _ in self.slices]
@@ -702,6 +802,8 @@ class Interleaving:
                     while task.is_slice and task.done < len(task.keys) - 1:
                         drone.next_call(task)
                 drone.end(task, KeyboardInterrupt() if interrupted else None)
+        while drone.requested:
+            drone.pack_requested()
         if drone.outcomes:
             drone.flush()
         drone.unread.extend(drone.in_transit)
@@ -725,19 +827,16 @@ class Interleaving:
     def check_outcome(self, key, task):
         call, begun = self.calls[key], self.begun.get(key, [])
         if task.cancelled():
-            inputs = [self.promises[each] for each in call["inputs"]]
-            assert (
-                key in self.cancelled
-                or self.cancels_all
-                or any(each.cancelled() for each in inputs)
-            ), f"call {key} was cancelled by nobody"
+            assert key in self.cancelled or self.cancels_all or call["inputs"]
             return
         error = task.exception()
         if error is None:
-            assert task.result() == value_of(key)
+            assert isinstance(task, KeptTask) or task.result() == value_of(key)
             assert begun
+        elif isinstance(error, Lost):
+            assert call["inputs"]
         elif isinstance(error, Failed):
-            assert key in self.failed or call["inputs"]
+            assert key in self.failed or call["inputs"]  # the pickling of a kept one, say
         elif isinstance(error, KeyboardInterrupt):
             assert key in self.stopped or call["inputs"]
         elif isinstance(error, TimeoutError):
@@ -751,7 +850,7 @@ class Interleaving:
             ), f"call {key}: {error}, but had not begun"
         else:
             assert isinstance(error, RuntimeError | CancelledError), error
-            assert self.dispatcher.refusal is not None
+            assert self.dispatcher.refusal is not None or call["inputs"]
 
     def check_slice(self, task, keys):
         if task.cancelled() or task.exception() is not None:
@@ -769,6 +868,10 @@ class Interleaving:
             self.check_slice(follower, keys[done : done + follower.count])
             done += follower.count
         assert done == len(keys), f"of the slice {keys} only {done} were answered"
+
+
+def failed(task):
+    return task.cancelled() or task.exception() is not None
 
 
 def _name(word):
@@ -791,6 +894,7 @@ def main():
     """Try interleavings by their seeds: ``python tests/scripted_drones.py FIRST COUNT [STEPS]``."""
     first, count, steps = map(int, [*sys.argv[1:], 60][:3])
     began = monotonic()
+    gc.freeze()  # what was imported need not be looked at again
     for seed in range(first, first + count):
         try:
             interleave(Random(seed).randrange, steps)

@@ -94,3 +94,26 @@ def test_a_call_whose_answer_may_be_lost_does_not_run_again(reactor):
     handle.last_started = lambda: task.number + 1  # which was answered, so it is not in flight
     handle.dies()
     assert isinstance(task.exception(), DroneDied)
+
+
+def test_a_large_result_that_a_later_one_overtook_is_lost_and_not_computed_again(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    handle.answers(give(dispatcher, brief))  # known as short, two are sent at once
+    large, small, last = [dispatcher.submit(brief, (each,), {}) for each in range(3)]
+    reactor.turn()
+    assert [*handle.in_flight.values()] == [large, small, last]
+    handle.answers(small)
+    handle.last_started = handle.last_answered = lambda: small.number
+    handle.dies()
+    reactor.pass_(LATE_RESULTS_SECONDS + 0.01)
+    assert isinstance(large.exception(), DroneDied) and small.done() and not last.done()
+
+
+def test_a_request_for_a_kept_value_that_is_lost_keeps_no_drone_from_its_end(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    handle.packing.add(7)
+    dispatcher.watch_for_lost_answer(handle)
+    reactor.pass_(2.0)
+    assert "malformed" in handle.kill_reason

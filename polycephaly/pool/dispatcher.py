@@ -665,20 +665,25 @@ class Dispatcher:
         )
 
     def _kill_if_answer_lost(self, handle: DroneHandle, suspect: int) -> None:
-        """Kill the drone if the first task in flight will never be answered.
+        """Kill the drone if the first task in flight, or else the request for a kept value, will
+        never be answered.
 
-        `suspect` is the first task in flight, if the drone seemed to have answered or skipped that
-        task at the last check. If so again, the answer never comes. On a busy machine the drone may
-        only not have got to the task yet; then the drone is runnable.
+        `suspect` is its number, if the drone seemed to have answered or skipped it at the last
+        check. If so again, the answer never comes. On a busy machine the drone may only not have
+        got there yet; then the drone is runnable.
         """
-        if not handle.in_flight or not handle.alive:
+        unanswered = handle.in_flight or handle.packing
+        if not unanswered or not handle.alive:
             handle.answer_suspect = False
             return
-        head = next(iter(handle.in_flight))
+        head = next(iter(unanswered))
         started = handle.last_started()
-        is_over = handle.last_answered() == head or (
-            started != head and (started in handle.in_flight or handle.is_waiting())
-        )
+        if handle.in_flight:
+            is_over = handle.last_answered() == head or (
+                started != head and (started in handle.in_flight or handle.is_waiting())
+            )
+        else:
+            is_over = handle.is_waiting()
         # Of overlapped tasks it is not known which were answered, so one that runs may be killed.
         if not (is_over or handle.overlapping):
             head = 0

@@ -104,8 +104,8 @@ class DroneHandle:
         # Cancelled or timed-out overlapped tasks that ignored their interrupt. While any remain, no
         # new tasks are sent, so that the drone can be killed without losing live ones.
         self.hung: set[int] = set()
-        self.overlap_count = 0  # overlapped tasks that were sent in all
-        # The highest `overlap_index` of an answered overlapped task. All tasks up to it have begun.
+        self.sent_count = 0  # tasks that were sent in all
+        # The highest `position` of an answered task. All tasks up to it have begun.
         self.highest_answered = 0
         self.retire_when_ready = False  # to be retired as soon as it is ready
         self.tasks_done = 0
@@ -317,8 +317,6 @@ class DroneHandle:
                     queue.appendleft(task)
                     break
                 self.overlapping += 1
-                self.overlap_count += 1
-                task.overlap_index = self.overlap_count
                 estimate = 0.0
             elif seconds is None:
                 if in_flight:
@@ -344,6 +342,7 @@ class DroneHandle:
                 self._define(definition, message)
             sending = task.sending = Sending(self, now, estimate)
             number = task.number
+            self.sent_count = task.position = self.sent_count + 1
             in_flight[number] = task
             batch.append(task)
             if task.args is not None and not overlaps and not task.keeps:
@@ -356,7 +355,8 @@ class DroneHandle:
                         int((budget - load) / estimate),
                         (MAX_BATCH_BYTES - size) // task.weight,
                     )
-                    more = _take_similar(definition, queue, room)
+                    more = _take_similar(definition, queue, room, self.sent_count)
+                    self.sent_count += len(more)
                     for each in more:
                         each.sending = sending
                     more_numbers = [each.number for each in more]
@@ -476,7 +476,7 @@ class DroneHandle:
         if sending.estimate >= 0:
             self.load -= sending.estimate
             self.unknown += 1
-        part.number = task.number
+        part.number, part.position = task.number, task.position
         part.sending = Sending(self, sending.at, -1.0, sending.by_bulk)
         self.in_flight[part.number] = part
 
@@ -554,9 +554,11 @@ def drain(queue: deque[Task]) -> list[Task]:
     return tasks
 
 
-def _take_similar(definition: RemoteFunction, queue: deque[Task], limit: int) -> list[Task]:
+def _take_similar(
+    definition: RemoteFunction, queue: deque[Task], limit: int, position: int
+) -> list[Task]:
     """Take at most `limit` calls of `definition` that can be pickled together from the head of
-    `queue`.
+    `queue`. They get the positions after `position`.
     """
     more: list[Task] = []
     weight, popleft = Task.weight, queue.popleft
@@ -572,6 +574,7 @@ def _take_similar(definition: RemoteFunction, queue: deque[Task], limit: int) ->
                 and not task.timeout
             ):
                 more.append(task)
+                task.position = position + len(more)
             else:
                 queue.appendleft(task)
                 break

@@ -150,8 +150,9 @@ def _handle_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
                 if not task.done():  # not cancelled by any thread, but no answer will come either
                     dispatcher.reactor.deliver(task.cancel)
                 continue
-            if task.overlap_index > handle.highest_answered:
-                handle.highest_answered = task.overlap_index
+            # The rest of a slice that was cut while running is still in flight.
+            if task.position > handle.highest_answered and number not in handle.in_flight:
+                handle.highest_answered = task.position
             started, finished = started - handle.clock_offset, finished - handle.clock_offset
             task.answer = Answer(started, finished, now, sent_bytes(task.payload), len(payload))
             task.status = status
@@ -203,6 +204,9 @@ def _handle_values(handle: DroneHandle, payload: Any, now: float) -> None:
         for task, began, ended in zip(tasks, started, finished, strict=True):
             if task is not None:
                 task.definition.record_duration(ended - began, 1)
+    last = tasks[-1]
+    if last is not None and last.position > handle.highest_answered:
+        handle.highest_answered = last.position
     handle.tasks_done += len(tasks)
     answer = AnswerBatch(numbers, started, finished, now)
     handle.dispatcher.reactor.deliver(partial(_settle_values, tasks, values, answer))

@@ -285,33 +285,27 @@ class Supervisor:
         self._dispatcher.cancellation.cancel_timer(handle)
         print_lines(handle)
         handle.collect_last_results()
-        order = list(handle.in_flight)
-        # `order` falls into three parts: answers already sent, tasks begun, tasks not begun.
-        sent = (
-            order.index(handle.last_answered()) + 1
-            if handle.last_answered() in handle.in_flight
-            else 0
+        in_flight = handle.in_flight
+        answered, begun = (
+            max(handle.highest_answered, in_flight[number].position if number in in_flight else 0)
+            for number in (handle.last_answered(), handle.last_started())
         )
-        begun = (
-            order.index(handle.last_started()) + 1
-            if handle.last_started() in handle.in_flight
-            else sent
-        )
-        # Overlapped tasks are answered in any order, but begun in the order of sending.
-        begun = max(
-            begun,
-            sum(
-                0 < handle.in_flight[number].overlap_index <= handle.highest_answered
-                for number in order
-            ),
-        )
-        error = _death(handle, handle.in_flight[order[begun - 1]] if begun > sent else None)
-        if handle.answer_suspect:  # any of them may be the one whose answer was malformed
-            begun = len(order)
-        not_begun = [handle.in_flight.pop(number) for number in order[max(sent, begun) :]]
+        # In order of sending: tasks whose answers were sent, tasks begun, tasks not begun.
+        lost: list[Task] = []
+        not_begun: list[Task] = []
+        running: Task | None = None
+        for task in list(in_flight.values()):
+            # Overlapped tasks are answered in any order, but begun in the order of sending.
+            if task.position <= answered and not task.definition.overlaps:
+                continue
+            del in_flight[task.number]
+            if task.position <= begun:
+                running = task
+            # If an answer was malformed, that may have been the answer of any of them.
+            (lost if task.position <= begun or handle.answer_suspect else not_begun).append(task)
         dedicated = [*(task for task in not_begun if task.target), *drain(handle.dedicated)]
+        error = _death(handle, running)
         self._dispatcher.requeue([task for task in not_begun if task.target is None])
-        lost = [handle.in_flight.pop(number) for number in order[sent:begun]]
         self._dispatcher.record.add_lost(handle.name, lost)
         self._dispatcher.reject_or_retry(lost, error, may_retry=True)
         self._dispatcher.reject_or_retry(dedicated, error, may_retry=False)

@@ -81,8 +81,7 @@ class Task(Promise[Any]):
     status = 0  # of the answer, as in wire/messages.py
     count = 1  # number of calls
     item: int | None = None  # in a `map`: the index of its first call
-    # If overlapped: its position among the overlapped tasks that the drone was sent, from 1.
-    overlap_index = 0
+    position = 0  # among the tasks that its drone was sent, from 1
     definition: RemoteFunction
     answer: Answer | AnswerBatch | None = None
     timeout: float | None = None  # seconds that the task may run

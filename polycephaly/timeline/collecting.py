@@ -42,7 +42,7 @@ def _under_way(dispatcher: Dispatcher, before: Mapping[str, float], now: float) 
             if handle.is_running(task.number):
                 started = (
                     sending.at
-                    if task.overlap_index
+                    if task.definition.overlaps
                     else min(now, max(sending.at, before.get(handle.name, 0.0)))
                 )
                 yield Span(

@@ -315,7 +315,7 @@ class TraceBuffer:
                 before = max(before, min(now, entry.finished[-1]))
         for task in tasks:
             status = _failure_status(task) if task.done() else DIED
-            started = 0.0 if task.overlap_index else before
+            started = 0.0 if task.definition.overlaps else before
             self._add_one(drone, task, Answer(started, now, now), task.count, status)
 
     def _add(self, entry: Entry) -> None:
