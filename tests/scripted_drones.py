@@ -78,6 +78,7 @@ from polycephaly.wire.slices import (
     unpack_calls,
 )
 
+PREPARING = 0  # the key of an initializer
 SECONDS = {"brief": 1e-5, "lasting": 0.1, "overlapped": 0.01}
 
 
@@ -330,6 +331,9 @@ class ScriptedEngine(FakeEngine):
         self._world.drones.append(drone)
         return drone
 
+    def initializer(self, initializer, initargs):
+        return initializer, initargs
+
     def snapshot(self):
         return None
 
@@ -389,6 +393,7 @@ class Interleaving:
             "width": 1 + choose(2),
             "max_tasks": (None, None, 1, 3)[choose(4)],
             "hang_timeout": (None, 5.0)[choose(2)],
+            "initializer": (None, brief)[choose(4) == 3],
             "on_death": ("replace", "replace", "replace", "break", "end")[choose(5)],
         }
         self.is_lone = config["on_death"] == "end"  # a `Drone`, whose tasks are all for it alone
@@ -399,6 +404,8 @@ class Interleaving:
             self.reactor, size, ready=False, machine=ScriptedEngine(self), **config
         )
         self.config = config
+        if config["initializer"] is not None:
+            self.names[self.dispatcher.registry.define(brief).number] = "brief"
 
     # -- callers -----------------------------------------------------------------------------------
 
@@ -560,12 +567,16 @@ class Interleaving:
     # -- drones ------------------------------------------------------------------------------------
 
     def key_of(self, args):
+        if not args:
+            return PREPARING
         key, *inputs = args
         assert inputs == [value_of(each) for each in self.calls[key]["inputs"]]
         return key
 
     def on_begun(self, drone, task, keys):
         for key in keys:
+            if key == PREPARING:
+                continue
             before = self.begun.setdefault(key, [])
             assert len(before) <= self.calls[key]["retries"], f"call {key} runs too often"
             assert all(each is None or each.is_gone for each in before), f"call {key} runs twice"
@@ -847,6 +858,7 @@ class Interleaving:
                 or (call["target"] is not None and call["target"].is_gone)
                 or call["inputs"]
                 or self.config["on_death"] != "replace"
+                or any(each.answer_suspect for each in self.drones)  # it may have been its answer
             ), f"call {key}: {error}, but had not begun"
         else:
             assert isinstance(error, RuntimeError | CancelledError), error

@@ -7,13 +7,13 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from in_time import FakeReactor, dispatcher_of, give
+from in_time import FakeReactor, dispatcher_of, give, make_ready
 from scripted_drones import brief, interleave, lasting, overlapped
 
 from polycephaly import DroneDied, Promise
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.supervisor import LATE_RESULTS_SECONDS
-from polycephaly.pool.task import Slice
+from polycephaly.pool.task import Slice, Task
 from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
 from polycephaly.wire.slices import ITEMS, RUNNING, pack_answers, pack_calls, split_head
 
@@ -117,3 +117,20 @@ def test_a_request_for_a_kept_value_that_is_lost_keeps_no_drone_from_its_end(rea
     dispatcher.watch_for_lost_answer(handle)
     reactor.pass_(2.0)
     assert "malformed" in handle.kill_reason
+
+
+def test_a_kept_value_that_is_computed_again_while_the_pool_ends_gets_a_drone(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    dispatcher.close()
+    reactor.turn()
+    again = Task(dispatcher)
+    again.definition, again.args = dispatcher.registry.define(brief), (1,)
+    reactor.post(lambda: dispatcher.supervisor.on_died(handle, 0))
+    reactor.post(lambda: dispatcher.resume(again))
+    reactor.turn()
+    make_ready(dispatcher)
+    dispatcher.handles[0].answers(again, "again")
+    assert again.result() == "again"
+    dispatcher.handles[0].dies()
+    assert dispatcher.has_ended

@@ -780,6 +780,9 @@ class Dispatcher:
         if not self.closing or self._unfinished():
             if self.closing and self.waiting:
                 self.stall_detector.schedule_check()
+            # A kept value was requested after the last drone had ended, and is computed again.
+            if self.closing and not self.handles:
+                self.supervisor.start_missing()
             return
         for handle in list(self.handles):
             if handle.state is State.READY:
