@@ -579,7 +579,9 @@ class Interleaving:
                 continue
             before = self.begun.setdefault(key, [])
             assert len(before) <= self.calls[key]["retries"], f"call {key} runs too often"
-            assert all(each is None or each.is_gone for each in before), f"call {key} runs twice"
+            assert all(
+                each is None or each.is_gone or each.state >= State.STOPPING for each in before
+            ), f"call {key} runs twice"
             before.append(drone)
 
     def acts_of(self, drone):
@@ -858,7 +860,7 @@ class Interleaving:
                 or (call["target"] is not None and call["target"].is_gone)
                 or call["inputs"]
                 or self.config["on_death"] != "replace"
-                or any(each.answer_suspect for each in self.drones)  # it may have been its answer
+                or any(each.suspect_position for each in self.drones)  # it may have been its answer
             ), f"call {key}: {error}, but had not begun"
         else:
             assert isinstance(error, RuntimeError | CancelledError), error

@@ -147,7 +147,6 @@ def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on(tmp_path):
     assert done.stdout == "DroneDied 2\n", done.stderr
 
 
-@pytest.mark.guarantee("end-1")
 def test_the_end_of_a_zygote_whose_reports_were_not_read_leaves_the_others_their_directory(
     monkeypatch,
 ):
@@ -167,6 +166,7 @@ def test_the_end_of_a_zygote_whose_reports_were_not_read_leaves_the_others_their
         assert os.path.isdir(directory)
 
 
+@pytest.mark.guarantee("end-1")
 def test_a_script_that_ends_at_once_after_starting_leaves_nothing():
     for how in (
         "",

@@ -1,7 +1,7 @@
-"""A promise anywhere in the lists, tuples and dicts of a call's arguments is waited for, and
-arrives as its value."""
+"""A promise anywhere in a call is waited for, and arrives as its value."""
 
 import concurrent.futures
+import copy
 import operator
 import threading
 import time
@@ -143,6 +143,29 @@ def test_inside_other_objects_they_are_their_values_too(pool, is_settled):
     assert [each.result(30) for each in calls] == [
         (({1},), {}), (({1: 2},), {}), (([1], 5), {}), 1, 1, 6,
     ]  # fmt: skip
+
+
+class Copied(Holder):
+    def __getstate__(self):
+        return copy.deepcopy(self.__dict__)
+
+
+def test_an_object_that_copies_its_state_when_it_is_pickled_keeps_its_promise(pool):
+    call = pool.promise(lambda holder: holder.promise, Copied(pool.promise(abs, -3)))
+    assert call.result(30) == 3
+
+
+def test_a_mapped_function_may_capture_a_promise_when_the_map_has_begun(pool):
+    x = 1
+
+    def plus_x(n):
+        return n + x
+
+    assert list(pool.map(plus_x, range(3000))) == [*range(1, 3001)]  # now it is known as short
+    results = pool.map(plus_x, range(3000))
+    assert next(results) == 1
+    x = pool.promise(abs, -10_000)
+    assert {n % 10_000 - i for i, n in enumerate(results, 1)} == {0, 1}
 
 
 def test_a_promise_in_a_result_is_refused(pool):

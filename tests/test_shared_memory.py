@@ -1082,6 +1082,32 @@ def test_anything_can_be_shared(pool, name):
             assert shared.nbytes > 0 and f"{shared.nbytes:,}" in repr(shared)
 
 
+def test_after_a_refresh_a_shared_value_is_still_not_copied():
+    with poly.Pool(2) as pool:
+        shared = pool.share(full(1, 1_000_000))
+        pool.refresh()
+        before = used(pool)
+        calls = [pool.promise(lambda: is_full(shared, 1)) for _ in range(5)]
+        calls += [pool.promise(is_full, shared, 1) for _ in range(5)]
+        assert all(each.result(LONG) for each in calls) and used(pool) < before + 100_000
+
+
+def test_handles_that_main_had_at_the_snapshot_are_their_values_too():
+    assert output_of("""
+        import polycephaly as poly
+        with poly.Pool(1) as other:
+            promise, shared = other.promise(abs, -3), other.share(bytearray(100_000))
+        class Row:
+            pass
+        if __name__ == "__main__":
+            with poly.Pool(1) as pool:
+                print(pool.doit(lambda: promise + 1), pool.doit(lambda: len(shared)))
+                rows = pool.share([Row(), bytes(100_000)])
+                pool.refresh()
+                print(type(pool.doit(lambda: rows)[0]).__name__)
+    """) == "4 100000\nRow\n"  # fmt: skip
+
+
 @pytest.mark.guarantee("work-17")
 def test_a_shared_value_is_copied_once_for_all_drones_and_calls():
     with poly.Pool(4) as pool:

@@ -98,7 +98,7 @@ class Channel(Generic[T]):
     __slots__ = ("__weakref__", "_closed", "_extra", "_generation", "_item", "_receiver", "_sender")
 
     capacity = 0
-    _is_same_in_all_processes = True
+    _goes_with_calls = True
     """Read by picklers, because a channel is never replaced by the object of the same name in
     another process."""
     is_remote = False

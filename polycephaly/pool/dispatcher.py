@@ -655,9 +655,10 @@ class Dispatcher:
         """Watch a drone that has sent a malformed message. If that was an answer, its task would
         never be settled.
         """
-        if not handle.answer_suspect and handle.alive:
-            handle.answer_suspect = True
-            self._check_answer_later(handle, 0)
+        if handle.alive:
+            if not handle.suspect_position:
+                self._check_answer_later(handle, 0)
+            handle.suspect_position = max(1, handle.sent_count)
 
     def _check_answer_later(self, handle: DroneHandle, suspect: int) -> None:
         self.reactor.call_later(
@@ -673,10 +674,12 @@ class Dispatcher:
         got there yet; then the drone is runnable.
         """
         unanswered = handle.in_flight or handle.packing
-        if not unanswered or not handle.alive:
-            handle.answer_suspect = False
+        head = next(iter(unanswered), 0)
+        task = handle.in_flight.get(head)
+        is_later = task is not None and task.position > handle.suspect_position
+        if not head or is_later or not handle.alive:
+            handle.suspect_position = 0
             return
-        head = next(iter(unanswered))
         started = handle.last_started()
         if handle.in_flight:
             is_over = handle.last_answered() == head or (

@@ -99,8 +99,9 @@ class DroneHandle:
         self.unknown = 0  # tasks in flight without an estimate
         self.overlapping = 0  # tasks in flight that overlap; if any do, all do
         self.bulk_unanswered = 0  # tasks in flight that were sent by ZeroMQ (local drones only)
-        # It has sent a malformed message: see `Dispatcher.watch_for_lost_answer`.
-        self.answer_suspect = False
+        # After a malformed message: tasks up to this `position` may have been answered in that. See
+        # `Dispatcher.watch_for_lost_answer`.
+        self.suspect_position = 0
         # Cancelled or timed-out overlapped tasks that ignored their interrupt. While any remain, no
         # new tasks are sent, so that the drone can be killed without losing live ones.
         self.hung: set[int] = set()

@@ -160,12 +160,8 @@ class Source(OneByOne):
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
         config = dispatcher.config
+        self._is_one_by_one = task_options.timeout is not None or config.max_tasks is not None
         self._definition = dispatcher.registry.define(fn)
-        self._is_one_by_one = (
-            task_options.timeout is not None
-            or config.max_tasks is not None
-            or self._definition.takes_function
-        )
 
     @property
     def label(self) -> str:
@@ -207,7 +203,8 @@ class Source(OneByOne):
         if task is None and not self.exhausted:
             self._definition = self._dispatcher.registry.define(self._fn)
             try:
-                task = self._make_task(max_calls)
+                # The function may have captured a handle only now.
+                task = self._make_task(1 if self._definition.captures else max_calls)
             except RuntimeError as error:
                 if self._dispatcher.refusal is None:
                     raise

@@ -81,13 +81,11 @@ class Supervisor:
             return None
         initializer, initargs = self.engine.initializer(initializer, initargs)
         definition = self.registry.define(initializer)
-        if definition.takes_function:
-            initargs = (initializer, *initargs)
         first = Task(self._dispatcher)
-        if first.capture(definition, initargs, {}, self.registry):
+        if definition.takes_function or first.capture(definition, initargs, {}, self.registry):
             raise TypeError(
-                f"the initializer {definition.label} or its initargs contain a promise: pass the "
-                "promise's value"
+                f"the initializer {definition.label} or its initargs contain a promise, or a value "
+                "shared on Ray: pass the value itself"
             )
 
         def make_task() -> Task:
@@ -290,7 +288,7 @@ class Supervisor:
             max(handle.highest_answered, in_flight[number].position if number in in_flight else 0)
             for number in (handle.last_answered(), handle.last_started())
         )
-        # In order of sending: tasks whose answers were sent, tasks begun, tasks not begun.
+        # By position: tasks whose answers were sent, tasks begun, tasks not begun.
         lost: list[Task] = []
         not_begun: list[Task] = []
         running: Task | None = None
@@ -301,8 +299,9 @@ class Supervisor:
             del in_flight[task.number]
             if task.position <= begun:
                 running = task
-            # If an answer was malformed, that may have been the answer of any of them.
-            (lost if task.position <= begun or handle.answer_suspect else not_begun).append(task)
+            # A malformed message may have been the answer of any task sent before.
+            is_lost = task.position <= max(begun, handle.suspect_position)
+            (lost if is_lost else not_begun).append(task)
         dedicated = [*(task for task in not_begun if task.target), *drain(handle.dedicated)]
         error = _death(handle, running)
         self._dispatcher.requeue([task for task in not_begun if task.target is None])

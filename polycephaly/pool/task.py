@@ -153,7 +153,7 @@ class Task(Promise[Any]):
         if together:
             self.args = args
             return inputs
-        if inputs:
+        if inputs or definition.takes_function:
             return self._capture_with_placeholders(args, kwargs, registry, bulky)
         with PicklingContext(registry.directory, registry.snapshot) as pickling:
             try:
@@ -180,6 +180,8 @@ class Task(Promise[Any]):
         ):
             try:
                 self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
+            except HandleInFunction as misplaced:  # of another pool: no call can carry it
+                raise TypeError(*misplaced.args) from None
             except Exception as error:
                 self._add_pickling_note(error, args, kwargs, registry)
                 raise
@@ -195,7 +197,7 @@ class Task(Promise[Any]):
     ) -> None:
         error.add_note(
             f"while pickling the arguments of {self.definition.label}: "
-            f"{_describe_unpicklable(args, kwargs, registry)}"
+            f"{_describe_unpicklable(args, kwargs, registry, -self.definition.takes_function)}"
         )
 
     def _hold_found(self, pickling: PicklingContext) -> None:
@@ -644,10 +646,10 @@ class Slice(Task):
 
 
 def _describe_unpicklable(
-    args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry
+    args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry, first: int
 ) -> str:
-    """Return which argument cannot be pickled."""
-    for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
+    """Return which argument cannot be pickled. `first` is the number of the first one."""
+    for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args, first)), *kwargs.items()]:
         try:
             with Placeholders():
                 capture(arg, registry.snapshot)

@@ -747,6 +747,14 @@ class Promise(Future[T], Generic[T]):
             self._wait_for_settler(None, None)
         return condition
 
+    _goes_with_calls = True
+
+    def __copy__(self) -> Promise[T]:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Promise[T]:
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         if pickling_state.reduce_promise is None:
             raise misplaced_error(

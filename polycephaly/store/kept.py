@@ -140,6 +140,8 @@ class Kept(Generic[T]):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[int]]:
         return self._get_owner().make_placeholder()
 
+    _goes_with_calls = True
+
     def __copy__(self) -> Self:
         return self
 

@@ -7,6 +7,7 @@ The mappings are copy-on-write: the writes of a call are private to that call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, Generic, Self, TypeVar
@@ -32,11 +33,14 @@ class Shared(Generic[T]):
 
     Notes
     -----
-    Any thread may use a handle. Large buffers in the value (arrays, data frames) are not copied for
+    A function that captures the handle holds the memory as long as the call's promise. Any thread
+    may use a handle. Large buffers in the value (arrays, data frames) are not copied for
     a call: every drone maps the same memory, and a call's writes into them are private to that
     call. The rest of the value is pickled once, and unpickled by each call.
 
-    To drones of another pool the whole value is copied. In a result, and through a channel, the
+    To drones with another snapshot (of another pool, or after `refresh`) the whole value is copied
+    at each call, if its pickle names classes or functions of `__main__`. Inside another shared
+    value, in a result, and through a channel, the
     handle travels as a handle.
 
     Examples
@@ -56,7 +60,7 @@ class Shared(Generic[T]):
     ) -> None:
         """Hold `views`, and the same places again as `writable_views` of this process.
 
-        `snapshot` is the one that the value was pickled against.
+        `snapshot` is the one that the value was pickled against, if its pickle depends on that.
         """
         self._content: tuple[bytes, list[Any]] | None = (pickled, views)
         self._writable_views = views if writable_views is None else writable_views
@@ -117,6 +121,8 @@ class Shared(Generic[T]):
             return rebuild, (pickled, *map(bytes, views))
         return rebuild, (pickled, *map(PickleBuffer, views))
 
+    _goes_with_calls = True
+
     def __copy__(self) -> Self:
         return self
 
@@ -138,8 +144,17 @@ def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
     except OSError as error:
         raise Full(f"no shared memory: {error}") from error
     if not isinstance(serialized, Serialized):
-        return Shared(serialized, [], snapshot=snapshot)
-    return _make_handle(serialized, snapshot)
+        return Shared(serialized, [], snapshot=_needed(snapshot, serialized))
+    handle: Shared[T] = _make_handle(serialized, snapshot)
+    pickled, views = handle._get_content()
+    # A large pickle is the first of the views itself.
+    handle._snapshot = _needed(snapshot, pickled or views[0])
+    return handle
+
+
+def _needed(snapshot: MainSnapshot, pickled: Any) -> MainSnapshot | None:
+    """Return `snapshot` if the pickle names `__main__`; other pickles can be opened anywhere."""
+    return snapshot if re.search(b"__main__", pickled) else None
 
 
 def store_pickled(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:

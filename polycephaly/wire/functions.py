@@ -36,7 +36,7 @@ from ..store.blocks import Store
 from ..store.placeholders import PicklingContext
 from ..store.references import Serialized
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
-from .pickling import ATOMIC_TYPES, MainSnapshot, main_namespace, pack
+from .pickling import ATOMIC_TYPES, MainSnapshot, goes_with_calls, main_namespace, pack
 
 if TYPE_CHECKING:
     from ..store.directory import ObjectDirectory, RemoteObject
@@ -389,7 +389,8 @@ def _guards(fn: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]
     of_main = isinstance(fn, FunctionType) and fn.__globals__ is main_namespace()
     own = len(state) - len(names)
     for name, value in zip(names, state[own:], strict=True):
-        if value is not _MISSING and not (of_main and snapshot.unchanged(name, value)):
+        known = of_main and snapshot.unchanged(name, value) and not goes_with_calls(value)
+        if value is not _MISSING and not known:
             yield from _guards_of_value(value, snapshot, seen)
     yield from _guards_of_value(tuple(state[:own]), snapshot, seen)
 

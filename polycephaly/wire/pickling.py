@@ -35,6 +35,7 @@ from weakref import WeakSet, ref
 import cloudpickle
 from cloudpickle.cloudpickle import _class_setstate
 
+from ..promises.promise import HandleInFunction
 from ..store.arena import Full
 from ..store.blocks import MIN_SHARED_PICKLE_BYTES, Store
 from ..store.references import Place, Serialized
@@ -46,6 +47,7 @@ __all__ = [
     "MainSnapshot",
     "capture",
     "common_snapshot",
+    "goes_with_calls",
     "join_payloads",
     "pack",
     "pack_out_of_band",
@@ -66,6 +68,11 @@ BULKY_TYPES = frozenset((bytes, bytearray, str))
 
 ATOMIC_TYPES = (type(None), bool, int, float, complex, str, bytes)
 """Immutable types: for these, the same object has the same value for ever."""
+
+
+def goes_with_calls(value: object) -> bool:
+    """Return True for handles and channels: a copy in a forked process cannot stand for them."""
+    return hasattr(type(value), "_goes_with_calls")
 
 
 class MainSnapshot:
@@ -180,7 +187,7 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
     """
     try:
         plain = dumps(value, 5, buffer_callback=_only_small if small else None)
-    except _LargeBuffer:
+    except (_LargeBuffer, HandleInFunction):
         raise
     except Exception:
         # A lambda, a local class, ...: only the by-value pickler can report the real error.
@@ -202,6 +209,8 @@ def pack(
     if not bulky:
         try:
             plain = dumps(value, 5, buffer_callback=_only_small)
+        except HandleInFunction:
+            raise
         except Exception:  # the value has large buffers, or the plain pickler cannot pickle it
             plain = b"__main__"
         if b"__main__" not in plain:
@@ -305,6 +314,8 @@ def _dump_in_pieces(
         pieces, alive = _dump(_Plain, value, snapshot, buffers)
         if not any(map(_may_name_main, pieces)):
             return pieces, buffers, alive
+    except HandleInFunction:
+        raise
     except Exception:  # as in `capture`
         pass
     buffers = []
@@ -457,9 +468,7 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
             return  # cloudpickle can import the function
         captured = reduced[2][1].get("__globals__", {})
         for name, value in captured.items():
-            if self._snapshot.unchanged(name, value) and not hasattr(
-                type(value), "_is_same_in_all_processes"
-            ):
+            if self._snapshot.unchanged(name, value) and not goes_with_calls(value):
                 captured[name] = _ByName(name)
 
 

@@ -66,6 +66,14 @@ class RayShared(Generic[T]):
             raise ValueError("this shared value was released")
         return promise
 
+    _goes_with_calls = True
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         if pickling_state.reduce_promise is None:
             raise misplaced_error(

@@ -101,6 +101,14 @@ class RemoteShared(Generic[T]):
     def __exit__(self, *exc: object) -> None:
         self.release()
 
+    _goes_with_calls = True
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
     def __reduce__(self) -> tuple[Any, tuple[int]]:
         lease = self._require_lease()
         if pickling_call.connection is not lease.connection:
