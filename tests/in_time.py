@@ -71,19 +71,24 @@ class FakeReactor:
         self.turn()
 
     def turn(self):
-        while True:
-            while self._inbox:
-                self._inbox.popleft()()
-            self.timers.fire_due()
-            for dispatcher in self.dispatchers[:]:
-                if dispatcher.queue or dispatcher.dedicated_waiting:
-                    dispatcher.dispatch(self.now)
-                dispatcher.after_critical_section()
-            acts, self._deliveries = self._deliveries, []
-            for act in acts:
-                act()
-            if not acts and not self._inbox:
-                return
+        self.critical_section()
+        while self.deliver_all() or self._inbox:
+            self.critical_section()
+
+    def critical_section(self):
+        while self._inbox:
+            self._inbox.popleft()()
+        self.timers.fire_due()
+        for dispatcher in self.dispatchers[:]:
+            if dispatcher.queue or dispatcher.dedicated_waiting:
+                dispatcher.dispatch(self.now)
+            dispatcher.after_critical_section()
+
+    def deliver_all(self):
+        acts, self._deliveries = self._deliveries, []
+        for act in acts:
+            act()
+        return bool(acts)
 
     # -- what crews use ----------------------------------------------------------------------------
 

@@ -350,25 +350,8 @@ class ScriptedEngine(FakeEngine):
 class SteppedReactor(FakeReactor):
     """A critical section and its deliveries are two steps, between which others may act."""
 
-    def turn(self):
-        while self._inbox:
-            self._inbox.popleft()()
-        self.timers.fire_due()
-        for dispatcher in self.dispatchers[:]:
-            if dispatcher.queue or dispatcher.dedicated_waiting:
-                dispatcher.dispatch(self.now)
-            dispatcher.after_critical_section()
-
-    def deliver_all(self):
-        acts, self._deliveries = self._deliveries, []
-        for act in acts:
-            act()
-        return bool(acts)
-
-    def settle(self):
-        self.turn()
-        while self.deliver_all() or self._inbox:
-            self.turn()
+    turn = FakeReactor.critical_section
+    settle = FakeReactor.turn
 
 
 class Interleaving:

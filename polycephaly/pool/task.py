@@ -24,7 +24,7 @@ from ..promises.promise import (
     DICT_AT_CREATION,
     FINISHED,
     PENDING,
-    HandleInFunction,
+    NeedsPlaceholder,
     Promise,
     Spans,
     outcome,
@@ -162,7 +162,7 @@ class Task(Promise[Any]):
                     self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
                 elif args:
                     self.payload = pack(args, registry.snapshot, registry.store, bulky)
-            except HandleInFunction:  # there is a promise inside
+            except NeedsPlaceholder:  # there is a promise inside
                 return self._capture_with_placeholders(args, kwargs, registry, bulky)
             except Exception as error:
                 self._add_pickling_note(error, args, kwargs, registry)
@@ -180,7 +180,7 @@ class Task(Promise[Any]):
         ):
             try:
                 self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
-            except HandleInFunction as misplaced:  # of another pool: no call can carry it
+            except NeedsPlaceholder as misplaced:  # of another pool: no call can carry it
                 raise TypeError(*misplaced.args) from None
             except Exception as error:
                 self._add_pickling_note(error, args, kwargs, registry)

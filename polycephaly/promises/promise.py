@@ -31,13 +31,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, main_thread
 from time import monotonic
-from typing import Any, Generic, NoReturn, TypeVar, cast, overload
+from typing import Any, Generic, NoReturn, Self, TypeVar, cast, overload
 
 from ..runtime.tuning import tuning
 from .trampoline import Trampoline
 
 __all__ = [
-    "HandleInFunction",
+    "Handle",
+    "NeedsPlaceholder",
     "Promise",
     "Signal",
     "Spans",
@@ -158,18 +159,36 @@ class Spans:
         return self.bytes_sent + self.bytes_received
 
 
-class HandleInFunction(TypeError):
-    """A handle that only the arguments of a call can carry is pickled in another part of it."""
+class Handle:
+    """Base of the objects that arrive as their values in calls: promises, kept and shared values.
+
+    A copy is the same handle.
+    """
+
+    __slots__ = ()
+
+    _goes_with_calls = True
+    """Read by picklers, because a copy in a forked process cannot stand for the handle."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class NeedsPlaceholder(TypeError):
+    """A call contains a handle that can be pickled only with a placeholder among its arguments."""
 
 
 def misplaced_error(message: str) -> TypeError:
     """Return the error for a handle that is pickled where no arguments can carry it."""
     context = pickling_state.context
     in_call = context is not None and context.snapshot is not None
-    return HandleInFunction(message) if in_call else TypeError(message)
+    return NeedsPlaceholder(message) if in_call else TypeError(message)
 
 
-class Promise(Future[T], Generic[T]):
+class Promise(Future[T], Handle, Generic[T]):
     """A value that will exist later.
 
     A promise is settled once, by a value, by an error or by being cancelled. All methods may be
@@ -746,14 +765,6 @@ class Promise(Future[T], Generic[T]):
         if not hasattr(self, "_unclaimed") and not self.done():
             self._wait_for_settler(None, None)
         return condition
-
-    _goes_with_calls = True
-
-    def __copy__(self) -> Promise[T]:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Promise[T]:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         if pickling_state.reduce_promise is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self, TypeVar
 
+from ..promises.promise import Handle
 from . import placeholders
 from .placeholders import ValueOwner, known_owners
 
@@ -12,7 +13,7 @@ __all__ = ["Kept", "restore_handle"]
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class Kept(Handle, Generic[T]):
     """A handle of a value that one of a pool's drones keeps.
 
     ``pool.promise(..., keep=True)`` returns the promise of such a handle. Among the arguments of
@@ -139,14 +140,6 @@ class Kept(Generic[T]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[int]]:
         return self._get_owner().make_placeholder()
-
-    _goes_with_calls = True
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
     def __repr__(self) -> str:
         owner = self._owner

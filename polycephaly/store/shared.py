@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, Generic, Self, TypeVar
 
+from ..promises.promise import Handle
 from ..wire.pickling import MainSnapshot, pack_strictly
 from .arena import Full, view
 from .blocks import Store, pristine_view
@@ -23,7 +24,7 @@ __all__ = ["Shared"]
 T = TypeVar("T")
 
 
-class Shared(Generic[T]):
+class Shared(Handle, Generic[T]):
     """A handle of a value that was put into shared memory once; made by `Pool.share`.
 
     In a call, the handle arrives as the value, wherever the handle stands: as an argument, inside
@@ -33,15 +34,14 @@ class Shared(Generic[T]):
 
     Notes
     -----
-    A function that captures the handle holds the memory as long as the call's promise. Any thread
-    may use a handle. Large buffers in the value (arrays, data frames) are not copied for
+    Any thread may use a handle. Large buffers in the value (arrays, data frames) are not copied for
     a call: every drone maps the same memory, and a call's writes into them are private to that
-    call. The rest of the value is pickled once, and unpickled by each call.
+    call. The rest of the value is pickled once, and unpickled by each call. A function that
+    captures the handle holds the memory for as long as the call's promise lives.
 
     To drones with another snapshot (of another pool, or after `refresh`) the whole value is copied
     at each call, if its pickle names classes or functions of `__main__`. Inside another shared
-    value, in a result, and through a channel, the
-    handle travels as a handle.
+    value, in a result, and through a channel, the handle travels as a handle.
 
     Examples
     --------
@@ -120,14 +120,6 @@ class Shared(Generic[T]):
         if protocol < 5:
             return rebuild, (pickled, *map(bytes, views))
         return rebuild, (pickled, *map(PickleBuffer, views))
-
-    _goes_with_calls = True
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
     def __repr__(self) -> str:
         state = "released" if self._content is None else f"{self.nbytes:,} bytes"

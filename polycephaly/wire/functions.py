@@ -30,7 +30,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from ..promises.promise import HandleInFunction
+from ..promises.promise import NeedsPlaceholder
 from ..runtime.coroutines import is_coroutine_function
 from ..store.blocks import Store
 from ..store.placeholders import PicklingContext
@@ -207,7 +207,7 @@ class FunctionRegistry:
         try:
             with PicklingContext(self.directory, self.snapshot) as pickling:
                 payload = pack(fn, self.snapshot, self.store)
-        except HandleInFunction:
+        except NeedsPlaceholder:
             return self._define_as_argument(fn)
         except Exception as error:
             error.add_note(f"while pickling the function itself, {label(fn)}")

@@ -35,7 +35,7 @@ from weakref import WeakSet, ref
 import cloudpickle
 from cloudpickle.cloudpickle import _class_setstate
 
-from ..promises.promise import HandleInFunction
+from ..promises.promise import NeedsPlaceholder
 from ..store.arena import Full
 from ..store.blocks import MIN_SHARED_PICKLE_BYTES, Store
 from ..store.references import Place, Serialized
@@ -187,7 +187,7 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
     """
     try:
         plain = dumps(value, 5, buffer_callback=_only_small if small else None)
-    except (_LargeBuffer, HandleInFunction):
+    except (_LargeBuffer, NeedsPlaceholder):
         raise
     except Exception:
         # A lambda, a local class, ...: only the by-value pickler can report the real error.
@@ -209,7 +209,7 @@ def pack(
     if not bulky:
         try:
             plain = dumps(value, 5, buffer_callback=_only_small)
-        except HandleInFunction:
+        except NeedsPlaceholder:
             raise
         except Exception:  # the value has large buffers, or the plain pickler cannot pickle it
             plain = b"__main__"
@@ -314,7 +314,7 @@ def _dump_in_pieces(
         pieces, alive = _dump(_Plain, value, snapshot, buffers)
         if not any(map(_may_name_main, pieces)):
             return pieces, buffers, alive
-    except HandleInFunction:
+    except NeedsPlaceholder:
         raise
     except Exception:  # as in `capture`
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self, TypeVar
 
-from ...promises.promise import FINISHED, Promise, misplaced_error, pickling_state
+from ...promises.promise import FINISHED, Handle, Promise, misplaced_error, pickling_state
 from ...store.references import Serialized, load_with_buffers
 from ...wire.functions import FunctionRegistry
 from ...wire.pickling import MainSnapshot, pack_strictly
@@ -15,7 +15,7 @@ __all__ = ["RayShared", "share"]
 T = TypeVar("T")
 
 
-class RayShared(Generic[T]):
+class RayShared(Handle, Generic[T]):
     """The handle of a value that was put into a cluster's object store once; made by `Pool.share`.
 
     In a call, the handle arrives as the value, wherever the handle stands. The value lives until
@@ -65,14 +65,6 @@ class RayShared(Generic[T]):
         if promise is None:
             raise ValueError("this shared value was released")
         return promise
-
-    _goes_with_calls = True
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         if pickling_state.reduce_promise is None:

@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ...drone.forwarded import shared_value
-from ...promises.promise import misplaced_error
+from ...promises.promise import Handle, misplaced_error
 
 if TYPE_CHECKING:
     from .client import RemotePool
@@ -48,7 +48,7 @@ class Lease:
         self.connection.release_shared(self.number)
 
 
-class RemoteShared(Generic[T]):
+class RemoteShared(Handle, Generic[T]):
     """The handle of a value in a served pool's shared memory; made by `RemotePool.share`.
 
     In a call of that pool, the handle arrives as the value, wherever the handle stands. Large
@@ -100,14 +100,6 @@ class RemoteShared(Generic[T]):
 
     def __exit__(self, *exc: object) -> None:
         self.release()
-
-    _goes_with_calls = True
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
     def __reduce__(self) -> tuple[Any, tuple[int]]:
         lease = self._require_lease()
