@@ -272,6 +272,9 @@ class FakeEngine:
     def can_start(self):
         return True
 
+    def loss(self):
+        return None
+
     def start(self, number, name, index):
         return FakeHandle(self._dispatcher, number, name, self._keeper)
 
@@ -310,10 +313,15 @@ def dispatcher_of(reactor, size, *, ready=True, spawner=None, machine=None, **pl
         dispatcher = polycephaly.pool.dispatcher.Dispatcher(
             PoolConfig(size=size, machine=machine or FakeEngine(spawner), **(USUAL | plan))
         )
+    dispatcher.fail = _raise  # a test sees the error, not a pool that is broken
     reactor.turn()
     if ready:
         make_ready(dispatcher)
     return dispatcher
+
+
+def _raise(error):
+    raise error
 
 
 def make_ready(dispatcher):

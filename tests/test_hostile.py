@@ -314,7 +314,7 @@ def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
         has_ended=False,
         queue=deque(Mock(client_tag=tag, number=n) for n, tag in enumerate("aaaabab" + "c" * 100)),
     )
-    dispatcher.reactor.post.side_effect = lambda act: (
+    dispatcher.post.side_effect = lambda act: (
         dispatcher.queue.append(Mock(client_tag="late", number=-1)),
         act(),
     )

@@ -264,16 +264,16 @@ def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(mon
     import ray
 
     from polycephaly.engines.ray import engine
-    from polycephaly.runtime.reactor import Reactor
+    from polycephaly.pool.dispatcher import Dispatcher
 
-    after, asked = Reactor.call_later, []
+    after, asked = Dispatcher.call_later, []
 
-    def note_and_set(reactor, seconds, act):
+    def note_and_set(dispatcher, seconds, act, *args):
         if getattr(act, "__func__", None) is engine.RayEngine._warn_of_waiting_drones:
             asked.append(seconds)
-        after(reactor, seconds, act)
+        return after(dispatcher, seconds, act, *args)
 
-    monkeypatch.setattr(Reactor, "call_later", note_and_set)
+    monkeypatch.setattr(Dispatcher, "call_later", note_and_set)
     monkeypatch.setattr(tuning, "start_report_seconds", 6.0)
     other = ray.remote(num_cpus=1)(Other)
     others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]

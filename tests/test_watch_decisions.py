@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from concurrent.futures.process import BrokenProcessPool
+from unittest.mock import Mock
 
 import pytest
 from in_time import WHY, FakeReactor, FakeZygote, dispatcher_of, give, make_ready
@@ -144,11 +145,28 @@ def test_with_a_limit_of_memory_idle_drones_are_looked_at_too_till_the_dispatche
     assert not reactor.timers.heap
 
 
-def test_a_bug_in_a_look_breaks_its_dispatcher(reactor):
-    dispatcher = dispatcher_of(reactor, 1)
-    dispatcher.health_monitor.fail(ValueError("bug"))
-    with pytest.raises(BrokenProcessPool, match="bug"):
+def test_a_bug_in_a_look_breaks_its_dispatcher(reactor, caplog):
+    link, work = busy(reactor)
+    dispatcher = link.dispatcher
+    del dispatcher.fail  # that of the class, which raises nothing
+    link.heartbeat = Mock(side_effect=ValueError("its clock is wrong"))
+    reactor.pass_(HOUR)
+    with pytest.raises(BrokenProcessPool, match="its clock is wrong"):
         dispatcher.submit(sleep, (1,), {})
+    with pytest.raises(BrokenProcessPool, match="its clock is wrong"):
+        work.result(0)
+    assert [each.getMessage() for each in caplog.records] == ["a bug in polycephaly breaks pool"]
+
+
+def test_an_error_breaks_the_pool_with_the_reason_of_an_engine_that_is_lost(reactor, caplog):
+    dispatcher = dispatcher_of(reactor, 1)
+    del dispatcher.fail
+    dispatcher.supervisor.engine.loss = lambda: RuntimeError("the cluster is gone")
+    dispatcher.post(lambda: {}["it"])
+    reactor.turn()
+    with pytest.raises(RuntimeError, match="the cluster is gone"):
+        dispatcher.submit(sleep, (1,), {})
+    assert not caplog.records
 
 
 # -- signs of life ---------------------------------------------------------------------------------
@@ -619,7 +637,7 @@ def test_who_comes_near_its_limit_is_replaced(held, reactor, caplog):
     assert new.name == link.name and new.state is State.STARTING
     reactor.pass_(2)
     assert not link.kills and len(caplog.records) == 1
-    assert [timer.fire for *_, timer in reactor.timers.heap].count(
+    assert [timer.fire.args[0] for *_, timer in reactor.timers.heap].count(
         link.dispatcher.health_monitor._check
     ) == 1  # though two asked for one
 

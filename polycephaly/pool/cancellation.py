@@ -42,10 +42,6 @@ class Cancellation:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    def fail(self, error: Exception) -> None:
-        """Handle an error that a timer of this object has raised in the reactor."""
-        self._dispatcher.fail(error)
-
     def set_deadlines(self, handle: DroneHandle, batch: list[Task], now: float) -> None:
         """Set the deadlines of tasks that were just sent to `handle`."""
         # A task that has a limit and does not overlap is sent alone, to an idle drone, so all older
@@ -63,10 +59,8 @@ class Cancellation:
         if first < handle.timer_at:
             self.cancel_timer(handle)
             handle.timer_at = first
-            handle.timer = self._dispatcher.reactor.call_later(
-                first - self._dispatcher.reactor.timers.now(),
-                partial(self._check_deadlines, handle),
-            )
+            seconds = first - self._dispatcher.reactor.timers.now()
+            handle.timer = self._dispatcher.call_later(seconds, self._check_deadlines, handle)
 
     def cancel_timer(self, handle: DroneHandle) -> None:
         """Cancel the timer, because an earlier one takes its place, or the drone has ended."""
@@ -100,9 +94,8 @@ class Cancellation:
         self._schedule_check(handle, task, GRACE_STEPS)
 
     def _schedule_check(self, handle: DroneHandle, task: Task, steps_left: int) -> None:
-        self._dispatcher.reactor.call_later(
-            tuning.grace_seconds / GRACE_STEPS,
-            partial(self._kill_if_running, handle, task, steps_left - 1),
+        self._dispatcher.call_later(
+            tuning.grace_seconds / GRACE_STEPS, self._kill_if_running, handle, task, steps_left - 1
         )
 
     def _kill_if_running(self, handle: DroneHandle, task: Task, steps_left: int) -> None:

@@ -31,6 +31,7 @@ from ..promises.combining import race
 from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, Signal
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.reactor import Reactor, lease_reactor
+from ..runtime.timers import Timer
 from ..runtime.tuning import tuning
 from ..store.directory import ObjectDirectory
 from ..store.placeholders import PayloadWithRefs
@@ -119,7 +120,7 @@ class Dispatcher:
                 except BaseException:
                     self.reactor.end_lease()
                     raise
-                self.reactor.post(self._begin)
+                self.post(self._begin)
         except KeyboardInterrupt:  # deferred until now
             if hasattr(self, "supervisor"):
                 self.kill()
@@ -278,9 +279,9 @@ class Dispatcher:
             self._enqueue(task)
         self.waiting.discard(task)
         if self.closing:
-            self.reactor.post(self._request_end_check)
+            self.post(self._request_end_check)
         if task.target is not None and task.target.state is State.RETIRING:
-            self.reactor.post(partial(self.supervisor.stop_if_retired, task.target))
+            self.post(self.supervisor.stop_if_retired, task.target)
 
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
         """Accept no more tasks, and end when all accepted tasks are done.
@@ -291,7 +292,7 @@ class Dispatcher:
             self.refusal = RuntimeError(
                 f"cannot schedule new futures after shutdown of {self.config.name}"
             )
-        self.reactor.post(partial(self._close, cancel, running))
+        self.post(self._close, cancel, running)
 
     def kill(self, reason: str = "") -> None:
         """End now, together with the running tasks, whose errors give `reason`. Takes no lock."""
@@ -299,7 +300,7 @@ class Dispatcher:
             self.refusal = RuntimeError(
                 f"{self.config.name} was released{reason and ', because '}{reason}"
             )
-        self.reactor.post(partial(self.abandon, reason))
+        self.post(self.abandon, reason)
 
     def refresh(self) -> None:
         """Replace the drones by new ones from a new snapshot, for all tasks not yet sent."""
@@ -307,7 +308,7 @@ class Dispatcher:
         replaced: Promise[None] = Promise()
         with DeferredSigint():
             snapshot = self.supervisor.engine.snapshot()
-            self.reactor.post(partial(self.supervisor.replace_all, snapshot, replaced))
+            self.post(self.supervisor.replace_all, snapshot, replaced)
         race(replaced, self.ended).result()
         if not replaced.done():  # the pool was closed in the meantime
             self.supervisor.engine.discard(snapshot)
@@ -433,9 +434,11 @@ class Dispatcher:
                     and handle.state is State.READY
                 ):
                     handle.recall_pending = True
-                    self.reactor.call_later(
+                    self.call_later(
                         2 * tuning.batch_seconds,
-                        partial(self._recall_if_stuck, handle, handle.last_contact_at),
+                        self._recall_if_stuck,
+                        handle,
+                        handle.last_contact_at,
                     )
 
     def _could_overlap(self) -> bool:
@@ -561,7 +564,7 @@ class Dispatcher:
     def reject(self, task: Task, make_error: Callable[[], BaseException]) -> None:
         task.payload = b""
         self.reactor.deliver(lambda: task._settle(FINISHED, None, make_error()))
-        self.reactor.post(partial(self._end_if_last, task.target))
+        self.post(self._end_if_last, task.target)
 
     def _end_if_last(self, target: DroneHandle | None) -> None:
         """End `target`, or the dispatcher, if the last task has gone."""
@@ -661,9 +664,7 @@ class Dispatcher:
             handle.suspect_position = max(1, handle.sent_count)
 
     def _check_answer_later(self, handle: DroneHandle, suspect: int) -> None:
-        self.reactor.call_later(
-            LOST_ANSWER_CHECK_SECONDS, partial(self._kill_if_answer_lost, handle, suspect)
-        )
+        self.call_later(LOST_ANSWER_CHECK_SECONDS, self._kill_if_answer_lost, handle, suspect)
 
     def _kill_if_answer_lost(self, handle: DroneHandle, suspect: int) -> None:
         """Kill the drone if the first task in flight, or else the request for a kept value, will
@@ -695,10 +696,36 @@ class Dispatcher:
         else:
             self._check_answer_later(handle, head)
 
+    def post(self, callback: Callable[..., object], *args: Any) -> None:
+        """Have the reactor's thread call `callback` under the lock. An error breaks the pool.
+
+        Any thread may call this. It takes no lock, so finalizers may call it.
+        """
+        self.reactor.post(partial(self.run_guarded, callback, *args))
+
+    def call_later(self, seconds: float, callback: Callable[..., object], *args: Any) -> Timer:
+        """Have `callback` called after `seconds`, under the lock. An error breaks the pool."""
+        return self.reactor.call_later(seconds, partial(self.run_guarded, callback, *args))
+
+    def run_guarded(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call `callback`. An error breaks the pool."""
+        try:
+            callback(*args)
+        except Exception as error:
+            self.fail(error)
+
     def fail(self, error: Exception) -> None:
         """Break the pool after a bug in polycephaly, so that no caller waits for ever."""
-        log.error("a bug in polycephaly breaks %s", self.config.name, exc_info=error)
-        self.break_pool(pool_error("a bug in polycephaly", error))
+        if not self.break_if_lost():
+            log.error("a bug in polycephaly breaks %s", self.config.name, exc_info=error)
+            self.break_pool(pool_error("a bug in polycephaly", error))
+
+    def break_if_lost(self) -> bool:
+        """Break the pool if the engine has lost what the drones run on."""
+        loss = self.supervisor.engine.loss()
+        if loss is not None:
+            self.break_pool(loss)
+        return loss is not None
 
     def break_pool(self, error: BaseException) -> None:
         """Reject all tasks, refuse new ones and end the drones, because none can run any more."""

@@ -173,14 +173,14 @@ class Drone(DroneBase):
         The task's promise is rejected with `KeyboardInterrupt`. Does not wait for that. Has no
         effect if no task runs.
         """
-        self._dispatcher.reactor.post(lambda: self._dispatcher.interrupt(self._handle))
+        self._dispatcher.post(self._dispatcher.interrupt, self._handle)
 
     def kill(self) -> None:
         """Kill the drone with SIGKILL, and wait until it is dead.
 
         The tasks that it runs are rejected with `DroneDied`.
         """
-        self._dispatcher.reactor.post(self._handle.kill)
+        self._dispatcher.post(self._handle.kill)
         self._handle.ended.result()
 
     def release(self, wait: bool = True) -> None:
@@ -198,7 +198,7 @@ class Drone(DroneBase):
             if wait:
                 self._dispatcher.finish()
         else:
-            self._dispatcher.reactor.post(lambda: self._dispatcher.supervisor.retire(self._handle))
+            self._dispatcher.post(self._dispatcher.supervisor.retire, self._handle)
             if wait:
                 self._handle.ended.result()
 
@@ -219,7 +219,7 @@ class Drone(DroneBase):
             self.release()
 
     def _cancel_dedicated(self) -> None:
-        self._dispatcher.reactor.post(lambda: self._dispatcher.cancel_dedicated(self._handle))
+        self._dispatcher.post(self._dispatcher.cancel_dedicated, self._handle)
 
     async def __aenter__(self) -> Self:
         return self

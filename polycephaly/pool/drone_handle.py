@@ -417,9 +417,9 @@ class DroneHandle:
         """
         if not self._release_report_scheduled and self.alive:
             self._release_report_scheduled = True
-            reactor = self.dispatcher.reactor
-            reactor.post(
-                lambda: reactor.call_later(RELEASE_REPORT_DELAY_SECONDS, self._report_released)
+            dispatcher = self.dispatcher
+            dispatcher.post(
+                dispatcher.call_later, RELEASE_REPORT_DELAY_SECONDS, self._report_released
             )
 
     def _report_released(self) -> None:

@@ -66,6 +66,11 @@ class Engine(Protocol):
         lock.
         """
 
+    def loss(self) -> BaseException | None:
+        """Return the error of the pool if what runs its drones is gone: a cluster, for example.
+        Other errors follow from that.
+        """
+
     def left_out(self, name: str) -> str | None:
         """Return why `name` of `__main__` is missing from the latest snapshot, or None if the
         reason is unknown. Called without the reactor's lock.

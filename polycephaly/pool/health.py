@@ -140,7 +140,7 @@ class HealthMonitor:
         """Set the timer, because there may be a drone to check."""
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._dispatcher.reactor.call_later(self._interval, self._check)
+            self._dispatcher.call_later(self._interval, self._check)
 
     def _check(self) -> None:
         self._is_scheduled = False
@@ -185,9 +185,6 @@ class HealthMonitor:
         if monitored or self._max_memory is not None:
             # No effect if the replacement of a drone has set the timer already.
             self.schedule_check()
-
-    def fail(self, error: Exception) -> None:
-        self._dispatcher.fail(error)
 
     # -- heartbeats --------------------------------------------------------------------------------
 

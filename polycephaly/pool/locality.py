@@ -17,7 +17,6 @@ takes no more.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
@@ -66,7 +65,7 @@ class Locality:
         dispatcher.wake_idle_drone(task)
         # The queue was emptied when the drone retired, perhaps before the append above.
         if handle.state >= State.RETIRING:
-            dispatcher.reactor.post(partial(self.release, handle))
+            dispatcher.post(self.release, handle)
         if dispatcher.has_ended:
             dispatcher.reject_all(handle.preferred)
 
@@ -116,7 +115,7 @@ class Locality:
                     dispatcher.send(handle, handle.preferred, 1, now)
         if idle and soonest < self._next_rebalance_at:
             self._next_rebalance_at = soonest
-            dispatcher.reactor.call_later(soonest - now, self._rebalance_again)
+            dispatcher.call_later(soonest - now, self._rebalance_again)
 
     def _rebalance_again(self) -> None:
         self._next_rebalance_at = inf  # `after_critical_section` calls `rebalance`

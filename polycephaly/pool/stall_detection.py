@@ -34,12 +34,12 @@ class StallDetector:
     def request_check(self) -> None:
         """Schedule a check. Any thread may call this."""
         if not self._is_scheduled:
-            self._dispatcher.reactor.post(self.schedule_check)
+            self._dispatcher.post(self.schedule_check)
 
     def schedule_check(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._dispatcher.reactor.call_later(tuning.stall_report_seconds, self._check)
+            self._dispatcher.call_later(tuning.stall_report_seconds, self._check)
 
     def _check(self) -> None:
         dispatcher = self._dispatcher

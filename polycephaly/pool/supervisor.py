@@ -100,9 +100,6 @@ class Supervisor:
 
         return make_task
 
-    def fail(self, error: Exception) -> None:
-        self._dispatcher.fail(error)
-
     # -- starting ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -143,7 +140,7 @@ class Supervisor:
                 self._config.name,
                 error,
             )
-            self._reactor.call_later(START_RETRY_SECONDS, self.start_missing)
+            self._dispatcher.call_later(START_RETRY_SECONDS, self.start_missing)
         else:
             self._dispatcher.on_start_error(error)
 
@@ -171,7 +168,7 @@ class Supervisor:
         handle.state = State.PREPARING
         task = self._initializer()
         task.target = handle
-        task._hook(lambda promise: self._reactor.post(partial(self._on_prepared, handle, promise)))
+        task._hook(partial(self._dispatcher.post, self._on_prepared, handle))
         batch, frames = handle.load_batch(deque([task]), 1, self._reactor.timers.now())
         handle.send(frames, batch)
 
@@ -240,7 +237,7 @@ class Supervisor:
     def stop(self, handle: DroneHandle) -> None:
         handle.state = State.STOPPING
         handle.send(pack_numbers(STOP))
-        self._reactor.call_later(STOP_GRACE_SECONDS, partial(self._kill_if_alive, handle))
+        self._dispatcher.call_later(STOP_GRACE_SECONDS, self._kill_if_alive, handle)
 
     def _kill_if_alive(self, handle: DroneHandle) -> None:
         if handle.alive:
@@ -309,8 +306,8 @@ class Supervisor:
         self._dispatcher.reject_or_retry(lost, error, may_retry=True)
         self._dispatcher.reject_or_retry(dedicated, error, may_retry=False)
         if handle.in_flight:
-            self._reactor.call_later(
-                LATE_RESULTS_SECONDS, partial(self._give_up_late_results, handle, error)
+            self._dispatcher.call_later(
+                LATE_RESULTS_SECONDS, self._give_up_late_results, handle, error
             )
         else:
             self._remove(handle)

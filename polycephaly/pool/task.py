@@ -404,7 +404,7 @@ class Task(Promise[Any]):
 
     def _withdraw(self) -> None:
         self.release_inputs()
-        self.dispatcher.reactor.post(partial(self.dispatcher.withdraw, self))
+        self.dispatcher.post(self.dispatcher.withdraw, self)
 
     def _cancel_on_interrupt(self) -> None:
         self.cancel()

@@ -500,12 +500,8 @@ class Reactor:
     def _call_guarded(self, callback: Callable[[], object]) -> None:
         try:
             callback()
-        except Exception as error:
-            owner: Any = getattr(getattr(callback, "func", callback), "__self__", None)
-            if hasattr(owner, "fail"):  # a dispatcher, or its supervisor
-                owner.fail(error)
-            else:
-                log.exception("a bug in polycephaly: %r failed", callback)
+        except Exception:
+            log.exception("a bug in polycephaly: %r failed", callback)
 
     def _take_deliveries(self) -> list[Callable[[], object]] | None:
         """Return the callbacks to deliver, or None if there are none or another thread delivers.

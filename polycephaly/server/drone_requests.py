@@ -32,14 +32,14 @@ def _describe(pool: Pool, number: int, reply: Reply) -> None:
 
 def _interrupt(pool: Pool, number: int, reply: Reply) -> None:
     handle = find_drone(pool, number)
-    pool._dispatcher.reactor.post(lambda: pool._dispatcher.interrupt(handle))
+    pool._dispatcher.post(pool._dispatcher.interrupt, handle)
     reply(value=None)
 
 
 def _kill(pool: Pool, number: int, reply: Reply) -> None:
     handle = find_drone(pool, number)
     handle.ended._hook(lambda _: reply(value=None))
-    pool._dispatcher.reactor.post(handle.kill)
+    pool._dispatcher.post(handle.kill)
 
 
 DRONE_REQUESTS: dict[Any, Callable[[Pool, int, Reply], None]] = {

@@ -35,7 +35,7 @@ class FairOrder:
         """Post an ordering if one is due. Called holding the server's lock."""
         if self.due and not self._is_posted and monotonic() >= self._not_before:
             self.due, self._is_posted = False, True
-            self._dispatcher.reactor.post(self._order)
+            self._dispatcher.post(self._order)
 
     def _order(self) -> None:
         """Reorder the queue, holding the reactor's lock.

@@ -347,7 +347,7 @@ class Joined:
 
     def _return_unstarted(self, max_calls: int) -> None:
         self._returns_in_progress += 1
-        self._dispatcher.reactor.post(partial(self._take_unstarted, max_calls))
+        self._dispatcher.post(self._take_unstarted, max_calls)
 
     def _take_unstarted(self, max_calls: int) -> None:
         """Take queued calls back, holding the reactor's lock.

@@ -132,7 +132,7 @@ class JoinedHosts:
         credits = [(each, each.credit) for each in self if each.credit > 0 and each.drones]
         if credits and self._dispatcher.queue and not self._is_lending:
             self._is_lending = True
-            self._dispatcher.reactor.post(partial(self._lend, credits))
+            self._dispatcher.post(self._lend, credits)
 
     def _lend(self, credits: list[tuple[JoinedHost, int]]) -> None:
         """Take calls from the queue, holding the reactor's lock."""

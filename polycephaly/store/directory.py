@@ -161,7 +161,7 @@ class RemoteObject:
             )
         if packed is None:
             fetch = _Fetch(self.directory)
-            dispatcher.reactor.post(partial(self.directory.fetch, self, fetch))
+            dispatcher.post(self.directory.fetch, self, fetch)
 
             # The reactor's lock will never be taken again for this pool.
             def on_pool_ended(_: Promise[None]) -> None:
@@ -409,11 +409,7 @@ class ObjectDirectory:
         task.definition, task.kind, task.args, task.payload, task.timeout = recipe
         remote_object.retries -= 1
         task.retries = remote_object.retries
-        task._hook(
-            lambda promise: self.dispatcher.reactor.post(
-                partial(self._on_recomputed, remote_object, promise)
-            )
-        )
+        task._hook(partial(self.dispatcher.post, self._on_recomputed, remote_object))
         self.dispatcher.resume(task)
         return True
 

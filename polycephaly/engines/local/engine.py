@@ -113,8 +113,8 @@ class LocalEngine:
             else (initializer, initargs)
         )
 
-    def fail(self, error: Exception) -> None:
-        self._dispatcher.fail(error)
+    def loss(self) -> None:
+        """Return None: this machine is not lost while this process runs."""
 
     def left_out(self, name: str) -> str | None:
         return self._launcher.left_out(name)
@@ -129,7 +129,7 @@ class LocalEngine:
         """
         if not self._tidy_scheduled:
             self._tidy_scheduled = True
-            self._reactor.post(lambda: self._reactor.call_later(tuning.warm_seconds, self._tidy))
+            self._dispatcher.post(self._dispatcher.call_later, tuning.warm_seconds, self._tidy)
 
     def _tidy(self) -> None:
         self._tidy_scheduled = False
@@ -144,7 +144,10 @@ class LocalEngine:
 
     def _add_launcher(self, launcher: Launcher) -> None:
         self._launchers.append(launcher)
-        self._reactor.watch(launcher.fileno(), partial(self._read_reports, launcher))
+        self._watch(launcher.fileno(), self._read_reports, launcher)
+
+    def _watch(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
+        self._reactor.watch(fd, partial(self._dispatcher.run_guarded, callback, *args))
 
     def can_start(self) -> bool:
         return bool(self._free_slots) and not self._zygote_lost
@@ -180,7 +183,7 @@ class LocalEngine:
             for fd in ends:
                 os.close(fd)
         for each in handle.streams:
-            self._reactor.watch(each.fileno(), partial(self._read_stream, handle, each))
+            self._watch(each.fileno(), self._read_stream, handle, each)
         self._reactor.add_handle(handle)
         return handle
 
@@ -273,10 +276,10 @@ class LocalEngine:
         """
         try:
             launcher = self.snapshot()
-        except OSError as error:
-            self._reactor.post(partial(self._dispatcher.on_start_error, name_limit(error)))
+        except Exception as error:
+            self._dispatcher.post(self._dispatcher.on_start_error, name_limit(error))
         else:
-            self._reactor.post(partial(self._use_or_discard, launcher))
+            self._dispatcher.post(self._use_or_discard, launcher)
 
     def _use_or_discard(self, launcher: Launcher) -> None:
         self._supervisor.replace_all(launcher, Promise())
@@ -330,7 +333,7 @@ class LocalEngine:
         if launcher.pidfd is None:
             self._reap(launcher)
         elif launcher in self._launchers:
-            self._reactor.watch(launcher.pidfd, partial(self._reap, launcher))
+            self._watch(launcher.pidfd, self._reap, launcher)
 
     def _reap(self, launcher: Launcher) -> int | None:
         if launcher.pidfd is not None:

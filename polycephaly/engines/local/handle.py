@@ -98,7 +98,7 @@ class LocalHandle(DroneHandle):
             self._open_requested = self.fast_transport.send(pack_numbers(OPEN))
             # If full, the drone is busy, and reads the fast transport later.
             if not self._open_requested:
-                self.dispatcher.reactor.call_later(RETRY_INTERVAL_SECONDS, self._request_open)
+                self.dispatcher.call_later(RETRY_INTERVAL_SECONDS, self._request_open)
 
     def open_bulk(self, router: zmq.Socket[bytes]) -> None:
         """Send the waiting messages. The drone's DEALER has sent HELLO: only now does the ROUTER

@@ -13,8 +13,8 @@ alive. The supervisor learns of the death only then, or after `EXIT_RECORD_TIMEO
 the supervisor decides by the tasks that had begun.
 
 The actors belong to one session of Ray (buffers.py). If the session ends, answers that come later
-are dropped (`_SessionCallback`), and the pool breaks: at the next `_probe_silent_drones`, when a
-message cannot be sent, or at the next error (`fail`). See docs/decisions/0011-ray-engine.md.
+are dropped, and the pool breaks: at the next `_probe_silent_drones`, when a message cannot be sent,
+or at the next error (`loss`). See docs/decisions/0011-ray-engine.md.
 """
 
 from __future__ import annotations
@@ -118,17 +118,10 @@ class RayEngine:
         """Return True if this process is still connected to the session of this pool."""
         return ray.is_initialized() and current_session() == self._session
 
-    def fail(self, error: Exception) -> None:
-        if not self._break_if_disconnected():
-            self.dispatcher.fail(error)
-
-    def _break_if_disconnected(self) -> bool:
-        disconnected = not self.is_connected()
-        if disconnected and not self._ended:
-            self.dispatcher.break_pool(
-                RuntimeError(f"Ray was shut down while {self._config.name} was open")
-            )
-        return disconnected
+    def loss(self) -> BaseException | None:
+        if self._ended or self.is_connected():
+            return None
+        return RuntimeError(f"Ray was shut down while {self._config.name} was open")
 
     def initializer(
         self, initializer: Callable[..., object], initargs: tuple[Any, ...]
@@ -139,7 +132,7 @@ class RayEngine:
 
     def begin(self) -> None:
         self._request_reports()
-        self._reactor.call_later(self._probe_interval, self._probe_silent_drones)
+        self.dispatcher.call_later(self._probe_interval, self._probe_silent_drones)
 
     def can_start(self) -> bool:
         return not self._ended and self.is_connected()
@@ -170,7 +163,7 @@ class RayEngine:
         )
         if not self._wait_check_scheduled:
             self._wait_check_scheduled = True
-            self._reactor.call_later(tuning.start_report_seconds, self._warn_of_waiting_drones)
+            self.dispatcher.call_later(tuning.start_report_seconds, self._warn_of_waiting_drones)
         return handle
 
     def _on_started(self, handle: RayHandle, reply: SpawnReply) -> None:
@@ -234,7 +227,7 @@ class RayEngine:
                 describe_placement_group(self._placement), ray.available_resources(),
             )  # fmt: skip
             wait = 6 * tuning.start_report_seconds
-        self._reactor.call_later(wait, self._warn_of_waiting_drones)
+        self.dispatcher.call_later(wait, self._warn_of_waiting_drones)
 
     # -- for handles, holding the reactor's lock ---------------------------------------------------
 
@@ -284,9 +277,9 @@ class RayEngine:
         raised.
         """
         if not self.is_connected():
-            self._reactor.post(self._break_if_disconnected)
+            self.dispatcher.post(self.dispatcher.break_if_lost)
         elif tasks:
-            self._reactor.post(partial(handle.on_send_failed, frames, tasks, error))
+            self.dispatcher.post(handle.on_send_failed, frames, tasks, error)
         else:
             raise error
 
@@ -317,7 +310,7 @@ class RayEngine:
     def _on_stopped(self, handle: RayHandle, attachment: Any, packed: bytes) -> None:
         handle.final_report = Report.unpack(packed).number
         self._on_answer(handle, attachment, packed)
-        self._reactor.call_later(LAST_REPORTS_TIMEOUT_SECONDS, partial(self.on_ended, handle))
+        self.dispatcher.call_later(LAST_REPORTS_TIMEOUT_SECONDS, self.on_ended, handle)
 
     def on_ended(self, handle: RayHandle) -> None:
         """Handle the end of a stopped drone: all reports are read, or the time for them is over."""
@@ -329,7 +322,7 @@ class RayEngine:
     def kill(self, handle: RayHandle) -> None:
         if not self.is_connected():  # the actors have ended with their session
             handle.exit_reason = "Ray was shut down"
-            self._reactor.call_later(0.0, partial(self._report_death, handle, None))
+            self.dispatcher.call_later(0.0, self._report_death, handle, None)
             return
         handle.exitcode = -signal.SIGKILL
         ray.kill(handle.actor)
@@ -358,7 +351,7 @@ class RayEngine:
         if handle.dying:
             return
         if not isinstance(error, _DEATH_ERRORS):
-            self.fail(error)
+            self.dispatcher.fail(error)
             return
         handle.dying = handle.ignores_reports = True
         # Without the traceback, because its frames refer to the pool.
@@ -381,8 +374,8 @@ class RayEngine:
                 partial(self._on_exit_record, handle),
                 lambda _: self._on_exit_record(handle, None),
             )
-            self._reactor.call_later(
-                EXIT_RECORD_TIMEOUT_SECONDS, partial(self._on_exit_record, handle, None)
+            self.dispatcher.call_later(
+                EXIT_RECORD_TIMEOUT_SECONDS, self._on_exit_record, handle, None
             )
         else:
             self._on_exit_record(handle, None)
@@ -405,7 +398,7 @@ class RayEngine:
 
         Breaks the pool if Ray's session has ended.
         """
-        if self._ended or self._break_if_disconnected():
+        if self._ended or self.dispatcher.break_if_lost():
             return
         now = self._reactor.timers.now()
         handles = self._supervisor.handles
@@ -421,7 +414,7 @@ class RayEngine:
             interval = self._probe_interval if handle.in_flight else idle_interval
             if now - handle.last_contact_at >= interval:
                 handle.probe()
-        self._reactor.call_later(self._probe_interval, self._probe_silent_drones)
+        self.dispatcher.call_later(self._probe_interval, self._probe_silent_drones)
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -453,17 +446,20 @@ class RayEngine:
         self, ref: Any, act: Callable[[Any], object], failed: Callable[[Exception], object]
     ) -> None:
         """Call `act` or `failed` with the outcome of `ref`, holding the reactor's lock."""
-        reactor = self._reactor
 
         def post_outcome(future: Any) -> None:
             try:
                 value = future.result()
             except Exception as error:
-                reactor.post(_SessionCallback(self, failed, error))
+                self.dispatcher.post(self._call_if_connected, failed, error)
             else:
-                reactor.post(_SessionCallback(self, act, value))
+                self.dispatcher.post(self._call_if_connected, act, value)
 
         ref.future().add_done_callback(post_outcome)
+
+    def _call_if_connected(self, act: Callable[[Any], object], value: Any) -> None:
+        if self.is_connected():
+            act(value)
 
     # -- snapshots ---------------------------------------------------------------------------------
 
@@ -488,23 +484,6 @@ class RayEngine:
         self._ended = True
         if not sys.is_finalizing() and self.is_connected():
             ray.kill(self._switch)
-
-
-class _SessionCallback:
-    """A callback for the reactor; does nothing if the engine's Ray session is gone.
-
-    If the callback raises, the reactor calls `RayEngine.fail`. The reactor finds the engine by
-    `__self__`, as with a bound method.
-    """
-
-    def __init__(self, engine: RayEngine, act: Callable[[Any], object], value: Any) -> None:
-        self.__self__ = engine
-        self._act = act
-        self._value = value
-
-    def __call__(self) -> None:
-        if self.__self__.is_connected():
-            self._act(self._value)
 
 
 def _failure_reason(error: Exception) -> str:
