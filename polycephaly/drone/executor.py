@@ -28,9 +28,10 @@ from typing import Any
 
 from ..engines.local.status_table import Slot
 from ..promises import promise
+from ..store import placeholders
 from ..store.placeholders import pickling_state
 from ..store.references import RefTable, Serialized
-from ..timeline.event_log import event_log
+from ..timeline.event_log import EventLog, event_log
 from ..wire.messages import (
     CALL_SLICE,
     CALLS,
@@ -106,6 +107,7 @@ class DroneExecutor:
         store: Any,
         ref_table: RefTable,
         tail: OutputTail,
+        events: EventLog = event_log,
     ) -> None:
         """Create the executor in the main thread, whose handler for SIGINT is replaced."""
         self._status_slot = status_slot
@@ -119,20 +121,30 @@ class DroneExecutor:
         self._last_flush = 0.0
         self._last_bulk_send = -BULK_DELIVERY_SECONDS  # time when results last went by bulk
         self._stopping = False
+        self._main_thread = threading.get_ident()
         self._current = self._interrupt_target = 0
         self._pending_interrupts: set[int] = set()
-        self._main_thread = threading.get_ident()
-        self.socket_lock = threading.Lock()
+        self.socket_lock: Any = threading.Lock()
         self._store = store
         self._ref_table = ref_table
         self._drone_store = DroneStore(name)
+        self._events = events
         # Overlapped tasks whose values are to stay in this drone.
         self._keeping_numbers: set[int] = set()
         self._outcomes = ResultBuffer(
-            status_slot, snapshot, store, ref_table, tail, self._drone_store
+            status_slot, snapshot, store, ref_table, tail, self._drone_store, events
         )
+        self._take_over_process()
+
+    def _take_over_process(self) -> None:
+        """Make this process a drone, which has this executor and no other."""
+        placeholders.local_store = self._drone_store
         signal.signal(signal.SIGINT, self._on_sigint)
         _executors[:] = [self]  # a drone from which this one was forked has nothing left to do
+
+    def _interrupt(self) -> None:
+        """Interrupt the main thread, which runs the task `_interrupt_target`."""
+        signal.pthread_kill(self._main_thread, signal.SIGINT)
 
     # -- implemented by the drone of each engine ---------------------------------------------------
 
@@ -157,8 +169,8 @@ class DroneExecutor:
 
     # -- a child that a task has forked ------------------------------------------------------------
 
-    def disable_after_fork(self) -> None:
-        """Make this object do nothing. Its connections were closed by `parent_death`.
+    def disable(self) -> None:
+        """Make this object do nothing. In a child, its connections were closed by `parent_death`.
 
         The queues are emptied, so that a slice ends with the call that has forked, and no call is
         begun in the child too.
@@ -281,7 +293,7 @@ class DroneExecutor:
         finished = monotonic()
         brief = finished - started < BRIEF_TASK_SECONDS
         if not brief and not definition.brief:
-            event_log.cpu_times.append((number, round((process_time() - cpu_start) * 1e6)))
+            self._events.cpu_times.append((number, round((process_time() - cpu_start) * 1e6)))
         definition.brief = brief
         head = b""
         if self._slice is not None:
@@ -532,7 +544,7 @@ class DroneExecutor:
         if current and (current in targets or 0 in targets):
             self._pending_interrupts.discard(current)
             self._interrupt_target = current
-            signal.pthread_kill(self._main_thread, signal.SIGINT)
+            self._interrupt()
 
     def _claim_interrupt(self, number: int) -> bool:
         """Return True to exactly one of the callers that ask; that one interrupts the task."""
@@ -587,20 +599,20 @@ class DroneExecutor:
 _executors: list[DroneExecutor] = []
 
 
-def _disable_after_fork() -> None:
+def _disable_in_child() -> None:
     """In a forked child: disable the executor.
 
     Exit handlers registered before belong to the drone. Signals are the child's own.
     """
     for executor in _executors:
-        executor.disable_after_fork()
+        executor.disable()
         disable_record_order()
         clear_exit_handlers()
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _executors.clear()
 
 
-os.register_at_fork(after_in_child=_disable_after_fork)
+os.register_at_fork(after_in_child=_disable_in_child)
 
 
 def _unpack_calls(payload: Any) -> tuple[list[int], list[tuple[Any, ...]]]:

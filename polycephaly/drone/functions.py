@@ -11,6 +11,7 @@ import ast
 import itertools
 import linecache
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
@@ -27,8 +28,13 @@ MAX_KEPT_SOURCES = 1000
 """Number of code strings whose source lines are kept for tracebacks."""
 
 
-# Values of promises among the arguments, while these are unpickled.
-_promised_values: Sequence[Any] = ()
+class _Inputs(threading.local):
+    """Values of promises among the arguments, while this thread unpickles these."""
+
+    values: Sequence[Any] = ()
+
+
+_inputs = _Inputs()
 
 
 def promised_value(index: int) -> Any:
@@ -36,7 +42,7 @@ def promised_value(index: int) -> Any:
 
     Pickled arguments contain calls of this function.
     """
-    return _promised_values[index]
+    return _inputs.values[index]
 
 
 class LoadedFunction:
@@ -202,7 +208,6 @@ def define(kind: int, payload: Any) -> LoadedFunction:
 
 
 def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    global _promised_values
     if kind == CALL:
         return (load(payload) if len(payload) else ()), {}
     if kind == CALL_KEYWORDS:
@@ -214,11 +219,11 @@ def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     # Of values that did not pass through the controller.
     for index, part in zip(separate, parts, strict=True):
         values[index] = load_with_buffers(*part)
-    _promised_values = values
+    _inputs.values = values
     try:
         args, kwargs = load_with_buffers(*outer)
     finally:
-        _promised_values = ()
+        _inputs.values = ()
     return args, kwargs
 
 

@@ -164,8 +164,8 @@ class LocalDrone(DroneExecutor):
         )
         return self._stopping and not busy
 
-    def disable_after_fork(self) -> None:
-        super().disable_after_fork()
+    def disable(self) -> None:
+        super().disable()
         self._waiting = False  # no thread waits in this child
 
     def _watch_overlap(self, overlap: Overlap) -> None:

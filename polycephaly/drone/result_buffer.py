@@ -23,7 +23,7 @@ from ..engines.local.status_table import Slot
 from ..runtime import forked
 from ..store.blocks import Store
 from ..store.references import RefTable, Serialized
-from ..timeline.event_log import event_log
+from ..timeline.event_log import EventLog
 from ..wire.exceptions import pack_exception
 from ..wire.messages import (
     EVENT_LOG,
@@ -53,6 +53,7 @@ class ResultBuffer:
         ref_table: RefTable,
         tail: OutputTail,
         drone_store: DroneStore,
+        events: EventLog,
     ) -> None:
         self._status_slot = status_slot
         self._snapshot = snapshot
@@ -60,6 +61,7 @@ class ResultBuffer:
         self._ref_table = ref_table
         self._tail = tail
         self._drone_store = drone_store
+        self._events = events
         self._generation = forked.generation
         # True if the last outcome contains new handles of kept values.
         self._has_new_handles = False
@@ -175,7 +177,7 @@ class ResultBuffer:
         taken = waiting[:]
         del waiting[: len(taken)]
         # First: the processor time of a task must arrive before its outcome.
-        events = event_log.pop_packed()
+        events = self._events.pop_packed()
         entries = [pack_outcome(0, EVENT_LOG, 0.0, 0.0, events, b"")] if events else []
         entries += [entry for entry, _ in taken]
         for number in self._ref_table.take_returned():

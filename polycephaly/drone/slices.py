@@ -70,7 +70,7 @@ class SliceRun:
                 self._run_rows()
         except BaseException as error:
             self.error = error
-        # For a child that a call has forked: see `DroneExecutor.disable_after_fork`.
+        # For a child that a call has forked: see `DroneExecutor.disable`.
         forked.exit_if_forked(generation, self.error)
 
     def _run_items(self, function: Callable[..., Any]) -> None:

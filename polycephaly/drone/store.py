@@ -55,7 +55,6 @@ class DroneStore:
         """Values whose handles were pickled, and that were not yet reported to the controller."""
         self._claims: dict[int, int] = {}  # the controller's claims to each value
         self._claims_lock = threading.Lock()
-        placeholders.local_store = self
 
     def keep(self, number: int, value: Any) -> bytes:
         """Store a value, and return its description for the controller."""

@@ -136,7 +136,7 @@ class DroneHandle:
 
     def is_up(self) -> bool:
         """Return whether the drone can receive messages."""
-        raise NotImplementedError
+        return self.alive
 
     def catch_up(self) -> None:
         """Handle the messages that have arrived in this process but were not read yet. Called while
@@ -154,8 +154,8 @@ class DroneHandle:
         raise NotImplementedError
 
     def last_answered(self) -> int:
-        """Return the number of the last task whose answer was sent, or 0."""
-        raise NotImplementedError
+        """Return the number of the last task whose answer was sent and may still arrive, or 0."""
+        return 0
 
     def heartbeat(self) -> tuple[object, Times]:
         """Return a value that changes while the drone lives, and the processor times of its
@@ -169,7 +169,7 @@ class DroneHandle:
 
     def stall_reason(self) -> str:
         """Return why there is no heartbeat."""
-        raise NotImplementedError
+        return "no heartbeat arrives"
 
     def activity(self, threads: Times) -> tuple[object, Times] | None:
         """Return a value that changes whenever the drone does something for its tasks, and the
@@ -187,21 +187,22 @@ class DroneHandle:
 
     def memory(self, enough: int) -> int:
         """Return the bytes that the drone and the processes started by it hold for themselves. The
-        number is exact if it exceeds `enough`.
+        number is exact if it exceeds `enough`. 0 if the drone has no memory of its own.
         """
-        raise NotImplementedError
+        return 0
 
     def take_output(self) -> OutputItems:
         """Take the output that has arrived."""
-        raise NotImplementedError
+        return []
+
+    def warn_of_no_room(self) -> None:
+        """Warn that a large result came by the message, because shared memory had no room."""
 
     def collect_last_results(self) -> None:
         """Handle the results that the dead drone had sent, or had ready and perhaps not sent."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Release all resources of the dead drone; no message of it is handled any more."""
-        raise NotImplementedError
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ the reactor's lock, and must not block.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "Machine", "find_machine"]
 
 
-class Engine(Protocol):
+class Engine:
     """Starts drones. Sets the supervisor's `registry`, whose functions are pickled against the
     latest snapshot.
     """
@@ -45,21 +46,26 @@ class Engine(Protocol):
         """Return the callable and the arguments to use in place of the initializer's. Called in the
         thread that asks for drones.
         """
+        return initializer, initargs
 
     def can_start(self) -> bool:
         """Return False while a new snapshot is being taken, or if there is no room for a drone."""
+        return True
 
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         """Start the drone with this index. None if that failed, which has then been reported."""
+        raise NotImplementedError
 
     def reclaim(self, handle: DroneHandle) -> None:
         """Reuse the resources of a drone that has ended."""
 
     def snapshot(self) -> Any:
         """Take a new snapshot of this process, in the calling thread. Raises `OSError`."""
+        raise NotImplementedError
 
     def adopt(self, snapshot: Any) -> None:
         """Start all further drones from `snapshot`."""
+        raise NotImplementedError
 
     def discard(self, snapshot: Any) -> None:
         """Release a snapshot that is not needed. Called in any thread, without the reactor's
@@ -70,14 +76,17 @@ class Engine(Protocol):
         """Return the error of the pool if what runs its drones is gone: a cluster, for example.
         Other errors follow from that.
         """
+        return None
 
     def left_out(self, name: str) -> str | None:
         """Return why `name` of `__main__` is missing from the latest snapshot, or None if the
         reason is unknown. Called without the reactor's lock.
         """
+        return None
 
     def share(self, obj: Any) -> Any:
         """Return a handle of `obj` for many calls. Any thread may call this."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Release all resources; no drone is left, and none will be started."""
@@ -129,7 +138,15 @@ _RAY_OPTIONS = {
 }
 
 
-def find_machine(name: object, options: dict[str, Any]) -> Machine:
+_MACHINES = {
+    "local": "polycephaly.engines.local.engine:ThisMachine",
+    "inline": "polycephaly.engines.inline:ThisProcess",
+    "ray": "polycephaly.engines.ray:connect_cluster",
+}
+"""By the name of an engine, what makes its `Machine` from the options. Loaded when first used."""
+
+
+def find_machine(name: str, options: dict[str, Any]) -> Machine:
     """Return the machine of the engine called `name`, with `options` of that engine.
 
     Raises `ValueError` for an unknown engine, `TypeError` for unknown options.
@@ -142,15 +159,11 @@ def find_machine(name: object, options: dict[str, Any]) -> Machine:
     ]
     if cures:
         raise TypeError(f"{unexpected}: {'; '.join(cures)}")
-    if name == "local":
-        if options:
-            hint = " (engine='ray' has)" if options.keys() <= _RAY_OPTIONS else ""
-            raise TypeError(f"{unexpected}: the local engine has no such option{hint}")
-        from ..engines.local.engine import ThisMachine
-
-        return ThisMachine()
-    if name == "ray":
-        from ..engines.ray import connect_cluster
-
-        return connect_cluster(options)
-    raise ValueError(f"unknown engine {name!r}: use 'local' or 'ray'")
+    if name not in list(_MACHINES):  # a list: what cannot be hashed is no name either
+        raise ValueError(f"unknown engine {name!r}: use {', '.join(map(repr, _MACHINES))}")
+    if options and name != "ray":
+        hint = " (engine='ray' has)" if options.keys() <= _RAY_OPTIONS else ""
+        raise TypeError(f"{unexpected}: the {name} engine has no such option{hint}")
+    module, _, attribute = _MACHINES[name].partition(":")
+    machine: Machine = getattr(import_module(module), attribute)(**options)
+    return machine

@@ -69,8 +69,7 @@ def handle_message(handle: DroneHandle, frames: list[bytes]) -> None:
         if len(frames) > 2 and any(
             len(each[4]) >= MIN_LARGE_BYTES and each[1] & ~SHARED != ERROR for each in outcomes
         ):
-            no_room = MemoryError(f"drone {handle.name} found no room for a result")
-            dispatcher.reactor.deliver(partial(handle.ref_table.arena.warn, no_room))
+            dispatcher.reactor.deliver(handle.warn_of_no_room)
     elif kind == HELLO:
         versions = unpack_numbers(frames)
         if versions[:1] != (PROTOCOL,):

@@ -51,7 +51,7 @@ class Pool(ExecutorBase):
     Parameters
     ----------
     drones
-        Number of drones. None: as many as usable cores.
+        Number of drones. None: as many as usable cores, or one with ``engine="inline"``.
     name
         Name of the pool. None: ``pool-N``.
     start, cwd, initializer, initargs, timeout
@@ -85,8 +85,10 @@ class Pool(ExecutorBase):
     on_death
         "replace" a drone that died, or "break" the pool, as the standard library's executor does.
     engine
-        "local", or "ray": drones are Ray actors, with copies of the contents of `__main__`, on any
-        node of the cluster at ``address`` (as in Ray: "auto", "HOST:PORT", or None).
+        "local"; "inline": each task runs in this process, in the order of the calls, for debuggers,
+        coverage and tests (then ``start``, ``env`` and ``cwd`` are refused); or "ray": drones are
+        Ray actors, with copies of the contents of `__main__`, on any node of the cluster at
+        ``address`` (as in Ray: "auto", "HOST:PORT", or None).
     **options
         For Ray: ``address``, ``num_cpus``, ``num_gpus``, ``resources``, ``memory``,
         ``runtime_env``, ``scheduling_strategy`` and the like, which are passed to Ray with each

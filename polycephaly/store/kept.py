@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Generic, Self, TypeVar
 
 from ..promises.promise import Handle
-from . import placeholders
-from .placeholders import ValueOwner, known_owners
+from .placeholders import ValueOwner, current_store, known_owners
 
 __all__ = ["Kept", "restore_handle"]
 
@@ -60,12 +59,13 @@ class Kept(Handle, Generic[T]):
     __slots__ = ("__weakref__", "_owner")
 
     def __init__(self, value: T) -> None:
-        if placeholders.local_store is None:
+        store = current_store()
+        if store is None:
             raise RuntimeError(
                 "Kept(value) was called in a process that is no drone: a value can be kept only by "
                 "the drone whose task calls it; use pool.share(value) for shared memory"
             )
-        self._owner: ValueOwner | None = placeholders.local_store.make(value)
+        self._owner: ValueOwner | None = store.make(value)
 
     @classmethod
     def _from_owner(cls, owner: ValueOwner) -> Self:

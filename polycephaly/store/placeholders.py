@@ -15,6 +15,7 @@ these numbers (KEPT_VALUES) before the result.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakValueDictionary
@@ -30,6 +31,8 @@ __all__ = [
     "PayloadWithRefs",
     "PicklingContext",
     "ValueOwner",
+    "current_store",
+    "drone_thread",
     "known_owners",
     "pickling_state",
     "resolve",
@@ -111,9 +114,10 @@ def split_remote_objects(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
 
 def resolve(number: int) -> Any:
     """Return the kept value, in a drone. Pickles contain this function's name."""
-    if local_store is None:
+    store = current_store()
+    if store is None:
         raise LookupError(f"kept value {number} was requested in a process that is no drone")
-    return local_store.value(number)
+    return store.value(number)
 
 
 class ValueOwner(Protocol):
@@ -140,6 +144,15 @@ class LocalStore(Protocol):
 
 local_store: LocalStore | None = None
 """The store of this drone; None if this process is no drone."""
+drone_thread = threading.local()
+"""Its `store` is that of the drone that runs as this thread, with `engine="inline"`."""
+
+
+def current_store() -> LocalStore | None:
+    """Return the store of the drone in which this thread runs, if any."""
+    store: LocalStore | None = getattr(drone_thread, "store", local_store)
+    return store
+
 
 known_owners: WeakValueDictionary[int, ValueOwner] = WeakValueDictionary()
 """Values kept by a drone's own `Kept(value)`, by number: in the drone that made the value, and

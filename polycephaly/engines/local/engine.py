@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ...drone.child import call_as_imported, call_with_inherited_args, needs_inheritance
 from ...drone.main import drone_main
 from ...pool.drone_handle import DroneHandle
+from ...pool.engine import Engine
 from ...pool.handlers import print_lines
 from ...promises.promise import Promise
 from ...runtime import parent_death
@@ -63,7 +64,7 @@ class ThisMachine:
         return LocalEngine(supervisor)
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """The local engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -112,9 +113,6 @@ class LocalEngine:
             if self._config.start == "spawn"
             else (initializer, initargs)
         )
-
-    def loss(self) -> None:
-        """Return None: this machine is not lost while this process runs."""
 
     def left_out(self, name: str) -> str | None:
         return self._launcher.left_out(name)

@@ -186,6 +186,9 @@ class LocalHandle(DroneHandle):
     def catch_up(self) -> None:
         self.dispatcher.reactor.receive_fast(self, all_messages=True)
 
+    def warn_of_no_room(self) -> None:
+        self.launcher.arena.warn(MemoryError(f"drone {self.name} found no room for a result"))
+
     def collect_last_results(self) -> None:
         reactor = self.dispatcher.reactor
         self.catch_up()  # messages that had already reached this process count

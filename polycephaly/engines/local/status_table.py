@@ -27,7 +27,7 @@ __all__ = ["StatusTable"]
 
 SLOT_BYTES = 16 * 1024  # bytes of a slot, most of them for kept results
 _STARTED, _SENT, _KEPT, _BEAT, _CONTROL_THREAD, _STEPS, _CELLS = range(7)
-_HEADER_BYTES = _CELLS * 8
+HEADER_BYTES = _CELLS * 8
 
 
 class StatusTable:
@@ -54,7 +54,7 @@ class StatusTable:
         return Slot(self._bytes[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES])
 
     def clear(self, slot: int) -> None:
-        self._bytes[slot * SLOT_BYTES : slot * SLOT_BYTES + _HEADER_BYTES] = bytes(_HEADER_BYTES)
+        self._bytes[slot * SLOT_BYTES : slot * SLOT_BYTES + HEADER_BYTES] = bytes(HEADER_BYTES)
 
     def started(self, slot: int) -> int:
         return self._read(slot, _STARTED)
@@ -73,14 +73,14 @@ class StatusTable:
 
     def kept(self, slot: int) -> bytes:
         """Return the results that were done and are not yet known to be sent."""
-        at = slot * SLOT_BYTES + _HEADER_BYTES
+        at = slot * SLOT_BYTES + HEADER_BYTES
         size = self._read(slot, _KEPT)
         return bytes(self._bytes[at : at + size]) if size else b""
 
     def _read(self, slot: int, cell: int) -> int:
         try:
             at = slot * SLOT_BYTES
-            return self._bytes[at : at + _HEADER_BYTES].cast("Q")[cell]
+            return self._bytes[at : at + HEADER_BYTES].cast("Q")[cell]
         except ValueError:  # closed, perhaps by another thread: no drone runs any more
             return 0
 
@@ -94,8 +94,8 @@ class Slot:
     """The writer's side of a slot: one drone's display."""
 
     def __init__(self, memory: memoryview) -> None:
-        self._cells = memory[:_HEADER_BYTES].cast("Q")
-        self._buffer = memory[_HEADER_BYTES:]
+        self._cells = memory[:HEADER_BYTES].cast("Q")
+        self._buffer = memory[HEADER_BYTES:]
         self._kept = 0
         self._is_full = False
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["connect_cluster"]
 
 
-def connect_cluster(options: dict[str, Any]) -> Machine:
+def connect_cluster(**options: Any) -> Machine:
     """Return the cluster that `options` name.
 
     Raises `ImportError` if Ray is not installed, and the errors of `Cluster`.

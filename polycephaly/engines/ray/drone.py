@@ -172,7 +172,13 @@ class RayDrone(DroneExecutor):
         store = PendingResultStore(self._note_large_result)
         super().__init__(spawn_request.name, self._exit_record, snapshot, store, ref_table, tail)
         self._outcomes = _ResultBuffer(
-            self._exit_record, snapshot, self._store, self._ref_table, tail, self._drone_store
+            self._exit_record,
+            snapshot,
+            self._store,
+            self._ref_table,
+            tail,
+            self._drone_store,
+            self._events,
         )
         self.spawn_request = spawn_request
         self._output_files = [OutputFile(folder, name) for name in (OUT, ERR)]

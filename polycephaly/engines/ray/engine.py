@@ -39,7 +39,8 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...errors import Lost
-from ...pool.drone_handle import DroneHandle, State
+from ...pool.drone_handle import State
+from ...pool.engine import Engine
 from ...pool.task import Task
 from ...runtime.procfs import boot_id
 from ...runtime.tuning import tuning
@@ -79,7 +80,7 @@ _DEATH_ERRORS = (
 )  # after each of these the actor counts as dead, and `on_call_failed` kills the actor to be sure
 
 
-class RayEngine:
+class RayEngine(Engine):
     """The Ray engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
     def __init__(self, supervisor: Supervisor, placement: dict[str, Any]) -> None:
@@ -122,11 +123,6 @@ class RayEngine:
         if self._ended or self.is_connected():
             return None
         return RuntimeError(f"Ray was shut down while {self._config.name} was open")
-
-    def initializer(
-        self, initializer: Callable[..., object], initargs: tuple[Any, ...]
-    ) -> tuple[Any, tuple[Any, ...]]:
-        return initializer, initargs
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -390,9 +386,6 @@ class RayEngine:
             handle.dying = True
             self._supervisor.on_died(handle, exitcode)
 
-    def reclaim(self, handle: DroneHandle) -> None:
-        """Do nothing, because Ray has released the resources."""
-
     def _probe_silent_drones(self) -> None:
         """Probe silent drones without an unanswered call, because they may have died.
 
@@ -470,9 +463,6 @@ class RayEngine:
         self._main_copy = snapshot
         if self.is_connected():
             self._create_registry()
-
-    def discard(self, snapshot: Snapshot) -> None:
-        """Do nothing, because a snapshot is only bytes."""
 
     def left_out(self, name: str) -> str | None:
         return self._main_copy.left_out.get(name)

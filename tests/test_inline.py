@@ -1,0 +1,215 @@
+"""`engine="inline"`: the tasks of a pool run in this process, one after the other. What holds for
+all engines is in the tests that are imported below."""
+
+import os
+import sys
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+from engines import running
+from faults import append, lines, wait_for
+from test_promises_within import *  # noqa: F403 - run again, on this engine
+
+import polycephaly as poly
+from polycephaly import DroneDied, Kept
+from polycephaly.runtime.tuning import tuning
+
+ran = []
+gate = threading.Event()
+
+
+@pytest.fixture(scope="module", params=["inline"])
+def engine(request):
+    with running(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def pool():
+    ran.clear()
+    with poly.Pool(2, engine="inline") as pool:
+        yield pool
+
+
+@pytest.fixture
+def deaf_task():
+    """The task heeds no interrupt until the test is over."""
+    gate.clear()
+    yield wait_at_the_gate
+    gate.set()
+    wait_for(lambda: not inline_threads())
+
+
+def drones_of(pool):
+    """A drone that was replaced has another number, by the same name."""
+    return {handle.number for handle in pool._dispatcher.handles}
+
+
+def inline_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "polycephaly-inline"]
+
+
+def note(n):
+    ran.append(n)
+    return threading.get_ident()
+
+
+async def note_both_ends(n):
+    ran.append(("begins", n))
+    await poly.green.sleep(0.001)
+    ran.append(("ends", n))
+    return n
+
+
+def spin(started):
+    append(started, "begun")
+    while True:
+        pass
+
+
+def wait_at_the_gate(started):
+    append(started, "begun")
+    gate.wait()
+
+
+def test_tasks_run_in_this_process_in_the_order_of_the_calls(pool):
+    threads = {promise.value for promise in [pool.promise(note, n) for n in range(3000)]}
+    assert ran == [*range(3000)] and len(threads) == 1
+    assert [*pool.map(note, range(3000, 5000))] == [*threads] * 2000
+    assert ran == [*range(5000)]
+    assert {drone.doit(os.getpid) for drone in pool.drones} == {os.getpid()}
+
+
+def test_one_drone_unless_told_otherwise_and_a_lone_one():
+    with poly.Pool(engine="inline") as pool:
+        assert len(pool.drones) == 1
+    with poly.Drone(engine="inline") as drone:
+        assert drone.doit("6 * 7") == 42
+
+
+def test_arguments_are_those_of_the_call_and_results_are_copies(pool):
+    mine = [1]
+    promise = pool.promise(lambda theirs: (theirs.append(2), theirs)[1], mine)
+    mine.append(3)
+    assert promise.value == [1, 2] and mine == [1, 3]
+
+
+def test_what_is_patched_here_is_patched_there(pool, monkeypatch):
+    stops = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(threading.current_thread()))
+    pool.doit(lambda: breakpoint())
+    (thread,) = stops
+    assert thread.name == "polycephaly-inline"
+
+
+def test_an_error_has_the_frames_of_its_task(pool):
+    with pytest.raises(ZeroDivisionError) as caught:
+        pool.doit(lambda: 1 / 0)
+    assert "test_inline.py" in str(caught.value.__cause__)
+
+
+def test_a_task_is_interrupted_and_the_drone_goes_on(pool, tmp_path):
+    started, before = str(tmp_path / "started"), drones_of(pool)
+    spinning = pool.promise(spin, started)
+    behind = pool.promise(note, 1)
+    wait_for(lambda: lines(started))
+    assert spinning.cancel()
+    with pytest.raises(CancelledError):
+        spinning.result(10)
+    assert behind.result(10) and drones_of(pool) == before
+
+
+def test_a_time_limit_interrupts(pool, tmp_path):
+    with pytest.raises(TimeoutError, match=r"spin ran for more than 0\.05 s"):
+        pool.options(timeout=0.05).doit(spin, str(tmp_path / "started"))
+    assert pool.doit(abs, -1) == 1
+
+
+def test_a_task_that_heeds_no_interrupt_is_left_and_the_others_run(
+    deaf_task, pool, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tuning, "grace_seconds", 0.1)
+    started, before = str(tmp_path / "started"), drones_of(pool)
+    sleeping = pool.promise(deaf_task, started)
+    behind = [pool.promise(note, n) for n in range(20)]
+    wait_for(lambda: lines(started))
+    sleeping.cancel()
+    assert len({promise.result(10) for promise in behind}) == 1
+    assert ran == [*range(20)] and drones_of(pool) != before
+
+
+def test_a_killed_drone_gives_back_what_it_had_not_begun(deaf_task, tmp_path):
+    ran.clear()
+    started = str(tmp_path / "started")
+    with poly.Pool(1, engine="inline") as pool:
+        for n in range(100):  # their length is known
+            pool.doit(note, n)
+        sleeping = pool.promise(deaf_task, started)
+        wait_for(lambda: lines(started))
+        behind = [pool.promise(note, n) for n in range(100, 200)]
+        pool.drones[0].kill()
+        with pytest.raises(DroneDied, match=r"a thread cannot be killed.*while running wait_at"):
+            sleeping.result(10)
+        assert len({promise.result(10) for promise in behind}) == 1
+        assert ran == [*range(200)]
+
+
+def test_no_interrupt_strikes_what_comes_after_its_task(tmp_path):
+    """An interrupt is an exception that is set for a thread: it could strike late."""
+
+    def short():
+        for _ in range(300):
+            pass
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with poly.Pool(2, engine="inline") as pool:
+            before = drones_of(pool)
+            for _ in range(200):
+                some = [pool.promise(short) for _ in range(20)]
+                for promise in some[::2]:
+                    promise.cancel()
+                for promise in some[1::2]:
+                    assert promise.result(10) is None
+            assert pool.doit(abs, -1) == 1 and drones_of(pool) == before
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_coroutines_run_one_after_the_other():
+    ran.clear()
+    with poly.Pool(2, engine="inline", width=4) as pool:
+        assert [*pool.map(note_both_ends, range(5))] == [*range(5)]
+    assert ran == [(what, n) for n in range(5) for what in ("begins", "ends")]
+
+
+def test_values_are_kept_in_their_pool_only(pool):
+    first, second = pool.doit(lambda: [Kept("a"), Kept("b")])
+    with poly.Pool(1, engine="inline") as other:
+        assert other.promise(str.upper, "c", keep=True).value.value == "C"
+        assert pool.doit(lambda a, b: a + b, first, second) == "ab"
+        with pytest.raises(TypeError, match="kept"):
+            other.doit(len, first)
+    with pytest.raises(RuntimeError, match="no drone"):
+        Kept(1)
+
+
+@pytest.mark.parametrize("option", [{"cwd": "/"}, {"env": {"A": "1"}}, {"start": "spawn"}])
+def test_what_needs_a_process_is_refused(option):
+    with pytest.raises(ValueError, match="runs tasks in this process"):
+        poly.Pool(engine="inline", **option)
+
+
+def test_options_of_other_engines_are_refused():
+    with pytest.raises(TypeError, match=r"inline engine has no such option.*ray"):
+        poly.Pool(engine="inline", num_cpus=1)
+
+
+def test_nothing_is_left_of_it():
+    with poly.Pool(2, engine="inline") as pool:
+        pool.doit(abs, -1)
+        with poly.Pool(1) as forked:
+            assert forked.doit(os.getpid) != pool.doit(os.getpid)
+    wait_for(lambda: not inline_threads())
