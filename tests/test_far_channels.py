@@ -1169,7 +1169,7 @@ def test_how_an_image_ended_is_told_though_its_zygote_was_killed_and_nobody_reap
 
 def hold_the_owner():
     async def step():
-        time.sleep(0.4)
+        time.sleep(1.2)
 
     green.spawn(step)
 

@@ -51,11 +51,13 @@ _NO_TOKEN = 0  # token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
 # After the last holder of an end has died, for the next holder to report.
 NEXT_HOLDER_GRACE_SECONDS = 0.1
-# A call waits this long until its drone has reported the ends that came with the call.
-REPORT_TIMEOUT_SECONDS = 1.0
-# Timer steps in the grace period. A suspended machine loses one step at most, however long that
-# lasts.
+# A call waits this long until its drone has reported the ends that came with the call: for ever
+# would be too long for a green thread that holds the scheduler and itself waits for that call.
+REPORT_TIMEOUT_SECONDS = 5.0
+# Steps in which these two times are measured. A suspended machine loses one step at most, however
+# long that lasts.
 GRACE_STEPS = 5
+REPORT_STEPS = 50
 
 
 class _End(Generic[T]):
@@ -337,7 +339,8 @@ def _report_arrival(channel: Channel[Any], number: int, previous: int) -> int:
         partial(_send_at_once, channel, opcodes.OPENED, number, _TOKENS.pack(token, previous), sent)
     )
     if placeholders.local_store is not None and get_ident() != scheduler.owner:
-        sent.acquire(timeout=REPORT_TIMEOUT_SECONDS)
+        step = REPORT_TIMEOUT_SECONDS / REPORT_STEPS
+        any(sent.acquire(timeout=step) for _ in range(REPORT_STEPS))
     return token
 
 
