@@ -24,8 +24,7 @@ import click
 import polycephaly as poly
 from polycephaly.engines.local.handle import LocalHandle
 from polycephaly.pool import dispatcher as dispatchers
-from polycephaly.pool import drone_handle, handlers
-from polycephaly.runtime import reactor
+from polycephaly.pool import drone_handle, handlers, reactor
 
 TASKS = 20_000
 CALLS = 100_000

@@ -221,3 +221,7 @@ def _copy_without_init(error: BaseException) -> BaseException:
     twin.args = error.args
     twin.__dict__.update(error.__dict__)
     return twin
+
+
+class Malformed(ValueError):
+    """A message with an invalid format. Such messages are logged and dropped."""

@@ -57,12 +57,12 @@ from faults import append, hold_until, wait_for
 
 import polycephaly as poly
 from polycephaly.drone import executor as image_runner
-from polycephaly.drone import main as image_main
+from polycephaly.engines.local import drone as image_main
+from polycephaly.memory.arena import REGION_BYTES, Arena
+from polycephaly.memory.blocks import Store
+from polycephaly.memory.references import Received, RefTable, Serialized, load, load_joined
 from polycephaly.pool import task
 from polycephaly.pool.drone_handle import DroneHandle, State
-from polycephaly.store.arena import REGION_BYTES, Arena
-from polycephaly.store.blocks import Store
-from polycephaly.store.references import Received, RefTable, Serialized, load, load_joined
 from polycephaly.timeline import event_log
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
@@ -904,7 +904,7 @@ class ToDrones:
             send_all(link.fast_transport._socket, well_formed(pack_numbers(OPEN)))
             wait_for(lambda: link.bulk_open or not link.alive, SOON)
         for each in said:
-            reactor.post(partial(reactor._router.send_multipart, [link.identity, *each]))
+            reactor.post(partial(link._bulk.router.send_multipart, [link.identity, *each]))
 
     def _marking(self, by: str, mark: str) -> Any:
         """Work that tells, when it is run, that what came before it was heard."""

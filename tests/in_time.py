@@ -14,12 +14,12 @@ from unittest import mock
 
 import polycephaly.pool.dispatcher
 from polycephaly.engines.local.launcher import Launcher
+from polycephaly.memory.references import RefTable
 from polycephaly.pool.config import PoolConfig, TaskOptions
 from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
 from polycephaly.pool.drone_handle import State
 from polycephaly.pool.handlers import handle_message
 from polycephaly.runtime.timers import Timers
-from polycephaly.store.references import RefTable
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.messages import (
     VALUE,

@@ -33,7 +33,7 @@ from polycephaly.pool.drone_handle import State
 from polycephaly.pool.handlers import handle_message, handle_unsent_results
 from polycephaly.pool.task import KeptTask, Slice, Task
 from polycephaly.promises.promise import FINISHED, Promise
-from polycephaly.store import placeholders
+from polycephaly.wire import placeholders
 from polycephaly.wire.exceptions import pack_exception
 from polycephaly.wire.messages import (
     CALL_SLICE,

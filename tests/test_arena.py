@@ -14,11 +14,11 @@ from struct import Struct
 import numpy as np
 import pytest
 
-from polycephaly.store import arena as arena_module
-from polycephaly.store import blocks as store_module
-from polycephaly.store.arena import Arena, Full, view
-from polycephaly.store.blocks import Store, find_place, pristine_view
-from polycephaly.store.references import (
+from polycephaly.memory import arena as arena_module
+from polycephaly.memory import blocks as store_module
+from polycephaly.memory.arena import Arena, Full, view
+from polycephaly.memory.blocks import Store, find_place, pristine_view
+from polycephaly.memory.references import (
     ObjectRef,
     Received,
     RefTable,

@@ -14,8 +14,8 @@ from faults import wait_for
 from scripts import output_of
 
 from polycephaly import green
-from polycephaly.store.arena import Arena
-from polycephaly.store.blocks import Store
+from polycephaly.memory.arena import Arena
+from polycephaly.memory.blocks import Store
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.pickling import MainSnapshot
 

@@ -381,7 +381,8 @@ def test_garbage_that_a_dead_drone_left_in_its_page_harms_nobody():
 def lose_large_messages():
     """They go by ZeroMQ, and are lost with this drone where a SIGKILL comes before ZeroMQ's thread
     has written them."""
-    from polycephaly.drone import executor, main
+    from polycephaly.drone import executor
+    from polycephaly.engines.local import drone as main
 
     sent = main.LocalDrone._send
     main.LocalDrone._send = lambda drone, frames: (

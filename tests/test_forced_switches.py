@@ -12,11 +12,11 @@ from switches import every_meeting, telling_locks
 from polycephaly import Promise
 from polycephaly.green import group as groups
 from polycephaly.green import native
+from polycephaly.memory.references import Received
 from polycephaly.pool import handlers
 from polycephaly.pool import task as work
 from polycephaly.promises import promise as promises
 from polycephaly.promises.promise import FINISHED
-from polycephaly.store.references import Received
 from polycephaly.wire.messages import VALUE
 
 pytestmark = pytest.mark.usefixtures("telling_locks")

@@ -10,10 +10,10 @@ import pytest
 from faults import PackedSlowly, append, wait_for
 
 import polycephaly as poly
-from polycephaly.drone.control_thread import ControlThread
 from polycephaly.drone.executor import DroneExecutor
 from polycephaly.drone.overlap import Overlap
 from polycephaly.drone.slices import SliceRun
+from polycephaly.engines.local.control_thread import ControlThread
 from polycephaly.pool import task as work
 from polycephaly.pool.handlers import _handle_special_outcome
 from polycephaly.runtime import fork_guard
@@ -210,6 +210,7 @@ def told_to_cancel(number, begin):
         _pending_interrupts=Missed(), _main_thread=threading.get_ident(),
     )  # fmt: skip
     runner._claim_interrupt = lambda number: DroneExecutor._claim_interrupt(runner, number)
+    runner._interrupt = lambda: DroneExecutor._interrupt(runner)
     try:
         DroneExecutor._on_cancel(runner, pack_numbers(CANCEL, (number,)))
     finally:

@@ -15,7 +15,7 @@ from faults import PackedSlowly, append, hold_until, lines, wait_for
 
 import polycephaly as poly
 from polycephaly import Kept, Lost, Promise
-from polycephaly.store import placeholders
+from polycephaly.wire import placeholders
 from polycephaly.wire.messages import DROP, TaskBatch
 
 

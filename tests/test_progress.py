@@ -8,7 +8,7 @@ import pytest
 from engines import on_each_engine, poly
 
 from polycephaly import green
-from polycephaly.pool.progress import Progress
+from polycephaly.runtime.progress import Progress
 
 pytestmark = on_each_engine
 

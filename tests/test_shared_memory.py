@@ -26,10 +26,10 @@ from faults import append, hold_until, kill_myself, lines, wait_for
 from scripts import Script, output_of, run_script
 
 import polycephaly as poly
+from polycephaly.memory import arena as arena_module
+from polycephaly.memory import blocks as store_module
 from polycephaly.pool.drone_handle import State
 from polycephaly.runtime.tuning import tuning
-from polycephaly.store import arena as arena_module
-from polycephaly.store import blocks as store_module
 
 MARK = 64 * 1024  # from here on a buffer goes through shared memory
 LONG = 30.0  # seconds: what takes longer does not come

@@ -421,7 +421,7 @@ def test_a_malformed_trail_is_told_and_harms_nothing(caplog):
 
 def test_times_that_cannot_be_are_held_against_what_is_known():
     def tell():
-        from polycephaly.drone import main
+        from polycephaly.engines.local import drone as main
 
         moments = [float("nan"), float("inf"), -1e300, 0.0]
         main.monotonic = lambda: moments.pop() if moments else float("nan")

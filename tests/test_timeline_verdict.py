@@ -119,8 +119,8 @@ def test_idle_drones_count():
 
 
 def test_what_is_not_held_any_more_counts_too():
+    from polycephaly.pool.record import Aggregated
     from polycephaly.timeline import Sums
-    from polycephaly.timeline.record import Aggregated
 
     timeline = poly.Timeline(full(1))
     timeline.add_record(

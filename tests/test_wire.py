@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import polycephaly as poly
-from polycephaly.drone import main as image_main
+from polycephaly.engines.local import drone as image_main
 from polycephaly.wire import messages
 from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.messages import (

@@ -26,12 +26,10 @@ from contextlib import suppress
 from time import monotonic, process_time
 from typing import Any
 
-from ..engines.local.status_table import Slot
+from ..memory.references import RefTable, Serialized
 from ..promises import promise
-from ..store import placeholders
-from ..store.placeholders import pickling_state
-from ..store.references import RefTable, Serialized
 from ..timeline.event_log import EventLog, event_log
+from ..wire import placeholders
 from ..wire.messages import (
     CALL_SLICE,
     CALLS,
@@ -65,6 +63,7 @@ from ..wire.messages import (
     unpack_work,
 )  # fmt: skip
 from ..wire.pickling import MainSnapshot
+from ..wire.placeholders import pickling_state
 from ..wire.slices import (
     ENDED,
     FAILED,
@@ -74,6 +73,7 @@ from ..wire.slices import (
     pack_answers,
     split_head,
 )
+from ..wire.status_table import Slot
 from .child import clear_exit_handlers
 from .console import OutputTail, current_tag, disable_record_order, set_tag
 from .frames import frames_now

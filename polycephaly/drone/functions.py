@@ -11,38 +11,21 @@ import ast
 import itertools
 import linecache
 import textwrap
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+from ..memory.references import load, load_joined, load_with_buffers
 from ..runtime.coroutines import is_coroutine
-from ..store.references import load, load_joined, load_with_buffers
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 from ..wire.pickling import looked_up, main_namespace
+from ..wire.placeholders import promised_values
 from ..wire.slices import BATCHED_TYPES
 
-__all__ = ["LoadedFunction", "compile_source", "define", "promised_value", "run_if_coroutine"]
+__all__ = ["LoadedFunction", "compile_source", "define", "run_if_coroutine"]
 
 MAX_KEPT_SOURCES = 1000
 """Number of code strings whose source lines are kept for tracebacks."""
-
-
-class _Inputs(threading.local):
-    """Values of promises among the arguments, while this thread unpickles these."""
-
-    values: Sequence[Any] = ()
-
-
-_inputs = _Inputs()
-
-
-def promised_value(index: int) -> Any:
-    """Return the value of a promise that is sent beside the arguments.
-
-    Pickled arguments contain calls of this function.
-    """
-    return _inputs.values[index]
 
 
 class LoadedFunction:
@@ -219,11 +202,11 @@ def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     # Of values that did not pass through the controller.
     for index, part in zip(separate, parts, strict=True):
         values[index] = load_with_buffers(*part)
-    _inputs.values = values
+    promised_values.values = values
     try:
         args, kwargs = load_with_buffers(*outer)
     finally:
-        _inputs.values = ()
+        promised_values.values = ()
     return args, kwargs
 
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 from pickle import dumps
 from typing import Any
 
-from ..engines.local.status_table import Slot
+from ..memory.blocks import Store
+from ..memory.references import RefTable, Serialized
 from ..runtime import forked
-from ..store.blocks import Store
-from ..store.references import RefTable, Serialized
 from ..timeline.event_log import EventLog
 from ..wire.exceptions import pack_exception
 from ..wire.messages import (
@@ -38,6 +37,7 @@ from ..wire.messages import (
     pack_values,
 )
 from ..wire.pickling import BULKY_TYPES, MIN_LARGE_BUFFER_BYTES, MainSnapshot, capture, pack
+from ..wire.status_table import Slot
 from .console import OutputTail
 from .store import DroneStore
 

@@ -25,20 +25,16 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
 from itertools import islice
-from struct import Struct
 from typing import Any
 
-from ..store import placeholders
+from ..memory.references import load
 from ..store.kept import restore_handle
-from ..store.references import load
-from ..wire.messages import Malformed
+from ..wire import placeholders
+from ..wire.kept_values import pack_description, pack_kept_value
 
-__all__ = ["DroneStore", "size_of", "unpack_description", "unpack_kept_values"]
+__all__ = ["DroneStore", "size_of"]
 
-_SIZE = Struct("<Q")
-_KEPT_VALUE = Struct("<QQB")
 _DRONE_NUMBER_BIT = 1 << 63  # marks numbers that no task has
 _MAX_EXAMINED_OBJECTS = 1000
 """Number of objects of a value that are examined to estimate its size."""
@@ -58,7 +54,7 @@ class DroneStore:
 
     def keep(self, number: int, value: Any) -> bytes:
         """Store a value, and return its description for the controller."""
-        description = _SIZE.pack(size_of(value)) + _type_name_of(value)
+        description = pack_description(size_of(value), type(value).__qualname__)
         self._claim(number)
         self._values[number] = value
         return description
@@ -73,8 +69,7 @@ class DroneStore:
             number, kept = self.unreported.popitem()
             self._claim(number)
             self._values[number] = kept.value
-            name = _type_name_of(kept.value)
-            entries.append(_KEPT_VALUE.pack(number, kept.nbytes, len(name)) + name)
+            entries.append(pack_kept_value(number, kept.nbytes, type(kept.value).__qualname__))
         return b"".join(entries)
 
     def add_packed(self, number: int, packed: Any) -> None:
@@ -153,31 +148,6 @@ class LocalKeptValue:
             )
         self._store.unreported[self.number] = self
         return restore_handle, (self.number,)
-
-
-def unpack_kept_values(payload: Any) -> Iterator[tuple[int, int, str]]:
-    """Yield number, bytes and type name of each value that `take_unreported` reported.
-
-    Raises `Malformed`.
-    """
-    at = 0
-    while at < len(payload):
-        if len(payload) < at + _KEPT_VALUE.size:
-            raise Malformed(f"an incomplete list of kept values: {len(payload)} bytes")
-        number, nbytes, length = _KEPT_VALUE.unpack_from(payload, at)
-        at += _KEPT_VALUE.size + length
-        yield number, nbytes, bytes(payload[at - length : at]).decode("utf-8", "replace")
-
-
-def _type_name_of(value: Any) -> bytes:
-    return type(value).__qualname__.encode("utf-8", "replace")[:200]
-
-
-def unpack_description(payload: Any) -> tuple[int, str]:
-    """Return bytes and type name from the description that `keep` returned."""
-    if len(payload) < _SIZE.size:
-        return 0, "?"
-    return _SIZE.unpack_from(payload)[0], bytes(payload[_SIZE.size :]).decode("utf-8", "replace")
 
 
 def size_of(value: Any) -> int:

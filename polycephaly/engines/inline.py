@@ -22,19 +22,19 @@ from typing import Any
 
 from ..drone.console import OutputTail
 from ..drone.executor import DroneExecutor
+from ..memory.references import RefTable
 from ..pool.drone_handle import DroneHandle, Times
 from ..pool.engine import Engine
 from ..pool.handlers import handle_message
 from ..pool.supervisor import Supervisor
 from ..pool.task import Task
-from ..store.placeholders import drone_thread
-from ..store.references import RefTable
 from ..store.shared import Shared
 from ..timeline.event_log import EventLog
 from ..wire.functions import FunctionRegistry
 from ..wire.messages import RECALL
 from ..wire.pickling import MainSnapshot, capture
-from .local.status_table import HEADER_BYTES, Slot
+from ..wire.placeholders import drone_thread
+from ..wire.status_table import HEADER_BYTES, Slot
 
 __all__ = ["ThisProcess"]
 

@@ -23,9 +23,9 @@ from time import monotonic
 from typing import Any, Generic, TypeVar, overload
 
 from ..errors import ChannelClosed
-from ..pool.progress import Progress, total_of
 from ..promises.promise import Promise
 from ..runtime.coroutines import is_awaitable, is_coroutine_function
+from ..runtime.progress import Progress, total_of
 from ..timeline.event_log import MIN_EVENT_SECONDS, event_log
 from .call import call_long
 from .channel import Channel

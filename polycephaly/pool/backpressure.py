@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..promises.promise import FINISHED, Signal
 
 if TYPE_CHECKING:
-    from ..runtime.reactor import Reactor
+    from .reactor import Reactor
 
 __all__ = ["BackPressure"]
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Literal, NoReturn, Self, TypeVar, overload
 
-from ..drone import namespace
 from ..promises.promise import Promise
+from ..runtime.progress import total_of
 from ..store.kept import Kept
+from . import namespace
 from .config import (
     TaskOptions,
     check_at_least,
@@ -21,7 +22,6 @@ from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
 from .map import Results, start_map
 from .map_source import OneByOne
-from .progress import total_of
 from .task import KeptTask
 
 __all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "wait_for"]

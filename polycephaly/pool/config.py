@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from ..engines.local.launcher import START_METHODS
 from ..wire.output import Line, forward
 from .engine import Machine
 
@@ -33,6 +32,7 @@ __all__ = [
     "check_work",
 ]  # fmt: skip
 
+START_METHODS = ("fork", "spawn")
 MIN_HANG_TIMEOUT_SECONDS = 0.5
 MIN_MAX_MEMORY_BYTES = 1 << 20  # a smaller limit is a mistake
 

@@ -27,28 +27,28 @@ from functools import partial
 from typing import Any
 
 from ..errors import Lost, copy_error
+from ..memory.references import Serialized
 from ..promises.combining import race
 from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, Signal
 from ..runtime.deferred_sigint import DeferredSigint
-from ..runtime.reactor import Reactor, lease_reactor
 from ..runtime.timers import Timer
 from ..runtime.tuning import tuning
-from ..store.directory import ObjectDirectory
-from ..store.placeholders import PayloadWithRefs
-from ..store.references import Serialized
-from ..timeline.record import TraceBuffer
 from ..wire.functions import FunctionRegistry
 from ..wire.messages import CANCEL, FETCH, RECALL, TaskBatch, pack_numbers
 from ..wire.output import Listener
 from ..wire.pickling import main_namespace
+from ..wire.placeholders import PayloadWithRefs
 from ..wire.slices import FAILED, RUNNING, SMALL_TYPES
 from .backpressure import BackPressure
 from .cancellation import Cancellation
 from .config import PoolConfig, TaskOptions
+from .directory import ObjectDirectory
 from .drone_handle import DroneHandle, State, drain
 from .health import HealthMonitor
 from .leases import Leases
 from .locality import Locality
+from .reactor import Reactor, lease_reactor
+from .record import TraceBuffer
 from .stall_detection import StallDetector
 from .supervisor import Supervisor, pool_error
 from .task import Slice, Task

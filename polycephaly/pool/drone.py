@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..promises.promise import Promise
 from ..timeline import Timeline
-from ..timeline.collecting import take_timeline
 from ..wire.output import forward
 from .base import DroneBase, wait_for
+from .collecting import take_timeline
 from .config import (
     PoolConfig,
     TaskOptions,
@@ -326,7 +326,7 @@ class Drone(DroneBase):
         return f"<Drone {self.name} pid {self._handle.pid}, {state}>"
 
     def _repr_html_(self) -> str:
-        from ..integrations.html import drone_table
+        from .html import drone_table
 
         return drone_table(self)
 

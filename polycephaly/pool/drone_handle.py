@@ -18,13 +18,12 @@ from contextlib import suppress
 from enum import IntEnum
 from math import inf
 from pickle import dumps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import copy_error
+from ..memory.references import Received, RefTable, Serialized
 from ..promises.promise import PENDING, Signal
 from ..runtime.tuning import tuning
-from ..store.placeholders import PayloadWithRefs
-from ..store.references import Received, RefTable, Serialized
 from ..wire.functions import KnownFunctions
 from ..wire.messages import (
     DEFINES,
@@ -38,17 +37,17 @@ from ..wire.messages import (
     unpack_work,
 )
 from ..wire.output import OutputItems, OutputRecord
+from ..wire.placeholders import PayloadWithRefs
 from .task import Sending, Task
 from .waiting import Waiting
 
 if TYPE_CHECKING:
-    from ..engines.local.launcher import Launcher
     from ..runtime.timers import Timer
-    from ..store.directory import RemoteObject
     from ..wire.functions import RemoteFunction
+    from .directory import RemoteObject
     from .dispatcher import Dispatcher
 
-__all__ = ["DroneHandle", "State", "Times", "drain"]
+__all__ = ["DroneHandle", "Spawner", "State", "Times", "drain"]
 
 Times = dict[str, tuple[float, float]]
 """Of each thread: the seconds that it has run, and the seconds that it waited for a processor."""
@@ -70,13 +69,22 @@ class State(IntEnum):
     STARTING, PREPARING, READY, RETIRING, STOPPING, DEAD = range(6)
 
 
+class Spawner(Protocol):
+    """A process that starts drones and reports their ends: a zygote."""
+
+    pid: int
+
+    def kill_zygote(self) -> None: ...
+    def continue_zygote(self) -> None: ...
+
+
 class DroneHandle:
     """The state of one drone, as known in the controller process."""
 
     ref_table: RefTable
     """References to bytes that travel outside the messages, in both directions."""
-    spawner: Launcher | None = None
-    """The launcher that starts the drone and reports its end; None if no zygote does."""
+    spawner: Spawner | None = None
+    """The process that starts the drone and reports its end; None if no process does."""
 
     def __init__(self, dispatcher: Dispatcher, number: int, name: str) -> None:
         self.dispatcher = dispatcher

@@ -16,9 +16,8 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..memory.references import Received
 from ..promises.promise import FINISHED, callbacks
-from ..store.placeholders import sent_bytes
-from ..store.references import Received
 from ..wire.exceptions import unpack_exception
 from ..wire.messages import (
     ERROR,
@@ -47,6 +46,7 @@ from ..wire.messages import (
     unpack_outcomes,
 )
 from ..wire.output import deliver
+from ..wire.placeholders import sent_bytes
 from ..wire.slices import RUNNING, Answers, unpack_split
 from .task import Answer, AnswerBatch, KeptTask, Slice, Task
 

@@ -26,11 +26,10 @@ from dataclasses import replace
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from ..engines.local.launcher import Launcher
 from ..runtime.procfs import state_of
 from ..runtime.tuning import tuning
 from ..wire.messages import FRAMES, Malformed, pack_numbers
-from .drone_handle import DroneHandle, State, Times
+from .drone_handle import DroneHandle, Spawner, State, Times
 from .waiting import Waiting
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class HealthMonitor:
             self._interval = min(self._interval, self._report_waiting / 4)
         self._wait_trackers: dict[DroneHandle, _WaitTracker] = {}
         self._mutual_wait_reported = False
-        self._trackers: dict[DroneHandle | Launcher, _ActivityTracker] = {}
+        self._trackers: dict[DroneHandle | Spawner, _ActivityTracker] = {}
         self._is_scheduled = False
         self._checked_at = 0.0
 
@@ -153,7 +152,7 @@ class HealthMonitor:
                 stalled = isinstance(process, DroneHandle) and process.unresponsive is not None
                 tracker.restart_at(now - self._stall_seconds if stalled else now)
         self._checked_at = now
-        monitored: set[DroneHandle | Launcher] = set()
+        monitored: set[DroneHandle | Spawner] = set()
         for handle in [each for each in self._dispatcher.handles if each.alive]:
             if self._max_memory is not None and handle.pid is not None:
                 self._check_memory(handle, self._max_memory)
@@ -219,7 +218,7 @@ class HealthMonitor:
         handle.unresponsive = None
         self._dispatcher.dedicated_waiting = True
 
-    def _check_zygote(self, launcher: Launcher, tracker: _ActivityTracker, now: float) -> None:
+    def _check_zygote(self, spawner: Spawner, tracker: _ActivityTracker, now: float) -> None:
         """Check whether a signal has stopped the zygote. That is the only sign of trouble, because
         a zygote waits most of the time.
 
@@ -227,7 +226,7 @@ class HealthMonitor:
         `tuning.stopped_zygote_seconds`. That loses nothing, whereas its end would end its
         drones.
         """
-        stopped = state_of(launcher.pid) in ("T", "t")
+        stopped = state_of(spawner.pid) in ("T", "t")
         inactive = tracker.inactive_seconds(now, stopped, {})
         if not stopped:
             tracker.reported = False
@@ -238,12 +237,12 @@ class HealthMonitor:
             log.warning(
                 "the zygote of %s (pid %s) does not respond: it is stopped",
                 self._dispatcher.config.name,
-                launcher.pid,
+                spawner.pid,
             )
         if self._hang_timeout is not None and inactive >= self._hang_timeout:
-            launcher.kill_zygote()
+            spawner.kill_zygote()
         elif inactive >= tuning.stopped_zygote_seconds:
-            launcher.continue_zygote()
+            spawner.continue_zygote()
 
     # -- waits -------------------------------------------------------------------------------------
 

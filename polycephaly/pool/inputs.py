@@ -19,10 +19,10 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from ..drone.functions import promised_value
 from ..errors import copy_error
 from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, pickling_state
 from ..promises.trampoline import Trampoline
+from ..wire.placeholders import promised_value
 
 if TYPE_CHECKING:
     from .task import Task

@@ -22,7 +22,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from ..runtime.tuning import tuning
-from ..store.placeholders import PayloadWithRefs
+from ..wire.placeholders import PayloadWithRefs
 from .drone_handle import DroneHandle, State, drain
 from .task import Task
 

@@ -22,10 +22,10 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ..promises.promise import FINISHED, Promise
+from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
 from ..wire.slices import Answers
 from .map_source import OneByOne
-from .progress import REFRESH_INTERVAL_SECONDS, Progress
 from .task import Slice, Task
 
 __all__ = ["Results", "start_map"]

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..promises.promise import Promise
 from ..store.kept import Kept
-from ..store.placeholders import PicklingContext
 from ..store.shared import Shared
 from ..wire.functions import label
 from ..wire.pickling import BULKY_TYPES, capture
+from ..wire.placeholders import PicklingContext
 from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, ROWS, SMALL_TYPES, pack_calls
 from .task import Slice, Task
 
 if TYPE_CHECKING:
-    from ..runtime.reactor import Reactor
     from .config import TaskOptions
     from .dispatcher import Dispatcher
+    from .reactor import Reactor
 
 __all__ = ["OneByOne", "Source"]
 

@@ -10,9 +10,9 @@ from typing import Any, Self, TypeVar
 
 from ..store.shared import Shared
 from ..timeline import Timeline
-from ..timeline.collecting import take_timeline
 from ..wire.output import Line
 from .base import ExecutorBase
+from .collecting import take_timeline
 from .config import (
     PoolConfig,
     TaskOptions,
@@ -300,6 +300,6 @@ class Pool(ExecutorBase):
         )
 
     def _repr_html_(self) -> str:
-        from ..integrations.html import pool_table
+        from .html import pool_table
 
         return pool_table(self)

@@ -19,6 +19,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Lost, copy_error
+from ..memory.blocks import pristine_view
+from ..memory.references import Received, Serialized, load, load_with_buffers
 from ..promises.promise import (
     CANCELLED,
     DICT_AT_CREATION,
@@ -29,24 +31,22 @@ from ..promises.promise import (
     Spans,
     outcome,
 )
-from ..store.blocks import pristine_view
 from ..store.kept import Kept
-from ..store.placeholders import (
+from ..wire.functions import FunctionRegistry, RemoteFunction
+from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
+from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, capture, join_payloads, pack
+from ..wire.placeholders import (
     PayloadWithRefs,
     PicklingContext,
     split_remote_objects,
     with_remote_objects,
 )
-from ..store.references import Received, Serialized, load, load_with_buffers
-from ..wire.functions import FunctionRegistry, RemoteFunction
-from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
-from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, capture, join_payloads, pack
 from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, slice_calls
 from .flow_graph import record_failure
 from .inputs import Placeholders, cancel_upstream, propagate_failure, remove_settled_hooks
 
 if TYPE_CHECKING:
-    from ..store.directory import RemoteObject
+    from .directory import RemoteObject
     from .dispatcher import Dispatcher
     from .drone_handle import DroneHandle
 

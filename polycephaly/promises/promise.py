@@ -106,7 +106,7 @@ class _PicklingState(threading.local):
     """Set while this thread pickles arguments that may contain promises. Returns the value to
     pickle in place of a promise, in the form of `__reduce__`."""
     context: Any = None
-    """The `PicklingContext` (store/placeholders.py) of the call that this thread is pickling."""
+    """The `PicklingContext` (wire/placeholders.py) of the call that this thread is pickling."""
     for_other_process = False
     """True while this thread pickles a value kept by this drone for another process."""
 
@@ -790,7 +790,7 @@ class Promise(Future[T], Handle, Generic[T]):
         return f"<Promise {state} at {id(self):#x}>"
 
     def _repr_html_(self) -> str:
-        from ..integrations.html import promise_table
+        from .html import promise_table
 
         return promise_table(self)
 

@@ -1,1 +1,1 @@
-"""The lowest layer: the event loop, timers, signals, forks and facts that the kernel reports."""
+"""The lowest layer: timers, signals, forks, and facts that the kernel reports."""

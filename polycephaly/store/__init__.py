@@ -1,1 +1,1 @@
-"""Values outside of messages: shared memory, references to it, shared and kept values, pores."""
+"""Handles of values that are elsewhere: shared values, kept values, pores."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Generic, Self, TypeVar
 
 from ..promises.promise import Handle
-from .placeholders import ValueOwner, current_store, known_owners
+from ..wire.placeholders import ValueOwner, current_store, known_owners
 
 __all__ = ["Kept", "restore_handle"]
 

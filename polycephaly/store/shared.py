@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, Generic, Self, TypeVar
 
+from ..memory.arena import Full, view
+from ..memory.blocks import Store, pristine_view
+from ..memory.references import Serialized, load_with_buffers
 from ..promises.promise import Handle
 from ..wire.pickling import MainSnapshot, pack_strictly
-from .arena import Full, view
-from .blocks import Store, pristine_view
-from .placeholders import pickling_state
-from .references import Serialized, load_with_buffers
+from ..wire.placeholders import pickling_state
 
 __all__ = ["Shared"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .record import Aggregated
+from .entries import Aggregated
 from .spans import Span, Sums
 from .timeline import Timeline
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .spans import Span, Sums, sums_of
 
 if TYPE_CHECKING:
-    from .record import Aggregated, Entry
+    from .entries import Aggregated, Entry
 
 __all__ = ["Timeline"]
 

@@ -27,19 +27,16 @@ from math import inf
 from operator import is_
 from pickle import dumps
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
+from ..memory.blocks import Store
+from ..memory.references import Serialized
 from ..promises.promise import NeedsPlaceholder
 from ..runtime.coroutines import is_coroutine_function
-from ..store.blocks import Store
-from ..store.placeholders import PicklingContext
-from ..store.references import Serialized
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
 from .pickling import ATOMIC_TYPES, MainSnapshot, goes_with_calls, main_namespace, pack
-
-if TYPE_CHECKING:
-    from ..store.directory import ObjectDirectory, RemoteObject
+from .placeholders import Directory, PicklingContext
 
 __all__ = ["FunctionRegistry", "KnownFunctions", "RemoteFunction", "goes_by_reference"]
 
@@ -74,7 +71,7 @@ class RemoteFunction:
         # definition is then for one call.
         self.captures = False
         # The captured kept values, held here until that call holds them.
-        self.kept: dict[int, RemoteObject] = {}
+        self.kept: dict[int, Any] = {}
         self.moved: list[Any] = []
         # A drone may run several calls at once, as green threads.
         self.overlaps = kind == DEFINE_OVERLAPPING
@@ -174,7 +171,7 @@ class FunctionRegistry:
         snapshot: MainSnapshot,
         store: Store | None,
         overlaps: bool = False,
-        directory: ObjectDirectory | None = None,
+        directory: Directory | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.directory = directory

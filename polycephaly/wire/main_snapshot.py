@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from ..store.arena import Arena, Full, RangeRef, view
-from ..store.blocks import Store
-from ..store.references import Serialized, load_with_buffers
+from ..memory.arena import Arena, Full, RangeRef, view
+from ..memory.blocks import Store
+from ..memory.references import Serialized, load_with_buffers
 from .pickling import (
     MainSnapshot,
     capture,

@@ -28,6 +28,8 @@ from struct import Struct, error, unpack, unpack_from
 from struct import pack as struct_pack
 from typing import Any
 
+from ..errors import Malformed
+
 __all__ = [
     "Item", "Malformed", "Outcome", "TaskBatch", "message_type", "pack_frames", "pack_numbers",
     "pack_outcome", "pack_outcomes", "pack_values", "status_of", "unpack_frames", "unpack_lists",
@@ -65,22 +67,18 @@ RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES = range(6, 11)
 # their number is that of the task whose value is kept, or the number that the drone gave to the
 # value. KEPT_VALUES lists the values made by a drone whose handles are in the result of a task.
 # RELEASE_RANGE and RANGE_RELEASED belong to no task: their number is that of an object reference
-# (store/references.py) that its receiver no longer needs.
+# (memory/references.py) that its receiver no longer needs.
 
 LARGE = 0x80
 """Bit of an item's kind: its payload is a frame of its own, which avoids a copy into the body."""
 MIN_LARGE_BYTES = 64 * 1024
 SHARED = 0x40
-"""Bit of an item's kind: its payload is the header (store/references.py) of shared memory."""
+"""Bit of an item's kind: its payload is the header (memory/references.py) of shared memory."""
 KEEP = 0x20
 """Bit of a call's kind: the drone keeps the value, and the answer only describes this value."""
 
 _ITEM = Struct("<QBIQ")  # number, kind, definition, payload bytes
 _OUTCOME = Struct("<QBddII")  # number, status, started, finished, payload bytes, output bytes
-
-
-class Malformed(ValueError):
-    """A message with an invalid format. Such messages are logged and dropped."""
 
 
 # Entries are plain tuples: creating a named tuple takes longer than pickling its content.
@@ -197,7 +195,7 @@ def pack_outcome(
 ) -> bytes:
     """Return one entry of a RESULTS body.
 
-    Outcomes that wait in the status table (engines/local/status_table.py) have the same format.
+    Outcomes that wait in the status table (wire/status_table.py) have the same format.
     """
     entry = _OUTCOME.pack(number, status, started, finished, len(payload), len(output))
     return entry + payload + output if output else entry + payload

@@ -35,10 +35,10 @@ from weakref import WeakSet, ref
 import cloudpickle
 from cloudpickle.cloudpickle import _class_setstate
 
+from ..memory.arena import Full
+from ..memory.blocks import MIN_SHARED_PICKLE_BYTES, Store
+from ..memory.references import Place, Serialized
 from ..promises.promise import NeedsPlaceholder
-from ..store.arena import Full
-from ..store.blocks import MIN_SHARED_PICKLE_BYTES, Store
-from ..store.references import Place, Serialized
 
 __all__ = [
     "ATOMIC_TYPES",

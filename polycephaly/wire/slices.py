@@ -19,8 +19,8 @@ from pickle import dumps, loads
 from struct import Struct
 from typing import Any, NamedTuple
 
-from ..store.blocks import Store
-from ..store.references import Serialized, load_joined, load_with_buffers
+from ..memory.blocks import Store
+from ..memory.references import Serialized, load_joined, load_with_buffers
 from .messages import Malformed
 from .pickling import ATOMIC_TYPES, join_payloads
 

@@ -29,10 +29,10 @@ from runpy import run_path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...store.arena import Arena
+from ...memory.arena import Arena
 from ...wire.main_snapshot import Snapshot, restore_snapshot
 from ...wire.pickling import MainSnapshot
-from .status_table import StatusTable
+from ...wire.status_table import StatusTable
 
 if TYPE_CHECKING:
     from .zygote import DroneSpec

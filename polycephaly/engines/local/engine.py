@@ -20,7 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...drone.child import call_as_imported, call_with_inherited_args, needs_inheritance
-from ...drone.main import drone_main
+from ...memory.arena import Arena
+from ...memory.blocks import Store
 from ...pool.drone_handle import DroneHandle
 from ...pool.engine import Engine
 from ...pool.handlers import print_lines
@@ -28,13 +29,13 @@ from ...promises.promise import Promise
 from ...runtime import parent_death
 from ...runtime.system_limits import check_descriptors, name_limit, shared_memory_ceiling
 from ...runtime.tuning import tuning
-from ...store.arena import Arena
-from ...store.blocks import Store
 from ...store.shared import Shared, share
 from ...wire.addresses import channel_address, record_exit
 from ...wire.fast_transport import FastTransport
 from ...wire.functions import FunctionRegistry
 from ...wire.output import OutputSource
+from .bulk import BulkSocket
+from .drone import drone_main
 from .handle import LocalHandle
 from .launcher import Launcher
 from .zygote import DroneSpec, Order
@@ -73,6 +74,7 @@ class LocalEngine(Engine):
         self._dispatcher = supervisor.dispatcher
         self._config = self._dispatcher.config
         self._reactor = self._dispatcher.reactor
+        self._bulk = self._reactor.source(BulkSocket)
         self._zygote_lost = self._started = False
         self._free_slots = list(range(2 * self._config.size - 1, -1, -1))
         self._launchers: list[Launcher] = []
@@ -89,7 +91,7 @@ class LocalEngine(Engine):
             )
             self._launcher = self.snapshot()
             try:
-                self._reactor.open_endpoint()
+                self._bulk.open()
                 self._create_registry(self._launcher)
             except BaseException:
                 self._launcher.end()
@@ -152,7 +154,7 @@ class LocalEngine(Engine):
 
     def start(self, number: int, name: str, index: int) -> LocalHandle | None:
         slot = self._free_slots.pop()
-        handle = LocalHandle(self._dispatcher, number, slot, name, self._launcher)
+        handle = LocalHandle(self._dispatcher, number, slot, name, self._launcher, self._bulk)
         ends: list[int] = []
         try:
             for stream in ("stdout", "stderr"):
@@ -182,7 +184,7 @@ class LocalEngine(Engine):
                 os.close(fd)
         for each in handle.streams:
             self._watch(each.fileno(), self._read_stream, handle, each)
-        self._reactor.add_handle(handle)
+        handle.open()
         return handle
 
     def _read_stream(self, handle: LocalHandle, stream: OutputSource) -> None:
@@ -248,7 +250,7 @@ class LocalEngine(Engine):
     def snapshot(self) -> Launcher:
         spec = DroneSpec(
             drone_main,
-            self._reactor.endpoint.directory,
+            self._bulk.directory,
             2 * self._config.size,
             parent_death.new_family(),
             self._inherited_args,
@@ -294,7 +296,7 @@ class LocalEngine(Engine):
         for handle in orphaned:
             # The kernel has killed the drone, but not the programs that the drone had started.
             if handle.pid is not None:
-                address = channel_address(self._reactor.endpoint.directory, handle.pid)
+                address = channel_address(self._bulk.directory, handle.pid)
                 record_exit(address, -signal.SIGKILL)
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(handle.pid, signal.SIGKILL)
@@ -346,7 +348,8 @@ class LocalEngine(Engine):
             self._reactor.unwatch(launcher.fileno())
             if launcher.pidfd is not None:
                 self._reactor.unwatch(launcher.pidfd)
-        self._reactor.last_zygotes += self._launchers
+        # If this process is killed, a zygote removes its directory: the last ones end after that.
+        self._reactor.last_callbacks += [launcher.end for launcher in self._launchers]
         self._launchers.clear()
         self._arena.end()
 

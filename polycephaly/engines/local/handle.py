@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ...memory.references import RefTable
 from ...pool.drone_handle import DroneHandle, Times
-from ...pool.handlers import handle_unsent_results
+from ...pool.handlers import handle_message, handle_unsent_results
 from ...pool.task import Task
 from ...runtime import parent_death
 from ...runtime.procfs import (
@@ -19,18 +21,18 @@ from ...runtime.procfs import (
     system_call_of,
     threads_of,
 )
-from ...store.references import RefTable
 from ...wire.fast_transport import FastTransport
-from ...wire.messages import OPEN, pack_numbers
+from ...wire.messages import OPEN, Malformed, pack_numbers
 from ...wire.output import OutputItems, OutputMerger, OutputSource
+from .bulk import BulkSocket
 from .launcher import Launcher
 
 if TYPE_CHECKING:
-    import zmq
-
     from ...pool.dispatcher import Dispatcher
 
 __all__ = ["LocalHandle"]
+
+log = logging.getLogger(__name__)
 
 # Messages read from ZeroMQ after a drone's death. Those behind them count as in transit.
 MAX_DRAINED_MESSAGES = 1000
@@ -47,11 +49,18 @@ _IDLE_REASON = "the process holds its interpreter and does nothing"
 
 class LocalHandle(DroneHandle):
     def __init__(
-        self, dispatcher: Dispatcher, number: int, slot: int, name: str, launcher: Launcher
+        self,
+        dispatcher: Dispatcher,
+        number: int,
+        slot: int,
+        name: str,
+        launcher: Launcher,
+        bulk: BulkSocket,
     ) -> None:
         super().__init__(dispatcher, number, name)
         self.slot = slot
-        self.launcher = launcher
+        self.launcher = self.spawner = launcher
+        self._bulk = bulk
         self.identity = b"\x01" + os.urandom(16)
         self.streams: list[OutputSource] = []
         self._merge = OutputMerger()
@@ -60,10 +69,6 @@ class LocalHandle(DroneHandle):
         self._bulk_waiting: list[list[bytes]] = []
         self._open_requested = False
         self.ref_table = RefTable(launcher.arena, number, self._schedule_release_report)
-
-    @property
-    def spawner(self) -> Launcher:  # type: ignore[override]
-        return self.launcher
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -83,11 +88,10 @@ class LocalHandle(DroneHandle):
                 task.sending.by_bulk = True
         self.bulk_unanswered += len(tasks)
         if self.bulk_open:
-            reactor = self.dispatcher.reactor
-            reactor.router.send_multipart([self.identity, *frames])
+            self._bulk.router.send_multipart([self.identity, *frames])
             # In a caller's thread, the send may have consumed ZeroMQ's signal of an incoming
             # message, for which the reactor is sleeping.
-            reactor.wake()
+            self.dispatcher.reactor.wake()
         else:
             self._bulk_waiting.append(frames)
             self._request_open()
@@ -100,13 +104,13 @@ class LocalHandle(DroneHandle):
             if not self._open_requested:
                 self.dispatcher.call_later(RETRY_INTERVAL_SECONDS, self._request_open)
 
-    def open_bulk(self, router: zmq.Socket[bytes]) -> None:
+    def open_bulk(self) -> None:
         """Send the waiting messages. The drone's DEALER has sent HELLO: only now does the ROUTER
         have a route to the drone.
         """
         self.bulk_open = True
         for frames in self._bulk_waiting:
-            router.send_multipart([self.identity, *frames])
+            self._bulk.router.send_multipart([self.identity, *frames])
         self._bulk_waiting.clear()
 
     def kill(self, kill_reason: str = "") -> None:
@@ -183,23 +187,64 @@ class LocalHandle(DroneHandle):
         self.keep_stderr_lines(heard)
         return heard
 
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Receive from now on."""
+        assert self.fast_transport is not None
+        self._bulk.add_handle(self)
+        self.dispatcher.reactor.watch_fast(self.fast_transport.fileno(), self.receive)
+
+    def receive(self) -> bool:
+        """Handle one message of the fast transport, whose descriptor will report the next. Return
+        False if there is none.
+        """
+        if self.fast_transport is None:
+            return False
+        try:
+            frames = self.fast_transport.receive()
+        except Malformed as malformed:
+            self._on_malformed(malformed)
+            return True
+        if frames is None:
+            return False
+        # The other end is closed; the zygote will report how the drone ended.
+        if not frames:
+            self.dispatcher.reactor.unwatch_fast(self.fast_transport.fileno())
+            return False
+        self.handle_message(frames)
+        return True
+
+    def handle_message(self, frames: list[bytes]) -> None:
+        try:
+            handle_message(self, frames)
+        except Malformed as malformed:
+            self._on_malformed(malformed)
+        except Exception as error:
+            self.dispatcher.fail(error)
+
+    def _on_malformed(self, malformed: Malformed) -> None:
+        log.warning("a malformed message of %s was dropped: %s", self.name, malformed)
+        self.dispatcher.watch_for_lost_answer(self)
+
     def catch_up(self) -> None:
-        self.dispatcher.reactor.receive_fast(self, all_messages=True)
+        while self.receive():
+            pass
 
     def warn_of_no_room(self) -> None:
         self.launcher.arena.warn(MemoryError(f"drone {self.name} found no room for a result"))
 
     def collect_last_results(self) -> None:
-        reactor = self.dispatcher.reactor
         self.catch_up()  # messages that had already reached this process count
-        reactor.receive_bulk(MAX_DRAINED_MESSAGES)
+        self._bulk.receive(MAX_DRAINED_MESSAGES)
         handle_unsent_results(self, self.launcher.status_table.kept(self.slot))
 
     def close(self) -> None:
         reactor = self.dispatcher.reactor
-        reactor.remove_handle(self)
+        self._bulk.remove_handle(self)
         ends: list[OutputSource | FastTransport] = [*self.streams]
         if self.fast_transport is not None:
+            reactor.unwatch_fast(self.fast_transport.fileno())
             ends.append(self.fast_transport)
         for end in ends:
             with suppress(ValueError, OSError):

@@ -19,20 +19,18 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from ...memory.arena import RangeRef, hold_ranges_through_fork
+from ...memory.blocks import Store
 from ...runtime import fork_guard, parent_death
-from ...store.arena import RangeRef, hold_ranges_through_fork
-from ...store.blocks import Store
 from ...wire import addresses
 from ...wire.main_snapshot import Snapshot, take_snapshot
 from ...wire.pickling import MainSnapshot, shared_snapshots
+from ...wire.status_table import StatusTable
 from .bare import start_bare_zygote
 from .native_threads import UnsafeFork, check_after_fork, check_before_fork
-from .status_table import StatusTable
 from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, run_zygote
 
-__all__ = ["START_METHODS", "Launcher"]
-
-START_METHODS = ("fork", "spawn")
+__all__ = ["Launcher"]
 
 
 class Launcher:

@@ -37,12 +37,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ...memory.arena import Arena
 from ...runtime import parent_death
 from ...runtime.connections import replace_connections
-from ...store.arena import Arena
 from ...wire.addresses import channel_address, record_exit
 from ...wire.pickling import MainSnapshot
-from .status_table import StatusTable
+from ...wire.status_table import StatusTable
 
 if TYPE_CHECKING:
     from .bare import MainMaker

@@ -26,9 +26,9 @@ from typing import Any
 import ray
 
 from ...errors import Lost
-from ...store.arena import Full
-from ...store.blocks import MIN_SHARED_PICKLE_BYTES
-from ...store.references import Received, Serialized, unpack_header
+from ...memory.arena import Full
+from ...memory.blocks import MIN_SHARED_PICKLE_BYTES
+from ...memory.references import Received, Serialized, unpack_header
 
 __all__ = [
     "LazyBuffers",

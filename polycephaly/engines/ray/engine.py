@@ -39,12 +39,12 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...errors import Lost
+from ...memory.arena import Full
 from ...pool.drone_handle import State
 from ...pool.engine import Engine
 from ...pool.task import Task
 from ...runtime.procfs import boot_id
 from ...runtime.tuning import tuning
-from ...store.arena import Full
 from ...wire import main_snapshot as snapshot
 from ...wire.functions import FunctionRegistry
 from ...wire.main_snapshot import Snapshot

@@ -4,7 +4,7 @@
     descriptors 1 and 2 ──> out, err ────────────┴── read on that node after a death ──> driver
 
 The page has the task that had begun, and the results that did not reach the driver, as on one
-machine (engines/local/status_table.py). A result stays there until the driver has acknowledged the
+machine (wire/status_table.py). A result stays there until the driver has acknowledged the
 report that brought it.
 
 Output that was read some megabytes ago is freed, so that a drone that prints for days fills no
@@ -32,7 +32,7 @@ from io import FileIO
 from typing import Any, NamedTuple
 
 from ...runtime.procfs import start_time_of
-from ..local.status_table import SLOT_BYTES, Slot, StatusTable
+from ...wire.status_table import SLOT_BYTES, Slot, StatusTable
 
 __all__ = [
     "ExitRecord",

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from ...errors import Lost
+from ...memory.references import Serialized
 from ...pool.drone_handle import DroneHandle, State
 from ...pool.handlers import handle_message, handle_unsent_results, print_lines
 from ...pool.task import Task
-from ...store.placeholders import split_remote_objects
-from ...store.references import Serialized
 from ...wire.messages import STOP, WORK, Malformed
 from ...wire.output import Line, LineSplitter, OutputItems, OutputMerger, OutputRecord
+from ...wire.placeholders import split_remote_objects
 from .buffers import RayRefTable
 from .drone import Report, SpawnReply
 from .exit_record import FinalState

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self, TypeVar
 
+from ...memory.references import Serialized, load_with_buffers
 from ...promises.promise import FINISHED, Handle, Promise, misplaced_error, pickling_state
-from ...store.references import Serialized, load_with_buffers
 from ...wire.functions import FunctionRegistry
 from ...wire.pickling import MainSnapshot, pack_strictly
 from .buffers import LazyBuffers, RayStore

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ...errors import ChannelClosed, DroneDied
-from ...store import placeholders
+from ...wire import placeholders
 from .. import channel as channels
 from ..scheduler import scheduler
 from . import opcodes
@@ -39,7 +39,6 @@ from .connection import HANDLERS, LOSS_CALLBACKS, PeerConnection, keep_last
 from .handlers import channel_of
 
 if TYPE_CHECKING:
-    from ...pool.task import Task
     from ..channel import Channel
     from ..select import Guard
 
@@ -126,7 +125,7 @@ class _End(Generic[T]):
             placeholders.pickling_state.context.add_moved(self)
         return _unpickle_end, (type(self), self.channel, self._number, self._token)
 
-    def _follow_task(self, task: Task) -> None:
+    def _follow_task(self, task: Any) -> None:
         """Follow a task that has the end among its arguments, or captured. Any thread may call
         this.
         """
@@ -144,7 +143,7 @@ class _End(Generic[T]):
             # No drone has the task, so none can still open the end later.
             task.channel_ends = ()
 
-    def _on_task_lost(self, task: Task) -> None:
+    def _on_task_lost(self, task: Any) -> None:
         """Handle a task that was settled before and, as is known now, has come to nothing."""
         scheduler.post(
             partial(self._check_misplaced_later, task._exception or _cancelled_error(task))

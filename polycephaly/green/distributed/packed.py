@@ -5,8 +5,8 @@ from __future__ import annotations
 from pickle import loads
 from typing import Any
 
-from ...store import placeholders
 from ...wire import pickling as capturing
+from ...wire import placeholders
 from ...wire.exceptions import pack_exception, unpack_exception
 
 __all__ = [

@@ -27,10 +27,10 @@ from mmap import MAP_SHARED
 from typing import Any
 
 from ...errors import PoreClosed, copy_error
+from ...memory.arena import map_range
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
 from ...runtime.procfs import start_time_of
-from ..arena import map_range
 from .frames import FAREWELL, GREETING
 from .inbox import MAX_NAME_BYTES, is_trusted_peer
 

@@ -20,12 +20,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ...errors import PoreClosed
+from ...memory.arena import map_range
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
 from ...runtime.procfs import start_time_of
 from ...runtime.system_limits import shared_memory_ceiling
 from ...wire import pickling
-from ..arena import map_range
 from .frames import HEAD, MAX_MESSAGE_BYTES, TOLD, WROTE, Message, message_of
 from .holder import Content, Holder, PoreIdentity, machine_id, process_name
 from .inbox import Inbox

@@ -23,7 +23,7 @@ from pickle import loads
 from struct import Struct
 from typing import Any
 
-from ..wire.messages import Malformed
+from ..errors import Malformed
 from .arena import MAX_REGIONS, REGION_BYTES, Arena, RangeRef, view
 
 __all__ = [

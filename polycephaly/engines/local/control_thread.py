@@ -22,10 +22,10 @@ from queue import SimpleQueue
 from time import sleep
 from typing import TYPE_CHECKING
 
-from ..runtime import fork_guard
+from ...runtime import fork_guard
 
 if TYPE_CHECKING:
-    from .main import LocalDrone
+    from .drone import LocalDrone
 
 __all__ = ["HEARTBEAT_SECONDS", "ControlThread"]
 

@@ -1,7 +1,7 @@
-"""The HTML of pools, drones and promises in a notebook: small tables, with all user text escaped.
+"""The HTML of promises in a notebook: small tables, with all user text escaped.
 
-Called in any thread without the reactor's lock. The state may change while it is read, so a table
-need not be consistent.
+Called in any thread without a lock. The state may change while it is read, so a table need not be
+consistent.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..pool.drone_handle import DroneHandle, State
-
 if TYPE_CHECKING:
-    from ..pool.drone import Drone
-    from ..pool.pool import Pool
-    from ..promises.promise import Promise, Spans
+    from .promise import Promise, Spans
 
-__all__ = ["drone_table", "pool_table", "promise_table"]
+__all__ = ["promise_table", "table"]
 
 _BAR_PIXELS = 320
 _PHASES = (  # for each phase: the time in `Spans` at which the phase begins, its colour, its name
@@ -30,46 +26,13 @@ _PHASES = (  # for each phase: the time in `Spans` at which the phase begins, it
 )
 
 
-def pool_table(pool: Pool) -> str:
-    handles = [] if pool._dispatcher.has_ended else list(pool._dispatcher.handles)
-    return _table(repr(pool), ("drone", "pid", "state", "runs", "done"), map(_row, handles))
-
-
-def drone_table(drone: Drone) -> str:
-    return _table(repr(drone), ("drone", "pid", "state", "runs", "done"), [_row(drone._handle)])
-
-
 def promise_table(promise: Promise[Any]) -> str:
     spans = promise.spans
     definition = getattr(promise, "definition", None)
     rows: list[tuple[object, ...]] = [("task", definition.label)] if definition is not None else []
     if spans.drone is not None:
         rows.append(("drone", spans.drone))
-    return _table(repr(promise), (), rows, _bar(spans, promise))
-
-
-def _row(handle: DroneHandle) -> tuple[object, ...]:
-    return handle.name, handle.pid or "", _state(handle), _runs(handle), handle.tasks_done
-
-
-def _state(handle: DroneHandle) -> str:
-    if handle.state is State.DEAD:
-        return f"ended, exit code {handle.exitcode}"
-    if handle.unresponsive:
-        return f"unresponsive: {handle.unresponsive}"
-    if handle.state is not State.READY:
-        return handle.state.name.lower()
-    return "busy" if handle.in_flight else "idle"
-
-
-def _runs(handle: DroneHandle) -> str:
-    """Return the label of the task that the drone runs, or how many tasks overlap, or ""."""
-    if not handle.in_flight or not handle.alive:
-        return ""
-    if handle.overlapping:
-        return f"{handle.overlapping} at once"
-    task = handle.in_flight.get(handle.last_started())
-    return "" if task is None else task.definition.label
+    return table(repr(promise), (), rows, _bar(spans, promise))
 
 
 def _bar(spans: Spans, promise: Promise[Any]) -> str:
@@ -108,7 +71,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
-def _table(
+def table(
     title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]], below: str = ""
 ) -> str:
     """Return a table under a title. Title and cells are escaped; `columns` and `below` are not."""

@@ -24,19 +24,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
-from ..drone.store import unpack_description, unpack_kept_values
 from ..errors import DroneDied, Lost
-from ..pool.drone_handle import State
-from ..pool.task import KeptTask, Task
+from ..memory.references import Received, load
 from ..promises.promise import FINISHED, Promise, Signal
 from ..wire.exceptions import unpack_exception
-from .placeholders import known_owners, pickling_state, resolve
-from .references import Received, load
+from ..wire.kept_values import unpack_description, unpack_kept_values
+from ..wire.placeholders import known_owners, pickling_state, resolve
+from .drone_handle import State
+from .task import KeptTask, Task
 
 if TYPE_CHECKING:
-    from ..pool.dispatcher import Dispatcher
-    from ..pool.drone_handle import DroneHandle
     from ..wire.functions import RemoteFunction
+    from .dispatcher import Dispatcher
+    from .drone_handle import DroneHandle
 
 __all__ = ["ObjectDirectory", "RemoteObject"]
 

@@ -16,18 +16,18 @@ these numbers (KEPT_VALUES) before the result.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakValueDictionary
 
+from ..memory.references import Serialized
 from ..promises.promise import pickling_state
-from .references import Serialized
 
 if TYPE_CHECKING:
-    from ..wire.pickling import MainSnapshot
-    from .directory import ObjectDirectory, RemoteObject
+    from .pickling import MainSnapshot
 
 __all__ = [
+    "Directory",
     "PayloadWithRefs",
     "PicklingContext",
     "ValueOwner",
@@ -35,10 +35,19 @@ __all__ = [
     "drone_thread",
     "known_owners",
     "pickling_state",
+    "promised_value",
+    "promised_values",
     "resolve",
     "split_remote_objects",
     "with_remote_objects",
 ]
+
+
+class Directory(Protocol):
+    """What a pool knows of the values that its drones keep."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class PicklingContext:
@@ -52,12 +61,10 @@ class PicklingContext:
 
     __slots__ = ("_outer", "directory", "moved", "remote_objects", "snapshot")
 
-    def __init__(
-        self, directory: ObjectDirectory | None, snapshot: MainSnapshot | None = None
-    ) -> None:
+    def __init__(self, directory: Directory | None, snapshot: MainSnapshot | None = None) -> None:
         self.directory = directory
         self.snapshot = snapshot
-        self.remote_objects: dict[int, RemoteObject] | None = None
+        self.remote_objects: dict[int, Any] | None = None
         self.moved: list[Any] | None = None
 
     def add_moved(self, thing: Any) -> None:
@@ -81,9 +88,7 @@ class PayloadWithRefs:
 
     __slots__ = ("payload", "remote_objects")
 
-    def __init__(
-        self, payload: bytes | Serialized, remote_objects: dict[int, RemoteObject]
-    ) -> None:
+    def __init__(self, payload: bytes | Serialized, remote_objects: dict[int, Any]) -> None:
         self.payload = payload
         self.remote_objects = remote_objects
 
@@ -97,13 +102,13 @@ def sent_bytes(payload: Any) -> int:
     return payload.bytes_sent if isinstance(payload, Serialized) else len(payload)
 
 
-def with_remote_objects(payload: Any, remote_objects: dict[int, RemoteObject]) -> Any:
+def with_remote_objects(payload: Any, remote_objects: dict[int, Any]) -> Any:
     """Return `payload`, holding `remote_objects` in addition."""
     inner, before = split_remote_objects(payload)
     return PayloadWithRefs(inner, before | remote_objects) if remote_objects else payload
 
 
-def split_remote_objects(payload: Any) -> tuple[Any, dict[int, RemoteObject]]:
+def split_remote_objects(payload: Any) -> tuple[Any, dict[int, Any]]:
     """Return the payload itself, and the remote objects that it holds."""
     return (
         (payload.payload, payload.remote_objects)
@@ -118,6 +123,23 @@ def resolve(number: int) -> Any:
     if store is None:
         raise LookupError(f"kept value {number} was requested in a process that is no drone")
     return store.value(number)
+
+
+class _PromisedValues(threading.local):
+    """Values of promises among the arguments, while this thread of a drone unpickles these."""
+
+    values: Sequence[Any] = ()
+
+
+promised_values = _PromisedValues()
+
+
+def promised_value(index: int) -> Any:
+    """Return the value of a promise that is sent beside the arguments.
+
+    Pickles contain this function's name.
+    """
+    return promised_values.values[index]
 
 
 class ValueOwner(Protocol):

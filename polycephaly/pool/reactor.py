@@ -33,39 +33,44 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import zmq
-
-from ..pool.handlers import handle_message
 from ..promises import promise as promises
 from ..promises.promise import FINISHED, Promise, callbacks, settling_threads
-from ..wire.endpoint import BulkTransport, has_input, input_fd
-from ..wire.messages import Malformed
-from . import fork_guard, parent_death
-from .deferred_sigint import DeferredSigint, is_safe_from_signals
-from .timers import Timer, Timers
-from .tuning import tuning
+from ..runtime import fork_guard, parent_death
+from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
+from ..runtime.timers import Timer, Timers
+from ..runtime.tuning import tuning
 
 if TYPE_CHECKING:
-    from ..engines.local.handle import LocalHandle
-    from ..engines.local.launcher import Launcher
-    from ..pool.dispatcher import Dispatcher
+    from .dispatcher import Dispatcher
 
 __all__ = ["Reactor", "lease_reactor"]
 
 log = logging.getLogger(__name__)
 
-# Messages read while holding the lock once: a stranger that sends without end must not delay all
-# others.
-MAX_BULK_MESSAGES = 100
 MAX_WAIT_SECONDS = 3600.0  # the kernel does not accept a timeout of years
 # Tasks that a delivery makes ready: if fewer, they wait for its end, to be sent as one message.
 MIN_TASKS_SENT_EARLY = 32
 # Seconds that a result that no thread waits for may stay unread on a lent fast transport.
 TICK_SECONDS = 0.002
 
+S = TypeVar("S", bound="Source")
+
 _reactor: Reactor | None = None
+
+
+class Source(Protocol):
+    """Messages behind a descriptor that reports only what is new: `has_input` is asked before each
+    sleep.
+    """
+
+    def fileno(self) -> int: ...
+    def has_input(self) -> bool: ...
+    def receive(self) -> object:
+        """Handle some of the messages that have come, so many as may delay all others."""
+
+    def close(self) -> None: ...
 
 
 def lease_reactor() -> Reactor:
@@ -121,7 +126,6 @@ def _end_with_interpreter() -> None:
 
 class Reactor:
     def __init__(self) -> None:
-        self.endpoint = BulkTransport()
         self.leases = 0
         self.has_ended = False
         self.belongs_to_parent = False
@@ -132,19 +136,15 @@ class Reactor:
         If no dispatcher is left, they are settled after the reactor has ended too, so that nothing
         is left of either.
         """
-        self.last_zygotes: list[Launcher] = []
-        """Zygotes of dispatchers that have ended.
-
-        If this process is killed, they remove its directory. So those of the last dispatcher end
-        when that directory is gone.
-        """
+        self.last_callbacks: list[Callable[[], object]] = []
+        """Called when their dispatcher has ended, or, if it was the last, the reactor too."""
         self.thread = threading.Thread(target=self._run, name="polycephaly-reactor", daemon=True)
-        self._router: zmq.Socket[bytes] | None = None
+        self._sources: list[Source] = []
+        self._sources_made: dict[Any, Any] = {}
         self._lock = fork_guard.GuardedLock()
         self._inbox: deque[Callable[[], object]] = deque()
         self._jobs_outside_lock: list[Callable[[], object]] = []
         self._deliveries: list[Callable[[], object]] = []
-        self._handles: dict[bytes, LocalHandle] = {}
         self._watched: dict[int, Callable[[], object]] = {}
         self.timers = Timers()
         """Set while holding the lock. Its `now` is the time of limits, grace periods and checks."""
@@ -160,7 +160,7 @@ class Reactor:
         self._epoll = parent_death.close_in_child(select.epoll())
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._fast_epoll = parent_death.close_in_child(select.epoll())
-        self._fast_handles: dict[int, LocalHandle] = {}
+        self._fast_callbacks: dict[int, Callable[[], object]] = {}
         self._nudge_lock = threading.RLock()
         self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fast_epoll.register(self._nudge_fd, select.EPOLLIN)
@@ -185,16 +185,19 @@ class Reactor:
 
     # -- from any thread ---------------------------------------------------------------------------
 
-    def open_endpoint(self) -> None:
-        """Make the directory and the socket.
+    def source(self, kind: Callable[[Reactor], S]) -> S:
+        """Return this reactor's source of that kind, made at the first call."""
+        with fork_guard.guard:
+            source = self._sources_made.get(kind)
+            if source is None:
+                source = self._sources_made[kind] = kind(self)
+            return source
 
-        Called once the first zygote exists, because that ensures that both are removed.
-        """
-        with fork_guard.guard, self._lock:
-            if self._router is None:
-                self._router = self.endpoint.open()
-                # The descriptor reports new messages only: `has_input` is asked before each sleep.
-                self._epoll.register(input_fd(self._router), select.EPOLLIN | select.EPOLLET)
+    def add_source(self, source: Source) -> None:
+        """Receive from `source` until the reactor ends."""
+        with self._lock:
+            self._epoll.register(source.fileno(), select.EPOLLIN | select.EPOLLET)
+            self._sources.append(source)
 
     def post(self, callback: Callable[[], object]) -> None:
         """Have the reactor's thread call `callback` under the lock.
@@ -352,22 +355,14 @@ class Reactor:
 
     # -- holding the lock: used by dispatchers -----------------------------------------------------
 
-    def add_handle(self, handle: LocalHandle) -> None:
-        self._handles[handle.identity] = handle
-        if handle.fast_transport is not None:
-            self._fast_handles[handle.fast_transport.fileno()] = handle
-            self._fast_epoll.register(handle.fast_transport.fileno(), select.EPOLLIN)
+    def watch_fast(self, fd: int, callback: Callable[[], object]) -> None:
+        """As `watch`, also by threads that wait for a promise: see `drive`."""
+        self._fast_callbacks[fd] = callback
+        self._fast_epoll.register(fd, select.EPOLLIN)
 
-    def remove_handle(self, handle: LocalHandle) -> None:
-        self._handles.pop(handle.identity, None)
-        self._unwatch_fast(handle)
-
-    def _unwatch_fast(self, handle: LocalHandle) -> None:
-        if (
-            handle.fast_transport is not None
-            and self._fast_handles.pop(handle.fast_transport.fileno(), None) is not None
-        ):
-            self._fast_epoll.unregister(handle.fast_transport.fileno())
+    def unwatch_fast(self, fd: int) -> None:
+        if self._fast_callbacks.pop(fd, None) is not None:
+            self._fast_epoll.unregister(fd)
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
         self._watched[fd] = callback
@@ -383,12 +378,6 @@ class Reactor:
         self.wake()  # a sleeping thread does not know of this timer
         return timer
 
-    @property
-    def router(self) -> zmq.Socket[bytes]:
-        # The local engine opens the endpoint before it has a drone handle.
-        assert self._router is not None
-        return self._router
-
     def deliver(self, callback: Callable[[], object]) -> None:
         """Have `callback` called after the lock is released.
 
@@ -400,50 +389,6 @@ class Reactor:
         """Have the reactor's thread call `callback` without the lock: for code that forks."""
         self._jobs_outside_lock.append(callback)
         self.wake()
-
-    def receive_fast(self, handle: LocalHandle, *, all_messages: bool = False) -> None:
-        """Read one message, or all that there are.
-
-        One is enough if the transport's descriptor will report the next.
-        """
-        while handle.fast_transport is not None:
-            try:
-                frames = handle.fast_transport.receive()
-                if frames is None:
-                    return
-                # The other end is closed; the zygote will report how the drone ended.
-                if not frames:
-                    self._unwatch_fast(handle)
-                    return
-                handle_message(handle, frames)
-            except Malformed as malformed:
-                log.warning("a malformed message of %s was dropped: %s", handle.name, malformed)
-                handle.dispatcher.watch_for_lost_answer(handle)
-            except Exception as error:
-                handle.dispatcher.fail(error)
-            if not all_messages:
-                return
-
-    def receive_bulk(self, max_messages: int) -> None:
-        """Read messages that drones have sent by the bulk transport, `max_messages` at most."""
-        router = self._router
-        while router is not None and max_messages > 0 and has_input(router):
-            max_messages -= 1
-            identity, *frames = router.recv_multipart(zmq.NOBLOCK)
-            handle = self._handles.get(identity)
-            # A drone that is gone by now, or a stranger: its message is not parsed.
-            if handle is None:
-                log.info("a message of an unknown sender was dropped")
-                continue
-            if not handle.bulk_open:
-                handle.open_bulk(router)
-            try:
-                handle_message(handle, frames)
-            except Malformed as malformed:
-                log.warning("a malformed message of %s was dropped: %s", handle.name, malformed)
-                handle.dispatcher.watch_for_lost_answer(handle)
-            except Exception as error:
-                handle.dispatcher.fail(error)
 
     def abandon_all(self) -> None:
         for dispatcher in list(self.dispatchers):
@@ -462,8 +407,8 @@ class Reactor:
             self._run_jobs_outside_lock()
             ended = self.leases == 0 and self._end()
             if ended or self.leases:
-                while self.last_zygotes:
-                    self.last_zygotes.pop().end()
+                while self.last_callbacks:
+                    self.last_callbacks.pop()()
                 promises_to_settle, self.end_promises = self.end_promises, []
                 for promise in promises_to_settle:
                     promise._settle(FINISHED, None, None)
@@ -475,7 +420,8 @@ class Reactor:
         inbox = self._inbox
         while inbox:
             self._call_guarded(inbox.popleft())
-        self._call_guarded(partial(self.receive_bulk, MAX_BULK_MESSAGES))
+        for source in self._sources:
+            self._call_guarded(source.receive)
         self.timers.fire_due()
         self._run_dispatchers(self.timers.now())
 
@@ -490,9 +436,9 @@ class Reactor:
 
     def _read_fast(self, events: list[tuple[int, int]]) -> None:
         for fd, _ in events:
-            handle = self._fast_handles.get(fd)
-            if handle is not None:
-                self.receive_fast(handle)
+            callback = self._fast_callbacks.get(fd)
+            if callback is not None:
+                callback()
             elif fd == self._nudge_fd:
                 with suppress(BlockingIOError):
                     os.eventfd_read(fd)
@@ -576,7 +522,7 @@ class Reactor:
             or (self._deliveries and not self._delivering)
             or self._jobs_outside_lock
             or (self.end_promises and self.leases)
-            or (self._router is not None and has_input(self._router))
+            or any(source.has_input() for source in self._sources)
             or self._can_send()
         )
 
@@ -601,7 +547,8 @@ class Reactor:
             with self._nudge_lock:
                 self.has_ended = True
             fork_guard.remove_thread_lock(self.thread)
-            self.endpoint.close()
+            for source in self._sources_made.values():
+                source.close()
             parent_death.close(self._epoll)
             parent_death.close(self._fast_epoll)
             os.close(self._wake_fd)

@@ -23,24 +23,24 @@ from typing import Any
 
 import zmq
 
-from ..engines.local.status_table import StatusTable
-from ..engines.local.zygote import DroneSpec, Order
-from ..runtime import forked, parent_death
-from ..runtime.tuning import tuning
-from ..store.arena import Arena
-from ..store.blocks import Store
-from ..store.references import RefTable
-from ..wire import addresses, endpoint
-from ..wire.fast_transport import FastTransport
-from ..wire.messages import HELLO, OPEN, PROTOCOL, Malformed, pack_numbers  # fmt: skip
-from ..wire.pickling import MainSnapshot, shared_snapshots
-from .child import prepare_child
-from .console import open_console
+from ...drone.child import prepare_child
+from ...drone.console import open_console
+from ...drone.executor import DroneExecutor, log_malformed
+from ...drone.logs import install_log_forwarding
+from ...drone.notebook import replace_kernel_input
+from ...drone.overlap import Overlap
+from ...memory.arena import Arena
+from ...memory.blocks import Store
+from ...memory.references import RefTable
+from ...runtime import forked, parent_death
+from ...runtime.tuning import tuning
+from ...wire import addresses, endpoint
+from ...wire.fast_transport import FastTransport
+from ...wire.messages import HELLO, OPEN, PROTOCOL, Malformed, pack_numbers  # fmt: skip
+from ...wire.pickling import MainSnapshot, shared_snapshots
+from ...wire.status_table import StatusTable
 from .control_thread import HEARTBEAT_SECONDS, ControlThread
-from .executor import DroneExecutor, log_malformed
-from .logs import install_log_forwarding
-from .notebook import replace_kernel_input
-from .overlap import Overlap
+from .zygote import DroneSpec, Order
 
 __all__ = ["drone_main"]
 

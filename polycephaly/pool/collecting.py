@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from .spans import RUNNING, SENT, Span, short_name
-from .timeline import Timeline
+from ..timeline.spans import RUNNING, SENT, Span, short_name
+from ..timeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from ..pool.dispatcher import Dispatcher
+    from .dispatcher import Dispatcher
 
 __all__ = ["take_timeline"]
 

@@ -16,24 +16,25 @@ segment is only appended to.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ..pool.task import Answer
 from ..runtime.tuning import tuning
+from ..timeline.entries import Aggregated, Entry
+from ..timeline.event_log import spans_of, unpack_events
+from ..timeline.spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
 from ..wire.messages import CALL_SLICE, VALUE
 from ..wire.messages import ERROR as FAILED
-from .spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
+from .task import Answer
 
 if TYPE_CHECKING:
-    from ..pool.task import Task
     from ..wire.functions import RemoteFunction
-from .event_log import spans_of, unpack_events
+    from .task import Task
 
-__all__ = ["Aggregated", "Entry", "TraceBuffer"]
+__all__ = ["TraceBuffer"]
 
 _definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", "kind", "answer"))
 
@@ -41,96 +42,6 @@ OTHER_FUNCTIONS = "(others)"
 MIN_OWN_SPAN_SECONDS = 100e-6  # shorter calls share one span
 MAX_KEPT_THREAD_SPANS = 10_000
 MAX_KEPT_CPU_TIMES = 1000
-
-
-class Aggregated(NamedTuple):
-    """The sums of spans that are no longer kept, with their number, first and last time."""
-
-    sums: Mapping[tuple[str, str], Sums] = {}
-    spans: int = 0
-    start: float = 0.0
-    end: float = 0.0
-
-
-class Entry(NamedTuple):
-    """Answers that came together.
-
-    `queued` and `sent` hold the first and the last time; those between are interpolated.
-    """
-
-    drone: str
-    name: str
-    status: str
-    calls: int  # of each span
-    queued: tuple[float, float]
-    sent: tuple[float, float]
-    started: Sequence[float]
-    finished: Sequence[float]
-    running: float  # seconds, of all spans
-    received: float
-    bytes_sent: int
-    bytes_received: int
-    cpu: float | None = None
-    tasks: Sequence[tuple[int, tuple[int, ...]]] = ()
-    """For each span, the number of its task and the numbers of the tasks whose values it needed.
-
-    Empty if several tasks share one span.
-    """
-
-    def spans(self) -> Iterator[Span]:
-        count = len(self.started)
-        one_by_one = zip(
-            _interpolate(*self.queued, count),
-            _interpolate(*self.sent, count),
-            self.started,
-            self.finished,
-            strict=True,
-        )
-        numbers = iter(self.tasks)
-        for queued, sent, started, finished in one_by_one:
-            # All tasks sent while the lock was held once have one time, which may be before they
-            # were queued.
-            sent = min(self.received, max(queued, sent))
-            # Times reported by the drone are limited by times known here.
-            started = min(self.received, max(sent, started))
-            finished = min(self.received, max(started, finished))
-            yield Span(
-                self.name,
-                self.drone,
-                started,
-                finished,
-                queued,
-                sent,
-                self.received,
-                self.status,
-                self.calls,
-                self.bytes_sent // count,
-                self.bytes_received // count,
-                cpu=self.cpu,
-                number=(task := next(numbers, (0, ())))[0],
-                needed=task[1],
-            )
-
-    def sums(self) -> Sums:
-        count = len(self.started) * self.calls
-        possible = self.received - self.sent[0]
-        running = self.running if 0.0 <= self.running <= possible * len(self.started) else 0.0
-        mean = running / max(1, count)
-        if len(self.started) > 1:
-            began = sum(self.started) / len(self.started)
-        else:
-            began = (self.started[0] + self.finished[0] - mean) / 2  # one after another
-        queued, sent = sum(self.queued) / 2, sum(self.sent) / 2
-        return Sums(
-            count,
-            0 if self.status == DONE else count,
-            max(0.0, sent - queued) * count,
-            max(0.0, began - sent) * count,
-            running,
-            max(0.0, self.received - began - mean) * count,
-            self.bytes_sent,
-            self.bytes_received,
-        )
 
 
 class TraceBuffer:
@@ -379,10 +290,3 @@ def _failure_status(task: Task) -> str:
     if not task.done():
         return ERROR
     return CANCELLED if task.cancelled() else TIMEOUT
-
-
-def _interpolate(first: float, last: float, count: int) -> Iterable[float]:
-    if first == last or count == 1:
-        return [first] * count
-    step = (last - first) / (count - 1)
-    return [first + step * index for index in range(count)]

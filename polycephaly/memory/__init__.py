@@ -1,0 +1,1 @@
+"""Shared memory: its allocation, and references to memory that another process has lent."""

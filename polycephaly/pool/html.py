@@ -1,0 +1,47 @@
+"""The HTML of pools and drones in a notebook; see promises/html.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..promises.html import table
+from .drone_handle import DroneHandle, State
+
+if TYPE_CHECKING:
+    from .drone import Drone
+    from .pool import Pool
+
+__all__ = ["drone_table", "pool_table"]
+
+
+def pool_table(pool: Pool) -> str:
+    handles = [] if pool._dispatcher.has_ended else list(pool._dispatcher.handles)
+    return table(repr(pool), ("drone", "pid", "state", "runs", "done"), map(_row, handles))
+
+
+def drone_table(drone: Drone) -> str:
+    return table(repr(drone), ("drone", "pid", "state", "runs", "done"), [_row(drone._handle)])
+
+
+def _row(handle: DroneHandle) -> tuple[object, ...]:
+    return handle.name, handle.pid or "", _state(handle), _runs(handle), handle.tasks_done
+
+
+def _state(handle: DroneHandle) -> str:
+    if handle.state is State.DEAD:
+        return f"ended, exit code {handle.exitcode}"
+    if handle.unresponsive:
+        return f"unresponsive: {handle.unresponsive}"
+    if handle.state is not State.READY:
+        return handle.state.name.lower()
+    return "busy" if handle.in_flight else "idle"
+
+
+def _runs(handle: DroneHandle) -> str:
+    """Return the label of the task that the drone runs, or how many tasks overlap, or ""."""
+    if not handle.in_flight or not handle.alive:
+        return ""
+    if handle.overlapping:
+        return f"{handle.overlapping} at once"
+    task = handle.in_flight.get(handle.last_started())
+    return "" if task is None else task.definition.label
