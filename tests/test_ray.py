@@ -4,10 +4,8 @@ controller by."""
 import math
 import os
 import signal
-import socket
 import sys
 import threading
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
@@ -82,51 +80,6 @@ def test_a_cluster_that_does_not_answer_is_named_within_ten_seconds():
     )
     told = done.stdout.splitlines()
     assert "127.0.0.1:1" in told[0] and told[1:] == ["True"], done.stderr
-
-
-SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-
-
-def headers(status):
-    return bytes((0, 0, len(status), 1, 5, 0, 0, 0, 1)) + status
-
-
-@pytest.mark.parametrize(
-    "answer, said",
-    [
-        (SETTINGS + headers(b"\x8d"), "another protocol"),  # a gateway: 404
-        (SETTINGS + headers(b"\x48\x03503"), "another protocol"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "another protocol"),
-        (b"-ERR unknown command", "another protocol"),
-        (SETTINGS, "closed the connection"),
-        (b"", "closed the connection"),
-        (None, "timed out"),
-        (SETTINGS + headers(b"\x88"), None),
-    ],
-)
-def test_who_answers_in_a_clusters_place_is_found_out(answer, said):
-    from polycephaly.engines.ray.probe import check_grpc_server
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-
-        def serve():
-            with server.accept()[0] as client, suppress(OSError):  # who has heard enough hangs up
-                client.recv(4096)
-                if answer is not None:
-                    client.sendall(answer)
-                    client.shutdown(socket.SHUT_WR)
-                while client.recv(4096):
-                    pass
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        if said is None:
-            check_grpc_server(address, 60)
-        else:
-            with pytest.raises(ConnectionError, match=f"at {address}: .*{said}"):
-                check_grpc_server(address, 1 if said == "timed out" else 60)
-        thread.join()
 
 
 @on_ray

@@ -18,8 +18,8 @@ from .config import (
     check_timeout,
     check_work,
 )
-from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
+from .interfaces import TaskRunner
 from .map import Results, start_map
 from .map_source import OneByOne
 from .task import KeptTask
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class TaskTarget:
-    _dispatcher: Dispatcher
+    _dispatcher: TaskRunner
     _handle: DroneHandle | None = None  # the only drone that may run the tasks, if set
     _task_options: TaskOptions | None = None  # if they differ from the dispatcher's
     # The target that `options` was called on, which has to live as long as this one.

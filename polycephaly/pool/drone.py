@@ -98,6 +98,8 @@ class Drone(DroneBase):
     42
     """
 
+    _dispatcher: Dispatcher
+
     _handle: DroneHandle
 
     def __init__(

@@ -135,7 +135,7 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
         task_options = pool._task_options
         if options is not None:
             task_options = options.completed_by(task_options or dispatcher.task_options)
-        task = dispatcher.submit(
+        task: Any = dispatcher.submit(
             cache.function, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
         )
         task.is_node = True

@@ -29,7 +29,7 @@ from .task import Slice, Task
 if TYPE_CHECKING:
     from .config import TaskOptions
     from .dispatcher import Dispatcher
-    from .reactor import Reactor
+    from .interfaces import EventLoop, TaskRunner
 
 __all__ = ["OneByOne", "Source"]
 
@@ -69,7 +69,7 @@ class OneByOne:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: TaskRunner,
         task_options: TaskOptions | None,
         fn: Callable[..., Any],
         iterables: Sequence[Iterable[Any]],
@@ -91,7 +91,7 @@ class OneByOne:
         return label(self._fn)
 
     @property
-    def reactor(self) -> Reactor:
+    def reactor(self) -> EventLoop:
         return self._dispatcher.reactor
 
     def calls_ahead(self) -> int:
@@ -117,7 +117,8 @@ class OneByOne:
             for row in self._rows:
                 task = self.latest_task = Task(self._dispatcher)
                 task.item, self._item = self._item, self._item + 1
-                return self._dispatcher.submit(self._fn, row, {}, None, self._task_options, task)
+                self._dispatcher.submit(self._fn, row, {}, None, self._task_options, task)
+                return task
         except Exception as error:  # raised by the input, or the pool accepts no more tasks
             self.error, self._rows = error, iter(())
         self.exhausted = True
@@ -145,6 +146,7 @@ class Source(OneByOne):
         iterables: Sequence[Iterable[Any]],
     ) -> None:
         super().__init__(dispatcher, task_options, fn, iterables, 0)
+        self._dispatcher: Dispatcher = dispatcher
         self._options = task_options
         self._has_one_iterable = len(iterables) == 1
         self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)

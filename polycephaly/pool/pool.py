@@ -116,6 +116,8 @@ class Pool(ExecutorBase):
     [1, 2, 3]
     """
 
+    _dispatcher: Dispatcher
+
     def __init__(
         self,
         drones: int | None = None,

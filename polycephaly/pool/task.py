@@ -47,8 +47,8 @@ from .inputs import Placeholders, cancel_upstream, propagate_failure, remove_set
 
 if TYPE_CHECKING:
     from .directory import RemoteObject
-    from .dispatcher import Dispatcher
     from .drone_handle import DroneHandle
+    from .interfaces import TaskOwner
 
 __all__ = ["Answer", "AnswerBatch", "KeptTask", "Sending", "Slice", "Task"]
 
@@ -110,7 +110,7 @@ class Task(Promise[Any]):
     # The synchronization counter: an iterator with one step less than there are inputs.
     _countdown: Iterator[int]
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: TaskOwner) -> None:
         self._unclaimed = None  # as in Promise.__init__
         if DICT_AT_CREATION:
             self.__dict__  # noqa: B018
@@ -610,7 +610,7 @@ class Slice(Task):
     second cut is a repeated message."""
 
     def __init__(
-        self, dispatcher: Dispatcher, definition: RemoteFunction, calls: bytes, count: int
+        self, dispatcher: TaskOwner, definition: RemoteFunction, calls: bytes, count: int
     ) -> None:
         super().__init__(dispatcher)
         self.definition = definition

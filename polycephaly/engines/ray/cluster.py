@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.util.client
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from .probe import check_grpc_server
 
 if TYPE_CHECKING:
     from ...pool.engine import Engine
@@ -106,7 +105,7 @@ class Cluster:
         if address.startswith("ray://"):
             raise ValueError(f"address={address!r}: {_NO_RAY_CLIENT}")
         if address not in _LOCAL_ADDRESSES:
-            check_grpc_server(address, CONNECT_TIMEOUT_SECONDS)
+            _check_reachable(address)
         try:
             ray.init(
                 address=address, log_to_driver=False,
@@ -271,3 +270,17 @@ def _matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
         if (labels.get(name) in [each.strip() for each in values]) == wanted.startswith("!"):
             return False
     return True
+
+
+def _check_reachable(address: str) -> None:
+    """Check that a server answers at `address`, because Ray itself tries for minutes.
+
+    Raises `ConnectionError`, or `ValueError` if `address` is not "HOST:PORT".
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"address is 'auto' or 'HOST:PORT', not {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"no Ray cluster can be reached at {address}: {error}") from error

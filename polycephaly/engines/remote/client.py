@@ -45,9 +45,10 @@ class RemotePool(ExecutorBase):
     of them does not return for 15 seconds, the server treats the client as gone.
     """
 
+    _dispatcher: Connection
+
     def __init__(self, connection: Connection) -> None:
-        self._dispatcher = connection  # type: ignore[assignment]  # has a dispatcher's interface
-        self._connection = connection
+        self._dispatcher = self._connection = connection
         weakref.finalize(self, connection.close, wait=False).atexit = False
 
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> OneByOne:

@@ -103,6 +103,7 @@ class Connection:
         self._output = output
         self.address = card.address
         self.reactor = self
+        self.finishes_at_exit = False
         self.task_options = TaskOptions(None, POOL_DEFAULT)
         self.name = ""  # the pool's name
         self.drones = 0
@@ -163,7 +164,7 @@ class Connection:
                 f"{self.name} is served by another process and keeps no results for its clients: "
                 "submit the task without keep=True, or use a Pool of this process"
             )
-        task = task or Task(self)  # type: ignore[arg-type]  # has what a task needs of a dispatcher
+        task = task or Task(self)
         task.target = target  # a `RemoteHandle`
         task_options = task_options or self.task_options
         task.timeout, task.retries = task_options
@@ -243,6 +244,10 @@ class Connection:
             self._enqueue(task)
         self._waiting.discard(task)
 
+    def submit_task(self, task: Task) -> None:
+        self.check_open()
+        self._enqueue(task)
+
     def _enqueue(self, task: Task) -> None:
         self._queue.append(task)
         self._wakeup.wake()
@@ -259,8 +264,8 @@ class Connection:
                 f"{promise!r} belongs to another process, of which this one is a fork"
             )
 
-    def post(self, callback: Callable[[], object]) -> None:
-        self._posted.append(callback)
+    def post(self, callback: Callable[..., object], *args: Any) -> None:
+        self._posted.append(partial(callback, *args) if args else callback)
         self._wakeup.wake()
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
