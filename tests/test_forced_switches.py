@@ -57,7 +57,8 @@ def node():
 
 
 ALONE = SimpleNamespace(
-    reactor=SimpleNamespace(drive=lambda work, end: None, post=lambda note: None),
+    reactor=SimpleNamespace(drive=lambda work, end: None),
+    post=lambda note, *args: None,
     withdraw=lambda work: None,
 )
 """A crew whose hub has nothing to drive: another thread settles its work."""
