@@ -18,7 +18,6 @@ from .config import (
     check_timeout,
     check_work,
 )
-from .drone_handle import DroneHandle
 from .interfaces import TaskRunner
 from .map import Results, start_map
 from .map_source import OneByOne
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 class TaskTarget:
     _dispatcher: TaskRunner
-    _handle: DroneHandle | None = None  # the only drone that may run the tasks, if set
+    _handle: Any = None  # the handle of the only drone that may run the tasks, if set
     _task_options: TaskOptions | None = None  # if they differ from the dispatcher's
     # The target that `options` was called on, which has to live as long as this one.
     _original: TaskTarget | None = None

@@ -99,7 +99,6 @@ class Drone(DroneBase):
     """
 
     _dispatcher: Dispatcher
-
     _handle: DroneHandle
 
     def __init__(

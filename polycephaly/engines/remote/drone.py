@@ -44,18 +44,17 @@ class RemoteDrone(DroneBase):
         self._dispatcher = pool._dispatcher
         self._task_options = pool._task_options
         self._original = pool
-        self._handle = remote_handle  # type: ignore[assignment]  # has what tasks need of a handle
-        self._remote_handle = remote_handle
+        self._handle: RemoteHandle = remote_handle
 
     @property
     def name(self) -> str:
         """The name of the drone."""
-        return self._remote_handle.name
+        return self._handle.name
 
     @property
     def host(self) -> str:
         """The name of the machine that the drone runs on."""
-        return self._remote_handle.host
+        return self._handle.host
 
     @property
     def pid(self) -> int:
@@ -68,7 +67,7 @@ class RemoteDrone(DroneBase):
         RuntimeError
             If the drone could not be started.
         """
-        pid = self._remote_handle.pid or self._request("drone")["pid"]
+        pid = self._handle.pid or self._request("drone")["pid"]
         if pid is None:
             raise RuntimeError(f"drone {self.name} could not be started")
         return int(pid)
@@ -113,16 +112,16 @@ class RemoteDrone(DroneBase):
 
     def _request(self, kind: str) -> Any:
         connection: Any = self._dispatcher
-        return connection.request(kind, drone=self._remote_handle.number).result()
+        return connection.request(kind, drone=self._handle.number).result()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteDrone) and (
-            other._dispatcher,
-            other._remote_handle.number,
-        ) == (self._dispatcher, self._remote_handle.number)
+        return isinstance(other, RemoteDrone) and (other._dispatcher, other._handle.number) == (
+            self._dispatcher,
+            self._handle.number,
+        )
 
     def __hash__(self) -> int:
-        return hash((self._dispatcher, self._remote_handle.number))
+        return hash((self._dispatcher, self._handle.number))
 
     def __repr__(self) -> str:
-        return f"<RemoteDrone {self.name} pid {self._remote_handle.pid} on {self.host}>"
+        return f"<RemoteDrone {self.name} pid {self._handle.pid} on {self.host}>"
