@@ -1,10 +1,12 @@
 """`engine="inline"`: the tasks of a pool run in this process, one after the other. What holds for
 all engines is in the tests that are imported below."""
 
+import gc
 import os
 import sys
 import threading
 from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import pytest
 from engines import running
@@ -16,6 +18,7 @@ from polycephaly import DroneDied, Kept
 from polycephaly.runtime.tuning import tuning
 
 ran = []
+pool_at_hand = []
 gate = threading.Event()
 
 
@@ -29,7 +32,9 @@ def engine(request):
 def pool():
     ran.clear()
     with poly.Pool(2, engine="inline") as pool:
+        pool_at_hand[:] = [pool]
         yield pool
+    pool_at_hand.clear()
 
 
 @pytest.fixture
@@ -66,6 +71,30 @@ def spin(started):
     append(started, "begun")
     while True:
         pass
+
+
+def put_two(sender):
+    sender.put(1)
+    sender.put(2)
+
+
+def call_own_pool():
+    return pool_at_hand[0].doit(abs, -1)
+
+
+class Waits:
+    """A finalizer that waits for another pool: for the task's own object, and for the copy."""
+
+    def __init__(self):
+        self.me = self  # collected when the garbage collector runs
+
+    def __del__(self):
+        with suppress(RuntimeError, IndexError):  # where waiting is refused, or it is over
+            ran.append(pool_at_hand[0].doit(abs, -3))
+
+
+def wait_for_file(path):
+    wait_for(lambda: os.path.exists(path))
 
 
 def wait_at_the_gate(started):
@@ -109,7 +138,8 @@ def test_an_error_has_the_frames_of_its_task(pool):
     assert "test_inline.py" in str(caught.value.__cause__)
 
 
-def test_a_task_is_interrupted_and_the_drone_goes_on(pool, tmp_path):
+def test_a_cancelled_task_that_computes_is_stopped_with_its_drone(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "grace_seconds", 0.1)
     started, before = str(tmp_path / "started"), drones_of(pool)
     spinning = pool.promise(spin, started)
     behind = pool.promise(note, 1)
@@ -117,10 +147,18 @@ def test_a_task_is_interrupted_and_the_drone_goes_on(pool, tmp_path):
     assert spinning.cancel()
     with pytest.raises(CancelledError):
         spinning.result(10)
-    assert behind.result(10) and drones_of(pool) == before
+    assert behind.result(10) and drones_of(pool) != before
+    wait_for(lambda: len(inline_threads()) == 1)
 
 
-def test_a_time_limit_interrupts(pool, tmp_path):
+def test_a_time_limit_counts_from_the_beginning_of_its_task(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "grace_seconds", 0.1)
+    busy = pool.promise(wait_for_file, str(tmp_path / "go"))
+    limited = pool.options(timeout=0.05).promise(abs, -1)
+    with pytest.raises(TimeoutError):
+        limited.result(0.3)
+    append(str(tmp_path / "go"), "go")
+    assert limited.result(10) == 1 and busy.result(10) is None
     with pytest.raises(TimeoutError, match=r"spin ran for more than 0\.05 s"):
         pool.options(timeout=0.05).doit(spin, str(tmp_path / "started"))
     assert pool.doit(abs, -1) == 1
@@ -155,27 +193,39 @@ def test_a_killed_drone_gives_back_what_it_had_not_begun(deaf_task, tmp_path):
         assert ran == [*range(200)]
 
 
-def test_no_interrupt_strikes_what_comes_after_its_task(tmp_path):
-    """An interrupt is an exception that is set for a thread: it could strike late."""
-
-    def short():
-        for _ in range(300):
-            pass
-
-    interval = sys.getswitchinterval()
+def test_of_many_tasks_exactly_the_cancelled_do_not_run(pool):
+    interval, before = sys.getswitchinterval(), drones_of(pool)
     sys.setswitchinterval(1e-6)
     try:
-        with poly.Pool(2, engine="inline") as pool:
-            before = drones_of(pool)
-            for _ in range(200):
-                some = [pool.promise(short) for _ in range(20)]
-                for promise in some[::2]:
-                    promise.cancel()
-                for promise in some[1::2]:
-                    assert promise.result(10) is None
-            assert pool.doit(abs, -1) == 1 and drones_of(pool) == before
+        for begin in range(0, 4000, 20):
+            some = [pool.promise(note, begin + n) for n in range(20)]
+            for promise in some[::2]:
+                promise.cancel()
+            assert len({promise.result(10) for promise in some[1::2]}) == 1
     finally:
         sys.setswitchinterval(interval)
+    assert pool.doit(abs, -1) == 1 and drones_of(pool) == before
+    assert len(ran) == len({*ran}) and {*ran} >= {*range(1, 4000, 2)}
+
+
+def test_no_task_runs_twice_however_often_its_drone_is_killed(pool):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    lost = 0
+    try:
+        for begin in range(0, 4000, 40):
+            some = [pool.promise(note, begin + n) for n in range(40)]
+            for drone in pool.drones:
+                drone.kill()
+            for promise in some:
+                try:
+                    promise.result(10)
+                except DroneDied:
+                    lost += 1
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(ran) == len({*ran}) and len(ran) >= 4000 - lost
+    assert lost <= 3 * len(pool.drones) * 100
 
 
 def test_coroutines_run_one_after_the_other():
@@ -194,6 +244,53 @@ def test_values_are_kept_in_their_pool_only(pool):
             other.doit(len, first)
     with pytest.raises(RuntimeError, match="no drone"):
         Kept(1)
+
+
+def test_a_coroutine_and_a_thread_of_a_task_keep_values_too(pool):
+    async def in_coroutine():
+        return Kept("a")
+
+    def in_thread():
+        made = []
+        thread = threading.Thread(target=lambda: made.append(Kept("b")))
+        thread.start()
+        thread.join()
+        return made[0]
+
+    assert pool.doit(in_coroutine).value + pool.doit(in_thread).value == "ab"
+
+
+def test_a_pool_of_forks_within_a_task(pool):
+    def inner():
+        with poly.Pool(1) as forked:
+            kept = forked.promise(list, "ab", keep=True).value
+            return forked.doit(len, kept), forked.doit(lambda: Kept("abc")).value
+
+    assert pool.doit(inner) == (2, "abc")
+
+
+def test_a_task_that_calls_its_own_pool_is_told_so(pool):
+    with pytest.raises(RuntimeError, match="its own pool"):
+        pool.doit(call_own_pool)
+
+
+def test_an_end_of_a_channel_is_gone_with_its_call(pool):
+    with poly.Pool(1):  # whose drones give this process an address for channels
+        channel = poly.green.Channel(2)
+        with channel.receiver() as receiver:
+            pool.doit(put_two, channel.sender())
+            assert list(receiver) == [1, 2]
+
+
+def test_a_finalizer_that_waits_in_the_thread_of_the_tasks_does_not_stop_the_reactor(pool):
+    ran.clear()
+    with poly.Pool(1) as other:
+        pool_at_hand[:] = [other]
+        work = [pool.promise(Waits) for _ in range(200)]
+        assert all(promise.result(30) for promise in work)
+        del work
+        gc.collect()
+        assert 3 in ran
 
 
 @pytest.mark.parametrize("option", [{"cwd": "/"}, {"env": {"A": "1"}}, {"start": "spawn"}])

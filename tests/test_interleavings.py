@@ -210,7 +210,6 @@ def told_to_cancel(number, begin):
         _pending_interrupts=Missed(), _main_thread=threading.get_ident(),
     )  # fmt: skip
     runner._claim_interrupt = lambda number: DroneExecutor._claim_interrupt(runner, number)
-    runner._interrupt = lambda: DroneExecutor._interrupt(runner)
     try:
         DroneExecutor._on_cancel(runner, pack_numbers(CANCEL, (number,)))
     finally:

@@ -99,6 +99,10 @@ SLICE_FLUSH_INTERVAL_SECONDS = 0.0002
 
 
 class DroneExecutor:
+    _resets_tag = True
+    """True if the output tag is that of this process, which is a drone."""
+    _cpu_time = staticmethod(process_time)
+
     def __init__(
         self,
         name: str,
@@ -124,7 +128,7 @@ class DroneExecutor:
         self._main_thread = threading.get_ident()
         self._current = self._interrupt_target = 0
         self._pending_interrupts: set[int] = set()
-        self.socket_lock: Any = threading.Lock()
+        self.socket_lock = threading.Lock()
         self._store = store
         self._ref_table = ref_table
         self._drone_store = DroneStore(name)
@@ -139,12 +143,9 @@ class DroneExecutor:
     def _take_over_process(self) -> None:
         """Make this process a drone, which has this executor and no other."""
         placeholders.local_store = self._drone_store
+        placeholders.drone_thread.__dict__.clear()  # a task of an inline drone has forked this one
         signal.signal(signal.SIGINT, self._on_sigint)
         _executors[:] = [self]  # a drone from which this one was forked has nothing left to do
-
-    def _interrupt(self) -> None:
-        """Interrupt the main thread, which runs the task `_interrupt_target`."""
-        signal.pthread_kill(self._main_thread, signal.SIGINT)
 
     # -- implemented by the drone of each engine ---------------------------------------------------
 
@@ -190,7 +191,7 @@ class DroneExecutor:
         except IndexError:
             return False
         # A client's tag stays on between its calls.
-        if current_tag() and not task.definition.sets_tag():
+        if self._resets_tag and current_tag() and not task.definition.sets_tag():
             set_tag("")
         self._run(task)
         return True  # the task's objects are freed before the thread waits for more
@@ -264,7 +265,7 @@ class DroneExecutor:
         status = VALUE
         payload: bytes | Serialized = b""
         definition = task.definition
-        cpu_start = 0.0 if definition.brief else process_time()
+        cpu_start = 0.0 if definition.brief else self._cpu_time()
         started = monotonic()
         try:
             try:
@@ -293,7 +294,7 @@ class DroneExecutor:
         finished = monotonic()
         brief = finished - started < BRIEF_TASK_SECONDS
         if not brief and not definition.brief:
-            self._events.cpu_times.append((number, round((process_time() - cpu_start) * 1e6)))
+            self._events.cpu_times.append((number, round((self._cpu_time() - cpu_start) * 1e6)))
         definition.brief = brief
         head = b""
         if self._slice is not None:
@@ -544,7 +545,7 @@ class DroneExecutor:
         if current and (current in targets or 0 in targets):
             self._pending_interrupts.discard(current)
             self._interrupt_target = current
-            self._interrupt()
+            signal.pthread_kill(self._main_thread, signal.SIGINT)
 
     def _claim_interrupt(self, number: int) -> bool:
         """Return True to exactly one of the callers that ask; that one interrupts the task."""

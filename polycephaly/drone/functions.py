@@ -95,14 +95,14 @@ class _Callable(LoadedFunction):
         return function
 
     def _open(self) -> Callable[..., Any]:
-        looked_up.clear()
+        looked_up.names.clear()
         try:
             function: Callable[..., Any] = load(self._payload)
         except BaseException as error:
             error.add_note("while unpickling the function itself")
             raise
         if type(function) is FunctionType and function.__module__ == "__main__":
-            self._main_names = tuple({*_find_free_names(function), *looked_up})
+            self._main_names = tuple({*_find_free_names(function), *looked_up.names})
         self._function = function
         return function
 

@@ -1,57 +1,55 @@
-"""Drones that are threads of the calling process: for debuggers, coverage and tests.
+"""Drones that run in the calling process: for debuggers, coverage and tests.
 
-    send ── any thread ──> InlineDrone._todo ── the engine's thread, one task at a time ──> post
+    send ── any thread ──> turns ── the engine's thread: unpickle, run, pickle ──> post
 
 A task is pickled and unpickled as for any drone, and runs in this process: a breakpoint, a coverage
-tool or a mocked function works as in code that is called directly. The thread of the engine runs
-the tasks of all drones in the order in which they were sent, and coroutines one after the other.
+tool or a mocked function works as in code that is called directly. One thread runs the tasks of all
+drones of a pool. Only one drone at a time is sent any, so tasks run in the order of the queue, and
+a time limit counts from the moment when its task can begin.
 
-A thread cannot be killed. A task that ignores its interrupt is left to run on, its drone counts as
-dead, and another thread runs the other tasks.
+A running task is not interrupted, because that could strike any code of this process. If it is
+cancelled or out of time and does not end by itself, its drone counts as dead: its thread is asked
+to end, once, by an exception, which code that waits does not see, and another thread runs the other
+tasks.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from contextlib import suppress
+from ctypes import c_ulong, py_object, pythonapi
 from queue import SimpleQueue
+from time import thread_time
 from typing import Any
 
 from ..drone.console import OutputTail
 from ..drone.executor import DroneExecutor
 from ..memory.references import RefTable
 from ..pool.drone_handle import DroneHandle, Times
-from ..pool.engine import Engine
+from ..pool.engine import Engine, Machine
 from ..pool.handlers import handle_message
 from ..pool.supervisor import Supervisor
-from ..pool.task import Task
 from ..store.shared import Shared
 from ..timeline.event_log import EventLog
-from ..wire.functions import FunctionRegistry
-from ..wire.messages import RECALL
+from ..wire import placeholders
+from ..wire.functions import FunctionRegistry, RemoteFunction
+from ..wire.messages import CANCEL, FRAMES, RECALL, STOP, message_type, unpack_numbers
 from ..wire.pickling import MainSnapshot, capture
 from ..wire.placeholders import drone_thread
-from ..wire.status_table import HEADER_BYTES, Slot
 
 __all__ = ["ThisProcess"]
 
-_raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
-_raise_in_thread.argtypes = (ctypes.c_ulong, ctypes.py_object)
-_no_store: Any = None  # nothing is lent, because nothing leaves this process
-_NO_ERROR = ctypes.py_object()  # a null pointer: withdraws one that has not struck yet
+_raise_in_thread = pythonapi.PyThreadState_SetAsyncExc
+_nothing: Any = None  # no store, no memory to lend: nothing leaves this process
+_every_number: Any = range(1 << 64)
 
 
-class ThisProcess:
+class ThisProcess(Machine):
     """The calling process as a place for drones; see `pool.engine.Machine`."""
 
     def default_size(self) -> int:
         return 1
-
-    def check(self, size: int) -> None:
-        """Accept any size, because a drone costs nothing here."""
 
     def open(self, supervisor: Supervisor) -> InlineEngine:
         return InlineEngine(supervisor)
@@ -63,28 +61,28 @@ class InlineEngine(Engine):
     def __init__(self, supervisor: Supervisor) -> None:
         config = supervisor.dispatcher.config
         if config.start is not None or config.cwd is not None or any(config.env):
-            raise ValueError(
-                "engine='inline' runs tasks in this process: leave out start, cwd and env"
-            )
+            raise ValueError("engine='inline' runs tasks in this process: no start, cwd or env")
         self.supervisor = supervisor
-        # A finalizer may run in a thread that holds it, and send a task to a drone.
-        self.lock = threading.RLock()
-        self.turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        """What the thread is to do: a drone's next task, or what follows a message; None: end."""
+        self.turns: SimpleQueue[tuple[InlineDrone, list[bytes]] | None] = SimpleQueue()
+        """Messages for the thread, with their drones; None: the end."""
         self.adopt(self.snapshot())
 
     def begin(self) -> None:
         """Start a thread that runs tasks, in place of the one before, if any."""
-        self._thread = threading.Thread(target=self._run, name="polycephaly-inline", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="polycephaly-inline", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         me = threading.current_thread()
-        while self._thread is me and (turn := self.turns.get()) is not None:
-            try:
-                turn()
-            except BaseException as error:
-                self.supervisor.dispatcher.post(self.supervisor.dispatcher.fail, error)
+        with suppress(KeyboardInterrupt):  # of `kill`, when another thread has taken over
+            while self.thread is me and (turn := self.turns.get()) is not None:
+                if self.thread is not me:  # since the check before
+                    self.turns.put(turn)
+                    return
+                try:
+                    turn[0].take_turn(turn[1])
+                except Exception as error:
+                    self.supervisor.dispatcher.post(self.supervisor.dispatcher.fail, error)
 
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         handle = InlineHandle(self, number, name)
@@ -97,9 +95,7 @@ class InlineEngine(Engine):
         return MainSnapshot()
 
     def adopt(self, snapshot: MainSnapshot) -> None:
-        directory = self.supervisor.dispatcher.directory
-        # False: whatever the pool's width, no task runs beside another.
-        self.supervisor.registry = FunctionRegistry(snapshot, None, False, directory)
+        self.supervisor.registry = _Registry(self, snapshot)
 
     def share(self, obj: Any) -> Shared[Any]:
         return Shared(capture(obj, self.supervisor.registry.snapshot), [])
@@ -108,13 +104,32 @@ class InlineEngine(Engine):
         self.turns.put(None)
 
 
+class _Registry(FunctionRegistry):
+    def __init__(self, engine: InlineEngine, snapshot: MainSnapshot) -> None:
+        # False: whatever the pool's width, no task runs beside another.
+        super().__init__(snapshot, None, False, engine.supervisor.dispatcher.directory)
+        self._engine = engine
+
+    def define(self, work: Any) -> RemoteFunction:
+        if threading.current_thread() is self._engine.thread:
+            raise RuntimeError("a task called its own pool, whose only thread runs that task")
+        return super().define(work)
+
+
 class InlineHandle(DroneHandle):
     def __init__(self, engine: InlineEngine, number: int, name: str) -> None:
         super().__init__(engine.supervisor.dispatcher, number, name)
-        self.ref_table = RefTable(_no_store, None, lambda: None)
+        self.ref_table = RefTable(_nothing, None, lambda: None)
         self.drone = InlineDrone(engine, self)
 
-    def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
+    def can_take(self, dedicated: bool = False) -> bool:
+        """One drone at a time: see above."""
+        handles = self.dispatcher.handles
+        if not super().can_take(dedicated) or any(h.in_flight for h in handles if h is not self):
+            return False
+        return dedicated or next(h for h in handles if DroneHandle.can_take(h)) is self
+
+    def send(self, frames: list[bytes], tasks: Any = ()) -> None:
         self.drone.receive(frames)
 
     def kill(self, kill_reason: str = "") -> None:
@@ -122,99 +137,92 @@ class InlineHandle(DroneHandle):
         self.drone.kill()
 
     def last_started(self) -> int:
-        # A killed drone has given back the tasks that it had not begun.
-        return next(reversed(self.in_flight), 0) if self.drone.ended else self.drone.current
+        return self.drone.started
 
     def heartbeat(self) -> tuple[object, Times]:
         return object(), {}  # differs each time: it lives
 
 
 class InlineDrone(DroneExecutor):
-    """The executor of one drone. Senders hand it messages; the engine's thread runs the tasks."""
+    """The executor of one drone."""
+
+    _resets_tag, _cpu_time = False, staticmethod(thread_time)
 
     def __init__(self, engine: InlineEngine, handle: InlineHandle) -> None:
-        self._engine, self._handle = engine, handle
-        self.ended = False
-        slot = Slot(memoryview(bytearray(HEADER_BYTES)))  # keeps no answers, because all arrive
+        self._engine, self._handle, self.started, self.ended = engine, handle, 0, False
+        status: Any = self
         snapshot, table, tail = engine.supervisor.registry.snapshot, handle.ref_table, OutputTail()
-        super().__init__(handle.name, slot, snapshot, _no_store, table, tail, EventLog())
-        self.socket_lock = engine.lock
-        self._todo = _Todo(lambda: engine.turns.put(self._take_turn))
+        super().__init__(handle.name, status, snapshot, _nothing, table, tail, EventLog())
 
     def _take_over_process(self) -> None:
-        """Leave this process as it is."""
+        """Leave signals and forks of this process to the program."""
 
-    # Set under the lock, so that `_interrupt` in another thread hits the task that it means.
-    @property
-    def _current(self) -> int:
-        return self._number
+    # -- in place of a status table ----------------------------------------------------------------
 
-    @_current.setter
-    def _current(self, number: int) -> None:
-        with self._engine.lock:
-            if number and self.ended:
-                raise KeyboardInterrupt
-            self._number = number
-            _raise_in_thread(self._main_thread, _NO_ERROR)
+    def mark_started(self, number: int) -> None:
+        if not self.ended:
+            self.started = number
 
-    def _interrupt(self) -> None:
-        _raise_in_thread(self._main_thread, KeyboardInterrupt)
+    def keep(self, result: bytes) -> bool:
+        return False  # each answer is posted at once
+
+    def mark_all_sent(self, number: int, delivered: bool) -> None:
+        """Do nothing: an answer that is posted arrives before the end of its drone."""
+
+    # -- any thread that holds the reactor's lock --------------------------------------------------
 
     def receive(self, frames: list[bytes]) -> None:
-        """Take a message. Called by any thread that sends."""
-        # Tasks that were given back would run after later ones of other drones.
-        if frames[0] != RECALL:
-            with self.socket_lock:
-                self._handle_message(frames)
-            self._engine.turns.put(self._after_message)
-
-    def _take_turn(self) -> None:
-        self._main_thread = threading.get_ident()
-        drone_thread.store = self._drone_store
-        self._run_next()
-        self._flush()
-
-    def _after_message(self) -> None:
-        self.send_requested_values()
-        with self.socket_lock:
-            if not (self._todo or self.ended):
-                self._pending_interrupts.clear()
-                if self._stopping:
-                    self._end(0)
-
-    def _receive(self, wait: bool) -> None:
-        """Do nothing: messages are handled by the threads that send them."""
-
-    def _send(self, frames: list[bytes]) -> bool:
-        if not self.ended:
-            self._handle.dispatcher.post(handle_message, self._handle, frames)
-        return True
+        kind = message_type(frames)
+        if self.ended or kind == RECALL:  # no other drone could run the tasks sooner
+            return
+        if kind == CANCEL:
+            self._pending_interrupts.update(unpack_numbers(frames))
+        elif kind == FRAMES:
+            self._on_frames(frames)
+        elif kind == STOP:
+            self._end(0)
+        else:
+            self._engine.turns.put((self, frames))
 
     def kill(self) -> None:
-        """Give back the tasks that were not begun, and leave the running one to itself."""
-        with self.socket_lock:
-            if self.ended:
-                return
-            self._on_recall([])
+        """End now. Of tasks that begin at this moment, none runs: each start is noted in `started`
+        before it looks at `_pending_interrupts`, which is replaced before `started` is read.
+        """
+        if not self.ended:
+            self._pending_interrupts, self.ended = _every_number, True
             self.disable()
             if self.current:
-                self._interrupt()
                 self._engine.begin()
-            self._handle.exit_reason = "a thread cannot be killed, and is left to run on"
+            if self.current:  # a task that began before: its thread takes no further turn
+                _raise_in_thread(c_ulong(self._main_thread), py_object(KeyboardInterrupt))
+            self._handle.exit_reason = "a thread cannot be killed"
             self._end(None)
 
     def _end(self, exitcode: int | None) -> None:
         self.ended = True
         self._handle.dispatcher.post(self._engine.supervisor.on_died, self._handle, exitcode)
 
+    # -- the engine's thread -----------------------------------------------------------------------
 
-class _Todo(deque[Any]):
-    """The tasks of a drone. `on_added` is called after each that is added."""
+    def take_turn(self, frames: list[bytes]) -> None:
+        """Handle a message, and run the tasks that it brought."""
+        self._main_thread = threading.get_ident()
+        drone_thread.store = placeholders.inline_store = self._drone_store
+        self._handle_message(frames)
+        while not self.ended and self._run_next():
+            self._flush()
+        self.send_requested_values()
+        placeholders.inline_store = None
 
-    def __init__(self, on_added: Callable[[], object]) -> None:
-        super().__init__()
-        self._on_added = on_added
+    def _receive(self, wait: bool) -> None:
+        """Do nothing: messages have turns."""
 
-    def append(self, task: Any) -> None:
-        super().append(task)
-        self._on_added()
+    def _send(self, frames: list[bytes]) -> bool:
+        if not self.ended:
+            self._handle.dispatcher.post(self._on_answer, frames)
+        return True
+
+    def _on_answer(self, frames: list[bytes]) -> None:
+        handle_message(self._handle, frames)
+        # Of other drones, whose turn it may be.
+        self._handle.dispatcher.dedicated_waiting = True

@@ -420,7 +420,7 @@ class Dispatcher:
             self.backpressure.wake_waiters(self.refusal is not None)
         idle = False
         for handle in self.handles:
-            if handle.state is State.READY and not handle.in_flight and not handle.unresponsive:
+            if not handle.in_flight and handle.can_take():
                 idle = True
                 break
         self.wants_tasks = idle or (self.config.width > 1 and self._could_overlap())

@@ -389,7 +389,7 @@ class JoinedHosts:
         self._server._send(host.identity, pack_json(REQUEST, request))
 
     def _post(self, callback: Callable[[], object]) -> None:
-        self._dispatcher.reactor.post(callback)
+        self._dispatcher.post(callback)
 
 
 def _settle_timeline(promise: Promise[Timeline], value: Any = None, error: str = "") -> None:

@@ -25,6 +25,7 @@ import functools
 import os
 import pickle
 import sys
+import threading
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from pickle import PickleBuffer, dumps
@@ -567,7 +568,7 @@ class _ByName:
 
 
 def _value_of_name(name: str) -> Any:
-    looked_up.append(name)
+    looked_up.names.append(name)
     try:
         return main_namespace()[name]
     except KeyError:
@@ -576,8 +577,16 @@ def _value_of_name(name: str) -> Any:
         ) from None
 
 
-looked_up: list[str] = []
-"""Names looked up in `__main__` while unpickling. A caller that needs the list clears it before."""
+class _LookedUp(threading.local):
+    """Names that this thread has looked up in `__main__` while unpickling. A caller that needs the
+    list clears it before.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+looked_up = _LookedUp()
 
 
 def _reference_to(value: Any) -> Any:

@@ -167,13 +167,15 @@ class LocalStore(Protocol):
 local_store: LocalStore | None = None
 """The store of this drone; None if this process is no drone."""
 drone_thread = threading.local()
-"""Its `store` is that of the drone that runs as this thread, with `engine="inline"`."""
+"""Its `store` is that of the drone that this thread runs, with `engine="inline"`."""
+inline_store: LocalStore | None = None
+"""The store of the inline drone whose task began last, for threads and coroutines of that task."""
 
 
 def current_store() -> LocalStore | None:
     """Return the store of the drone in which this thread runs, if any."""
-    store: LocalStore | None = getattr(drone_thread, "store", local_store)
-    return store
+    store: LocalStore | None = getattr(drone_thread, "store", None)
+    return store or local_store or inline_store
 
 
 known_owners: WeakValueDictionary[int, ValueOwner] = WeakValueDictionary()

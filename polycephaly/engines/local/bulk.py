@@ -72,7 +72,7 @@ class BulkSocket:
                 continue
             if not handle.bulk_open:
                 handle.open_bulk()
-            handle.handle_message(frames)
+            handle.receive_bulk(frames)
 
     def close(self) -> None:
         self._transport.close()

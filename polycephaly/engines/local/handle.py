@@ -203,29 +203,30 @@ class LocalHandle(DroneHandle):
             return False
         try:
             frames = self.fast_transport.receive()
-        except Malformed as malformed:
-            self._on_malformed(malformed)
-            return True
-        if frames is None:
-            return False
-        # The other end is closed; the zygote will report how the drone ended.
-        if not frames:
-            self.dispatcher.reactor.unwatch_fast(self.fast_transport.fileno())
-            return False
-        self.handle_message(frames)
+            if frames is None:
+                return False
+            # The other end is closed; the zygote will report how the drone ended.
+            if not frames:
+                self.dispatcher.reactor.unwatch_fast(self.fast_transport.fileno())
+                return False
+            handle_message(self, frames)
+        except Exception as error:
+            self._on_error(error)
         return True
 
-    def handle_message(self, frames: list[bytes]) -> None:
+    def receive_bulk(self, frames: list[bytes]) -> None:
+        """Handle a message of the bulk transport."""
         try:
             handle_message(self, frames)
-        except Malformed as malformed:
-            self._on_malformed(malformed)
         except Exception as error:
-            self.dispatcher.fail(error)
+            self._on_error(error)
 
-    def _on_malformed(self, malformed: Malformed) -> None:
-        log.warning("a malformed message of %s was dropped: %s", self.name, malformed)
-        self.dispatcher.watch_for_lost_answer(self)
+    def _on_error(self, error: Exception) -> None:
+        if isinstance(error, Malformed):
+            log.warning("a malformed message of %s was dropped: %s", self.name, error)
+            self.dispatcher.watch_for_lost_answer(self)
+        else:
+            self.dispatcher.fail(error)
 
     def catch_up(self) -> None:
         while self.receive():

@@ -71,7 +71,7 @@ class _End(Generic[T]):
         self._number = number
         self._token = token
         self._calls = 0  # calls on their way with this end
-        self._closed = self._handed_on = False
+        self._closed = self._handed_on = self._came_with_call = False
         self._generation = channels.generation
 
     def __del__(self) -> None:
@@ -81,7 +81,7 @@ class _End(Generic[T]):
         if (
             self._token
             and not (self._closed or self._handed_on)
-            and _is_drone()
+            and (self._came_with_call or _is_drone())
             and self._generation >= channels.oldest_generation
         ):
             scheduler.post(partial(_drop_end, self.channel, self._number, self._token))
@@ -310,12 +310,13 @@ def _is_drone() -> bool:
 def _unpickle_end(kind: type[_End[T]], channel: Channel[T], number: int, previous: int) -> _End[T]:
     global ends_arrived
     token = _report_arrival(channel, number, previous)
-    if not _is_drone():
+    if placeholders.current_store() is None:
         return kind(channel, number, token)
     ends_arrived = True
     end = _arrived_ends.get((id(channel), number))
     if end is None or end._closed or end._handed_on or end._generation < channels.oldest_generation:
         end = _arrived_ends[id(channel), number] = kind(channel, number, token)
+    end._came_with_call = True
     end._token = token  # the owning process counts this process by the last token
     return end
 
