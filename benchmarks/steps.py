@@ -22,9 +22,10 @@ from typing import Any
 import click
 
 import polycephaly as poly
+from polycephaly.engines.local import handle as local_handle
 from polycephaly.engines.local.handle import LocalHandle
 from polycephaly.pool import dispatcher as dispatchers
-from polycephaly.pool import drone_handle, handlers, reactor
+from polycephaly.pool import drone_handle, handlers
 
 TASKS = 20_000
 CALLS = 100_000
@@ -112,7 +113,7 @@ def main(runs: int) -> None:
     clock.watch_method(dispatchers.Dispatcher, "dispatch", "  choosing a drone")
     clock.watch_method(drone_handle.DroneHandle, "load_batch", "  packing")
     clock.watch_method(LocalHandle, "send", "  sending")
-    clock.watch(reactor, "handle_message", "  unpacking")
+    clock.watch(local_handle, "handle_message", "  unpacking")
     clock.watch(handlers, "_settle_values", "  settling")
     found: dict[str, list[float]] = defaultdict(list)
     with poly.Pool(DRONES) as pool:
