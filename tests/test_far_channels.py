@@ -27,7 +27,7 @@ from scripts import Script, output_of, run_script
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.errors import ItemLost
-from polycephaly.green import Channel, ChannelClosed, select
+from polycephaly.green import Channel, ChannelClosed, select, testing
 from polycephaly.green.distributed.ends import NEXT_HOLDER_GRACE_SECONDS
 from polycephaly.green.distributed.transport import get_transport
 from polycephaly.runtime.tuning import tuning
@@ -786,6 +786,7 @@ def test_the_end_of_the_home_is_told_too():
     with poly.Drone() as drone:
         ch, other = made_in(drone), made_in(drone)
         waits = green.spawn(ch.receive())
+        green.run(testing.all_waiting())  # it has asked, so there is a connection to be lost
         assert not ch.closed
     with pytest.raises(ChannelClosed, match="has ended"):
         waits.result(30)
