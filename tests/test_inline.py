@@ -69,7 +69,7 @@ async def note_both_ends(n):
 
 def spin(started):
     append(started, "begun")
-    while True:
+    while not gate.is_set():
         pass
 
 
@@ -138,7 +138,9 @@ def test_an_error_has_the_frames_of_its_task(pool):
     assert "test_inline.py" in str(caught.value.__cause__)
 
 
-def test_a_cancelled_task_that_computes_is_stopped_with_its_drone(pool, tmp_path, monkeypatch):
+def test_a_cancelled_task_that_computes_is_left_with_its_drone(
+    deaf_task, pool, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tuning, "grace_seconds", 0.1)
     started, before = str(tmp_path / "started"), drones_of(pool)
     spinning = pool.promise(spin, started)
@@ -148,10 +150,28 @@ def test_a_cancelled_task_that_computes_is_stopped_with_its_drone(pool, tmp_path
     with pytest.raises(CancelledError):
         spinning.result(10)
     assert behind.result(10) and drones_of(pool) != before
+    assert len(inline_threads()) == 2
+    gate.set()
     wait_for(lambda: len(inline_threads()) == 1)
 
 
-def test_a_time_limit_counts_from_the_beginning_of_its_task(pool, tmp_path, monkeypatch):
+def test_a_killed_drone_leaves_no_traced_thread_waiting(deaf_task, pool, tmp_path):
+    """As with an asynchronous exception that waits for the thread of the task: see inline.py."""
+    started = str(tmp_path / "started")
+    waiting = pool.promise(deaf_task, started)
+    wait_for(lambda: lines(started))
+    pool.drones[0].kill()
+    with pytest.raises(DroneDied):
+        waiting.result(10)
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: None)
+    try:
+        assert pool.doit(abs, -1) == 1
+    finally:
+        sys.settrace(before)
+
+
+def test_a_time_limit_counts_from_the_beginning_of_its_task(deaf_task, pool, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "grace_seconds", 0.1)
     busy = pool.promise(wait_for_file, str(tmp_path / "go"))
     limited = pool.options(timeout=0.05).promise(abs, -1)

@@ -102,6 +102,7 @@ class DroneExecutor:
     _resets_tag = True
     """True if the output tag is that of this process, which is a drone."""
     _cpu_time = staticmethod(process_time)
+    _buffer_type = ResultBuffer
 
     def __init__(
         self,
@@ -125,9 +126,9 @@ class DroneExecutor:
         self._last_flush = 0.0
         self._last_bulk_send = -BULK_DELIVERY_SECONDS  # time when results last went by bulk
         self._stopping = False
-        self._main_thread = threading.get_ident()
         self._current = self._interrupt_target = 0
         self._pending_interrupts: set[int] = set()
+        self._main_thread = threading.get_ident()
         self.socket_lock = threading.Lock()
         self._store = store
         self._ref_table = ref_table
@@ -135,7 +136,7 @@ class DroneExecutor:
         self._events = events
         # Overlapped tasks whose values are to stay in this drone.
         self._keeping_numbers: set[int] = set()
-        self._outcomes = ResultBuffer(
+        self._outcomes = self._buffer_type(
             status_slot, snapshot, store, ref_table, tail, self._drone_store, events
         )
         self._take_over_process()

@@ -7,18 +7,17 @@ tool or a mocked function works as in code that is called directly. One thread r
 drones of a pool. Only one drone at a time is sent any, so tasks run in the order of the queue, and
 a time limit counts from the moment when its task can begin.
 
-A running task is not interrupted, because that could strike any code of this process. If it is
-cancelled or out of time and does not end by itself, its drone counts as dead: its thread is asked
-to end, once, by an exception, which code that waits does not see, and another thread runs the other
-tasks.
+A running task is not interrupted. If it is cancelled or out of time and does not end by itself, its
+drone counts as dead, its thread is left to run on, and another thread runs the other tasks. (The
+one means that CPython has is an asynchronous exception. While one waits for a thread that is
+blocked, CPython 3.11 does not get beyond the next call of a thread that is traced: a debugger or a
+coverage tool would hang.)
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
-from ctypes import c_ulong, py_object, pythonapi
 from queue import SimpleQueue
 from time import thread_time
 from typing import Any
@@ -40,7 +39,6 @@ from ..wire.placeholders import drone_thread
 
 __all__ = ["ThisProcess"]
 
-_raise_in_thread = pythonapi.PyThreadState_SetAsyncExc
 _nothing: Any = None  # no store, no memory to lend: nothing leaves this process
 _every_number: Any = range(1 << 64)
 
@@ -74,11 +72,13 @@ class InlineEngine(Engine):
 
     def _run(self) -> None:
         me = threading.current_thread()
-        with suppress(KeyboardInterrupt):  # of `kill`, when another thread has taken over
-            while self.thread is me and (turn := self.turns.get()) is not None:
-                if self.thread is not me:  # since the check before
-                    self.turns.put(turn)
-                    return
+        while self.thread is me:
+            turn = self.turns.get()
+            if self.thread is not me:  # another one has taken over meanwhile
+                self.turns.put(turn)
+            elif turn is None:
+                return
+            else:
                 try:
                     turn[0].take_turn(turn[1])
                 except Exception as error:
@@ -193,8 +193,6 @@ class InlineDrone(DroneExecutor):
             self.disable()
             if self.current:
                 self._engine.begin()
-            if self.current:  # a task that began before: its thread takes no further turn
-                _raise_in_thread(c_ulong(self._main_thread), py_object(KeyboardInterrupt))
             self._handle.exit_reason = "a thread cannot be killed"
             self._end(None)
 

@@ -721,7 +721,7 @@ class Dispatcher:
             self.break_pool(pool_error("a bug in polycephaly", error))
 
     def break_if_lost(self) -> bool:
-        """Break the pool if the engine has lost what the drones run on."""
+        """Break the pool if the engine has lost the cluster on which the drones run."""
         loss = self.supervisor.engine.loss()
         if loss is not None:
             self.break_pool(loss)

@@ -73,8 +73,8 @@ class Engine:
         """
 
     def loss(self) -> BaseException | None:
-        """Return the error of the pool if what runs its drones is gone: a cluster, for example.
-        Other errors follow from that.
+        """Return the error of the pool if the cluster on which its drones run is gone, from which
+        other errors follow. None if the cluster is there, or if there is none.
         """
         return None
 
@@ -143,7 +143,7 @@ _MACHINES = {
     "inline": "polycephaly.engines.inline:ThisProcess",
     "ray": "polycephaly.engines.ray:connect_cluster",
 }
-"""By the name of an engine, what makes its `Machine` from the options. Loaded when first used."""
+"""By the name of an engine: its function from options to a `Machine`. Loaded when first used."""
 
 
 def find_machine(name: str, options: dict[str, Any]) -> Machine:
@@ -159,7 +159,7 @@ def find_machine(name: str, options: dict[str, Any]) -> Machine:
     ]
     if cures:
         raise TypeError(f"{unexpected}: {'; '.join(cures)}")
-    if name not in list(_MACHINES):  # a list: what cannot be hashed is no name either
+    if name not in list(_MACHINES):  # a list, because `name` may be unhashable
         raise ValueError(f"unknown engine {name!r}: use {', '.join(map(repr, _MACHINES))}")
     if options and name != "ray":
         hint = " (engine='ray' has)" if options.keys() <= _RAY_OPTIONS else ""

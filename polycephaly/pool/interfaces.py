@@ -1,4 +1,4 @@
-"""What tasks, maps and pools need of what runs them: a `Dispatcher` and its reactor, or a
+"""The interfaces through which tasks, maps and pools use a `Dispatcher` and its reactor, or else a
 `Connection` to a pool of another process.
 """
 
@@ -26,7 +26,7 @@ class EventLoop(Protocol):
 
 
 class TaskOwner(Protocol):
-    """What a task needs."""
+    """The interface for tasks."""
 
     @property
     def reactor(self) -> EventLoop: ...
@@ -41,7 +41,7 @@ class TaskOwner(Protocol):
 
 
 class TaskRunner(TaskOwner, Protocol):
-    """What a pool needs."""
+    """The interface for pools and maps."""
 
     finishes_at_exit: bool
     task_options: TaskOptions

@@ -61,7 +61,7 @@ _reactor: Reactor | None = None
 
 
 class Source(Protocol):
-    """Messages behind a descriptor that reports only what is new: `has_input` is asked before each
+    """Messages behind a descriptor that reports new ones only: so `has_input` is asked before each
     sleep.
     """
 

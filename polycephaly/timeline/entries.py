@@ -1,4 +1,4 @@
-"""What a trace buffer records: entries of answers that came together, and sums of older ones."""
+"""The content of a trace buffer: entries of answers that came together, and sums of older ones."""
 
 from __future__ import annotations
 

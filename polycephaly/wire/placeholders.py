@@ -44,7 +44,7 @@ __all__ = [
 
 
 class Directory(Protocol):
-    """What a pool knows of the values that its drones keep."""
+    """A pool's record of the values that its drones keep."""
 
     @property
     def name(self) -> str: ...

@@ -161,6 +161,8 @@ class _ResultBuffer(ResultBuffer):
 
 
 class RayDrone(DroneExecutor):
+    _buffer_type = _ResultBuffer
+
     def __init__(self, spawn_request: SpawnRequest, folder: str, snapshot: Any) -> None:
         tail = open_console()
         install_log_forwarding()
@@ -171,15 +173,6 @@ class RayDrone(DroneExecutor):
         ref_table: Any = self._ray_ref_table
         store = PendingResultStore(self._note_large_result)
         super().__init__(spawn_request.name, self._exit_record, snapshot, store, ref_table, tail)
-        self._outcomes = _ResultBuffer(
-            self._exit_record,
-            snapshot,
-            self._store,
-            self._ref_table,
-            tail,
-            self._drone_store,
-            self._events,
-        )
         self.spawn_request = spawn_request
         self._output_files = [OutputFile(folder, name) for name in (OUT, ERR)]
         self._outbox: list[list[bytes]] = []

@@ -338,7 +338,7 @@ def _report_arrival(channel: Channel[Any], number: int, previous: int) -> int:
     scheduler.post(
         partial(_send_at_once, channel, opcodes.OPENED, number, _TOKENS.pack(token, previous), sent)
     )
-    if placeholders.local_store is not None and get_ident() != scheduler.owner:
+    if _is_drone() and get_ident() != scheduler.owner:
         step = REPORT_TIMEOUT_SECONDS / REPORT_STEPS
         any(sent.acquire(timeout=step) for _ in range(REPORT_STEPS))
     return token
