@@ -42,6 +42,11 @@ def append(path: str, text: str) -> None:
     os.close(fd)
 
 
+def answer(*values: object) -> None:
+    """For a test that judges a script by more than what it prints."""
+    append(os.environ["ANSWERS"], " ".join(map(str, values)))
+
+
 def lines(path: object) -> list[str]:
     """Those that are whole: of one that crosses a page of memory, a reader may see the first half
     alone."""

@@ -30,6 +30,15 @@ def pool(engine):
         yield pool
 
 
+def answers_of(folder, text, *args, timeout):
+    """What the script gave to `answer`, a line each, and what was printed beside. Ray's threads
+    print of a lost node when they hear of it, in the middle of a script's own lines too."""
+    answers = folder / "answers"
+    done = run_script(text, *args, timeout=timeout, env={"ANSWERS": str(answers)})
+    given = answers.read_text().splitlines() if answers.exists() else []
+    return given, done.stdout + done.stderr
+
+
 def gone(pid):
     return not os.path.exists(f"/proc/{pid}")
 
@@ -130,14 +139,16 @@ def test_amounts_are_counted_as_ray_does_it(name, there, amount, drones):
 
 @pytest.mark.ray
 @pytest.mark.timeout(180)
-def test_a_cluster_that_runs_on_this_machine_is_not_joined_unasked():
+def test_a_cluster_that_runs_on_this_machine_is_not_joined_unasked(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    done = run_script(
+    answers, printed = answers_of(
+        tmp_path,
         """
         import os
         os.environ.pop("RAY_ADDRESS", None)
         import ray
         import polycephaly as poly
+        from faults import answer
         from benchmarks.scale import cluster
 
         def joined(**how):
@@ -150,13 +161,13 @@ def test_a_cluster_that_runs_on_this_machine_is_not_joined_unasked():
         with cluster(1, 1):
             address = ray.get_runtime_context().gcs_address
             ray.shutdown()
-            print(joined(), joined(address="auto"))
+            answer(joined(), joined(address="auto"))
             os.environ["RAY_ADDRESS"] = address
-            print(joined())
+            answer(joined())
     """,
         timeout=150,
     )
-    assert done.stdout.splitlines()[-2:] == ["False True", "True"], done.stdout + done.stderr
+    assert answers == ["False True", "True"], printed
 
 
 def test_ray_client_is_refused_with_the_cure():
@@ -611,14 +622,15 @@ def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray
 
 
 @pytest.mark.ray
-def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
+def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    done = run_script(
+    answers, printed = answers_of(
+        tmp_path,
         """
         import ray
         import polycephaly as poly
         from benchmarks.scale import cluster
-        from faults import wait_for
+        from faults import answer, wait_for
 
         def fate(act):
             try:
@@ -635,18 +647,18 @@ def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
             wait_for(made.done, 20)  # and nobody looks at it
             running = first.promise("import time; time.sleep(1000)")
             ray.shutdown()
-            print({fate(lambda: made.value), fate(lambda: shared.value)})
-            print(fate(lambda: first.share(bytes(300_000)))[1], ray.is_initialized(), small.value)
+            answer({fate(lambda: made.value), fate(lambda: shared.value)})
+            answer(fate(lambda: first.share(bytes(300_000)))[1], ray.is_initialized(), small.value)
             ray.init(address, log_to_driver=False, logging_level="CRITICAL")
             with poly.Pool(1, engine="ray") as second:
-                print({
+                answer({
                     fate(second.promise(len, each).result)
                     for each in (made, shared, [made], [shared])
                 })
-                print(second.doit(abs, small), second.doit(len, second.share(bytes(300_000))))
-                print({fate(lambda: first.promise("1").result()), fate(running.result)})
+                answer(second.doit(abs, small), second.doit(len, second.share(bytes(300_000))))
+                answer({fate(lambda: first.promise("1").result()), fate(running.result)})
                 first.shutdown()
-                print(second.doit("1+1"))
+                answer(second.doit("1+1"))
             third = poly.Pool(1, engine="ray")
             third.doit("1")
             ray.shutdown()
@@ -655,25 +667,27 @@ def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else():
     """,
         timeout=100,
     )
-    assert done.stdout.splitlines() == [
+    assert answers == [
         "{('Lost', True)}",
         "True False 7",
         "{('Lost', True)}",
         "7 300000",
         "{('RuntimeError', True)}",
         "2",
-    ], done.stdout + done.stderr
+    ], printed
 
 
 @pytest.mark.ray
-def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone():
+def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    done = run_script(
+    answers, printed = answers_of(
+        tmp_path,
         """
         import os
         os.environ.pop("RAY_ADDRESS", None)
         import ray
         import polycephaly as poly
+        from faults import answer
         # No disk for what does not fit into the store.
         full = {"local_fs_capacity_threshold": 0.0001}
         ray.init(
@@ -682,13 +696,13 @@ def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone():
         )
         with poly.Pool(1, engine="ray") as pool:
             large = pool.promise(len, bytes(150 << 20))
-            print(type(large.exception(40)).__name__)
-            print(pool.doit(len, "abc"), pool._dispatcher.handles[0].load)
+            answer(type(large.exception(40)).__name__)
+            answer(pool.doit(len, "abc"), pool._dispatcher.handles[0].load)
         ray.shutdown()
     """,
         timeout=100,
     )
-    assert done.stdout.splitlines()[-2:] == ["OutOfDiskError", "3 0.0"], done.stdout + done.stderr
+    assert answers == ["OutOfDiskError", "3 0.0"], printed
 
 
 # -- the loss of a node ----------------------------------------------------------------------------
@@ -698,12 +712,13 @@ def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone():
 @pytest.mark.ray
 def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    done = run_script(
+    answers, printed = answers_of(
+        tmp_path,
         """
         import os, signal, sys, time
         import polycephaly as poly
         from benchmarks.scale import cluster, pool_of, processes
-        from faults import append, lines, wait_for
+        from faults import answer, append, lines, wait_for
 
         def note(path, i):
             append(path, str(i))
@@ -720,36 +735,35 @@ def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_pa
                 os.kill(pid, signal.SIGKILL)
             errors = [p.exception() for p in work]
             wait_for(lambda: len(pool.drones) == 4 and all(d.alive for d in pool.drones), 30)
-            print(
+            answer(
                 len(drones & set(lost)), {p.value for p in pool.everywhere(os.getpid)} & set(lost)
             )
         died = {i for i, error in enumerate(errors) if isinstance(error, poly.DroneDied)}
         ran = list(map(int, lines(path)))
-        print(
+        answer(
             len(died) < 30,
             [e for e in errors if e is not None and not isinstance(e, poly.DroneDied)],
         )
-        print({*ran, *died} == set(range(600)), len(ran) == len(set(ran)))
+        answer({*ran, *died} == set(range(600)), len(ran) == len(set(ran)))
     """,
         str(tmp_path / "ran"),
         timeout=100,
     )
-    assert done.stdout.splitlines()[-3:] == ["2 set()", "True []", "True True"], (
-        done.stdout + done.stderr
-    )
+    assert answers == ["2 set()", "True []", "True True"], printed
 
 
 @pytest.mark.guarantee("cluster-3")
 @pytest.mark.ray
 @pytest.mark.timeout(180)
-def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow_it():
+def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow_it(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    done = run_script(
+    answers, printed = answers_of(
+        tmp_path,
         """
         import os, signal
         import polycephaly as poly
         from benchmarks.scale import cluster, pool_of, processes
-        from faults import wait_for
+        from faults import answer, wait_for
 
         def make(n):
             return bytes([n]) * 300_000, os.getpid()
@@ -769,34 +783,36 @@ def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow
                 os.kill(pid, signal.SIGKILL)
             # What is given to a drone of the lost node is run by another.
             sure = pool.options(retries=3)
-            print([sure.doit(look, each) for each in again] == [(n, 300_000) for n in range(4)])
-            print([look(each.value) for each in again] == [(n, 300_000) for n in range(4)])
+            answer([sure.doit(look, each) for each in again] == [(n, 300_000) for n in range(4)])
+            answer([look(each.value) for each in again] == [(n, 300_000) for n in range(4)])
             fates = set()
             for each in once:
                 try:
                     fates.add(each.value[1] in lost)
                 except poly.Lost:
                     fates.add("lost")
-            print(fates == {False, "lost"})
-            print(
+            answer(fates == {False, "lost"})
+            answer(
                 {type(sure.promise(look, each).exception()).__name__ for each in once}
                 == {"NoneType", "Lost"}
             )
     """,
         timeout=150,
     )
-    assert done.stdout.splitlines()[-4:] == ["True"] * 4, done.stdout + done.stderr
+    assert answers == ["True"] * 4, printed
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(180)
-def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists():
+def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
-    done = run_script(
+    answers, printed = answers_of(
+        tmp_path,
         """
         import contextlib, os, signal, threading, time
         import ray
         from benchmarks.scale import cluster, processes
+        from faults import answer
         from polycephaly.demos.securities import experiments
         from polycephaly.demos.securities.source import loopback
 
@@ -827,10 +843,8 @@ def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(
                     threading.Thread(
                         target=kill_in_the_middle, args=nodes[-1:], daemon=True
                     ).start()
-        print(len(killed) > 2, [(each.experiment.name, each.differing) for each in outcomes])
+        answer(len(killed) > 2, [(each.experiment.name, each.differing) for each in outcomes])
     """,
         timeout=150,
     )
-    assert done.stdout.splitlines()[-1:] == ["True [('sequential', ()), ('II', ())]"], (
-        done.stdout + done.stderr
-    )
+    assert answers == ["True [('sequential', ()), ('II', ())]"], printed
