@@ -9,6 +9,7 @@ these processes."""
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ def main() -> int:
     switch, on, off = (
         ("freezer.state", "FROZEN", "THAWED") if OLD.is_dir() else ("cgroup.freeze", "1", "0")
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen, times, seconds = Random(options.seed), 0, 0.0
     group.mkdir()
     try:
@@ -51,12 +53,17 @@ def main() -> int:
         with subprocess.Popen(
             options.command, preexec_fn=lambda: procs.write_text(str(os.getpid()))
         ) as command:
-            while not ended_within(command, chosen.uniform(*options.running)):
-                times, frozen = times + 1, chosen.uniform(*options.frozen)
-                (group / switch).write_text(on)
-                ended_within(command, frozen)
+            try:
+                while not ended_within(command, chosen.uniform(*options.running)):
+                    times, frozen = times + 1, chosen.uniform(*options.frozen)
+                    (group / switch).write_text(on)
+                    ended_within(command, frozen)
+                    (group / switch).write_text(off)
+                    seconds += frozen
+            except BaseException:  # Ctrl-C, or SIGTERM
                 (group / switch).write_text(off)
-                seconds += frozen
+                command.terminate()
+                raise
     finally:
         (group / switch).write_text(off)
         group.rmdir()
