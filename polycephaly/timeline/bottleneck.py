@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
+from .format import percent, printable, seconds, size
 from .rows import covered, rows
 from .spans import Span, Sums
-from .text import percent, printable, seconds, size
 
 if TYPE_CHECKING:
-    from .timeline import Timeline
+    from .contents import Contents
 
 __all__ = ["Figures", "bottleneck_of"]
 
@@ -60,7 +60,7 @@ class Figures:
         return max(self.busy, key=lambda drone: self.busy[drone])
 
 
-def figures(timeline: Timeline) -> Figures:
+def figures(timeline: Contents) -> Figures:
     tasks = [span for span in timeline.spans if not span.thread]
     start = min(
         (t for span in tasks for t in (span.queued, span.started) if t is not None), default=0.0
@@ -110,7 +110,7 @@ def figures(timeline: Timeline) -> Figures:
     )
 
 
-def bottleneck_of(timeline: Timeline) -> str:
+def bottleneck_of(timeline: Contents) -> str:
     return sentence(figures(timeline))
 
 

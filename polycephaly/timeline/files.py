@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .picture import Bar
 
 if TYPE_CHECKING:
-    from .timeline import Timeline
+    from .contents import Contents
 
 __all__ = ["check", "write"]
 
@@ -32,38 +32,38 @@ def check(path: str | os.PathLike[str]) -> Path:
 
 
 def write(
-    timeline: Timeline, path: str | os.PathLike[str], title: str, bars: Sequence[Bar] = ()
+    timeline: Contents, path: str | os.PathLike[str], title: str, bars: Sequence[Bar] = ()
 ) -> None:
     """Write a timeline, with a bar chart above if there are `bars`. See `Timeline.save`."""
     path = check(path)
     path.write_bytes(_WRITERS[path.suffix.lower()](timeline, title, bars))
 
 
-def _html(timeline: Timeline, title: str, bars: Sequence[Bar]) -> bytes:
+def _html(timeline: Contents, title: str, bars: Sequence[Bar]) -> bytes:
     from .page import page_of
 
     return page_of(timeline, title, bars)
 
 
-def _svg(timeline: Timeline, title: str, bars: Sequence[Bar]) -> bytes:
+def _svg(timeline: Contents, title: str, bars: Sequence[Bar]) -> bytes:
     from .svg import svg_of
 
     return svg_of(timeline, title, bars)
 
 
-def _png(timeline: Timeline, title: str, bars: Sequence[Bar]) -> bytes:
+def _png(timeline: Contents, title: str, bars: Sequence[Bar]) -> bytes:
     from .png import png_of
 
     return png_of(timeline, title, bars)
 
 
-def _json(timeline: Timeline, title: str, bars: Sequence[Bar]) -> bytes:
+def _json(timeline: Contents, title: str, bars: Sequence[Bar]) -> bytes:
     from .trace import json_of
 
     return json_of(timeline, title)
 
 
-_WRITERS: dict[str, Callable[[Timeline, str, Sequence[Bar]], bytes]] = {
+_WRITERS: dict[str, Callable[[Contents, str, Sequence[Bar]], bytes]] = {
     ".html": _html,
     ".svg": _svg,
     ".png": _png,

@@ -17,6 +17,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from .bottleneck import bottleneck_of
 from .picture import Bar, colours
 from .rows import rows
 from .spans import CANCELLED, DIED, DONE, ERROR, RUNNING, SENT, TIMEOUT
@@ -24,7 +25,7 @@ from .svg import bars_of
 from .text import facts, table
 
 if TYPE_CHECKING:
-    from .timeline import Timeline
+    from .contents import Contents
 
 __all__ = ["page_of"]
 
@@ -33,7 +34,7 @@ MAX_ARROWS = 50_000  # a page could not show more
 STATUSES = (DONE, RUNNING, ERROR, CANCELLED, TIMEOUT, DIED, SENT)
 
 
-def page_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
+def page_of(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> bytes:
     here = files(__package__)
     data = json.dumps(contents(timeline), ensure_ascii=False, separators=(",", ":")).replace(
         "<", "\\u003c"
@@ -54,7 +55,7 @@ def page_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
     return "".join(whole).encode("utf-8", "replace")
 
 
-def contents(timeline: Timeline) -> dict[str, Any]:
+def contents(timeline: Contents) -> dict[str, Any]:
     start, duration = timeline.start, max(timeline.end - timeline.start, 1e-9)
     palette = colours(timeline)
     names = {name: index for index, name in enumerate(palette)}
@@ -92,7 +93,7 @@ def contents(timeline: Timeline) -> dict[str, Any]:
                     append(value)
     return {
         "facts": facts(timeline),
-        "bottleneck": timeline.bottleneck,
+        "bottleneck": bottleneck_of(timeline),
         "length": round(duration * 1e6),
         "statuses": STATUSES,
         "names": [{"name": name, "colour": colour} for name, colour in palette.items()],

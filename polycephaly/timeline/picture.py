@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from math import floor, log10
 from typing import TYPE_CHECKING, NamedTuple
 
+from .bottleneck import bottleneck_of
+from .format import percent, seconds, size
 from .rows import Row, rows
 from .spans import DONE, RUNNING, Span
-from .text import facts, percent, seconds, size
+from .text import facts
 
 if TYPE_CHECKING:
-    from .timeline import Timeline
+    from .contents import Contents
 
 __all__ = ["Bar", "Box", "Drawing", "TextLabel", "colours", "draw", "draw_bars", "ticks"]
 
@@ -83,7 +85,7 @@ class Drawing:
         self.parts += parts
 
 
-def colours(timeline: Timeline) -> dict[str, str]:
+def colours(timeline: Contents) -> dict[str, str]:
     """Return a colour for each function, those that ran longest first."""
     running: dict[str, float] = {}
     for threads in (False, True):
@@ -101,7 +103,7 @@ def colours(timeline: Timeline) -> dict[str, str]:
     }
 
 
-def draw(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> Drawing:
+def draw(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> Drawing:
     drawing = Drawing()
     drawing.height += 18
     drawing.add(TextLabel(MARGIN, drawing.height, title, 20, bold=True))
@@ -111,7 +113,7 @@ def draw(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> Drawing:
         drawing.height += 16
     drawing.height += 8
     drawing.add(TextLabel(MARGIN, drawing.height, ", ".join(facts(timeline)), 12, colour="soft"))
-    for line in textwrap.wrap(timeline.bottleneck, 150):
+    for line in textwrap.wrap(bottleneck_of(timeline), 150):
         drawing.height += 18
         drawing.add(TextLabel(MARGIN, drawing.height, line, 13))
     drawing.height += 14
@@ -148,7 +150,7 @@ def draw_bars(drawing: Drawing, bars: Sequence[Bar]) -> None:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def _draw_rows(drawing: Drawing, timeline: Timeline) -> None:
+def _draw_rows(drawing: Drawing, timeline: Contents) -> None:
     all_rows, start = rows(timeline), timeline.start
     duration = max(timeline.end - start, 1e-9)
     longest = max(

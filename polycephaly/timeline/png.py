@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .picture import Bar, TextLabel, draw
 
 if TYPE_CHECKING:
-    from .timeline import Timeline
+    from .contents import Contents
 
 __all__ = ["png_of"]
 
@@ -25,7 +25,7 @@ LIGHT_COLOURS = {
 }
 
 
-def png_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
+def png_of(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> bytes:
     from PIL import Image, ImageDraw
 
     drawing = draw(timeline, title, bars)

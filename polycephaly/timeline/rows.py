@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from .spans import Span
 
 if TYPE_CHECKING:
-    from .timeline import Timeline
+    from .contents import Contents
 
 __all__ = ["Row", "covered", "rows"]
 
@@ -42,7 +42,7 @@ class Row:
         return [span for lane in self.lanes for span in lane]
 
 
-def rows(timeline: Timeline) -> list[Row]:
+def rows(timeline: Contents) -> list[Row]:
     """Return the rows in the order of the drones; green threads in the order of their start."""
     found: dict[tuple[str, str], Row] = {(drone, ""): Row(drone) for drone in timeline.drones}
     begun: dict[tuple[str, str], list[Span]] = {}

@@ -15,7 +15,7 @@ from .picture import Bar, Box, Drawing, TextLabel, draw, draw_bars
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .timeline import Timeline
+    from .contents import Contents
 
 __all__ = ["bars_of", "svg_of"]
 
@@ -28,7 +28,7 @@ STYLE = """
 """
 
 
-def svg_of(timeline: Timeline, title: str, bars: Sequence[Bar] = ()) -> bytes:
+def svg_of(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> bytes:
     """Return the SVG file: `title` as a heading, `bars` if there are any, and the timeline."""
     drawing = draw(timeline, title, bars)
     page = Box(0, 0, drawing.width, drawing.height, "paper")

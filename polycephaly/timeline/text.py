@@ -8,13 +8,15 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from .bottleneck import bottleneck_of
+from .format import percent, printable, seconds, size
 from .rows import Row, rows
 from .spans import Sums
 
 if TYPE_CHECKING:
-    from .timeline import Timeline
+    from .contents import Contents
 
-__all__ = ["facts", "percent", "printable", "seconds", "size", "table", "text"]
+__all__ = ["facts", "table", "text"]
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WAITING_MARK = "·"
@@ -24,7 +26,7 @@ MAX_NAME_COLUMNS = 28
 MIN_COLUMNS = 60
 
 
-def text(timeline: Timeline, width: int | None = None) -> str:
+def text(timeline: Contents, width: int | None = None) -> str:
     if not timeline:
         return "Timeline: nothing has run yet."
     width = max(MIN_COLUMNS, width or shutil.get_terminal_size((100, 24)).columns)
@@ -40,10 +42,10 @@ def text(timeline: Timeline, width: int | None = None) -> str:
         *_table(timeline, width),
         "",
     ]
-    return "\n".join([*lines, *textwrap.wrap(timeline.bottleneck, width)])
+    return "\n".join([*lines, *textwrap.wrap(bottleneck_of(timeline), width)])
 
 
-def facts(timeline: Timeline) -> list[str]:
+def facts(timeline: Contents) -> list[str]:
     """Return the length and the counts, and what the picture leaves out."""
     calls = sum(each.calls for each in timeline.sums().values())
     parts = [
@@ -64,7 +66,7 @@ def facts(timeline: Timeline) -> list[str]:
 
 
 def _chart(
-    timeline: Timeline, all_rows: list[Row], start: float, duration: float, width: int
+    timeline: Contents, all_rows: list[Row], start: float, duration: float, width: int
 ) -> list[str]:
     name = min(MAX_NAME_COLUMNS, max(len(_row_title(row)) for row in all_rows))
     cells = width - name - 8
@@ -144,7 +146,7 @@ def _row_title(row: Row) -> str:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def table(timeline: Timeline) -> list[Sequence[str]]:
+def table(timeline: Contents) -> list[Sequence[str]]:
     """Return the times by function, below a header line."""
     head = ("function", "calls", "running", "a call", "queued", "there", "back", "sent", "received")
     by_function = _by_function(timeline.sums())
@@ -163,7 +165,7 @@ def table(timeline: Timeline) -> list[Sequence[str]]:
     return [head, *lines]
 
 
-def _table(timeline: Timeline, width: int) -> list[str]:
+def _table(timeline: Contents, width: int) -> list[str]:
     lines = table(timeline)
     numbers = [
         2 + max(len(line[column]) for line in lines if column < len(line))
@@ -208,36 +210,8 @@ def _format_line(line: Sequence[str], widths: Iterable[int]) -> str:
     )
 
 
-# -- formatting ------------------------------------------------------------------------------------
-
-
-def seconds(value: float) -> str:
-    """Return a time with three significant digits and a suitable unit."""
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if value < limit * 0.9995:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
-
-
-def size(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.5 or unit == "GB":
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    raise AssertionError
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def printable(name: str) -> str:
-    """Replace the characters of a user's name that would move the cursor or change colours."""
-    return "".join(each if each.isprintable() else " " for each in name)
 
 
 def _shorten(name: str, columns: int) -> str:

@@ -17,11 +17,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from .bottleneck import bottleneck_of
 from .rows import Row, rows
 from .spans import Span
 
 if TYPE_CHECKING:
-    from .timeline import Timeline
+    from .contents import Contents
 
 __all__ = ["events", "json_of"]
 
@@ -32,15 +33,19 @@ INSTANT_MICROSECONDS = 1.0
 Event = dict[str, Any]
 
 
-def json_of(timeline: Timeline, title: str) -> bytes:
-    other = {"title": title, "bottleneck": timeline.bottleneck, "spans not kept": timeline.folded}
+def json_of(timeline: Contents, title: str) -> bytes:
+    other = {
+        "title": title,
+        "bottleneck": bottleneck_of(timeline),
+        "spans not kept": timeline.folded,
+    }
     document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": list(events(timeline))}
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode(
         "utf-8", "replace"
     )
 
 
-def events(timeline: Timeline) -> Iterator[Event]:
+def events(timeline: Contents) -> Iterator[Event]:
     start = timeline.start
     yield _metadata("process_name", 0, 0, "controller")
     yield _metadata("thread_name", 0, 1, "sends")

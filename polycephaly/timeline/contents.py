@@ -1,0 +1,166 @@
+"""The content of a `Timeline`, from which its texts and pictures are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Self
+
+from .spans import Span, Sums, sums_of
+
+if TYPE_CHECKING:
+    from .entries import Aggregated, Entry
+
+__all__ = ["Contents"]
+
+Key = tuple[str, str]
+
+
+class Contents:
+    """The spans, drones and sums of a `Timeline`."""
+
+    def __init__(
+        self, spans: Iterable[Span] = (), drones: Iterable[str] = (), *, waiting: int = 0
+    ) -> None:
+        self._others = list(spans)
+        self._spans: list[Span] | None = None
+        self._drones = dict.fromkeys(drones)
+        self._entries: list[Entry] = []
+        self._folded: list[Aggregated] = []
+        self._sums: dict[Key, Sums] | None = None
+        self.waiting = waiting
+        """Number of tasks that were in the queue, and sent to no drone yet."""
+        self.threads_lost = 0
+        """Number of calls of green threads that were too many to be kept."""
+
+    def add_record(
+        self,
+        folded: Aggregated,
+        entries: Sequence[Entry],
+        threads: Iterable[Span] = (),
+        threads_lost: int = 0,
+    ) -> None:
+        """Add the content of a trace buffer, before the first use of the timeline."""
+        self._entries += entries
+        self._folded += [folded] if folded.spans else []
+        self._others += threads
+        self.threads_lost += threads_lost
+
+    # -- content -----------------------------------------------------------------------------------
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans, tasks in the order of their answers, then those of green threads."""
+        if self._spans is None:
+            self._spans = [
+                *(span for entry in self._entries for span in entry.spans()),
+                *self._others,
+            ]
+        return self._spans
+
+    @property
+    def drones(self) -> list[str]:
+        """The names of all drones of the timeline, idle ones too."""
+        of_folded = (drone for folded in self._folded for drone, _ in folded.sums)
+        return [*dict.fromkeys([*self._drones, *of_folded, *(span.drone for span in self.spans)])]
+
+    @property
+    def folded(self) -> int:
+        """The number of spans that are no longer kept one by one, but in `sums` only."""
+        return sum(folded.spans for folded in self._folded)
+
+    @property
+    def start(self) -> float:
+        """The time (`time.monotonic`) of the first call; 0 if there is none."""
+        firsts = [t for span in self.spans for t in (span.queued, span.started) if t is not None]
+        return min([*firsts, *(folded.start for folded in self._folded)], default=0.0)
+
+    @property
+    def end(self) -> float:
+        """The time (`time.monotonic`) of the last event; 0 if there is none."""
+        lasts = [
+            t
+            for span in self.spans
+            for t in (span.received, span.finished, span.sent)
+            if t is not None
+        ]
+        return max([*lasts, *(folded.end for folded in self._folded)], default=0.0)
+
+    def sums(self, threads: bool = False) -> dict[Key, Sums]:
+        """Return the totals by drone and function, including spans that are no longer kept.
+
+        Parameters
+        ----------
+        threads
+            If true, return the totals of calls of green threads instead.
+
+        Returns
+        -------
+        dict
+            `Sums` by (drone, function).
+        """
+        if threads:
+            return _sums(span for span in self.spans if span.thread and not span.whole)
+        if self._sums is None:
+            found = _sums(span for span in self._others if not span.thread)
+            for entry in self._entries:
+                key = entry.drone, entry.name
+                found[key] = entry.sums() + found.get(key, Sums())
+            for folded in self._folded:
+                for key, sums in folded.sums.items():
+                    found[key] = sums + found.get(key, Sums())
+            self._sums = found
+        return self._sums
+
+    def of_drone(self, name: str) -> Self:
+        """Return the timeline of one drone alone."""
+        alone = type(self)((span for span in self._others if span.drone == name), [name])
+        alone._entries = [entry for entry in self._entries if entry.drone == name]
+        for folded in self._folded:
+            sums = {key: sums for key, sums in folded.sums.items() if key[0] == name}
+            alone._folded.append(
+                folded._replace(sums=sums, spans=sum(each.calls for each in sums.values()))
+            )
+        return alone
+
+    def __add__(self, other: Self) -> Self:
+        if not isinstance(other, Contents):
+            return NotImplemented
+        mine, its = self.drones, other.drones
+        names: dict[str, str] = {}
+        for name in its:
+            number, new = 2, name
+            while new in mine or new in names.values():
+                new, number = f"{name} ({number})", number + 1
+            names[name] = new
+        both = type(self)(
+            [*self._others, *(span._replace(drone=names[span.drone]) for span in other._others)],
+            [*mine, *names.values()],
+            waiting=self.waiting + other.waiting,
+        )
+        both._entries = [
+            *self._entries,
+            *(entry._replace(drone=names[entry.drone]) for entry in other._entries),
+        ]
+        both.threads_lost = self.threads_lost + other.threads_lost
+        renamed = (
+            folded._replace(
+                sums={
+                    (names[drone], function): sums
+                    for (drone, function), sums in folded.sums.items()
+                }
+            )
+            for folded in other._folded
+        )
+        both._folded = [*self._folded, *renamed]
+        return both
+
+    def __bool__(self) -> bool:
+        return bool(self.spans or self._folded)
+
+
+def _sums(spans: Iterable[Span]) -> dict[Key, Sums]:
+    found: dict[Key, Sums] = {}
+    for span in spans:
+        key = span.drone, span.name
+        found[key] = sums_of(span) + found.get(key, Sums())
+    return found
