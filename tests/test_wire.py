@@ -8,6 +8,7 @@ import pickle
 import random
 import stat
 import tempfile
+import threading
 
 import pytest
 import zmq
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import polycephaly as poly
 from polycephaly.engines.local import drone as image_main
+from polycephaly.engines.local.drone import LocalDrone
 from polycephaly.wire import messages
 from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.messages import (
@@ -37,6 +39,7 @@ from polycephaly.wire.messages import (
     unpack_outcomes,
     unpack_work,
 )  # fmt: skip
+from polycephaly.wire.status_table import StatusTable
 
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
@@ -169,6 +172,44 @@ def test_the_lane_gives_back_what_was_sent_or_refuses_it():
     one.close()
     assert other.receive() == []
     other.close()
+
+
+def fill(transport):
+    sent = 0
+    while transport.send([b"W"]):
+        sent += 1
+    return sent
+
+
+def test_a_message_may_wait_for_room_in_the_fast_transport():
+    one, other = map(FastTransport, FastTransport.pair())
+    assert not one.send_soon([b"W", b"x" * 200_000])  # there will never be room for that
+    fill(one)
+    sender = threading.Thread(target=lambda: sent.append(one.send_soon([b"last"])))
+    sent, received = [], []
+    sender.start()
+    while received[-1:] != [[b"last"]]:
+        received.append(other.receive())
+    sender.join()
+    assert sent == [True]
+
+
+def test_results_that_the_slot_no_longer_keeps_wait_for_room_before_they_go_to_zeromq():
+    mine, its = map(FastTransport, FastTransport.pair())
+    drone, by_bulk = LocalDrone.__new__(LocalDrone), []
+    drone._fast_transport, drone._send_by_bulk = its, by_bulk.append
+    table = StatusTable(1)
+    drone._status_slot = slot = table.writer(0)
+    fill(its)
+    assert not drone._send([b"kept, too"]) and by_bulk == [[b"kept, too"]]
+    while slot.keep(b"x" * 1000):
+        pass
+    reader = threading.Thread(target=lambda: [*iter(mine.receive, [b"last"])])
+    reader.start()
+    assert drone._send([b"last"]) and len(by_bulk) == 1
+    reader.join()
+    del drone, slot
+    table.close()
 
 
 # -- with a pool

@@ -31,11 +31,12 @@ __all__ = ["FastTransport"]
 
 # Of a packet's frames; the kernel's default buffer holds four such packets.
 MAX_PACKET_BYTES = 48 * 1024
+MAX_ROOM_WAIT_SECONDS = 1.0  # for the other end to read
 _PACKET_HEADER = Struct("<IB")  # bytes of the head, and number of frames
 
 
 class FastTransport:
-    """One end of the fast transport. `send` and `receive` never block."""
+    """One end of the fast transport. Only `send_soon` blocks."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -51,7 +52,7 @@ class FastTransport:
 
         That is so if the message is too large, has too many frames, or the socket is full.
         """
-        if len(frames) > 2 or sum(map(len, frames)) > MAX_PACKET_BYTES:
+        if not _fits(frames):
             return False
         packet = b"".join((_PACKET_HEADER.pack(len(frames[0]), len(frames)), *frames))
         try:
@@ -59,6 +60,15 @@ class FastTransport:
         # The socket is full, or the other end is gone, which is reported elsewhere.
         except OSError:
             return False
+
+    def send_soon(self, frames: Sequence[bytes]) -> bool:
+        """Send as `send` does, but wait for room if the socket is full."""
+        if not _fits(frames):
+            return False
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT)
+        poller.poll(MAX_ROOM_WAIT_SECONDS * 1000)
+        return self.send(frames)
 
     def receive(self) -> list[Any] | None:
         """Return the frames of the next message.
@@ -100,3 +110,7 @@ class FastTransport:
     def close(self) -> None:
         with suppress(OSError):
             self._socket.close()
+
+
+def _fits(frames: Sequence[bytes]) -> bool:
+    return len(frames) <= 2 and sum(map(len, frames)) <= MAX_PACKET_BYTES

@@ -97,7 +97,7 @@ class Slot:
         self._cells = memory[:HEADER_BYTES].cast("Q")
         self._buffer = memory[HEADER_BYTES:]
         self._kept = 0
-        self._is_full = False
+        self.is_full = False  # the last result had no room beside the kept ones
 
     def mark_started(self, number: int) -> None:
         self._cells[_STARTED] = number
@@ -119,7 +119,7 @@ class Slot:
         """Keep a result until `mark_all_sent`; return False if the slot has no room for it."""
         end = self._kept + len(result)
         if end > len(self._buffer):
-            self._is_full = len(result) <= len(self._buffer)
+            self.is_full = len(result) <= len(self._buffer)
             return False
         self._buffer[self._kept : end] = result
         self._kept = self._cells[_KEPT] = end
@@ -142,6 +142,6 @@ class Slot:
         the kept results are forgotten in any case, to make room for the next ones.
         """
         self._cells[_SENT] = number
-        if delivered or self._is_full:
+        if delivered or self.is_full:
             self._kept = self._cells[_KEPT] = 0
-            self._is_full = False
+            self.is_full = False

@@ -269,6 +269,10 @@ class LocalDrone(DroneExecutor):
         """Send a message; return True if it went by the fast transport."""
         if self._fast_transport.send(frames):
             return True
+        # A full slot keeps nothing any more, and ZeroMQ's thread may lose these results if the
+        # process dies soon.
+        if self._status_slot.is_full and self._fast_transport.send_soon(frames):
+            return True
         self._send_by_bulk(frames)
         return False
 
