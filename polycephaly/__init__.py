@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if "t" in sys.abiflags:  # many operations are atomic only because one thread runs at a time
     raise ImportError(
         "polycephaly needs a CPython with the global interpreter lock, and this is a "
@@ -58,6 +56,7 @@ if TYPE_CHECKING:
     from .pool.waiting import Waiting
     from .promises.combining import as_completed, gather, race
     from .promises.promise import Promise
+    from .runtime.version import __version__ as __version__
     from .server.server import serve
     from .store.kept import Kept
     from .store.pores import Pore
@@ -81,6 +80,7 @@ _MODULES = {
     "Shared": "store.shared",
     "Timeline": "timeline",
     "Waiting": "pool.waiting",
+    "__version__": "runtime.version",
     "as_completed": "promises.combining",
     "connect": "engines.remote.client",
     "doit": "pool.drone",
@@ -108,4 +108,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from .. import __version__
+from ..runtime.version import __version__
 from .bench import bench
 from .completion import completion
 from .demo import demo

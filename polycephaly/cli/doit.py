@@ -164,7 +164,8 @@ def traceback_text(error: BaseException) -> str:
     """
     import traceback
     from concurrent.futures import CancelledError
-    from concurrent.futures.process import _RemoteTraceback
+
+    from .._compat import remote_traceback_type
 
     if isinstance(error, CancelledError):
         return "cancelled: the pool ends"
@@ -172,7 +173,7 @@ def traceback_text(error: BaseException) -> str:
         return "".join(traceback.format_exception_only(error)).rstrip()
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, _RemoteTraceback):
+        if isinstance(cause, remote_traceback_type()):
             return str(cause).strip().strip('"').strip("\n")
         cause = cause.__cause__
     return "".join(traceback.format_exception_only(error)).rstrip()

@@ -16,23 +16,16 @@ copy pages of NumPy that are written to (reference counts).
 
 from __future__ import annotations
 
-import atexit
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pickle import loads
 from typing import Any
 
+from .. import _compat
 from ..runtime.connections import InheritanceSearch
 from ..wire.pickling import main_namespace
 
-__all__ = [
-    "call_as_imported",
-    "call_with_inherited_args",
-    "clear_exit_handlers",
-    "needs_inheritance",
-    "prepare_child",
-]
+__all__ = ["call_as_imported", "call_with_inherited_args", "needs_inheritance", "prepare_child"]
 
 _inherited_args: tuple[Any, ...] | bytes = ()
 
@@ -41,39 +34,9 @@ def prepare_child(name: str, inherited_args: tuple[Any, ...] | bytes | None) -> 
     """Prepare a drone that was just forked."""
     global _inherited_args
     _inherited_args = inherited_args or ()
-    clear_exit_handlers()
-    process: Any = sys.modules.get("multiprocessing.process")
-    if process is not None:
-        process.current_process().name = name
-    util: Any = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        util._finalizer_registry.clear()
-        util._run_after_forkers()
-    _seed_numpy()
-
-
-def clear_exit_handlers() -> None:
-    """In any forked child: drop the exit handlers of the parent.
-
-    The processes for which `multiprocessing`'s own exit handler waits are the parent's, too.
-    """
-    atexit._clear()
-    process: Any = sys.modules.get("multiprocessing.process")
-    if process is not None:
-        process._children = set()
-    util: Any = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        atexit.register(util._exit_function)
-
-
-def _seed_numpy() -> None:
-    mtrand: Any = sys.modules.get("numpy.random.mtrand")
-    with suppress(AttributeError):  # half loaded: another thread of the controller was importing it
-        lock = mtrand._rand._bit_generator.lock
-        # If the lock is a copy of one that another thread held, seeding would wait for ever.
-        if lock.acquire(blocking=False):
-            lock.release()
-            mtrand.seed()
+    _compat.clear_exit_handlers()
+    _compat.reset_multiprocessing(name)
+    _compat.seed_numpy()
 
 
 def call_with_inherited_args(initializer: Callable[..., Any]) -> Any:

@@ -26,6 +26,7 @@ from contextlib import suppress
 from time import monotonic, process_time
 from typing import Any
 
+from .. import _compat
 from ..memory.references import RefTable, Serialized
 from ..promises import promise
 from ..timeline.event_log import EventLog, event_log
@@ -74,7 +75,6 @@ from ..wire.slices import (
     split_head,
 )
 from ..wire.status_table import Slot
-from .child import clear_exit_handlers
 from .console import OutputTail, current_tag, disable_record_order, set_tag
 from .frames import frames_now
 from .functions import LoadedFunction, define
@@ -609,7 +609,7 @@ def _disable_in_child() -> None:
     for executor in _executors:
         executor.disable()
         disable_record_order()
-        clear_exit_handlers()
+        _compat.clear_exit_handlers()
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _executors.clear()
 

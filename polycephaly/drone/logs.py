@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from .. import _compat
 from ..wire.log_records import pack_record
 from .console import send_log_record
 
@@ -49,12 +50,7 @@ class LogForwarder(logging.Handler):
 
 def install_log_forwarding() -> None:
     """Install the forwarders in a new drone, after its console."""
-    module: Any = logging
-    _inherited.extend((module._handlerList[:], dict(module._handlers)))
-    # Otherwise `logging.config` and `logging.shutdown` would flush and close the inherited
-    # handlers.
-    del module._handlerList[:]
-    module._handlers.clear()
+    _inherited.extend(_compat.detach_log_handlers())
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         if isinstance(logger, logging.Logger):
             _inherited.extend(logger.handlers)

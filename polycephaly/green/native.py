@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-from _thread import allocate_lock, get_ident, start_new_thread
+from _thread import allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from .._compat import forget_dummy_thread
 from ..promises.promise import callbacks
 
 __all__ = ["NativeThreadPool"]
@@ -247,8 +247,4 @@ class _Worker:
                 job = self.workers.next_job(self)
         finally:
             self.workers.remove_worker()
-            # Code that called `current_thread()` has made an entry, which would stay.
-            if sys.version_info < (3, 13):
-                entry = threading._active.get(get_ident())  # type: ignore[attr-defined]
-                if isinstance(entry, threading._DummyThread):
-                    del threading._active[get_ident()]  # type: ignore[attr-defined]
+            forget_dummy_thread()  # code that called `current_thread()` has made one

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from _signal import getsignal  # type: ignore[import-not-found]  # in C: a fifth of the time
-from _signal import signal as set_handler
 from _thread import get_ident
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
+
+from .._compat import getsignal
+from .._compat import signal as set_handler
 
 __all__ = ["DeferredSigint", "is_safe_from_signals"]
 

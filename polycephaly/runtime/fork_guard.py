@@ -30,6 +30,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
+from .._compat import is_held_here
+
 __all__ = [
     "GuardedLock",
     "OwnThread",
@@ -54,7 +56,7 @@ class GuardedLock:
         lock: Any = threading.RLock()
         self.acquire: Callable[..., bool] = lock.acquire
         self.release: Callable[[], None] = lock.release
-        self.is_held_here: Callable[[], bool] = lock._is_owned
+        self.is_held_here = is_held_here(lock)
         """Return True if the calling thread holds the lock."""
 
     def __enter__(self) -> None:

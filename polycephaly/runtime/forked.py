@@ -11,12 +11,13 @@ child as the main program of an interpreter ends.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
 from contextlib import suppress
 from typing import NoReturn
+
+from .. import _compat
 
 __all__ = ["exit_if_forked", "generation"]
 
@@ -42,7 +43,7 @@ def _exit(error: BaseException | None) -> NoReturn:
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
-        atexit._run_exitfuncs()
+        _compat.run_exit_handlers()
     except BaseException as worse:
         status = _exit_status(worse)
     finally:

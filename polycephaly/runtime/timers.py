@@ -1,8 +1,8 @@
 """Timers: a heap of callbacks, each with a time.
 
 The time is real, or that of a test (green/testing.py, tests/in_time.py). The scheduler of green
-threads, the reactor and each connection have one `Timers` object. Only the owner may touch more
-than `now`: the scheduler's thread, the holder of the reactor's lock, or the connection's thread.
+threads and each event loop have one `Timers` object. Only the owner may touch more than `now`: the
+scheduler's thread, or the holder of the loop's lock.
 
 A cancelled timer stays in the heap, marked, until its time, or until the marked ones are the
 majority and are removed together. So a loop under a long `timeout` costs no memory.

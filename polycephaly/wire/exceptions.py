@@ -20,12 +20,12 @@ shows the remote lines.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures.process import _RemoteTraceback
 from pickle import dumps, loads
 from traceback import format_exception
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from .._compat import remote_traceback_type
 from ..errors import RemoteError
 
 __all__ = ["pack_exception", "unpack_exception"]
@@ -64,7 +64,7 @@ def unpack_exception(data: bytes) -> BaseException:
         last = last.__cause__
         seen.add(id(last))
     if last.__cause__ is None:
-        last.__cause__ = _RemoteTraceback(f'\n"""\n{text}"""')  # type: ignore[arg-type]  # typeshed errs
+        last.__cause__ = remote_traceback_type()(f'\n"""\n{text}"""')
     return error
 
 

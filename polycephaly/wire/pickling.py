@@ -34,8 +34,8 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import cloudpickle
-from cloudpickle.cloudpickle import _class_setstate
 
+from .._compat import class_setstate
 from ..memory.arena import Full
 from ..memory.blocks import MIN_SHARED_PICKLE_BYTES, Store
 from ..memory.references import Place, Serialized
@@ -526,6 +526,9 @@ _sent_classes: WeakSet[type] = WeakSet()
 """Classes of this process that were sent elsewhere."""
 _received_classes: WeakSet[type] = WeakSet()
 """Classes that arrived here by value."""
+
+
+_class_setstate = class_setstate()
 
 
 def _reduce_class(obj: object, reduced: Any) -> Any:

@@ -17,87 +17,24 @@ from __future__ import annotations
 import io
 import os
 import socket
-import sys
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from io import open_code
-from multiprocessing import process, reduction, resource_tracker, spawn, util
+from dataclasses import replace
+from multiprocessing import reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
-from pkgutil import get_importer
-from runpy import run_path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...memory.arena import Arena
-from ...wire.main_snapshot import Snapshot, restore_snapshot
+from ...wire.main_snapshot import Snapshot
 from ...wire.pickling import MainSnapshot
 from ...wire.status_table import StatusTable
+from .main_maker import MainMaker
 
 if TYPE_CHECKING:
     from .zygote import DroneSpec
 
-__all__ = ["MainMaker", "start_bare_zygote"]
+__all__ = ["start_bare_zygote"]
 
 _MAIN_MODULE_KEYS = ("init_main_from_name", "init_main_from_path")
 """The keys in which `multiprocessing` names the main module that a child imports."""
-
-
-@dataclass(frozen=True, slots=True)
-class MainMaker:
-    """The recipe by which a drone of a bare zygote makes its `__main__`."""
-
-    snapshot: Snapshot | None  # None: import the main module
-    module: dict[str, str]  # names the main module; empty if there is none, as under `python -c`
-
-    def make(self, arena: Arena) -> MainSnapshot:
-        """Make `__main__`, in a drone. Raises the errors of importing the main module."""
-        _old_main.append(sys.modules["__main__"])  # kept alive, because its code still runs
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
-        if self.snapshot is not None:
-            return restore_snapshot(self.snapshot, arena)
-        current: Any = process.current_process()
-        # With this flag `multiprocessing` refuses, with the reason, to start processes while the
-        # script is being imported.
-        current._inheriting = True
-        try:
-            _import_main(**self.module)
-        finally:
-            del current._inheriting
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        return MainSnapshot()
-
-
-_old_main: list[ModuleType] = []
-
-
-def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -> None:
-    """Run the main module's code in `__main__` itself.
-
-    `multiprocessing` runs the code in another namespace and copies the results, so that functions
-    of the module would not see names that are set in `__main__` later.
-    """
-    main = vars(sys.modules["__main__"])
-    main["__name__"] = "__mp_main__"
-    name, path = init_main_from_name, init_main_from_path
-    if name.endswith("__main__") or os.path.basename(path).partition(".")[0] == "ipython":
-        return  # the command line of a package: `multiprocessing` does not import that again either
-    if name:
-        spec: Any = find_spec(name)
-        if spec is None:
-            raise ImportError(f"the main module {name!r} was not found", name=name)
-        main.update(
-            __spec__=spec, __loader__=spec.loader, __package__=spec.parent, __file__=spec.origin
-        )
-        exec(spec.loader.get_code(name), main)
-    elif path and get_importer(path) is not None:  # a directory or an archive
-        main.update(run_path(path, run_name="__mp_main__"))
-    elif path:
-        main["__file__"] = path
-        with open_code(path) as file:
-            exec(compile(file.read(), path, "exec", dont_inherit=True), main)
 
 
 class _BareZygote:

@@ -10,7 +10,6 @@ does the control thread begin to receive. A thread that uses the sockets holds `
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import gc
 import json
@@ -23,6 +22,7 @@ from typing import Any
 
 import zmq
 
+from ... import _compat
 from ...drone.child import prepare_child
 from ...drone.console import open_console
 from ...drone.executor import DroneExecutor, log_malformed
@@ -225,7 +225,7 @@ class LocalDrone(DroneExecutor):
         """Run the exit handlers registered here, and deliver the messages in the socket."""
         generation = forked.generation
         with suppress(BaseException):
-            atexit._run_exitfuncs()
+            _compat.run_exit_handlers()
         forked.exit_if_forked(generation)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):

@@ -20,7 +20,6 @@ See docs/decisions/0001-fork-drones-by-a-zygote.md.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import json
 import os
@@ -37,6 +36,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ... import _compat
 from ...memory.arena import Arena
 from ...runtime import parent_death
 from ...runtime.connections import replace_connections
@@ -45,7 +45,7 @@ from ...wire.pickling import MainSnapshot
 from ...wire.status_table import StatusTable
 
 if TYPE_CHECKING:
-    from .bare import MainMaker
+    from .main_maker import MainMaker
 
 __all__ = ["DroneSpec", "Order", "run_zygote"]
 
@@ -141,7 +141,7 @@ def reset_inherited_state() -> None:
     for name in _RESET_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    atexit._clear()
+    _compat.clear_exit_handlers()
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - stays open

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...pool.engine import Engine
     from ...pool.supervisor import Supervisor
 
-__all__ = ["Cluster", "describe_placement_group"]
+__all__ = ["Cluster"]
 
 CONNECT_TIMEOUT_SECONDS = 8.0
 _PLACEMENT_OPTIONS = (
@@ -245,18 +245,6 @@ def _usable_bundles(strategy: PlacementGroupSchedulingStrategy) -> list[dict[str
             f"{index}"
         )
     return [bundles[index]]
-
-
-def describe_placement_group(placement: Mapping[str, Any]) -> str:
-    """Return the placement group and its state, for a message; "" if there is no group."""
-    strategy = placement.get("scheduling_strategy")
-    if (
-        not isinstance(strategy, PlacementGroupSchedulingStrategy)
-        or strategy.placement_group is None
-    ):
-        return ""
-    state = ray.util.placement_group_table(strategy.placement_group).get("state", "not known")
-    return f", in placement group {strategy.placement_group.id.hex()} ({state})"
 
 
 def _matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

@@ -16,7 +16,6 @@ on one machine. See docs/decisions/0011-ray-engine.md.
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
 import select
@@ -32,8 +31,8 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 import ray
-from ray._private import auto_init_hook
 
+from ... import _compat
 from ...drone.console import open_console
 from ...drone.executor import DroneExecutor
 from ...drone.logs import install_log_forwarding
@@ -120,7 +119,7 @@ class DroneActor:
         sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the process lives
         # Otherwise a thread that calls Ray while Ray ends this process would start another Ray.
         with suppress(AttributeError):
-            auto_init_hook.enable_auto_connect = False
+            _compat.disable_ray_auto_connect()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray has blocked SIGINT
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler would raise in the task
         main = types.ModuleType("__main__")
@@ -224,7 +223,7 @@ class RayDrone(DroneExecutor):
 
     def end(self, last_read: int) -> ReportWithBuffers:
         with suppress(BaseException):
-            atexit._run_exitfuncs()
+            _compat.run_exit_handlers()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()

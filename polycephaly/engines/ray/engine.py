@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,10 @@ from ray.exceptions import (
     RayTaskError,
     WorkerCrashedError,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from ...errors import Lost
 from ...memory.arena import Full
@@ -50,7 +53,6 @@ from ...wire.functions import FunctionRegistry
 from ...wire.main_snapshot import Snapshot
 from ...wire.pickling import MainSnapshot
 from .buffers import LazyBuffers, OutOfBandBuffers, RayStore, current_session
-from .cluster import describe_placement_group
 from .drone import DroneActor, Report, SpawnReply, SpawnRequest
 from .exit_record import FinalState, kill_owner, read_exit_record
 from .handle import RayHandle
@@ -220,7 +222,7 @@ class RayEngine(Engine):
             log.warning(
                 "%s still waits for %s%s%s; the cluster has %s free",
                 self._config.name, starting[0].name, f" and {more} more" if more else "",
-                describe_placement_group(self._placement), ray.available_resources(),
+                _describe_placement_group(self._placement), ray.available_resources(),
             )  # fmt: skip
             wait = 6 * tuning.start_report_seconds
         self.dispatcher.call_later(wait, self._warn_of_waiting_drones)
@@ -487,3 +489,15 @@ def _failure_reason(error: Exception) -> str:
 def _is_unschedulable(error: Exception) -> bool:
     """Return True if Ray can never start the actor: no node fits, or its environment fails."""
     return type(error).__name__ in ("ActorUnschedulableError", "RuntimeEnvSetupError")
+
+
+def _describe_placement_group(placement: Mapping[str, Any]) -> str:
+    """Return the placement group and its state, for a message; "" if there is no group."""
+    strategy = placement.get("scheduling_strategy")
+    if (
+        not isinstance(strategy, PlacementGroupSchedulingStrategy)
+        or strategy.placement_group is None
+    ):
+        return ""
+    state = ray.util.placement_group_table(strategy.placement_group).get("state", "not known")
+    return f", in placement group {strategy.placement_group.id.hex()} ({state})"

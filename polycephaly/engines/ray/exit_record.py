@@ -29,8 +29,9 @@ import time
 from collections import deque
 from contextlib import suppress
 from io import FileIO
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..._compat import ray_session_dir
 from ...runtime.procfs import start_time_of
 from ...wire.status_table import SLOT_BYTES, Slot, StatusTable
 
@@ -173,10 +174,7 @@ def _is_abandoned(folder: str) -> bool:
 
 
 def _session_dir() -> str:
-    import ray
-
-    node: Any = getattr(ray._private.worker, "_global_node", None)
-    return node.get_session_dir_path() if node is not None else tempfile.gettempdir()
+    return ray_session_dir() or tempfile.gettempdir()
 
 
 def kill_owner(folder: str) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
-from ... import __version__
+from ...runtime.version import __version__
 from ...wire.messages import Malformed
 
 __all__ = [

@@ -1,0 +1,143 @@
+"""The private parts of CPython, cloudpickle, NumPy and Ray that this package uses.
+
+`tests/test_compat.py` fails if one of them changes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+from _signal import getsignal, signal  # type: ignore[import-not-found]  # `signal` takes five times as long
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+__all__ = [
+    "class_setstate",
+    "clear_exit_handlers",
+    "detach_log_handlers",
+    "disable_ray_auto_connect",
+    "forget_dummy_thread",
+    "getsignal",
+    "importing_main",
+    "is_held_here",
+    "ray_session_dir",
+    "remote_traceback_type",
+    "reset_multiprocessing",
+    "run_exit_handlers",
+    "seed_numpy",
+    "signal",
+]
+
+
+def run_exit_handlers() -> None:
+    atexit._run_exitfuncs()
+
+
+def clear_exit_handlers() -> None:
+    """In any forked child: drop the exit handlers of the parent.
+
+    The processes for which `multiprocessing`'s own exit handler waits are the parent's, too.
+    """
+    atexit._clear()
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process._children = set()
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        atexit.register(util._exit_function)
+
+
+def reset_multiprocessing(name: str) -> None:
+    """In a forked child that is to be called `name`: reset the state of `multiprocessing`."""
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process().name = name
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util._finalizer_registry.clear()
+        util._run_after_forkers()
+
+
+@contextmanager
+def importing_main() -> Iterator[None]:
+    """Have `multiprocessing` refuse, with the reason, to start processes meanwhile."""
+    from multiprocessing import process
+
+    current: Any = process.current_process()
+    current._inheriting = True
+    try:
+        yield
+    finally:
+        del current._inheriting
+
+
+def is_held_here(lock: threading.RLock) -> Callable[[], bool]:
+    """Return a function that tells whether the calling thread holds `lock`."""
+    owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
+    return owned
+
+
+def forget_dummy_thread() -> None:
+    """Remove the entry that `threading.current_thread` has made for the calling thread, which
+    `threading` has not started, and which ends now.
+    """
+    if sys.version_info < (3, 13):  # later versions do so themselves
+        active: dict[int, Any] = threading._active  # type: ignore[attr-defined]
+        if isinstance(active.get(threading.get_ident()), threading._DummyThread):
+            del active[threading.get_ident()]
+
+
+def detach_log_handlers() -> list[object]:
+    """Have `logging` forget all handlers, and return its references to them.
+
+    `logging.config` and `logging.shutdown` would otherwise flush and close them.
+    """
+    module: Any = logging
+    references = [module._handlerList[:], dict(module._handlers)]
+    del module._handlerList[:]
+    module._handlers.clear()
+    return references
+
+
+def seed_numpy() -> None:
+    """Seed NumPy's global generator anew, in a forked child."""
+    mtrand: Any = sys.modules.get("numpy.random.mtrand")
+    with suppress(AttributeError):  # half loaded: another thread of the parent was importing it
+        lock = mtrand._rand._bit_generator.lock
+        # If the lock is a copy of one that another thread held, seeding would wait for ever.
+        if lock.acquire(blocking=False):
+            lock.release()
+            mtrand.seed()
+
+
+def remote_traceback_type() -> type[Exception]:
+    """Return the exception as which `concurrent.futures` shows the traceback of a worker."""
+    from concurrent.futures import process
+
+    return process._RemoteTraceback
+
+
+def class_setstate() -> Callable[[type, Any], type]:
+    """Return the function with which cloudpickle fills a class that it has made."""
+    from cloudpickle import cloudpickle
+
+    setstate: Callable[[type, Any], type] = cloudpickle._class_setstate
+    return setstate
+
+
+def disable_ray_auto_connect() -> None:
+    """In an actor: have a call of Ray's API start no cluster."""
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
+
+
+def ray_session_dir() -> str | None:
+    """Return the directory of this node's session, or None if this process is in none."""
+    import ray
+
+    node: Any = getattr(ray._private.worker, "_global_node", None)
+    return None if node is None else str(node.get_session_dir_path())
