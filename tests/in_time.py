@@ -45,7 +45,7 @@ class FakeReactor:
         self.now = BEGINNING
         self.timers = Timers()
         self.timers.now = lambda: self.now
-        self.dispatchers = []
+        self.tenants = []
         self.end_promises = []
         self._set_now = (BEGINNING, 0)  # timers at one time
         self._inbox = deque()
@@ -79,7 +79,7 @@ class FakeReactor:
         while self._inbox:
             self._inbox.popleft()()
         self.timers.fire_due()
-        for dispatcher in self.dispatchers[:]:
+        for dispatcher in self.tenants[:]:
             if dispatcher.queue or dispatcher.dedicated_waiting:
                 dispatcher.dispatch(self.now)
             dispatcher.after_critical_section()

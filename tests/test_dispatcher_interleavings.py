@@ -134,3 +134,18 @@ def test_a_kept_value_that_is_computed_again_while_the_pool_ends_gets_a_drone(re
     assert again.result() == "again"
     dispatcher.handles[0].dies()
     assert dispatcher.has_ended
+
+
+def test_a_task_for_one_drone_gets_the_error_of_the_pool_that_broke_meanwhile(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    dispatcher.break_pool(ValueError("no disk"))
+    dispatcher.needs_checks = False  # as a thread has read it just before
+    with pytest.raises(ValueError, match="no disk"):
+        dispatcher.submit(brief, (1,), {}, handle)
+    late = Task(dispatcher)
+    late.definition, late.args = dispatcher.registry.define(brief), (1,)
+    late.target = handle
+    handle.dedicated.append(late)  # by a thread that has seen the drone ready just before
+    handle.dies()
+    assert isinstance(late.exception(), ValueError)

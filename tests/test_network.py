@@ -323,6 +323,34 @@ def test_a_server_that_stood_still_lets_nobody_go(server, card, remote, monkeypa
     assert server.clients == 1
 
 
+def test_a_server_ends_though_its_last_turn_fails(pool, monkeypatch, caplog):
+    server = poly.serve(pool)
+    monkeypatch.setattr(server, "_send_outcomes", lambda: 1 / 0)
+    server.close()
+    assert "the last turn of the server failed" in caplog.text
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", server.port))
+
+
+def test_a_check_of_the_connections_that_fails_is_not_the_last(server, remote, monkeypatch):
+    checks = []
+
+    def check():
+        checks.append(None)
+        raise LookupError
+
+    monkeypatch.setattr(server, "_check_connections", check)
+    wait_for(lambda: len(checks) > 2)
+
+
+def test_an_error_in_a_turn_of_a_connection_ends_it_and_no_caller_waits(server, card, monkeypatch):
+    remote = poly.connect(card)
+    monkeypatch.setattr(remote._connection, "_send_queued", lambda: 1 / 0)
+    with pytest.raises(ConnectionError, match="a bug in polycephaly"):
+        remote.promise(abs, -1).result(SOON)
+    remote.shutdown()
+
+
 def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(
     server, card, monkeypatch, tmp_path
 ):
@@ -442,7 +470,7 @@ def test_a_closed_server_lets_go_of_its_port_though_the_pool_has_drones_since(po
             assert another.doit(abs, -2) == 2
             port = server.port
             server.close()
-            lost = wait_for(lambda: remote._connection._lost)
+            lost = wait_for(lambda: remote._connection.has_ended)
             assert lost
             with poly.serve(pool, f"tcp://127.0.0.1:{port}") as again:
                 assert again.port == port
@@ -663,16 +691,15 @@ def test_what_a_client_raises_is_not_rebuilt_by_the_server(remote, tmp_path, mon
 
         raise Mine
 
-    unpack = handlers.unpack_exception
+    unpacked = []  # by the client: client and server are both in this process
 
-    def unpack_elsewhere(
-        payload,
-    ):  # client and server are both in this process: only the server is looked at
-        mine = threading.current_thread().name == "polycephaly-client"
-        return LookupError(len(payload)) if mine else unpack(payload)
+    def unpack(payload):
+        unpacked.append(payload)
+        return LookupError(len(payload))
 
-    monkeypatch.setattr(handlers, "unpack_exception", unpack_elsewhere)
+    monkeypatch.setattr(handlers, "unpack_exception", unpack)
     assert isinstance(remote.promise(interrupt, str(tmp_path / "by")).exception(SOON), LookupError)
+    assert len(unpacked) == 1
     assert str(os.getpid()) not in lines(tmp_path / "by")  # the server is in this process
 
 

@@ -1,6 +1,6 @@
 """What a client's work prints comes to that client, in time, and to nobody else."""
 
-import threading
+import os
 
 import pytest
 from faults import append, hold_until, wait_for
@@ -123,35 +123,44 @@ def test_an_output_callable_that_fails_disturbs_nothing(server, card, caplog):
     assert "the output callable of lab failed" in caplog.text
 
 
+def speak(path):
+    print("first")
+    hold_until(path)
+    for i in range(5000):
+        print(i)
+
+
+def lines_of_a_client_that_does_not_read(card, go, blocked, gate):
+    lines = []
+
+    def block(line):
+        if not lines:
+            append(blocked, "yes")
+            hold_until(gate)
+        lines.append(line.text)
+
+    with poly.connect(card, output=block) as remote:
+        remote.promise(speak, go).result(SOON)
+        remote.doit("print('last')")
+    return lines
+
+
 def test_a_client_that_does_not_read_is_left_out_of_some_and_told_how_many(
     server, card, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tuning, "unseen_bytes", 10_000)
-    gate, blocked, lines = threading.Event(), threading.Event(), []
-
-    def block(line):
-        blocked.set()
-        gate.wait()
-        lines.append(line.text)
-
-    def speak(path):
-        print("first")
-        hold_until(path)
-        for i in range(5000):
-            print(i)
-
-    with poly.connect(card, output=block) as remote:
-        work = remote.promise(speak, str(tmp_path / "go"))
-        assert blocked.wait(SOON)
-        append(str(tmp_path / "go"), "on")
+    go, blocked, gate = (str(tmp_path / name) for name in ("go", "blocked", "gate"))
+    with poly.Drone() as client:
+        promise = client.promise(lines_of_a_client_that_does_not_read, card, go, blocked, gate)
+        wait_for(lambda: os.path.exists(blocked))
+        append(go, "on")
         wait_for(lambda: any(client.omitted_lines for client in server._clients.values()))
-        gate.set()
-        work.result(SOON)
-        remote.doit("print('last')")
-        assert lines[0] == "first" and lines[-1] == "last"
-        told = [line for line in lines if "lines were omitted here" in line]
-        left_out = sum(int(line[1:].split()[0]) for line in told)
-        assert left_out and len(lines) - len(told) + left_out == 5002
+        append(gate, "on")
+        lines = promise.result(SOON)
+    assert lines[0] == "first" and lines[-1] == "last"
+    told = [line for line in lines if "lines were omitted here" in line]
+    left_out = sum(int(line[1:].split()[0]) for line in told)
+    assert left_out and len(lines) - len(told) + left_out == 5002
 
 
 def test_lines_of_joined_drones_come_too_and_only_to_their_client(server, pool, card, owners):

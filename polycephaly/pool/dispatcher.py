@@ -47,7 +47,7 @@ from .drone_handle import DroneHandle, State, drain
 from .health import HealthMonitor
 from .leases import Leases
 from .locality import Locality
-from .reactor import Reactor, lease_reactor
+from .reactor import Reactor, Tenant, lease_reactor
 from .record import TraceBuffer
 from .stall_detection import StallDetector
 from .supervisor import Supervisor, pool_error
@@ -64,7 +64,7 @@ _MAX_BATCH_TASKS = 2048
 CATCH_UP_MASK = 1024 - 1
 
 
-class Dispatcher:
+class Dispatcher(Tenant):
     """The queue and the drones of one pool. The constructor takes the snapshot of this process, in
     the calling thread, and raises the errors of `Supervisor`.
     """
@@ -79,8 +79,7 @@ class Dispatcher:
         self.queue: deque[Task] = deque()
         self._backlog = _Backlog(self)
         # A drone is idle: a thread that adds a task calls `wake_idle_drone`.
-        self.wants_tasks = False
-        self.dedicated_waiting = False
+        self.wants_tasks = self.dedicated_waiting = False
         self.has_ended = False
         self.closing = False
         self.end_check_due = False
@@ -105,7 +104,7 @@ class Dispatcher:
         # holding the reactor's lock.
         self.parked: set[Task] = set()
         self._refusal: BaseException | None = None
-        self._broken: BaseException | None = None
+        self.broken: BaseException | None = None  # why no drone can run any task
         self._abandoned = False
         self.health_monitor = HealthMonitor(self)
         config.machine.check(config.size)
@@ -371,7 +370,7 @@ class Dispatcher:
     # -- holding the reactor's lock: sending -------------------------------------------------------
 
     def _begin(self) -> None:
-        self.reactor.dispatchers.append(self)
+        self.reactor.tenants.append(self)
         self.supervisor.begin()
 
     def dispatch(self, now: float) -> None:
@@ -729,9 +728,9 @@ class Dispatcher:
 
     def break_pool(self, error: BaseException) -> None:
         """Reject all tasks, refuse new ones and end the drones, because none can run any more."""
-        if self._broken is not None:
+        if self.broken is not None:
             return
-        self._broken = error
+        self.broken = error
         self.refusal = error
         if not self.begun.done():
             self.reactor.deliver(partial(self.begun._settle, FINISHED, None, copy_error(error)))
@@ -824,6 +823,11 @@ class Dispatcher:
         if not self.handles and not self.has_ended:
             self._end()
 
+    def disable_in_child(self) -> None:
+        self.refusal = RuntimeError(
+            f"{self.config.name} belongs to another process, of which this one is a fork"
+        )
+
     def abandon(self, reason: str = "") -> None:
         """Kill every drone now; their tasks are lost, with errors that give `reason`."""
         self.closing = self._abandoned = True
@@ -839,7 +843,7 @@ class Dispatcher:
         self.refusal = self.refusal or RuntimeError(f"{self.config.name} has ended")
         self.supervisor.end()
         self.directory.close()
-        self.reactor.dispatchers.remove(self)
+        self.reactor.tenants.remove(self)
         self.reactor.deliver(self._finish)
 
     def _finish(self) -> None:

@@ -329,7 +329,7 @@ class Drone(DroneBase):
     def _repr_html_(self) -> str:
         from .html import drone_table
 
-        return drone_table(self)
+        return drone_table(repr(self), [self._handle])
 
 
 @overload

@@ -18,7 +18,7 @@ from contextlib import suppress
 from enum import IntEnum
 from math import inf
 from pickle import dumps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import copy_error
 from ..memory.references import Received, RefTable, Serialized
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DroneHandle", "Spawner", "State", "Times", "drain"]
 
+T = TypeVar("T")
 Times = dict[str, tuple[float, float]]
 """Of each thread: the seconds that it has run, and the seconds that it waited for a processor."""
 
@@ -244,6 +245,8 @@ class DroneHandle:
         """Return the error for tasks that are given to the drone after its end."""
         if self.death is not None:
             return copy_error(self.death)
+        if self.dispatcher.broken is not None:
+            return copy_error(self.dispatcher.broken)
         reason = f", because {self.kill_reason}" if self.kill_reason else ""
         return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode}){reason}")
 
@@ -553,15 +556,15 @@ class DroneHandle:
                     self.stderr.append(before)
 
 
-def drain(queue: deque[Task]) -> list[Task]:
-    """Take all tasks from `queue`, one by one. A task that another thread adds meanwhile is taken,
+def drain(queue: deque[T]) -> list[T]:
+    """Take all items from `queue`, one by one. An item that another thread adds meanwhile is taken,
     or stays.
     """
-    tasks = []
+    items = []
     with suppress(IndexError):
         while True:
-            tasks.append(queue.popleft())
-    return tasks
+            items.append(queue.popleft())
+    return items
 
 
 def _take_similar(

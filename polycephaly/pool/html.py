@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from ..promises.html import table
 from .drone_handle import DroneHandle, State
 
-if TYPE_CHECKING:
-    from .drone import Drone
-    from .pool import Pool
-
-__all__ = ["drone_table", "pool_table"]
+__all__ = ["drone_table"]
 
 
-def pool_table(pool: Pool) -> str:
-    handles = [] if pool._dispatcher.has_ended else list(pool._dispatcher.handles)
-    return table(repr(pool), ("drone", "pid", "state", "runs", "done"), map(_row, handles))
-
-
-def drone_table(drone: Drone) -> str:
-    return table(repr(drone), ("drone", "pid", "state", "runs", "done"), [_row(drone._handle)])
+def drone_table(title: str, handles: Iterable[DroneHandle]) -> str:
+    return table(title, ("drone", "pid", "state", "runs", "done"), map(_row, handles))
 
 
 def _row(handle: DroneHandle) -> tuple[object, ...]:

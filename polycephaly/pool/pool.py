@@ -302,6 +302,7 @@ class Pool(ExecutorBase):
         )
 
     def _repr_html_(self) -> str:
-        from .html import pool_table
+        from .html import drone_table
 
-        return pool_table(self)
+        handles = [] if self._dispatcher.has_ended else list(self._dispatcher.handles)
+        return drone_table(repr(self), handles)

@@ -1,4 +1,4 @@
-"""The event loop of a controller process, which owns the sockets to all drones.
+"""The event loop of a controller process, which callers help to run.
 
     callers ──append──> dispatcher.queue ┐           ┌──WORK──> fast transport, or ROUTER ──> drones
     callers ──post────> inbox ───────────┤──lock─────┤
@@ -7,15 +7,13 @@
     zygotes ──> parent-death pipes ──────┤
     drones' output ────> pipes ──────────┘
 
-All state of dispatchers and drone handles is changed while holding the reactor's lock (`_lock`): by
-the reactor's thread, by a caller that finds a drone idle (and sends its task itself), or by a
-caller that waits (and reads the results itself). So a round trip crosses no thread. No code of
-users runs under the lock, except that the garbage collector may run a finalizer of theirs there: a
-finalizer can submit, and an attempt to wait is refused. Values are unpickled, promises settled,
-callbacks called and lines printed after the release, from `deliveries`, by one thread at a time and
-in order.
+All state of its tenants, the dispatchers with their drone handles, is changed while holding the
+reactor's lock (`_lock`): by the reactor's thread, by a caller that finds a drone idle (and sends
+its task itself), or by a caller that waits (and reads the results itself). So a round trip crosses
+no thread. No code of users runs under the lock, except that the garbage collector may run a
+finalizer of theirs there: a finalizer can submit, and an attempt to wait is refused.
 
-The reactor starts with the first dispatcher and ends with the last. Why waiting threads read the
+The reactor starts with the first tenant and ends with the last. Why waiting threads read the
 results, and why no wake-up is lost: see docs/decisions/0004-waiting-is-driving.md.
 """
 
@@ -31,46 +29,60 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..promises import promise as promises
-from ..promises.promise import FINISHED, Promise, callbacks, settling_threads
+from ..promises.promise import FINISHED, Promise, settling_threads
 from ..runtime import fork_guard, parent_death
 from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
-from ..runtime.timers import Timer, Timers
 from ..runtime.tuning import tuning
+from .event_loop import EventLoop
 
-if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
-
-__all__ = ["Reactor", "lease_reactor"]
+__all__ = ["Reactor", "Tenant", "lease_reactor"]
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_SECONDS = 3600.0  # the kernel does not accept a timeout of years
 # Tasks that a delivery makes ready: if fewer, they wait for its end, to be sent as one message.
 MIN_TASKS_SENT_EARLY = 32
 # Seconds that a result that no thread waits for may stay unread on a lent fast transport.
 TICK_SECONDS = 0.002
 
-S = TypeVar("S", bound="Source")
+S = TypeVar("S")
 
 _reactor: Reactor | None = None
 
 
-class Source(Protocol):
-    """Messages behind a descriptor that reports new ones only: so `has_input` is asked before each
-    sleep.
+class Tenant:
+    """The base class of dispatchers: the reactor's interface to its `tenants`.
+    Methods are called while holding the lock, unless they say otherwise.
     """
 
-    def fileno(self) -> int: ...
-    def has_input(self) -> bool: ...
-    def receive(self) -> object:
-        """Handle messages that have come, at most as many as may delay all others."""
+    queue: deque[Any]
+    wants_tasks = False
+    """Tasks in `queue` can be sent: a thread that adds one calls `Reactor.send_tasks`."""
+    dedicated_waiting = False
+    """`dispatch` may have something to send that is not in `queue`."""
+    finishes_at_exit = False
+    """To finish all its tasks before the interpreter ends."""
 
-    def close(self) -> None: ...
+    def dispatch(self, now: float) -> None:
+        """Send tasks. Called if there are any."""
+
+    def after_critical_section(self) -> None:
+        """Act on the changes of a critical section, at its end."""
+
+    def fail(self, error: Exception) -> None:
+        """Give up, because a method has raised `error`."""
+
+    def abandon(self) -> None:
+        """End now."""
+
+    def finish(self) -> None:
+        """Finish all tasks, and end. Called without the lock."""
+
+    def disable_in_child(self) -> None:
+        """In a forked child: refuse all use. Called without the lock."""
 
 
 def lease_reactor() -> Reactor:
@@ -116,49 +128,33 @@ def _end_with_interpreter() -> None:
     try:
         # At an interactive prompt, an error does not end the program.
         if hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None:
-            for dispatcher in list(reactor.dispatchers):
-                if dispatcher.finishes_at_exit:
-                    dispatcher.finish()
+            for tenant in list(reactor.tenants):
+                if tenant.finishes_at_exit:
+                    tenant.finish()
     finally:
         reactor.post(reactor.abandon_all)
         reactor.thread.join(timeout=5.0)
 
 
-class Reactor:
+class Reactor(EventLoop):
     def __init__(self) -> None:
+        super().__init__("polycephaly-reactor")
         self.leases = 0
-        self.has_ended = False
-        self.belongs_to_parent = False
-        self.dispatchers: list[Dispatcher] = []
+        self.tenants: list[Tenant] = []
         self.end_promises: list[Promise[None]] = []
-        """Promises that are settled when their dispatcher has ended.
+        """Promises that are settled when their tenant has ended.
 
-        If no dispatcher is left, they are settled after the reactor has ended too, so that nothing
+        If no tenant is left, they are settled after the reactor has ended too, so that nothing
         is left of either.
         """
         self.last_callbacks: list[Callable[[], object]] = []
-        """Called when their dispatcher has ended, or, if it was the last, the reactor too."""
-        self.thread = threading.Thread(target=self._run, name="polycephaly-reactor", daemon=True)
-        self._sources: list[Source] = []
+        """Called when their tenant has ended, or, if it was the last, the reactor too."""
         self._sources_made: dict[Any, Any] = {}
-        self._lock = fork_guard.GuardedLock()
-        self._inbox: deque[Callable[[], object]] = deque()
-        self._jobs_outside_lock: list[Callable[[], object]] = []
-        self._deliveries: list[Callable[[], object]] = []
-        self._watched: dict[int, Callable[[], object]] = {}
-        self.timers = Timers()
-        """Set while holding the lock. Its `now` is the time of limits, grace periods and checks."""
-        self._delivering = False
-        self._deliverer: int | None = None  # the thread that runs deliveries, if any
         self._driver_lock = threading.Lock()
         self._driver_id = 0  # the thread that holds `_driver_lock`
         self._lent_to_driver = False
         self._drive_count = self._drive_count_at_tick = 0
         self._next_tick = 0.0
-        self._asleep = False
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = parent_death.close_in_child(select.epoll())
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._fast_epoll = parent_death.close_in_child(select.epoll())
         self._fast_callbacks: dict[int, Callable[[], object]] = {}
         self._nudge_lock = threading.RLock()
@@ -168,20 +164,16 @@ class Reactor:
         promises.holds_reactor_lock = self._lock.is_held_here
         atexit.unregister(_end_with_interpreter)
         atexit.register(_end_with_interpreter)
-        fork_guard.add_thread_lock(self.thread, self._lock)
-        self.thread.start()
+        self.start()
 
     def disable_in_child(self) -> None:
         """In a forked child: have all that crossed the fork refuse its use.
 
         The threads that it would wait for do not exist here.
         """
-        self.has_ended = self.belongs_to_parent = True
-        self._asleep = False
-        for dispatcher in self.dispatchers:
-            dispatcher.refusal = RuntimeError(
-                f"{dispatcher.config.name} belongs to another process, of which this one is a fork"
-            )
+        super().disable_in_child()
+        for tenant in self.tenants:
+            tenant.disable_in_child()
 
     # -- from any thread ---------------------------------------------------------------------------
 
@@ -193,46 +185,24 @@ class Reactor:
                 source = self._sources_made[kind] = kind(self)
             return source
 
-    def add_source(self, source: Source) -> None:
-        """Receive from `source` until the reactor ends."""
-        with self._lock:
-            self._epoll.register(source.fileno(), select.EPOLLIN | select.EPOLLET)
-            self._sources.append(source)
+    def send_tasks(self, tenant: Tenant) -> None:
+        """Send the tasks of `tenant` from this thread, if no other thread holds the lock.
 
-    def post(self, callback: Callable[[], object]) -> None:
-        """Have the reactor's thread call `callback` under the lock.
-
-        Takes no lock, so finalizers may call it.
+        Called when a tenant that wants tasks has got one.
         """
-        self._inbox.append(callback)
-        self.wake()
-
-    def wake(self) -> None:
-        if self._asleep:
-            try:
-                del self._wakeup_token
-            except AttributeError:  # another thread wakes the reactor
-                return
-            os.eventfd_write(self._wake_fd, 1)
-
-    def send_tasks(self, dispatcher: Dispatcher) -> None:
-        """Send the tasks of `dispatcher` from this thread, if no other thread holds the lock.
-
-        Called when a dispatcher with an idle drone has got a task.
-        """
-        if get_ident() == self._deliverer and len(dispatcher.queue) < MIN_TASKS_SENT_EARLY:
+        if get_ident() == self._deliverer and len(tenant.queue) < MIN_TASKS_SENT_EARLY:
             return  # the queues are checked after the delivery
         if self._lock.is_held_here() or not is_safe_from_signals():
             self.wake()
             return
         with DeferredSigint():
-            while dispatcher.wants_tasks and (dispatcher.queue or dispatcher.dedicated_waiting):
+            while tenant.wants_tasks and (tenant.queue or tenant.dedicated_waiting):
                 if not self._lock.acquire(blocking=False):
                     self.wake()
                     return
                 try:
-                    dispatcher.dispatch(self.timers.now())
-                    dispatcher.after_critical_section()
+                    tenant.dispatch(self.timers.now())
+                    tenant.after_critical_section()
                 finally:
                     self._lock.release()
                 if self._deliveries:
@@ -251,7 +221,7 @@ class Reactor:
                 if self._lock.acquire(timeout=TICK_SECONDS):
                     try:
                         self._read_fast(self._fast_epoll.poll(0))
-                        self._run_dispatchers(self.timers.now())
+                        self._run_tenants(self.timers.now())
                     finally:
                         self._lock.release()
                 if self._deliveries or self._can_send():
@@ -320,9 +290,7 @@ class Reactor:
     ) -> None:
         events: list[tuple[int, int]] = []
         while not (promise.done() or deferred_sigint.tripped or self.has_ended):
-            must_wait = not any(
-                dispatcher.wants_tasks and dispatcher.queue for dispatcher in self.dispatchers
-            )
+            must_wait = not any(tenant.wants_tasks and tenant.queue for tenant in self.tenants)
             # A finalizer may just have driven, and have received the result.
             if must_wait and not promise.done():
                 remaining = None if deadline is None else deadline - monotonic()
@@ -334,7 +302,7 @@ class Reactor:
                 )
             with self._lock:
                 self._read_fast(events)
-                self._run_dispatchers(self.timers.now())
+                self._run_tenants(self.timers.now())
                 batch = self._take_deliveries()
             if batch is not None:
                 self._deliver(batch)
@@ -353,7 +321,7 @@ class Reactor:
             with self._nudge_lock:
                 self._nudge()
 
-    # -- holding the lock: used by dispatchers -----------------------------------------------------
+    # -- holding the lock: used by tenants --------------------------------------------------------
 
     def watch_fast(self, fd: int, callback: Callable[[], object]) -> None:
         """As `watch`, also by threads that wait for a promise: see `drive`."""
@@ -364,75 +332,24 @@ class Reactor:
         if self._fast_callbacks.pop(fd, None) is not None:
             self._fast_epoll.unregister(fd)
 
-    def watch(self, fd: int, callback: Callable[[], object]) -> None:
-        self._watched[fd] = callback
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def unwatch(self, fd: int) -> None:
-        if self._watched.pop(fd, None) is not None:
-            with suppress(OSError):
-                self._epoll.unregister(fd)
-
-    def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
-        timer = self.timers.set(self.timers.now() + seconds, partial(self._call_guarded, callback))
-        self.wake()  # a sleeping thread does not know of this timer
-        return timer
-
-    def deliver(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called after the lock is released.
-
-        The order is that of the calls. `callback` may run code of users.
-        """
-        self._deliveries.append(callback)
-
-    def run_outside_lock(self, callback: Callable[[], object]) -> None:
-        """Have the reactor's thread call `callback` without the lock: for code that forks."""
-        self._jobs_outside_lock.append(callback)
-        self.wake()
-
     def abandon_all(self) -> None:
-        for dispatcher in list(self.dispatchers):
-            dispatcher.abandon()
+        for tenant in list(self.tenants):
+            tenant.abandon()
 
     # -- the reactor's thread ----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._run_once()
-                batch = self._take_deliveries()
-            if batch is not None:
-                self._deliver(batch)
-                batch = None  # nothing of it is kept during the sleep
-            self._run_jobs_outside_lock()
-            ended = self.leases == 0 and self._end()
-            if ended or self.leases:
-                while self.last_callbacks:
-                    self.last_callbacks.pop()()
-                promises_to_settle, self.end_promises = self.end_promises, []
-                for promise in promises_to_settle:
-                    promise._settle(FINISHED, None, None)
-            if ended:
-                return
-            self._sleep()
-
     def _run_once(self) -> None:
-        inbox = self._inbox
-        while inbox:
-            self._call_guarded(inbox.popleft())
-        for source in self._sources:
-            self._call_guarded(source.receive)
-        self.timers.fire_due()
-        self._run_dispatchers(self.timers.now())
+        super()._run_once()
+        self._run_tenants(self.timers.now())
 
-    def _run_dispatchers(self, now: float) -> None:
-        for dispatcher in self.dispatchers[:]:
+    def _run_tenants(self, now: float) -> None:
+        for tenant in self.tenants[:]:
             try:
-                if dispatcher.queue or dispatcher.dedicated_waiting:
-                    dispatcher.dispatch(now)
-                dispatcher.after_critical_section()
+                if tenant.queue or tenant.dedicated_waiting:
+                    tenant.dispatch(now)
+                tenant.after_critical_section()
             except Exception as error:
-                dispatcher.fail(error)
+                tenant.fail(error)
 
     def _read_fast(self, events: list[tuple[int, int]]) -> None:
         for fd, _ in events:
@@ -443,94 +360,38 @@ class Reactor:
                 with suppress(BlockingIOError):
                     os.eventfd_read(fd)
 
-    def _call_guarded(self, callback: Callable[[], object]) -> None:
-        try:
-            callback()
-        except Exception:
-            log.exception("a bug in polycephaly: %r failed", callback)
+    def _after_deliveries(self) -> None:
+        if self._can_send():
+            self._run_tenants(self.timers.now())
 
-    def _take_deliveries(self) -> list[Callable[[], object]] | None:
-        """Return the callbacks to deliver, or None if there are none or another thread delivers.
-
-        That thread will deliver these, too. Called while holding the lock.
-        """
-        if self._delivering or not self._deliveries:
-            return None
-        self._delivering = True
-        batch, self._deliveries = self._deliveries, []
-        return batch
-
-    def _deliver(self, batch: list[Callable[[], object]] | None) -> None:
-        me = get_ident()
-        settling_threads.add(me)
-        while batch is not None:
-            self._deliverer = me
-            for callback in batch:
-                try:
-                    callback()
-                except BaseException:  # SystemExit too: this thread serves all
-                    callbacks.exception("a callback failed")
-            del callback
-            with self._lock:
-                self._delivering, self._deliverer = False, None
-                if self._can_send():
-                    self._run_dispatchers(self.timers.now())
-                batch = self._take_deliveries()
-        settling_threads.discard(me)
-
-    def _run_jobs_outside_lock(self) -> None:
-        jobs, self._jobs_outside_lock = self._jobs_outside_lock, []
-        for job in jobs:
-            self._call_guarded(job)
-
-    def _sleep(self) -> None:
-        self._wakeup_token = True
-        self._asleep = True
-        with self._lock:  # one thread at a time may use the socket and the timers
-            must_wait, remaining = not self._has_anything_to_do(), self.timers.seconds_left()
-        if must_wait:
-            timeout = MAX_WAIT_SECONDS if remaining is None else min(remaining, MAX_WAIT_SECONDS)
-            events = self._epoll.poll(
-                min(timeout, TICK_SECONDS) if self._lent_to_driver or not self.leases else timeout
-            )
-            if self._lent_to_driver:
-                self._reclaim_fast_epoll()
-        else:
-            # Descriptors are polled even so: a drone that sends by bulk without end must not starve
-            # them.
-            events = self._epoll.poll(0)
-        self._asleep = False
-        try:
-            del self._wakeup_token
-        except AttributeError:
-            # If `_wakeup_token` is gone, a caller has taken it: the eventfd has been written or is
-            # about to be. Its write is awaited, so that it does not come later.
-            poller = select.poll()  # not select(): no descriptors from 1024 on
-            poller.register(self._wake_fd, select.POLLIN)
-            poller.poll()
-            os.eventfd_read(self._wake_fd)
-        if events:
-            with self._lock:
-                for fd, _ in events:
-                    callback = self._watched.get(fd)
-                    if callback is not None:
-                        self._call_guarded(callback)
+    def _poll(self, timeout: float) -> list[tuple[int, int]]:
+        events = super()._poll(
+            min(timeout, TICK_SECONDS) if self._lent_to_driver or not self.leases else timeout
+        )
+        if self._lent_to_driver:
+            self._reclaim_fast_epoll()
+        return events
 
     def _has_anything_to_do(self) -> bool:
         return bool(
-            self._inbox
-            or (self._deliveries and not self._delivering)
-            or self._jobs_outside_lock
-            or (self.end_promises and self.leases)
-            or any(source.has_input() for source in self._sources)
-            or self._can_send()
+            super()._has_anything_to_do() or (self.end_promises and self.leases) or self._can_send()
         )
 
     def _can_send(self) -> bool:
         return any(
-            (dispatcher.wants_tasks and dispatcher.queue) or dispatcher.dedicated_waiting
-            for dispatcher in self.dispatchers
+            (tenant.wants_tasks and tenant.queue) or tenant.dedicated_waiting
+            for tenant in self.tenants
         )
+
+    def _end_if_over(self) -> bool:
+        ended = self.leases == 0 and self._end()
+        if ended or self.leases:
+            while self.last_callbacks:
+                self.last_callbacks.pop()()
+            promises_to_settle, self.end_promises = self.end_promises, []
+            for promise in promises_to_settle:
+                promise._settle(FINISHED, None, None)
+        return ended
 
     def _end(self) -> bool:
         """End the reactor, unless it has been leased again.
@@ -544,14 +405,11 @@ class Reactor:
             last.callback(self._driver_lock.release)
             if _reactor is self:
                 _reactor = None
-            with self._nudge_lock:
-                self.has_ended = True
-            fork_guard.remove_thread_lock(self.thread)
             for source in self._sources_made.values():
                 source.close()
-            parent_death.close(self._epoll)
+            with self._nudge_lock:
+                self.close()
             parent_death.close(self._fast_epoll)
-            os.close(self._wake_fd)
             os.close(self._nudge_fd)
         return True
 

@@ -304,7 +304,10 @@ class Supervisor:
         self._dispatcher.requeue([task for task in not_begun if task.target is None])
         self._dispatcher.record.add_lost(handle.name, lost)
         self._dispatcher.reject_or_retry(lost, error, may_retry=True)
-        self._dispatcher.reject_or_retry(dedicated, error, may_retry=False)
+        # Those of a broken pool were added by threads that had not noticed yet.
+        self._dispatcher.reject_or_retry(
+            dedicated, self._dispatcher.broken or error, may_retry=False
+        )
         if handle.in_flight:
             self._dispatcher.call_later(
                 LATE_RESULTS_SECONDS, self._give_up_late_results, handle, error

@@ -7,12 +7,9 @@ consistent.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .promise import Promise, Spans
+from typing import Any
 
 __all__ = ["promise_table", "table"]
 
@@ -26,27 +23,27 @@ _PHASES = (  # for each phase: the time in `Spans` at which the phase begins, it
 )
 
 
-def promise_table(promise: Promise[Any]) -> str:
-    spans = promise.spans
-    definition = getattr(promise, "definition", None)
-    rows: list[tuple[object, ...]] = [("task", definition.label)] if definition is not None else []
-    if spans.drone is not None:
-        rows.append(("drone", spans.drone))
-    return table(repr(promise), (), rows, _bar(spans, promise))
+def promise_table(
+    title: str, label: str | None, spans: Mapping[str, Any], *, running: bool, done: bool
+) -> str:
+    """Return the table of the promise of a task called `label`, with its `Spans` as a mapping."""
+    facts = (("task", label), ("drone", spans["drone"]))
+    rows = [each for each in facts if each[1] is not None]
+    times = [spans[name] for name, _, _ in _PHASES]
+    return table(title, (), rows, _bar(times, running, done))
 
 
-def _bar(spans: Spans, promise: Promise[Any]) -> str:
+def _bar(times: list[float | None], running: bool, done: bool) -> str:
     """Return the times of the task as a bar: waiting, on the way, running, on the way back.
 
     If the task is not done, the bar ends now, in the present phase. While the task runs, the time
     since the sending counts as running, because the start is not known yet. The bar is HTML.
     """
-    times = [getattr(spans, name) for name, _, _ in _PHASES]
     if times[0] is None:
         return ""
-    if promise.running():
+    if running:
         times[2] = times[1]  # because the drone sends the time of the start only with the result
-    if not promise.done():
+    if not done:
         times[next((at for at, each in enumerate(times) if each is None), -1)] = time.monotonic()
     reached = [each for each in times if each is not None]
     whole = max(reached[-1] - reached[0], 1e-9)

@@ -28,7 +28,7 @@ from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Condition, main_thread
 from time import monotonic
 from typing import Any, Generic, NoReturn, Self, TypeVar, cast, overload
@@ -792,7 +792,14 @@ class Promise(Future[T], Handle, Generic[T]):
     def _repr_html_(self) -> str:
         from .html import promise_table
 
-        return promise_table(self)
+        definition = getattr(self, "definition", None)
+        return promise_table(
+            repr(self),
+            None if definition is None else definition.label,
+            asdict(self.spans),
+            running=self.running(),
+            done=self.done(),
+        )
 
 
 class Signal(Promise[T]):

@@ -17,19 +17,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
-from _thread import get_ident
 from collections import deque
-from collections.abc import Callable
-from functools import partial
-from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import zmq
-
 from ..engines.remote import pool_registry
-from ..engines.remote.client_socket import ClientSocket
 from ..engines.remote.keys import Card
 from ..engines.remote.messages import (
     BYE,
@@ -55,10 +47,10 @@ from ..engines.remote.messages import (
     read_numbers,
     read_work,
 )
-from ..engines.remote.wakeup import Wakeup
+from ..engines.remote.server_connection import ServerConnection
 from ..pool.config import check_timeout
 from ..pool.task import Task
-from ..promises.promise import FINISHED, Promise, Signal, settling_threads
+from ..promises.promise import Promise
 from ..runtime import fork_guard
 from ..timeline.plain import pack_timeline
 from ..wire.messages import CALL, Malformed
@@ -82,7 +74,7 @@ activity.
 MAX_PREFETCHED_CALLS = 500  # that wait here for each drone
 
 
-class Joined:
+class Joined(ServerConnection):
     """A pool whose drones work for a pool that another process serves; made by `join`.
 
     An exception in the ``with`` block leaves at once; otherwise the block ends with `leave`. Any
@@ -99,39 +91,19 @@ class Joined:
     def __init__(self, pool: Pool, card: Card, timeout: float) -> None:
         self._pool = pool
         self._dispatcher = pool._dispatcher
-        self.address = card.address
         self.name = ""
-        self._connected: Signal[None] = Signal()
-        self._ended: Signal[None] = Signal()
         self._session = ClientSession(self._submit_call, self._on_settled, None)
         self._outcomes: deque[tuple[int, Promise[Any]]] = deque()
         self._lines: deque[Line] = deque()
         self._tags: set[str] = set()
-        self._posted: deque[Callable[[], object]] = deque()
-        self._wakeup = Wakeup()
         self._leaving = self._leave_now = self._bye_received = False
         self._returns_in_progress = 0
         self._window = -1
         self._call_seconds: float | None = None  # duration of a call
-        self._last_status_at = 0.0
-        self._lock = fork_guard.GuardedLock()
-        try:
-            self._dealer = ClientSocket(card)
-        except BaseException:
-            self._wakeup.close()
-            raise
-        _joined.add(self)
-        self._thread = threading.Thread(target=self._run, name="polycephaly-join", daemon=True)
-        fork_guard.add_thread_lock(self._thread, self._lock)
-        self._thread.start()
-        try:
-            self._connected.result(timeout)
-        except TimeoutError:
-            self.leave(now=True)
-            raise self._dealer.timeout_error(timeout) from None
-        except BaseException:
-            self.leave(now=True)
-            raise
+        config = self._dispatcher.config
+        host = socket.gethostname()
+        super().__init__(card, "polycephaly-join")
+        self.connect(timeout, pack_hello(config.size, role="worker", name=config.name, host=host))
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -148,9 +120,8 @@ class Joined:
         """
         self._leaving = True
         self._leave_now |= now
-        self._wakeup.wake()
-        while self._thread.is_alive():
-            self._thread.join(0.5)  # time-limited, so that Ctrl-C is handled
+        self._loop.request_turn()
+        self.wait_ended()
 
     def run(self) -> None:
         """Work until the server ends.
@@ -163,13 +134,15 @@ class Joined:
             If the server ends or the connection is lost.
         """
         try:
-            self._ended.result()
+            self.ended.result()
         except KeyboardInterrupt:
             try:
                 self.leave()
             except KeyboardInterrupt:
                 self.leave(now=True)
             raise
+        if self._socket.loss_reason:
+            raise self.loss()
 
     def __enter__(self) -> Self:
         return self
@@ -193,105 +166,48 @@ class Joined:
 
     def _on_output(self, line: Line) -> None:
         self._lines.append(line)
-        self._wakeup.wake()
+        self._loop.request_turn()
 
     def _on_settled(self, number: int, promise: Promise[Any]) -> None:
         self._outcomes.append((number, promise))
-        self._wakeup.wake()
+        self._loop.request_turn()
 
-    def _post(self, callback: Callable[[], object]) -> None:
-        self._posted.append(callback)
-        self._wakeup.wake()
+    # -- in the loop -------------------------------------------------------------------------------
 
-    # -- the connection's thread -------------------------------------------------------------------
-
-    def _run(self) -> None:
-        settling_threads.add(get_ident())
-        poller = zmq.Poller()
-        for each in (self._dealer.socket, self._dealer.monitor, self._wakeup):
-            poller.register(each, zmq.POLLIN)
-        config = self._dispatcher.config
-        self._dealer.send(
-            pack_hello(config.size, role="worker", name=config.name, host=socket.gethostname())
-        )
-        try:
-            while not self._is_finished():
-                self._wakeup.asleep = True
-                if not (
-                    self._posted
-                    or self._outcomes
-                    or self._lines
-                    or self._should_announce_leave()
-                    or self._is_finished()
-                ):
-                    poller.poll(int(STATUS_INTERVAL_SECONDS * 1000))
-                self._wakeup.asleep = False
-                with self._lock:
-                    self._run_round()
-        except Exception as error:
-            log.exception("a bug in polycephaly breaks the connection to %s", self.address)
-            self._dealer.loss_reason = f"a bug in polycephaly: {error}"
-        finally:
-            self._finish()
-
-    def _run_round(self) -> None:
-        self._wakeup.reset()
-        self._leaving |= self._dispatcher.refusal is not None  # this pool was shut down
-        for frames in self._dealer.receive_messages():
-            try:
-                self._handle_message(frames)
-            except (Malformed, LookupError) as error:
-                log.warning("a malformed message of the server was dropped: %s", error)
-        while self._posted:
-            self._posted.popleft()()
-        if self._dealer.loss_reason or not self._dealer.hello_received:
+    def after_turn(self) -> None:
+        if self.has_ended:
             return
-        self._send_outcomes()
-        if self._should_announce_leave():
-            self._window = 0
-            self._dealer.send(pack_numbers(WINDOW, [0]))
-            self._return_unstarted(1 << 30)
-        self._send_status()
-        self._open_window()
-
-    def _should_announce_leave(self) -> bool:
-        """Whether this host is to leave, and has not announced so."""
-        return self._leaving and self._window != 0 and self._dealer.hello_received
+        self._leaving |= self._dispatcher.refusal is not None  # this pool was shut down
+        if self._socket.hello_received:
+            self._send_outcomes()
+            if self._leaving and self._window != 0:
+                self._window = 0
+                self.send(pack_numbers(WINDOW, [0]))
+                self._return_unstarted(1 << 30)
+            self._open_window()
+        if self._is_finished():
+            self.end()
 
     def _is_finished(self) -> bool:
-        if (
-            self._dealer.loss_reason
-            or self._leave_now
-            or (self._leaving and not self._dealer.hello_received)
-        ):
+        if self._leave_now or (self._leaving and not self._socket.hello_received):
             return True
         unfinished = (
             self._session.tasks
             or self._outcomes
-            or self._posted
             or (self._returns_in_progress and not self._dispatcher.has_ended)
         )
         return self._bye_received and not unfinished
 
-    def _finish(self) -> None:
-        reason = self._dealer.loss_reason
-        with self._lock:
-            fork_guard.remove_thread_lock(self._thread)
-            _joined.discard(self)
-            self._dealer.close()
-            self._wakeup.close()
+    def on_end(self) -> None:
         self._session.cancel_all()
         for tag in self._tags:
             self._dispatcher.output_listeners.pop(tag, None)
-        error = (
-            ConnectionError(f"the connection to {self.address} is lost: {reason}")
-            if reason
-            else None
-        )
-        for promise in (self._connected, self._ended):
-            if not promise.done():
-                promise._settle(FINISHED, None, error)
-        settling_threads.discard(get_ident())
+
+    def on_message(self, frames: list[bytes]) -> None:
+        try:
+            self._handle_message(frames)
+        except (Malformed, LookupError) as error:
+            log.warning("a malformed message of the server was dropped: %s", error)
 
     def _handle_message(self, frames: list[bytes]) -> None:
         kind = frames[0]
@@ -306,18 +222,16 @@ class Joined:
         elif kind == HELLO:
             incompatibility, _, properties = read_hello(frames, "the server", "this host")
             if incompatibility is not None:
-                self._dealer.loss_reason = incompatibility
+                self.lose(incompatibility)
                 return
             self.name = str(properties.get("name"))
-            self._dealer.hello_received = True
-            self._send_status()
-            self._open_window()
-            self._connected._settle(FINISHED, None, None)
+            self.on_connected()
+            self._report_status()
         elif kind == REFUSED:
-            self._dealer.loss_reason = b" ".join(frames[1:]).decode("utf-8", "replace")
+            self.lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
         elif kind == BYE:
             if not self._leaving:
-                self._dealer.loss_reason = "the server was closed"
+                self.lose("the server was closed")
             self._bye_received = True
         else:
             raise Malformed(f"a message of unknown type {kind[:8]!r}")
@@ -341,7 +255,7 @@ class Joined:
                 returned.append(item.number)
                 self._leaving = True
         if returned:
-            self._dealer.send(pack_numbers(RETURNED, returned))
+            self.send(pack_numbers(RETURNED, returned))
 
     # -- giving back -------------------------------------------------------------------------------
 
@@ -358,7 +272,7 @@ class Joined:
         own_task_ids = set(map(id, list(self._session.tasks.values())))
         tasks = self._dispatcher.leases.lease(max_calls, lambda task: id(task) in own_task_ids)
         self._dispatcher.leases.on_settled(tasks)
-        self._post(partial(self._send_returned, tasks))
+        self.post(self._send_returned, tasks)
 
     def _send_returned(self, tasks: list[Task]) -> None:
         self._returns_in_progress -= 1
@@ -370,8 +284,7 @@ class Joined:
         ]
         for number in numbers:
             del self._session.tasks[number]
-        if not self._dealer.loss_reason:
-            self._dealer.send(pack_numbers(RETURNED, numbers))
+        self.send(pack_numbers(RETURNED, numbers))
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -379,7 +292,7 @@ class Joined:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         if lines:
             packed = [(line.text, line.drone, line.stream, line.tag) for line in lines]
-            self._dealer.send(pack_json(OUTPUT, {"lines": packed}))
+            self.send(pack_json(OUTPUT, {"lines": packed}))
         results = []
         for _ in range(len(self._outcomes)):
             number, promise = self._outcomes.popleft()
@@ -388,7 +301,7 @@ class Joined:
             results.append(make_result(number, promise))
             self._update_call_seconds(promise)
         if results:
-            self._dealer.send(pack_results(results))
+            self.send(pack_results(results))
 
     def _update_call_seconds(self, promise: Promise[Any]) -> None:
         """Update the estimated duration of a call from the recent durations of its function.
@@ -422,24 +335,24 @@ class Joined:
         window = self._dispatcher.config.size * (1 + prefetched)
         if not 0.8 <= self._window / window <= 1.25:
             self._window = window
-            self._dealer.send(pack_numbers(WINDOW, [window]))
+            self.send(pack_numbers(WINDOW, [window]))
 
-    def _send_status(self) -> None:
-        now = monotonic()
-        if now - self._last_status_at >= STATUS_INTERVAL_SECONDS:
-            self._last_status_at = now
-            self._dealer.send(pack_json(HOST_STATUS, {"drones": describe_drones(self._pool)}))
+    def _report_status(self) -> None:
+        if not self.has_ended:
+            self.send(pack_json(HOST_STATUS, {"drones": describe_drones(self._pool)}))
             if newly_running := self._session.newly_running():
-                self._dealer.send(pack_numbers(RUNNING, newly_running))
+                self.send(pack_numbers(RUNNING, newly_running))
+            self.call_later(STATUS_INTERVAL_SECONDS, self._report_status)
 
     def _handle_request(self, request: dict[str, Any]) -> None:
         def reply(**fields: Any) -> None:
-            self._post(lambda: self._dealer.send(pack_json(REPLY, {"id": request["id"], **fields})))
+            self.post(self.send, pack_json(REPLY, {"id": request["id"], **fields}))
 
         if request["what"] == "timeline":  # a timeline may be long: pack it in another thread
 
             def send_timeline() -> None:
-                reply(value={"now": monotonic(), "timeline": pack_timeline(self._pool.timeline)})
+                now = self._loop.timers.now()
+                reply(value={"now": now, "timeline": pack_timeline(self._pool.timeline)})
 
             fork_guard.OwnThread("polycephaly-request", send_timeline).start()
             return
@@ -447,9 +360,6 @@ class Joined:
             DRONE_REQUESTS[request["what"]](self._pool, request["drone"], reply)
         except RuntimeError as error:
             reply(error=str(error))
-
-
-_joined: set[Joined] = set()
 
 
 def join(
@@ -497,18 +407,3 @@ def join(
     check_timeout(timeout)
     pool._dispatcher.check_open()
     return Joined(pool, pool_registry.resolve_card(where, server_key, keys), timeout)
-
-
-_inherited: list[Joined] = []
-
-
-def _forget_joined() -> None:
-    """In a forked child: give up all connections, because their threads do not exist here."""
-    for joined in _joined:
-        # The wake-up's lock may be held by a thread that does not exist in the child.
-        joined._wakeup.asleep = False
-    _inherited.extend(_joined)
-    _joined.clear()
-
-
-os.register_at_fork(after_in_child=_forget_joined)

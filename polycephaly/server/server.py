@@ -1,20 +1,21 @@
 """`serve` and `Server`: a pool for other processes, over TCP, for clients with an allowed key.
 
     strangers ──x                       ┌──> pool.promise(run_client_call, ..) ──> drones
-    clients ──CURVE──> ROUTER ── thread ┤
+    clients ──CURVE──> ROUTER ──── loop ┤
                           └── ZAP: is this public key allowed?
-    clients <── RESULTS <── thread <── outcomes <── promises, as they settle
-            <── OUTPUT <─────────────────┘      <── lines with the client's tag, as they come
-            <── REPLY <─── thread <── posted callbacks <── short-lived threads: slow admin requests
+    clients <── RESULTS <── loop <── outcomes <── promises, as they settle
+            <── OUTPUT <───────────────┘      <── lines with the client's tag, as they come
+            <── REPLY <──── loop <── posted callbacks <── short-lived threads: slow admin requests
 
-One thread owns the sockets and unpickles no payload (see drone/forwarded.py). A peer without the
-secret half of an allowed key fails in libzmq's handshake: only its public key reaches Python, and
-the peer receives only the greeting of every ZeroMQ socket.
+An event loop of its own serves the sockets, so that clients delay none of the pool's own tasks. It
+unpickles no payload (see drone/forwarded.py). A peer without the secret half of an allowed key
+fails in libzmq's handshake: only its public key reaches Python, and the peer receives only the
+greeting of every ZeroMQ socket.
 
 Each client has a session (session.py) with its own functions and calls. If a client leaves, or is
 silent for `tuning.client_silence_seconds`, its calls are cancelled and no other client's.
 
-In one round the thread reads a bounded number of messages; libzmq gives each peer its share. A peer
+In one turn the loop reads a bounded number of messages; libzmq gives each peer its share. A peer
 that exceeds its limits (flow_control.py) or sends malformed messages is disconnected. See
 docs/decisions/0010-flow-control-and-security-of-served-pools.md.
 """
@@ -31,14 +32,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from time import monotonic, time
+from time import time
 from typing import TYPE_CHECKING, Any, Self
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from .. import __version__
 from ..engines.remote import pool_registry
 from ..engines.remote.forks import listening_ports
 from ..engines.remote.keys import Card, check_address, check_key, new_key_pair, wants_ipv6
@@ -72,14 +72,14 @@ from ..engines.remote.messages import (
     read_shared_value,
     read_work,
 )
-from ..engines.remote.wakeup import Wakeup
+from ..pool.event_loop import EventLoop
 from ..promises.promise import Promise, settling_threads
-from ..runtime import fork_guard
 from ..runtime.procfs import start_time_of
 from ..runtime.system_limits import shared_memory_ceiling
 from ..runtime.tuning import tuning
+from ..runtime.version import __version__
 from ..store.shared import Shared
-from ..wire.endpoint import has_input, new_context
+from ..wire.endpoint import SocketSource, has_input, new_context
 from ..wire.messages import CALL, Malformed
 from ..wire.output import Line
 from .accepted import Accepted
@@ -99,7 +99,7 @@ log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = b"polycephaly"
 CONNECTION_CHECK_SECONDS = 0.2  # between checks of the connections, if there are any
-MAX_MESSAGES_PER_ROUND = 100
+MAX_MESSAGES_PER_TURN = 100
 MAX_CLIENT_DEFINITIONS = 1024  # function definitions of one client
 HOST_CHECK_SECONDS = 0.1  # between checks of how calls are spread, if hosts have joined
 HEARTBEAT_MS = 3000
@@ -110,8 +110,8 @@ class Client(ClientFlow):
 
     session: ClientSession
 
-    def __init__(self, identity: bytes, key: str) -> None:
-        super().__init__(monotonic())
+    def __init__(self, identity: bytes, key: str, now: float) -> None:
+        super().__init__(now)
         self.identity = identity
         self.key = key
         self.tag = secrets.token_hex(8)  # marks the lines that the client's tasks print
@@ -158,22 +158,17 @@ class Server:
         self._unreachable: set[bytes] = set()  # peers that cannot be sent to any more
         self._muted: set[bytes] = set()  # disconnected peers, whose messages are dropped
         self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
-        self._posted: deque[Callable[[], object]] = deque()
         self._tasks_done = 0
         self._refused_connections = 0
         self._accepted = Accepted()
         self._max_held_bytes = shared_memory_ceiling() // 2
         # Disconnected peers by key: number, last reason.
         self._disconnected: dict[str, tuple[int, str]] = {}
-        self._wakeup = Wakeup()
-        self._closing = self._is_closed = self._connection_ended = False
+        self._is_closed = self._is_ticking = False
         self.started = time()
-        # The thread works under this lock, so that a fork copies nothing half done. A forked child
-        # closes its copies of the sockets at once (engines/remote/forks.py): a zygote would
-        # otherwise keep the port, and clients would wait for the child.
-        self._lock = fork_guard.GuardedLock()
+        # A forked child closes its copies of the sockets at once (engines/remote/forks.py): a
+        # zygote would otherwise keep the port, and clients would wait for the child.
         with ExitStack() as undo:
-            undo.callback(self._wakeup.close)
             context = new_context()
             undo.callback(context.term)
             self._zap = context.socket(zmq.REP)
@@ -202,12 +197,28 @@ class Server:
             except zmq.ZMQError as error:
                 raise OSError(error.errno, f"{address}: {error.strerror}") from None
             self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._loop = EventLoop("polycephaly-server", self._after_turn)
+            self._connections_checked_at = self._clients_checked_at = self._loop.timers.now()
             self._resources = undo.pop_all()
         _serving.add(self)
         listening_ports.add(self.port)
-        self._thread = threading.Thread(target=self._run, name="polycephaly-server", daemon=True)
-        fork_guard.add_thread_lock(self._thread, self._lock)
-        self._thread.start()
+        # In this order in each turn: a peer's key is known before its messages.
+        self._sources = (
+            SocketSource(self._zap, self._authenticate),
+            SocketSource(self._router, self._receive),
+            SocketSource(self._monitor, self._check_monitor),
+        )
+        try:
+            for each in self._sources:
+                self._loop.add_source(each)
+            self._loop.post(self._begin)
+            self._loop.start()
+        except BaseException:
+            _serving.discard(self)
+            listening_ports.discard(self.port)
+            self._loop.close()
+            self._resources.close()
+            raise
 
     @property
     def name(self) -> str:
@@ -246,9 +257,8 @@ class Server:
         if self.card is not None:
             pool_registry.unregister(self.card)
         self._admin.wait_for_replies()
-        self._closing = True
-        self._wakeup.wake()
-        self._thread.join()
+        self._loop.post(self._close)
+        self._loop.thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -263,19 +273,20 @@ class Server:
     # -- any thread --------------------------------------------------------------------------------
 
     def _on_settled(self, client: Client, number: int, promise: Promise[Any]) -> None:
-        self._outcomes.append((client, number, promise))
-        self._wakeup.wake()
+        self._add_outcome(client, number, promise)
 
     def _on_output(self, client: Client, line: Line) -> None:
-        self._outcomes.append((client, 0, line))
-        self._wakeup.wake()
+        self._add_outcome(client, 0, line)
+
+    def _add_outcome(self, client: Client, number: int, outcome: Promise[Any] | Line) -> None:
+        self._outcomes.append((client, number, outcome))
+        self._loop.request_turn()
 
     def _post(self, callback: Callable[[], object]) -> None:
-        """Call `callback` in the server's next round. Any thread may call this."""
-        self._posted.append(callback)
-        self._wakeup.wake()
-        if self._is_closed:  # no round follows: drop what `callback` refers to
-            self._posted.clear()
+        """Have the loop call `callback`. Any thread may call this."""
+        self._loop.post(callback)
+        if self._is_closed:  # no turn follows: drop the objects that `callback` refers to
+            self._loop.clear()
 
     def status(self) -> dict[str, Any]:
         """Return the dict of `RemotePool.status`.
@@ -298,82 +309,84 @@ class Server:
             "drones": describe_drones(self._pool) + self._joined_hosts.drones(),
         }
 
-    # -- the server's thread -----------------------------------------------------------------------
+    # -- in the loop: turns ------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _begin(self) -> None:
         # This thread must not wait for room in the pool: clients are bounded by their credit and
         # not by `max_queued`.
         settling_threads.add(get_ident())
-        poller = zmq.Poller()
-        for each in (self._router, self._zap, self._monitor, self._wakeup):
-            poller.register(each, zmq.POLLIN)
-        next_client_check = next_connection_check = monotonic() + tuning.client_check_seconds
-        while not self._closing:
-            self._wakeup.asleep = True
-            if not (self._outcomes or self._posted or self._unreachable or self._closing):
-                interval = tuning.client_check_seconds
-                if self._accepted:
-                    interval = CONNECTION_CHECK_SECONDS
-                if self._joined_hosts:
-                    interval = HOST_CHECK_SECONDS
-                poller.poll(int(interval * 1000))
-            self._wakeup.asleep = False
-            with self._lock:
-                self._wakeup.reset()
-                try:
-                    self._authenticate()
-                    unreachable, self._unreachable = self._unreachable, set()
-                    self._receive(unreachable)
-                    while self._posted:
-                        self._posted.popleft()()
-                    self._send_outcomes()
-                    self._fair_order.order_if_due()
-                    self._joined_hosts.lend_queued()
-                    is_check_due = monotonic() >= next_client_check
-                    self._check_monitor()
-                    if self._connection_ended or is_check_due:
-                        self._connection_ended = False
-                        self._check_silence(is_check_due)
-                    self._joined_hosts.recall_waiting()
-                    if monotonic() >= next_connection_check:
-                        next_connection_check = monotonic() + CONNECTION_CHECK_SECONDS
-                        if not has_input(self._router):
-                            self._muted.clear()
-                        for client in self._clients.values():
-                            if newly_running := client.session.newly_running():
-                                self._send_to_client(client, pack_numbers(RUNNING, newly_running))
-                        self._check_held_bytes()
-                        # Clients are disconnected earlier, with a reason.
-                        max_silence = 2 * tuning.client_silence_seconds
-                        for reason in self._accepted.check(max_silence, CONNECTION_CHECK_SECONDS):
-                            self._record_disconnected("none yet", reason)
-                    if is_check_due:
-                        next_client_check = monotonic() + tuning.client_check_seconds
-                        self._log_refusals()
-                except Exception:
-                    log.exception("a bug in polycephaly: a round of the server failed")
-        with self._lock:
-            try:
-                while self._posted:
-                    self._posted.popleft()()
-                self._send_outcomes()
-                self._log_refusals()
-            except Exception:
-                log.exception("a bug in polycephaly: the last round of the server failed")
+
+    def _start_ticking(self) -> None:
+        """Check connections, clients and hosts now and then, as long as there are any."""
+        if not self._is_ticking and (
+            self._accepted
+            or self._clients
+            or self._joined_hosts
+            or self._refused_connections
+            or self._disconnected
+        ):
+            self._is_ticking = True
+            seconds = HOST_CHECK_SECONDS if self._joined_hosts else CONNECTION_CHECK_SECONDS
+            self._loop.call_later(min(seconds, tuning.client_check_seconds), self._tick)
+
+    def _tick(self) -> None:
+        self._is_ticking = False
+        self._start_ticking()
+        now = self._loop.timers.now()
+        if now - self._connections_checked_at >= CONNECTION_CHECK_SECONDS:
+            self._connections_checked_at = now
+            self._check_connections()
+        if now - self._clients_checked_at >= tuning.client_check_seconds:
+            self._clients_checked_at = now
+            self._check_silence(is_check_due=True)
+            self._log_refusals()
+
+    def _check_connections(self) -> None:
+        if not has_input(self._router):
+            self._muted.clear()
+        for client in self._clients.values():
+            if newly_running := client.session.newly_running():
+                self._send_to_client(client, pack_numbers(RUNNING, newly_running))
+        self._check_held_bytes()
+        # Clients are disconnected earlier, with a reason.
+        max_silence = 2 * tuning.client_silence_seconds
+        for reason in self._accepted.check(max_silence, CONNECTION_CHECK_SECONDS):
+            self._record_disconnected("none yet", reason)
+
+    def _after_turn(self) -> None:
+        if self._is_closed:
+            return
+        self._send_outcomes()
+        self._fair_order.order_if_due()
+        self._joined_hosts.lend_queued()
+        self._joined_hosts.recall_waiting()
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        try:
+            self._send_outcomes()
+            self._log_refusals()
             for client in list(self._clients.values()):
                 self._drop_client(client, "the server was closed")
             self._joined_hosts.close()
-            self._is_closed = True
-            self._posted.clear()
-            fork_guard.remove_thread_lock(self._thread)
-            _serving.discard(self)
-            listening_ports.discard(self.port)
-            self._resources.close()
+        except Exception:
+            log.exception("a bug in polycephaly: the last turn of the server failed")
+        self._is_closed = True
+        _serving.discard(self)
+        listening_ports.discard(self.port)
+        for each in self._sources:
+            self._loop.remove_source(each)
+        self._loop.timers.clear()
+        self._resources.close()
         settling_threads.discard(get_ident())
+        self._loop.stop()
+
+    # -- in the loop: messages of peers ------------------------------------------------------------
 
     def _authenticate(self) -> None:
         """Answer libzmq's requests whether a key may connect (ZeroMQ's ZAP protocol, RFC 27)."""
-        for _ in range(MAX_MESSAGES_PER_ROUND):
+        for _ in range(MAX_MESSAGES_PER_TURN):
             if not has_input(self._zap):
                 return
             request = self._zap.recv_multipart(zmq.NOBLOCK)
@@ -393,15 +406,13 @@ class Server:
             status = (b"200", b"OK", user) if is_let_in else (b"400", b"", b"")
             if not matches:
                 self._refused_connections += 1
+                self._start_ticking()
             self._zap.send_multipart([version, number, *status, b""])
 
-    def _receive(self, unreachable: set[bytes]) -> None:
-        """Handle messages, also those of peers that have gone, before these are dropped."""
-        for _ in range(MAX_MESSAGES_PER_ROUND):
+    def _receive(self) -> None:
+        for _ in range(MAX_MESSAGES_PER_TURN):
             if not has_input(self._router):
-                for identity in unreachable:
-                    self._drop_peer(identity, "the connection has ended")
-                return
+                break
             received: Any = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             identity, *frames = [each.bytes for each in received]
             if identity in self._muted:
@@ -413,7 +424,17 @@ class Server:
                 self._handle_message(identity, key, frames)
             except (Malformed, LookupError, OverflowError) as error:
                 self._disconnect(identity, key, fd, int(accepted_count), str(error))
-        self._unreachable |= unreachable  # to be dropped when all their messages were read
+
+    def _drop_unreachable(self) -> None:
+        """Drop the peers that have gone, after all their messages were read."""
+        if self._is_closed:
+            return
+        if has_input(self._router):
+            self._loop.call_later(0.0, self._drop_unreachable)
+            return
+        unreachable, self._unreachable = self._unreachable, set()
+        for identity in unreachable:
+            self._drop_peer(identity, "the connection has ended")
 
     def _disconnect(
         self, identity: bytes, key: str, fd: int, accepted_count: int, reason: str
@@ -452,7 +473,7 @@ class Server:
         client, joined_host = self._clients.get(identity), self._joined_hosts.get(identity)
         peer: Flow | None = client or joined_host
         if peer is not None:
-            peer.last_message_at, peer.silent_checks = monotonic(), 0
+            peer.last_message_at, peer.silent_checks = self._loop.timers.now(), 0
             message = peer.reassemble(frames)
             if message is None:
                 return
@@ -505,7 +526,7 @@ class Server:
                 raise Malformed("more output acknowledged than was sent")
             client.unacknowledged_bytes -= acknowledged
         elif kind == ALIVE:
-            client.count_alive(monotonic())
+            client.count_alive(self._loop.timers.now())
         elif kind == BYE:
             self._drop_client(client, "the client has left")
         else:
@@ -535,11 +556,12 @@ class Server:
 
     def _admit(self, identity: bytes, key: str, properties: dict[str, Any]) -> None:
         size = self._pool._dispatcher.config.size
+        self._start_ticking()
         if properties.get("role") == "worker":
             self._joined_hosts.admit(identity, key, properties)
             self._send(identity, pack_hello(size, name=self.name))
             return
-        client = Client(identity, key)
+        client = Client(identity, key, self._loop.timers.now())
         client.session = ClientSession(
             self._submit_call, partial(self._on_settled, client), client.tag
         )
@@ -628,21 +650,29 @@ class Server:
             self._send(client.identity, client.probe())
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
+        if self._is_closed:
+            return False
         try:
             self._router.send_multipart([identity, *frames])
         except zmq.ZMQError:
+            if not self._unreachable:
+                self._loop.call_later(0.0, self._drop_unreachable)
             self._unreachable.add(identity)
             return False
         return True
 
     def _check_monitor(self) -> None:
+        ended = False
         while has_input(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._accepted.add(event["value"])
+                self._start_ticking()
             else:
                 self._accepted.discard(event["value"])
-                self._connection_ended = True  # perhaps only a peer that was never let in
+                ended = True  # perhaps only a peer that was never let in
+        if ended:
+            self._check_silence(is_check_due=False)
 
     def _check_silence(self, is_check_due: bool) -> None:
         max_silence = tuning.client_silence_seconds
@@ -801,8 +831,7 @@ def _forget_servers() -> None:
     The objects stay as they are, because libzmq's state belongs to threads that do not exist here.
     """
     for server in _serving:
-        # The wake-up's lock may be held by a thread that does not exist in the child.
-        server._wakeup.asleep = False
+        server._loop.disable_in_child()
     _inherited.extend(_serving)
     _serving.clear()
 

@@ -22,6 +22,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import cast
 
@@ -30,7 +31,7 @@ import zmq
 from ..runtime.system_limits import ZMQ_THREADS, check_threads
 from . import addresses
 
-__all__ = ["BulkTransport", "connect", "has_input", "input_fd", "new_context"]
+__all__ = ["BulkTransport", "SocketSource", "connect", "has_input", "input_fd", "new_context"]
 
 _PREFIX = "polycephaly-"
 _MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit for the path of a Unix socket is 107
@@ -117,6 +118,20 @@ def input_fd(end: zmq.Socket[bytes]) -> int:
     The descriptor is edge-triggered: call `has_input` before waiting on it.
     """
     return cast(int, end.getsockopt(zmq.FD))
+
+
+class SocketSource:
+    """A socket as a source of an event loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[], object]) -> None:
+        self._socket = socket
+        self.receive = receive
+
+    def fileno(self) -> int:
+        return input_fd(self._socket)
+
+    def has_input(self) -> bool:
+        return has_input(self._socket)
 
 
 def _choose_directory() -> str:

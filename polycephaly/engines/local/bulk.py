@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import zmq
 
@@ -12,7 +12,6 @@ from ...wire.endpoint import BulkTransport, has_input, input_fd
 
 if TYPE_CHECKING:
     from ...pool.reactor import Reactor
-    from .handle import LocalHandle
 
 __all__ = ["BulkSocket"]
 
@@ -23,13 +22,23 @@ log = logging.getLogger(__name__)
 MAX_MESSAGES = 100
 
 
+class BulkReceiver(Protocol):
+    """The handle of a drone, which receives the messages of one sender."""
+
+    identity: bytes
+    bulk_open: bool
+
+    def open_bulk(self) -> None: ...
+    def receive_bulk(self, frames: list[bytes]) -> None: ...
+
+
 class BulkSocket:
-    """A `pool.reactor.Source`. After `open` it is used only while holding the reactor's lock."""
+    """A `pool.event_loop.Source`. After `open` it is used only while holding the reactor's lock."""
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
         self._transport = BulkTransport()
-        self._handles: dict[bytes, LocalHandle] = {}
+        self._handles: dict[bytes, BulkReceiver] = {}
         self._router: zmq.Socket[bytes] | None = None
         self.directory = self._transport.directory
 
@@ -54,10 +63,10 @@ class BulkSocket:
     def has_input(self) -> bool:
         return has_input(self.router)
 
-    def add_handle(self, handle: LocalHandle) -> None:
+    def add_handle(self, handle: BulkReceiver) -> None:
         self._handles[handle.identity] = handle
 
-    def remove_handle(self, handle: LocalHandle) -> None:
+    def remove_handle(self, handle: BulkReceiver) -> None:
         self._handles.pop(handle.identity, None)
 
     def receive(self, max_messages: int = MAX_MESSAGES) -> None:

@@ -21,7 +21,7 @@ from . import pool_registry
 from .connection import Connection
 from .drone import RemoteDrone, RemoteHandle
 from .messages import MAX_UNANSWERED_CALLS
-from .shared import RemoteShared
+from .shared import Lease, RemoteShared
 
 __all__ = ["RemotePool", "connect"]
 
@@ -79,7 +79,8 @@ class RemotePool(ExecutorBase):
         """
         pickled, out_of_band = pack_out_of_band(obj, NO_SHARED_NAMES)
         buffers = [pickled, *out_of_band]
-        return RemoteShared(self, self._connection.share(buffers), sum(map(len, buffers)))
+        lease = Lease(self._connection, self._connection.share(buffers))
+        return RemoteShared(self, lease, sum(map(len, buffers)))
 
     # -- the pool itself ---------------------------------------------------------------------------
 

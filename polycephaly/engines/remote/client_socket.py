@@ -1,8 +1,8 @@
 """The socket of a client, or of a joined host, to a server, with the state of its connection.
 
-A `ClientSocket` belongs to one thread. If the connection is lost, `loss_reason` says why, and the
-socket stays unusable, because the fate of the tasks that were sent is unknown. While a connection
-has not yet come about, `handshake_error` says why that may be.
+A `ClientSocket` is used by one thread at a time. If the connection is lost, `loss_reason` says why,
+and the socket stays unusable, because the fate of the tasks that were sent is unknown. While a
+connection has not yet come about, `handshake_error` says why that may be.
 """
 
 from __future__ import annotations
@@ -76,10 +76,13 @@ class ClientSocket:
         except zmq.Again:
             self._end_reason = self._end_reason or "the handshake failed"
 
-    def receive_messages(self) -> Iterator[list[bytes]]:
-        """Yield the messages that have arrived, also those from before a loss of the connection."""
+    def receive_messages(self, max_messages: int) -> Iterator[list[bytes]]:
+        """Yield messages that have arrived, also those from before a loss of the connection."""
         self._check_monitor()
         while not self.loss_reason and has_input(self.socket):
+            max_messages -= 1
+            if max_messages < 0:
+                return
             frames = self.socket.recv_multipart(zmq.NOBLOCK)
             if frames[0] == PING:  # tells the server that all earlier messages were read
                 self.send(frames)
@@ -123,6 +126,6 @@ class ClientSocket:
         """Send BYE if the connection is up, and close the socket."""
         with suppress(zmq.ZMQError):
             self.socket.send_multipart([BYE], zmq.NOBLOCK)
+        self._resources.close()
         if self._peer is not None:
             connected_peers.discard(self._peer)
-        self._resources.close()

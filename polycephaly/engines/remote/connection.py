@@ -1,15 +1,15 @@
-"""A client's connection to a served pool: the socket and the thread that owns it.
+"""A client's connection to a served pool.
 
 Tasks and promises use a `Connection` as their dispatcher and its reactor.
 
-    callers ──append──> waiting ──┐            ┌── WORK ──> server
-                                  ├── thread ──┤
-    promises <──settle────────────┘            └── RESULTS, OUTPUT, REPLY <──
+    callers ──append──> queue ──┐          ┌── WORK ──> server
+                                ├── loop ──┤
+    promises <──settle──────────┘          └── RESULTS, OUTPUT, REPLY <──
 
-At most `MAX_UNANSWERED_CALLS` calls are unanswered at a time. All tasks that wait when the thread
-gets to send go as one message; a function is sent once. Arguments are pickled when the call is
-made. Functions and classes of this process's `__main__` travel by value, because the server process
-has another `__main__`.
+At most `MAX_UNANSWERED_CALLS` calls are unanswered at a time. All tasks that are queued when the
+connection gets to send go as one message; a function is sent once. Arguments are pickled when the
+call is made. Functions and classes of this process's `__main__` travel by value, because the server
+process has another `__main__`.
 
 If the connection is lost, unanswered tasks are rejected with `ConnectionError`: whether they were
 run is unknown.
@@ -19,10 +19,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-import os
-import threading
-from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,21 +26,17 @@ from functools import partial
 from pickle import dumps
 from typing import Any
 
-import zmq
-
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...errors import copy_error
 from ...pool.config import TaskOptions
+from ...pool.drone_handle import drain
 from ...pool.handlers import settle, settle_task
 from ...pool.task import Task
-from ...promises.promise import CANCELLED, FINISHED, Promise, Signal, callbacks, settling_threads
-from ...runtime import fork_guard
-from ...runtime.timers import Timers
+from ...promises.promise import CANCELLED, FINISHED, Promise
 from ...runtime.tuning import tuning
 from ...wire.functions import FunctionRegistry, KnownFunctions, RemoteFunction
 from ...wire.messages import FORGET, WITHDRAWN, Malformed
 from ...wire.output import Line
-from .client_socket import ClientSocket
 from .keys import Card
 from .messages import (
     ALIVE,
@@ -78,8 +70,8 @@ from .messages import (
     read_numbers,
     read_results,
 )
+from .server_connection import ServerConnection
 from .shared import Lease, pickling_call
-from .wakeup import Wakeup
 
 __all__ = ["Connection"]
 
@@ -93,7 +85,7 @@ _ERRORS: dict[str, type[Exception]] = {"MemoryError": MemoryError}
 """Exception types of failed requests, by the reply's `kind`; all others are `RuntimeError`."""
 
 
-class Connection:
+class Connection(ServerConnection):
     """A connection to a served pool.
 
     Raise `ConnectionError` if the server does not answer in time, or refuses this client.
@@ -101,51 +93,26 @@ class Connection:
 
     def __init__(self, card: Card, timeout: float, output: Callable[[Line], object] | None) -> None:
         self._output = output
-        self.address = card.address
         self.reactor = self
         self.finishes_at_exit = False
+        self.queue: deque[Task] = deque()
         self.task_options = TaskOptions(None, POOL_DEFAULT)
         self.name = ""  # the pool's name
         self.drones = 0
         self.refusal: BaseException | None = None  # why new tasks are refused, or None
         self.registry = FunctionRegistry(NO_SHARED_NAMES, None)
-        self.connected: Promise[None] = Promise()
-        self.ended: Signal[None] = Signal()
-        self._queue: deque[Task] = deque()
         self._pending_requests: dict[int, Promise[Any]] = {}
-        self._unsent_requests: deque[list[Any]] = deque()  # requests that are not sent yet
+        self._unsent_requests: deque[list[Any]] = deque()
         self._unanswered_requests = 0  # requests that are sent and unanswered
-        self._callbacks: list[Callable[[], object]] = []
-        self._timers = Timers()
         self._request_numbers = itertools.count(1)
-        self._posted: deque[Callable[[], object]] = deque()
         self._in_flight: dict[int, tuple[Task, int]] = {}  # unanswered tasks and their bytes
         self._in_flight_bytes = 0
-        self._waiting: set[Task] = set()
+        self._waiting: set[Task] = set()  # tasks that wait for promises
+        self._handled_bytes: deque[int] = deque()  # of output, not acknowledged yet
         self._sent_functions = KnownFunctions()  # functions that the server has
-        self._wakeup = Wakeup()
-        self._stopping = self._lost = self._is_inherited = False
-        self._cancel_mode = ""
-        self._recall_sent = False
-        self._last_alive_at = 0.0
-        self._lock = fork_guard.GuardedLock()
-        try:
-            self._dealer = ClientSocket(card)
-        except BaseException:
-            self._wakeup.close()
-            raise
-        _connections.add(self)
-        self._thread = threading.Thread(target=self._run, name="polycephaly-client", daemon=True)
-        fork_guard.add_thread_lock(self._thread, self._lock)
-        self._thread.start()
-        try:
-            self.connected.result(timeout)
-        except TimeoutError:
-            self.close(cancel="all")
-            raise self._dealer.timeout_error(timeout) from None
-        except BaseException:
-            self.close(cancel="all")
-            raise
+        self._closing = self._recall_sent = False
+        super().__init__(card, "polycephaly-client")
+        self.connect(timeout, pack_hello(output=output is not None))
 
     # -- the dispatcher's interface, in any thread -------------------------------------------------
 
@@ -203,13 +170,13 @@ class Connection:
         number, promise = next(self._request_numbers), Promise[Any]()
         self._pending_requests[number] = promise
         message = {"id": number, "what": kind, **fields}
-        self.post(lambda: self._queue_request(pack_json(REQUEST, message)))
-        if self._lost:
+        self.post(self._queue_request, pack_json(REQUEST, message))
+        if self.has_ended:
             self._reject_all()
         return promise
 
     def _queue_request(self, frames: list[Any]) -> None:
-        """In the connection's thread: send a request, at most `MAX_UNANSWERED_REQUESTS` at a time.
+        """Send a request, at most `MAX_UNANSWERED_REQUESTS` at a time.
 
         The server disconnects a client that sends more.
         """
@@ -219,7 +186,7 @@ class Connection:
     def _send_requests(self) -> None:
         while self._unsent_requests and self._unanswered_requests < MAX_UNANSWERED_REQUESTS:
             self._unanswered_requests += 1
-            self._dealer.send(self._unsent_requests.popleft())
+            self.send(self._unsent_requests.popleft())
 
     def share(self, buffers: Sequence[Any]) -> int:
         """Copy `buffers` into the pool's shared memory; return the number of the value."""
@@ -227,16 +194,15 @@ class Connection:
         number, request_number = next(self._request_numbers), next(self._request_numbers)
         promise = Promise[Any]()
         self._pending_requests[request_number] = promise
-        self.post(lambda: self._queue_request(pack_shared_value(number, request_number, buffers)))
-        if self._lost:
+        self.post(self._queue_request, pack_shared_value(number, request_number, buffers))
+        if self.has_ended:
             self._reject_all()
         promise.result()
         return number
 
     def release_shared(self, number: int) -> None:
         """Release a shared value. Take no lock, so that finalizers may call this."""
-        if not self._lost:
-            self.post(lambda: self._dealer.send(pack_numbers(RELEASE, [number])))
+        self.post(self.send, pack_numbers(RELEASE, [number]))
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`: its inputs have arrived, or it is settled."""
@@ -249,39 +215,20 @@ class Connection:
         self._enqueue(task)
 
     def _enqueue(self, task: Task) -> None:
-        self._queue.append(task)
-        self._wakeup.wake()
-        if self._lost:
+        self.queue.append(task)
+        self._loop.request_turn()
+        if self.has_ended:
             self._reject_all()
 
     def note_waiting_thread(self, task: Task) -> None:
         """Do nothing: a connection has no stall detection."""
 
-    def drive(self, promise: Promise[Any], end: float | None) -> None:
+    def drive(self, promise: Promise[Any], deadline: float | None) -> None:
         """Raise if this process is a fork. A waiting thread has nothing to drive."""
-        if self._is_inherited:
+        if self._loop.belongs_to_parent:
             raise RuntimeError(
                 f"{promise!r} belongs to another process, of which this one is a fork"
             )
-
-    def post(self, callback: Callable[..., object], *args: Any) -> None:
-        self._posted.append(partial(callback, *args) if args else callback)
-        self._wakeup.wake()
-
-    def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
-        """In the connection's thread: call `callback` after so many seconds."""
-        self._timers.set(self._timers.now() + seconds, callback)
-
-    def deliver(self, callback: Callable[[], object]) -> None:
-        """In the connection's thread: call `callback` after the lock is released."""
-        self._callbacks.append(callback)
-
-    def withdraw(self, task: Task) -> None:
-        """In the connection's thread: cancel `task` at the server."""
-        self._waiting.discard(task)
-        if task.number in self._in_flight:
-            self._dealer.send(pack_numbers(CANCEL, [task.number]))
-            self._remove_in_flight(task.number)
 
     def explain(self, error: BaseException) -> None:
         """Do nothing: there is no snapshot of this process that could explain a missing name."""
@@ -289,105 +236,65 @@ class Connection:
     def close(self, *, cancel: str = "", wait: bool = True) -> None:
         """Disconnect, after all submitted tasks are done or cancelled.
 
-        `cancel` is "all" or "not begun"; if empty, every task is finished first.
+        `cancel` is "all" or "not begun"; if empty, every task is finished first. Without `wait`
+        this takes no lock, so finalizers may call it.
         """
         self.refusal = self.refusal or RuntimeError(
             f"cannot schedule new futures after shutdown of {self.name}"
         )
-        self._cancel_mode = cancel or self._cancel_mode
-        self._stopping = True
-        self._wakeup.wake()
+        self.post(self._close, cancel)
         if wait:
-            while self._thread.is_alive():
-                self._thread.join(0.5)  # time-limited, so that Ctrl-C is handled
+            self.wait_ended()
 
-    # -- the connection's thread -------------------------------------------------------------------
+    def disable_in_child(self) -> None:
+        super().disable_in_child()
+        self.refusal = RuntimeError(f"the connection to {self.address} belongs to another process")
 
-    def _run(self) -> None:
-        settling_threads.add(get_ident())
-        poller = zmq.Poller()
-        for each in (self._dealer.socket, self._dealer.monitor, self._wakeup):
-            poller.register(each, zmq.POLLIN)
-        self._dealer.send(pack_hello(output=self._output is not None))
-        try:
-            while not self._is_finished():
-                self._wakeup.asleep = True
-                if not (
-                    self._posted or self._cancel_mode or self._can_send() or self._is_finished()
-                ):
-                    left = self._timers.seconds_left()
-                    longest = tuning.client_sign_seconds
-                    poller.poll(math.ceil(min(longest if left is None else left, longest) * 1000))
-                self._wakeup.asleep = False
-                self._run_round()
-        except Exception as error:
-            log.exception("a bug in polycephaly breaks the connection to %s", self.address)
-            self._mark_lost(f"a bug in polycephaly: {error}")
-        finally:
-            self._finish()
+    # -- in the loop -------------------------------------------------------------------------------
 
-    def _run_round(self) -> None:
-        """Do one round under the lock; then settle and cancel without it: both run user code."""
-        settled: list[Task] = []
-        with self._lock:
-            self._wakeup.reset()
-            self._receive(settled)
-            while self._posted:
-                self._posted.popleft()()
-            self._timers.fire_due()
-            self._send_queued()
-            self._send_alive()
-            callbacks_due, self._callbacks = self._callbacks, []
-        for callback in callbacks_due:  # a task's output is delivered before its promise settles
-            callback()
-        for task in settled:
-            if task.status == WITHDRAWN:
-                settle_task(task, CANCELLED, None, None)
-            else:
-                settle([task])
-        if self._cancel_mode:
-            cancel_mode, self._cancel_mode = self._cancel_mode, ""
-            self._cancel_all(running=cancel_mode == "all")
+    def withdraw(self, task: Task) -> None:
+        """Cancel `task` at the server."""
+        self._waiting.discard(task)
+        if self._remove_in_flight(task.number) is not None:
+            self.send(pack_numbers(CANCEL, [task.number]))
 
-    def _is_finished(self) -> bool:
-        unfinished = (
-            self._queue
-            or self._in_flight
-            or self._waiting
-            or self._posted
-            or self._cancel_mode
-            or self._pending_requests
-        )
-        return self._lost or (self._stopping and not unfinished)
+    def _close(self, cancel: str) -> None:
+        self._closing = True
+        if not cancel:
+            return
+        sent = list(self._in_flight)
+        tasks = [*drain(self.queue), *self._waiting]
+        if cancel == "all":
+            tasks += [task for task, _ in reversed(self._in_flight.values())]
+        # Of the tasks that were sent, only the server knows which have begun. One RECALL is enough,
+        # because no task is sent after the first.
+        elif not self._recall_sent:
+            self._recall_sent = True
+            self.send(pack_numbers(RECALL, sent))
+        for task in tasks:
+            self.deliver(task.cancel)
 
-    def _finish(self) -> None:
-        with self._lock:
-            fork_guard.remove_thread_lock(self._thread)
-            _connections.discard(self)
-            self._dealer.close()
-            self._wakeup.close()
-        self._lost = True
-        self.refusal = self.refusal or ConnectionError(
-            f"the connection to {self.address} is closed"
-        )
+    def after_turn(self) -> None:
+        self._send_queued()
+        if self._closing and not (
+            self.queue or self._in_flight or self._waiting or self._pending_requests
+        ):
+            self.end()
+
+    def on_end(self) -> None:
+        if not isinstance(self.refusal, ConnectionError):
+            loss = self.loss()
+            self.refusal = loss if self._socket.loss_reason else self.refusal or loss
         self._reject_all()
-        if not self.connected.done():
-            self.connected._settle(FINISHED, None, copy_error(self.refusal))
-        self.ended._settle(FINISHED, None, None)
-        settling_threads.discard(get_ident())
 
     def _reject_all(self) -> None:
-        """Reject all tasks and requests.
+        """Reject all tasks and requests, after the end.
 
-        Any thread may call this after the loss, also at the same time as others: whichever thread
-        pops an entry rejects it.
+        Any thread may call this, also at the same time as others: whichever thread pops an entry
+        rejects it.
         """
-        refusal = self.refusal or ConnectionError(f"the connection to {self.address} is closed")
-        for pop in (
-            self._queue.popleft,
-            lambda: self._in_flight.popitem()[1][0],
-            self._waiting.pop,
-        ):
+        refusal = self.refusal or self.loss()
+        for pop in (self.queue.popleft, lambda: self._in_flight.popitem()[1][0], self._waiting.pop):
             with suppress(IndexError, KeyError):
                 while True:
                     settle_task(pop(), FINISHED, None, copy_error(refusal))
@@ -395,46 +302,43 @@ class Connection:
             while True:
                 self._pending_requests.popitem()[1]._settle(FINISHED, None, copy_error(refusal))
 
-    def _mark_lost(self, reason: str) -> None:
-        self._lost, self._dealer.loss_reason = True, reason
-        if self.refusal is None or not isinstance(self.refusal, ConnectionError):
-            self.refusal = ConnectionError(f"the connection to {self.address} is lost: {reason}")
+    # -- messages of the server --------------------------------------------------------------------
 
-    def _receive(self, settled: list[Task]) -> None:
-        for frames in self._dealer.receive_messages():
-            try:
-                if frames[0] == RESULTS:
-                    for number, status, payload, tail in read_results(frames):
-                        task = self._remove_in_flight(number)
-                        if task is not None:
-                            task.status, task.payload, task.output = status, payload, tail
-                            settled.append(task)
-                elif frames[0] == HELLO:
-                    incompatibility, self.drones, properties = read_hello(
-                        frames, "the server", "this client"
+    def on_message(self, frames: list[bytes]) -> None:
+        kind = frames[0]
+        if kind == RESULTS:
+            for number, status, payload, tail in read_results(frames):
+                task = self._remove_in_flight(number)
+                if task is not None:
+                    task.status, task.payload, task.output = status, payload, tail
+                    self.deliver(
+                        partial(settle_task, task, CANCELLED, None, None)
+                        if status == WITHDRAWN
+                        else partial(settle, [task])
                     )
-                    if incompatibility is not None:
-                        raise Malformed(incompatibility)
-                    self.name = str(properties.get("name"))
-                    self._dealer.hello_received = True
-                    self.connected._settle(FINISHED, None, None)
-                elif frames[0] == RUNNING:
-                    for number in read_numbers(frames):
-                        if (entry := self._in_flight.get(number)) is not None:
-                            entry[0].runs_elsewhere = True
-                elif frames[0] == OUTPUT:
-                    lines = [Line(*each) for each in read_lines(frames, 3)]
-                    self._callbacks.append(partial(self._deliver_output, lines))
-                elif frames[0] == REPLY:
-                    self._on_reply(read_json(frames))
-                elif frames[0] == REFUSED:
-                    self._mark_lost(b" ".join(frames[1:]).decode("utf-8", "replace"))
-                else:
-                    raise Malformed(f"a message of unknown type {frames[0][:8]!r}")
-            except Malformed as error:
-                self._mark_lost(str(error))
-        if self._dealer.loss_reason:
-            self._mark_lost(self._dealer.loss_reason)
+        elif kind == HELLO:
+            incompatibility, self.drones, properties = read_hello(
+                frames, "the server", "this client"
+            )
+            if incompatibility is not None:
+                raise Malformed(incompatibility)
+            self.name = str(properties.get("name"))
+            self.on_connected()
+            self._send_alive()
+        elif kind == RUNNING:
+            for number in read_numbers(frames):
+                if (entry := self._in_flight.get(number)) is not None:
+                    entry[0].runs_elsewhere = True
+        elif kind == OUTPUT:
+            self.deliver(
+                partial(self._deliver_output, [Line(*each) for each in read_lines(frames, 3)])
+            )
+        elif kind == REPLY:
+            self._on_reply(read_json(frames))
+        elif kind == REFUSED:
+            self.lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
+        else:
+            raise Malformed(f"a message of unknown type {kind[:8]!r}")
 
     def _deliver_output(self, lines: list[Line]) -> None:
         for line in lines:
@@ -443,8 +347,16 @@ class Connection:
                     self._output(line)
             except BaseException:
                 log.exception("the output callable of %s failed", self.name)
-        handled = sum(len(line.text) + LINE_OVERHEAD_BYTES for line in lines)
-        self.post(partial(self._dealer.send, pack_numbers(OUTPUT_ACK, [handled])))
+        self._handled_bytes.append(sum(len(line.text) + LINE_OVERHEAD_BYTES for line in lines))
+        self.post(self._acknowledge_output)
+
+    def _acknowledge_output(self) -> None:
+        """Tell the server which lines were handled, before it gets further tasks: for a client that
+        seems not to read, it omits lines.
+        """
+        handled = sum(drain(self._handled_bytes))
+        if handled:
+            self.send(pack_numbers(OUTPUT_ACK, [handled]))
 
     def _on_reply(self, reply: dict[str, Any]) -> None:
         self._unanswered_requests -= 1
@@ -456,31 +368,30 @@ class Connection:
                 if "error" in reply
                 else None
             )
-            self._callbacks.append(partial(promise._settle, FINISHED, reply.get("value"), error))
+            self.deliver(partial(promise._settle, FINISHED, reply.get("value"), error))
 
     def _remove_in_flight(self, number: int) -> Task | None:
         task, size = self._in_flight.pop(number, (None, 0))
         self._in_flight_bytes -= size
         return task
 
-    def _can_send(self) -> bool:
-        return bool(self._queue) and self._has_credit()
-
     def _has_credit(self) -> bool:
         return (
-            self.connected.done()
+            self._socket.hello_received
+            and not self.has_ended
             and len(self._in_flight) < MAX_UNANSWERED_CALLS
             and (not self._in_flight or self._in_flight_bytes < MAX_UNANSWERED_BYTES)
         )
 
     def _send_queued(self) -> None:
-        while not self._lost and (self._sent_functions.unused or self._can_send()):
-            items = [Item(number, 0, FORGET) for number in self._sent_functions.pop_unused()]
+        self._acknowledge_output()
+        while self.queue and self._has_credit():
+            items = self._unused_definitions()
             held_leases: list[Any] = []  # keeps leases until the items are sent
             size = 0
             while size < MAX_BATCH_BYTES and self._has_credit():
                 try:
-                    task = self._queue.popleft()
+                    task = self.queue.popleft()
                 except IndexError:
                     break
                 if task.done():  # cancelled while queued
@@ -512,7 +423,10 @@ class Connection:
                 self._in_flight_bytes += len(payload)
                 size += len(payload) + 32
             if items:
-                self._dealer.send(pack_work(items))
+                self.send(pack_work(items))
+
+    def _unused_definitions(self) -> list[Item]:
+        return [Item(number, 0, FORGET) for number in self._sent_functions.pop_unused()]
 
     def _add_definition(self, definition: RemoteFunction, items: list[Item]) -> None:
         items += [Item(oldest, 0, FORGET) for oldest in self._sent_functions.add(definition)]
@@ -522,48 +436,8 @@ class Connection:
 
     def _send_alive(self) -> None:
         """Send ALIVE now and then: a PING of the server may be delayed behind data."""
-        now = self._timers.now()
-        if now - self._last_alive_at >= tuning.client_sign_seconds and self.connected.done():
-            self._last_alive_at = now
-            self._dealer.send([ALIVE])
-
-    def _cancel_all(self, running: bool) -> None:
-        """Cancel all tasks, or with `running` false those not begun.
-
-        Of the tasks that were sent, only the server knows which have begun.
-        """
-        sent = list(self._in_flight)
-        for task in [
-            *self._queue,
-            *self._waiting,
-            *(task for task, _ in reversed(self._in_flight.values()) if running),
-        ]:
-            try:
-                task.cancel()
-            except BaseException:
-                callbacks.exception("a callback of %r failed", task)
-        # One RECALL is enough, because no task is sent after the first.
-        if not running and not self._lost and not self._recall_sent:
-            self._recall_sent = True
-            with self._lock:
-                self._dealer.send(pack_numbers(RECALL, sent))
-
-
-_connections: set[Connection] = set()
-_inherited: list[Connection] = []  # of the parent process, in a forked child
-
-
-def _forget_connections() -> None:
-    """In a forked child: give up all connections, because their threads do not exist here."""
-    for connection in _connections:
-        connection._lost = connection._is_inherited = True
-        # The wake-up's lock may be held by a thread that does not exist in the child.
-        connection._wakeup.asleep = False
-        connection.refusal = RuntimeError(
-            f"the connection to {connection.address} belongs to another process"
-        )
-    _inherited.extend(_connections)
-    _connections.clear()
-
-
-os.register_at_fork(after_in_child=_forget_connections)
+        if not self.has_ended:
+            self.send([ALIVE])
+            if self._sent_functions.unused:
+                self.send(pack_work(self._unused_definitions()))
+            self.call_later(tuning.client_sign_seconds, self._send_alive)

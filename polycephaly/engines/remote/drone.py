@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ...pool.base import DroneBase
+from ...pool.base import DroneBase, ExecutorBase
 from ...pool.waiting import Waiting
-
-if TYPE_CHECKING:
-    from .client import RemotePool
 
 __all__ = ["RemoteDrone", "RemoteHandle"]
 
@@ -40,7 +37,7 @@ class RemoteDrone(DroneBase):
     42
     """
 
-    def __init__(self, pool: RemotePool, remote_handle: RemoteHandle) -> None:
+    def __init__(self, pool: ExecutorBase, remote_handle: RemoteHandle) -> None:
         self._dispatcher = pool._dispatcher
         self._task_options = pool._task_options
         self._original = pool

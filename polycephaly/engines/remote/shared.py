@@ -11,13 +11,11 @@ such call holds the handle's *lease* until the call is sent, so that RELEASE is 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ...drone.forwarded import shared_value
+from ...pool.base import ExecutorBase
 from ...promises.promise import Handle, misplaced_error
-
-if TYPE_CHECKING:
-    from .client import RemotePool
 
 __all__ = ["Lease", "RemoteShared", "pickling_call"]
 
@@ -34,15 +32,21 @@ class _PicklingCall(threading.local):
 pickling_call = _PicklingCall()
 
 
+class SharingConnection(Protocol):
+    """The connection to the server that stores the value."""
+
+    def release_shared(self, number: int, /) -> None: ...
+
+
 class Lease:
     """Shared ownership of a value in a server's memory.
 
     RELEASE is sent when the last reference to the lease is lost.
     """
 
-    def __init__(self, pool: RemotePool, number: int) -> None:
+    def __init__(self, connection: SharingConnection, number: int) -> None:
         self.number = number
-        self.connection = pool._connection
+        self.connection = connection
 
     def __del__(self) -> None:
         self.connection.release_shared(self.number)
@@ -67,9 +71,9 @@ class RemoteShared(Handle, Generic[T]):
     1000000
     """
 
-    def __init__(self, pool: RemotePool, number: int, nbytes: int) -> None:
+    def __init__(self, pool: ExecutorBase, lease: Lease, nbytes: int) -> None:
         self._pool = pool
-        self._lease: Lease | None = Lease(pool, number)
+        self._lease: Lease | None = lease
         self._nbytes = nbytes
 
     @property

@@ -23,16 +23,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from secrets import compare_digest
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ...promises.promise import FINISHED, Signal
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
 from ...wire.messages import Malformed
 from .frames import FAREWELL, GREETING, Frame, split_frames
-
-if TYPE_CHECKING:
-    from .io_thread import PoreIOThread
 
 __all__ = ["MAX_UNRECEIVED_BYTES", "ConnectedHolder", "Inbox", "is_trusted_peer"]
 
@@ -94,12 +91,19 @@ class ConnectedHolder:
         parent_death.close(self.connection)
 
 
+class IOThread(Protocol):
+    """The thread that serves inboxes."""
+
+    def request(self, kind: str, inbox: Inbox, /) -> None: ...
+    def is_this_thread(self) -> bool: ...
+
+
 class Inbox:
     """The inbox of one pore, made and closed by its owner."""
 
     def __init__(
         self,
-        io_thread: PoreIOThread,
+        io_thread: IOThread,
         secret: bytes,
         content: parent_death.Descriptor,
         listener: socket.socket,

@@ -1,0 +1,286 @@
+"""An event loop in a thread of its own: callbacks, timers and descriptors, under one lock.
+
+    any thread ──post──> inbox ──┐
+    descriptors, sources ────────┼── callbacks, holding the lock ──> deliveries, after its release
+    timers ──────────────────────┘
+
+No code of users runs while the lock is held, and no callback there blocks. Values are unpickled,
+promises settled and lines printed after the release, from `deliver`, by one thread at a time and in
+order.
+
+No wake-up is lost. The loop's thread sets `_asleep`, then looks for something to do, then polls; a
+caller hands something over, then reads `_asleep`, then wakes the thread. So one of the two sees the
+other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from _thread import get_ident
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+from ..promises.promise import callbacks, settling_threads
+from ..runtime import fork_guard, parent_death
+from ..runtime.timers import Timer, Timers
+
+__all__ = ["EventLoop", "Source"]
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_SECONDS = 3600.0  # the kernel does not accept a timeout of years
+
+
+class Source(Protocol):
+    """Messages behind a descriptor that reports new ones only: so `has_input` is asked before each
+    sleep.
+    """
+
+    def fileno(self) -> int: ...
+    def has_input(self) -> bool: ...
+    def receive(self) -> object:
+        """Handle messages that have come, at most as many as may delay all others."""
+
+
+class EventLoop:
+    """The loop, whose thread runs from `start` on, until it is told to `stop`."""
+
+    def __init__(self, name: str, after_turn: Callable[[], object] | None = None) -> None:
+        self.has_ended = self.belongs_to_parent = False
+        self._after_turn = after_turn  # called at the end of each turn, holding the lock
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.timers = Timers()
+        """Set while holding the lock. Its `now` is the time of limits, grace periods and checks."""
+        self._lock = fork_guard.GuardedLock()
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._sources: list[Source] = []
+        self._watched: dict[int, Callable[[], object]] = {}
+        self._jobs_outside_lock: list[Callable[[], object]] = []
+        self._deliveries: list[Callable[[], object]] = []
+        self._delivering = False
+        self._deliverer: int | None = None  # the thread that runs deliveries, if any
+        self._stopping = self._asleep = self._turn_requested = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = parent_death.close_in_child(select.epoll())
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+
+    def start(self) -> None:
+        fork_guard.add_thread_lock(self.thread, self._lock)
+        self.thread.start()
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop the callbacks that were posted after the end."""
+        self._inbox.clear()
+
+    def disable_in_child(self) -> None:
+        """In a forked child: give up. The thread does not exist here."""
+        self.has_ended = self.belongs_to_parent = True
+        self._asleep = False
+
+    def stop(self) -> None:
+        """Have the thread end when its inbox is empty."""
+        self._stopping = True
+        self.wake()
+
+    def add_source(self, source: Source) -> None:
+        """Receive from `source` until it is removed, or the loop ends."""
+        with self._lock:
+            self._epoll.register(source.fileno(), select.EPOLLIN | select.EPOLLET)
+            self._sources = [*self._sources, source]
+        self.wake()  # for messages that have arrived before
+
+    def remove_source(self, source: Source) -> None:
+        """Receive no more from `source`. Called while holding the lock."""
+        with suppress(OSError):
+            self._epoll.unregister(source.fileno())
+        self._sources = [each for each in self._sources if each is not source]
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Have the loop's thread call `callback` under the lock.
+
+        Takes no lock, so finalizers may call it.
+        """
+        self._inbox.append(callback)
+        self.wake()
+
+    def request_turn(self) -> None:
+        """Have `after_turn` called soon, once for all requests until then. Takes no lock."""
+        if not self._turn_requested:
+            self._turn_requested = True
+            self.wake()
+
+    def wake(self) -> None:
+        if self._asleep:
+            try:
+                del self._wakeup_token
+            except AttributeError:  # another thread wakes the loop
+                return
+            os.eventfd_write(self._wake_fd, 1)
+
+    # -- holding the lock --------------------------------------------------------------------------
+
+    def watch(self, fd: int, callback: Callable[[], object]) -> None:
+        self._watched[fd] = callback
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        if self._watched.pop(fd, None) is not None:
+            with suppress(OSError):
+                self._epoll.unregister(fd)
+
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
+        timer = self.timers.set(self.timers.now() + seconds, partial(self._call_guarded, callback))
+        self.wake()  # a sleeping thread does not know of this timer
+        return timer
+
+    def deliver(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called after the lock is released.
+
+        The order is that of the calls. `callback` may run code of users.
+        """
+        self._deliveries.append(callback)
+
+    def run_outside_lock(self, callback: Callable[[], object]) -> None:
+        """Have the loop's thread call `callback` without the lock, because it forks or blocks. Any
+        thread may call this.
+        """
+        self._jobs_outside_lock.append(callback)
+        self.wake()
+
+    # -- the loop's thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._run_once()
+                batch = self._take_deliveries()
+            if batch is not None:
+                self._deliver(batch)
+                batch = None  # nothing of it is kept during the sleep
+            self._run_jobs_outside_lock()
+            if self._end_if_over():
+                return
+            self._sleep()
+
+    def _run_once(self) -> None:
+        self._turn_requested = False  # before `after_turn` looks for work
+        inbox = self._inbox
+        with suppress(IndexError):  # `clear` was quicker
+            while inbox:
+                callback = inbox.popleft()
+                self._call_guarded(callback)
+        for source in self._sources:
+            self._call_guarded(source.receive)
+        self.timers.fire_due()
+        if self._after_turn is not None:
+            self._call_guarded(self._after_turn)
+
+    def _end_if_over(self) -> bool:
+        """End, if the time has come, and return whether it has. Called without the lock."""
+        if not self._stopping or self._inbox or self._jobs_outside_lock:
+            return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Release all resources. Called by the thread at its end, or if it is not started."""
+        with fork_guard.guard:
+            self.has_ended = True
+            fork_guard.remove_thread_lock(self.thread)
+            parent_death.close(self._epoll)
+            os.close(self._wake_fd)
+
+    def _call_guarded(self, callback: Callable[[], object]) -> None:
+        try:
+            callback()
+        except Exception:
+            log.exception("a bug in polycephaly: %r failed", callback)
+
+    def _take_deliveries(self) -> list[Callable[[], object]] | None:
+        """Return the callbacks to deliver, or None if there are none or another thread delivers.
+
+        That thread will deliver these, too. Called while holding the lock.
+        """
+        if self._delivering or not self._deliveries:
+            return None
+        self._delivering = True
+        batch, self._deliveries = self._deliveries, []
+        return batch
+
+    def _deliver(self, batch: list[Callable[[], object]] | None) -> None:
+        me = get_ident()
+        is_outermost = me not in settling_threads
+        settling_threads.add(me)
+        while batch is not None:
+            self._deliverer = me
+            for callback in batch:
+                try:
+                    callback()
+                except BaseException:  # SystemExit too: this thread serves all
+                    callbacks.exception("a callback failed")
+            del callback
+            with self._lock:
+                self._delivering, self._deliverer = False, None
+                self._after_deliveries()
+                batch = self._take_deliveries()
+        if is_outermost:
+            settling_threads.discard(me)
+
+    def _after_deliveries(self) -> None:
+        """Act on the deliveries just made. Called while holding the lock."""
+
+    def _run_jobs_outside_lock(self) -> None:
+        jobs, self._jobs_outside_lock = self._jobs_outside_lock, []
+        for job in jobs:
+            self._call_guarded(job)
+
+    def _sleep(self) -> None:
+        self._wakeup_token = True
+        self._asleep = True
+        with self._lock:  # one thread at a time may use the socket and the timers
+            must_wait, remaining = not self._has_anything_to_do(), self.timers.seconds_left()
+        if must_wait:
+            events = self._poll(
+                MAX_WAIT_SECONDS if remaining is None else min(remaining, MAX_WAIT_SECONDS)
+            )
+        else:
+            # Descriptors are polled even so: a drone that sends by bulk without end must not starve
+            # them.
+            events = self._epoll.poll(0)
+        self._asleep = False
+        try:
+            del self._wakeup_token
+        except AttributeError:
+            # If `_wakeup_token` is gone, a caller has taken it: the eventfd has been written or is
+            # about to be. Its write is awaited, so that it does not come later.
+            poller = select.poll()  # not select(): no descriptors from 1024 on
+            poller.register(self._wake_fd, select.POLLIN)
+            poller.poll()
+            os.eventfd_read(self._wake_fd)
+        if events:
+            with self._lock:
+                for fd, _ in events:
+                    callback = self._watched.get(fd)
+                    if callback is not None:
+                        self._call_guarded(callback)
+
+    def _poll(self, timeout: float) -> list[tuple[int, int]]:
+        return self._epoll.poll(timeout)
+
+    def _has_anything_to_do(self) -> bool:
+        return bool(
+            self._inbox
+            or self._turn_requested
+            or (self._deliveries and not self._delivering)
+            or self._jobs_outside_lock
+            or self._stopping
+            or any(source.has_input() for source in self._sources)
+        )
