@@ -12,6 +12,7 @@ import threading
 from _signal import getsignal, signal  # type: ignore[import-not-found]  # `signal` takes five times as long
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import CodeType
 from typing import Any
 
 __all__ = [
@@ -24,12 +25,15 @@ __all__ = [
     "importing_main",
     "is_held_here",
     "ray_session_dir",
+    "reduce_code",
     "remote_traceback_type",
     "reset_multiprocessing",
     "run_exit_handlers",
     "seed_numpy",
     "signal",
 ]
+
+_FILE_NAME_INDEX = 10  # among the arguments of `CodeType`
 
 
 def run_exit_handlers() -> None:
@@ -126,6 +130,20 @@ def class_setstate() -> Callable[[type, Any], type]:
 
     setstate: Callable[[type, Any], type] = cloudpickle._class_setstate
     return setstate
+
+
+def reduce_code(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
+    """Reduce a code object as cloudpickle does, with its file name.
+
+    cloudpickle 3.1.3 leaves the name out, so that equal functions have equal pickles. Then the
+    traceback of a function that was pickled by value has no source lines.
+    """
+    from cloudpickle import Pickler
+
+    make, args = Pickler.dispatch_table[CodeType](code)
+    # A new string, because a string that is shared with others of the function is pickled once.
+    name = "".join(code.co_filename)
+    return make, (*args[:_FILE_NAME_INDEX], name, *args[_FILE_NAME_INDEX + 1 :])
 
 
 def disable_ray_auto_connect() -> None:

@@ -110,6 +110,15 @@ def test_a_remote_traceback_shows_its_text():
     assert str(error.__cause__) == "the remote lines"
 
 
+def test_a_code_object_keeps_the_name_of_its_file():
+    def inner():
+        return lambda x: 1 // x
+
+    for code in (inner.__code__, inner().__code__):
+        make, args = _compat.reduce_code(code)
+        assert make(*args) == code and make(*args).co_filename == __file__
+
+
 def test_cloudpickle_fills_a_class_with_that_function():
     def make():
         class Local:

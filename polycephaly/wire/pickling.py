@@ -29,13 +29,13 @@ import threading
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from pickle import PickleBuffer, dumps
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakSet, ref
 
 import cloudpickle
 
-from .._compat import class_setstate
+from .._compat import class_setstate, reduce_code
 from ..memory.arena import Full
 from ..memory.blocks import MIN_SHARED_PICKLE_BYTES, Store
 from ..memory.references import Place, Serialized
@@ -438,7 +438,9 @@ class _Plain(pickle.Pickler):
 
 
 class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(_REDUCERS)
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        _REDUCERS | {CodeType: reduce_code}
+    )
 
     def __init__(
         self, target: Any, snapshot: MainSnapshot, out_of_band: Callable[[PickleBuffer], bool]
