@@ -62,7 +62,8 @@ from polycephaly.memory.arena import REGION_BYTES, Arena
 from polycephaly.memory.blocks import Store
 from polycephaly.memory.references import Received, RefTable, Serialized, load, load_joined
 from polycephaly.pool import task
-from polycephaly.pool.drone_handle import DroneHandle, State
+from polycephaly.pool.drone_handle import DroneHandle
+from polycephaly.pool.interfaces import State
 from polycephaly.timeline import event_log
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception

@@ -15,10 +15,10 @@ from unittest import mock
 import polycephaly.pool.dispatcher
 from polycephaly.engines.local.launcher import Launcher
 from polycephaly.memory.references import RefTable
-from polycephaly.pool.config import PoolConfig, TaskOptions
+from polycephaly.pool.config import PoolConfig
 from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
-from polycephaly.pool.drone_handle import State
 from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.runtime.timers import Timers
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.messages import (
@@ -160,11 +160,11 @@ class FakeHandle(DroneHandle):
 
     def answers(self, work, value=None, together=False):
         """And this process reads it at once."""
-        handle_message(self, self.answer(work, value, together))
+        handle_message(self.dispatcher, self, self.answer(work, value, together))
         self.dispatcher.reactor.turn()
 
     def tells_frames(self, request, places):
-        handle_message(self, pack_frames(request, {"places": places}))
+        handle_message(self.dispatcher, self, pack_frames(request, {"places": places}))
 
     def dies(self):
         self.dispatcher.supervisor.on_died(self, -9)
@@ -185,7 +185,7 @@ class FakeHandle(DroneHandle):
     def catch_up(self):
         self.looks.append(self.dispatcher.reactor.passed)
         while self.unread:
-            handle_message(self, self.unread.popleft())
+            handle_message(self.dispatcher, self, self.unread.popleft())
 
     def kill(self, verdict=""):
         self.kill_reason = self.kill_reason or verdict
@@ -256,13 +256,10 @@ class FakeEngine:
     def __init__(self, spawner=None):
         self._keeper = spawner
 
-    def check(self, size):
-        pass
-
-    def open(self, supervisor):
-        self._dispatcher = supervisor.dispatcher
-        supervisor.registry = FunctionRegistry(
-            MainSnapshot(()), None, self._dispatcher.config.width > 1, self._dispatcher.directory
+    def open(self, dispatcher):
+        self._dispatcher = dispatcher
+        dispatcher.registry = FunctionRegistry(
+            MainSnapshot(()), None, dispatcher.config.width > 1, dispatcher.directory
         )
         return self
 
@@ -305,13 +302,13 @@ USUAL = {
 }
 
 
-def dispatcher_of(reactor, size, *, ready=True, spawner=None, machine=None, **plan):
+def dispatcher_of(reactor, size, *, ready=True, spawner=None, engine=None, **plan):
     """A crew whose drones are `ready`, or have not even a pid."""
     if spawner is not None:
         spawner.reactor = reactor
     with mock.patch.object(polycephaly.pool.dispatcher, "lease_reactor", lambda: reactor):
         dispatcher = polycephaly.pool.dispatcher.Dispatcher(
-            PoolConfig(size=size, machine=machine or FakeEngine(spawner), **(USUAL | plan))
+            PoolConfig(size=size, **(USUAL | plan)), (engine or FakeEngine(spawner)).open
         )
     dispatcher.fail = _raise  # a test sees the error, not a pool that is broken
     reactor.turn()

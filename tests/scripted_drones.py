@@ -28,10 +28,10 @@ from unittest import mock
 from in_time import PID, FakeEngine, FakeHandle, FakeReactor, dispatcher_of
 
 from polycephaly.errors import DroneDied, Lost
-from polycephaly.pool.config import TaskOptions
-from polycephaly.pool.drone_handle import State
+from polycephaly.pool.directory import KeptTask
 from polycephaly.pool.handlers import handle_message, handle_unsent_results
-from polycephaly.pool.task import KeptTask, Slice, Task
+from polycephaly.pool.interfaces import State, TaskOptions
+from polycephaly.pool.task import Slice, Task
 from polycephaly.promises.promise import FINISHED, Promise
 from polycephaly.wire import placeholders
 from polycephaly.wire.exceptions import pack_exception
@@ -156,7 +156,7 @@ class ScriptedDrone(FakeHandle):
     def collect_last_results(self):
         self.catch_up()
         if self.kept:
-            handle_unsent_results(self, b"".join(self.kept))
+            handle_unsent_results(self.dispatcher, self, b"".join(self.kept))
 
     # -- the drone's side --------------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ class Interleaving:
             config["max_tasks"] = None
         size = 1 if self.is_lone else 1 + choose(3)
         self.dispatcher = dispatcher_of(
-            self.reactor, size, ready=False, machine=ScriptedEngine(self), **config
+            self.reactor, size, ready=False, engine=ScriptedEngine(self), **config
         )
         self.config = config
         if config["initializer"] is not None:
@@ -643,7 +643,7 @@ class Interleaving:
         if trick == 38:
             drone.unread.appendleft(frames)
         try:
-            handle_message(drone, frames)
+            handle_message(drone.dispatcher, drone, frames)
         except Malformed:
             self.dispatcher.watch_for_lost_answer(drone)
 
@@ -814,7 +814,7 @@ class Interleaving:
                 frames = drone.unread.popleft()
                 if drone in self.dispatcher.handles:
                     try:
-                        handle_message(drone, frames)
+                        handle_message(drone.dispatcher, drone, frames)
                     except Malformed:
                         self.dispatcher.watch_for_lost_answer(drone)
                 self.check()

@@ -56,7 +56,11 @@ def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):
     busy, other = (first, second) if first.in_flight else (second, first)
     other.dies()
     answers = split_head(1, 1, RUNNING) + pack_answers(["a"], False, None, None)
-    handle_message(busy, pack_outcomes([pack_outcome(task.number, SPLIT, 0.0, 0.0, answers, b"")]))
+    handle_message(
+        busy.dispatcher,
+        busy,
+        pack_outcomes([pack_outcome(task.number, SPLIT, 0.0, 0.0, answers, b"")]),
+    )
     reactor.turn()
     assert isinstance(task.exception(), DroneDied) and not task.followers
 
@@ -70,7 +74,7 @@ def test_a_time_limit_does_not_hit_a_call_that_a_dead_drone_had_answered(reactor
     handle.dies()  # and the answer is under way
     reactor.pass_(LATE_RESULTS_SECONDS / 2)
     assert not task.done() and not handle.sent_to_it
-    handle_message(handle, handle.answer(task, "answered"))
+    handle_message(handle.dispatcher, handle, handle.answer(task, "answered"))
     reactor.turn()
     assert task.result() == "answered"
 

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import polycephaly as poly
-from polycephaly.pool.drone_handle import State
+from polycephaly.pool.interfaces import State
 from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.functions import RemoteFunction
 from polycephaly.wire.messages import (

@@ -10,7 +10,7 @@ import pytest
 from in_time import FakeReactor, dispatcher_of, give
 
 from polycephaly.pool.cancellation import GRACE_STEPS
-from polycephaly.pool.drone_handle import State
+from polycephaly.pool.interfaces import State
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import CANCEL
 

@@ -297,7 +297,7 @@ def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
         dispatcher = SimpleNamespace(split=lambda *told: None)
         assert (
             _handle_special_outcome(
-                SimpleNamespace(in_flight={7: there}, dispatcher=dispatcher), 7, SPLIT, cut
+                dispatcher, SimpleNamespace(in_flight={7: there}), 7, SPLIT, cut
             )[0]
             is heard
         )

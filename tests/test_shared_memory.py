@@ -28,7 +28,7 @@ from scripts import Script, output_of, run_script
 import polycephaly as poly
 from polycephaly.memory import arena as arena_module
 from polycephaly.memory import blocks as store_module
-from polycephaly.pool.drone_handle import State
+from polycephaly.pool.interfaces import State
 from polycephaly.runtime.tuning import tuning
 
 MARK = 64 * 1024  # from here on a buffer goes through shared memory

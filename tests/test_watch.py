@@ -22,7 +22,7 @@ from scripts import Script, run_script
 
 import polycephaly as poly
 from polycephaly.pool import health
-from polycephaly.pool.drone_handle import State
+from polycephaly.pool.interfaces import State
 from polycephaly.runtime.procfs import state_of
 from polycephaly.runtime.tuning import tuning
 

@@ -14,9 +14,8 @@ import pytest
 from in_time import WHY, FakeReactor, FakeZygote, dispatcher_of, give, make_ready
 
 from polycephaly.pool import health
-from polycephaly.pool.config import TaskOptions
-from polycephaly.pool.drone_handle import State
 from polycephaly.pool.health import BUSY_FRACTION, MEMORY_CHECK_SECONDS, NEAR_LIMIT_FRACTION
+from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.supervisor import MAX_FAILED_STARTS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP, Malformed

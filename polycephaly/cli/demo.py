@@ -185,7 +185,7 @@ def securities(
 
 def _connect_to_ray(address: str | None) -> str:
     """Connect to Ray before times are measured; return this machine's address for the drones."""
-    from ..pool.engine import find_machine
+    from ..pool.machine import find_machine
 
     try:
         find_machine("ray", {"address": address})

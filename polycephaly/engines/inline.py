@@ -25,10 +25,11 @@ from typing import Any
 from ..drone.console import OutputTail
 from ..drone.executor import DroneExecutor
 from ..memory.references import RefTable
+from ..pool.dispatcher import Dispatcher
 from ..pool.drone_handle import DroneHandle, Times
-from ..pool.engine import Engine, Machine
+from ..pool.engine import Engine
 from ..pool.handlers import handle_message
-from ..pool.supervisor import Supervisor
+from ..pool.machine import Machine
 from ..store.shared import Shared
 from ..timeline.event_log import EventLog
 from ..wire import placeholders
@@ -44,23 +45,24 @@ _every_number: Any = range(1 << 64)
 
 
 class ThisProcess(Machine):
-    """The calling process as a place for drones; see `pool.engine.Machine`."""
+    """The calling process as a place for drones; see `pool.machine.Machine`."""
 
     def default_size(self) -> int:
         return 1
 
-    def open(self, supervisor: Supervisor) -> InlineEngine:
-        return InlineEngine(supervisor)
+    def open(self, dispatcher: Dispatcher) -> InlineEngine:
+        return InlineEngine(dispatcher)
 
 
 class InlineEngine(Engine):
     """The engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        config = supervisor.dispatcher.config
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        config = dispatcher.config
         if config.start is not None or config.cwd is not None or any(config.env):
             raise ValueError("engine='inline' runs tasks in this process: no start, cwd or env")
-        self.supervisor = supervisor
+        self.dispatcher = dispatcher
+        self.supervisor = dispatcher.supervisor
         self.turns: SimpleQueue[tuple[InlineDrone, list[bytes]] | None] = SimpleQueue()
         """Messages for the thread, with their drones; None: the end."""
         self.adopt(self.snapshot())
@@ -82,11 +84,11 @@ class InlineEngine(Engine):
                 try:
                     turn[0].take_turn(turn[1])
                 except Exception as error:
-                    self.supervisor.dispatcher.post(self.supervisor.dispatcher.fail, error)
+                    self.dispatcher.post(self.dispatcher.fail, error)
 
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         handle = InlineHandle(self, number, name)
-        post = self.supervisor.dispatcher.post
+        post = self.dispatcher.post
         post(self.supervisor.on_started, handle, os.getpid())
         post(self.supervisor.on_hello, handle)
         return handle
@@ -95,10 +97,10 @@ class InlineEngine(Engine):
         return MainSnapshot()
 
     def adopt(self, snapshot: MainSnapshot) -> None:
-        self.supervisor.registry = _Registry(self, snapshot)
+        self.dispatcher.registry = _Registry(self, snapshot)
 
     def share(self, obj: Any) -> Shared[Any]:
-        return Shared(capture(obj, self.supervisor.registry.snapshot), [])
+        return Shared(capture(obj, self.dispatcher.registry.snapshot), [])
 
     def end(self) -> None:
         self.turns.put(None)
@@ -107,7 +109,7 @@ class InlineEngine(Engine):
 class _Registry(FunctionRegistry):
     def __init__(self, engine: InlineEngine, snapshot: MainSnapshot) -> None:
         # False: whatever the pool's width, no task runs beside another.
-        super().__init__(snapshot, None, False, engine.supervisor.dispatcher.directory)
+        super().__init__(snapshot, None, False, engine.dispatcher.directory)
         self._engine = engine
 
     def define(self, work: Any) -> RemoteFunction:
@@ -117,8 +119,10 @@ class _Registry(FunctionRegistry):
 
 
 class InlineHandle(DroneHandle):
+    dispatcher: Dispatcher
+
     def __init__(self, engine: InlineEngine, number: int, name: str) -> None:
-        super().__init__(engine.supervisor.dispatcher, number, name)
+        super().__init__(engine.dispatcher, number, name)
         self.ref_table = RefTable(_nothing, None, lambda: None)
         self.drone = InlineDrone(engine, self)
 
@@ -151,7 +155,7 @@ class InlineDrone(DroneExecutor):
     def __init__(self, engine: InlineEngine, handle: InlineHandle) -> None:
         self._engine, self._handle, self.started, self.ended = engine, handle, 0, False
         status: Any = self
-        snapshot, table, tail = engine.supervisor.registry.snapshot, handle.ref_table, OutputTail()
+        snapshot, table, tail = engine.dispatcher.registry.snapshot, handle.ref_table, OutputTail()
         super().__init__(handle.name, status, snapshot, _nothing, table, tail, EventLog())
 
     def _take_over_process(self) -> None:
@@ -221,6 +225,6 @@ class InlineDrone(DroneExecutor):
         return True
 
     def _on_answer(self, frames: list[bytes]) -> None:
-        handle_message(self._handle, frames)
+        handle_message(self._engine.dispatcher, self._handle, frames)
         # Of other drones, whose turn it may be.
         self._handle.dispatcher.dedicated_waiting = True

@@ -10,18 +10,11 @@ from ..promises.promise import Promise
 from ..runtime.progress import total_of
 from ..store.kept import Kept
 from . import namespace
-from .config import (
-    TaskOptions,
-    check_at_least,
-    check_keep,
-    check_seconds,
-    check_timeout,
-    check_work,
-)
-from .interfaces import TaskRunner
+from .config import check_at_least, check_keep, check_seconds, check_timeout, check_work
+from .directory import KeptTask
+from .interfaces import TaskOptions, TaskRunner
 from .map import Results, start_map
 from .map_source import OneByOne
-from .task import KeptTask
 
 __all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "wait_for"]
 

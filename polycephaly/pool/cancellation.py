@@ -20,16 +20,14 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
 from ..promises.promise import FINISHED
 from ..runtime.tuning import tuning
 from ..wire.messages import CANCEL, pack_numbers
+from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
+from .interfaces import AssignedDrone
 from .task import Task
-
-if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
 
 __all__ = ["Cancellation"]
 
@@ -39,7 +37,7 @@ GRACE_STEPS = 10  # steps between an interrupt and a kill
 class Cancellation:
     """The cancellation and the time limits of one pool's tasks."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: DispatcherBase) -> None:
         self._dispatcher = dispatcher
 
     def set_deadlines(self, handle: DroneHandle, batch: list[Task], now: float) -> None:
@@ -88,12 +86,12 @@ class Cancellation:
         self._dispatcher.reactor.deliver(partial(task._settle, FINISHED, None, error))
         self.interrupt(handle, task)
 
-    def interrupt(self, handle: DroneHandle, task: Task) -> None:
+    def interrupt(self, handle: AssignedDrone, task: Task) -> None:
         """Interrupt a task in flight, and kill the drone if the interrupt has no effect."""
         handle.send(pack_numbers(CANCEL, (task.number,)))
         self._schedule_check(handle, task, GRACE_STEPS)
 
-    def _schedule_check(self, handle: DroneHandle, task: Task, steps_left: int) -> None:
+    def _schedule_check(self, handle: AssignedDrone, task: Task, steps_left: int) -> None:
         self._dispatcher.call_later(
             tuning.grace_seconds / GRACE_STEPS, self._kill_if_running, handle, task, steps_left - 1
         )

@@ -9,14 +9,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..wire.output import Line, forward
-from .engine import Machine
+from .interfaces import TaskOptions
 
 __all__ = [
     "PoolConfig",
-    "TaskOptions",
     "check_at_least",
     "check_cwd",
     "check_env",
@@ -35,13 +34,6 @@ __all__ = [
 START_METHODS = ("fork", "spawn")
 MIN_HANG_TIMEOUT_SECONDS = 0.5
 MIN_MAX_MEMORY_BYTES = 1 << 20  # a smaller limit is a mistake
-
-
-class TaskOptions(NamedTuple):
-    """The options of one task: the seconds that it may run, and how often it is run again."""
-
-    timeout: float | None
-    retries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +56,6 @@ class PoolConfig:
     max_queued: int | None
     hang_timeout: float | None
     report_waiting: float | None  # seconds
-    machine: Machine  # which runs the drones
     on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
 
 

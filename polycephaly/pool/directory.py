@@ -21,24 +21,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
 from ..errors import DroneDied, Lost
 from ..memory.references import Received, load
 from ..promises.promise import FINISHED, Promise, Signal
+from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
+from ..wire.functions import RemoteFunction
 from ..wire.kept_values import unpack_description, unpack_kept_values
+from ..wire.messages import FETCH, TaskBatch
 from ..wire.placeholders import known_owners, pickling_state, resolve
-from .drone_handle import State
-from .task import KeptTask, Task
+from .dispatcher_base import DispatcherBase
+from .drone_handle import DroneHandle
+from .interfaces import State
+from .task import Task
 
-if TYPE_CHECKING:
-    from ..wire.functions import RemoteFunction
-    from .dispatcher import Dispatcher
-    from .drone_handle import DroneHandle
-
-__all__ = ["ObjectDirectory", "RemoteObject"]
+__all__ = ["KeptTask", "ObjectDirectory", "RemoteObject"]
 
 
 class Recipe(NamedTuple):
@@ -175,6 +175,16 @@ class RemoteObject:
         return load(packed)
 
 
+class KeptTask(Task):
+    """A task whose value stays in the drone. Its result is a handle of the value."""
+
+    keeps = True
+    weight = Task.weight + 1  # so that `_take_similar` does not put it into a run of plain calls
+    remote_object: RemoteObject | None = None  # if the task computes a lost value again
+
+    unpickle: Callable[[Any], Any] = staticmethod(Kept._from_owner)
+
+
 class _Fetch(Signal[Any]):
     """The fetching of a value in its packed form."""
 
@@ -192,7 +202,7 @@ class ObjectDirectory:
     All methods except `best_holder` need the reactor's lock.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: DispatcherBase) -> None:
         self.dispatcher = dispatcher
         self.pid = os.getpid()
         self._remote_objects: WeakValueDictionary[int, RemoteObject] = WeakValueDictionary()
@@ -245,7 +255,7 @@ class ObjectDirectory:
 
         Handles of these are, or will be, in the result of `task`.
         """
-        given = []
+        given: list[object] = []
         for number, nbytes, kind in unpack_kept_values(payload):
             remote_object = self._remote_objects.get(number)
             if remote_object is None:
@@ -338,7 +348,7 @@ class ObjectDirectory:
             return True
         best = self.best_holder(remote_objects)[0] if task.target is None else handle
         if best is not None and best is not handle:
-            self.dispatcher.locality.add(task, best)
+            self.dispatcher.prefer(task, best)
             return False
         lost = next(
             (each for each in missing if each.is_unpicklable or not self._request_value(each)), None
@@ -394,7 +404,9 @@ class ObjectDirectory:
             return False
         remote_object.packing_drone = handle
         handle.packing.add(remote_object.number)
-        self.dispatcher.request_kept_value(handle, remote_object.number)
+        message = TaskBatch()
+        message.add(remote_object.number, FETCH, 0, b"")
+        handle.send(message.frames())
         return True
 
     def _recompute(self, remote_object: RemoteObject) -> bool:

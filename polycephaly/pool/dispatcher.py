@@ -9,7 +9,8 @@ drone receives up to `tuning.batch_seconds` of known short tasks at once, but on
 time if the task is long or its length is not known yet. If a drone turns out to be busy with tasks
 behind the running one while another drone is idle, the tasks that have not begun are recalled.
 
-The supervisor (supervisor.py) decides which drones exist, and starts and ends them.
+The supervisor (supervisor.py) decides which drones exist, and starts and ends them. The supervisor
+and the other parts of the dispatcher share the state in dispatcher_base.py.
 
 At any moment a task is in one place: in a queue, or in flight at one drone. See
 docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for the race between
@@ -29,26 +30,25 @@ from typing import Any
 from ..errors import Lost, copy_error
 from ..memory.references import Serialized
 from ..promises.combining import race
-from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, Signal
+from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise
 from ..runtime.deferred_sigint import DeferredSigint
-from ..runtime.timers import Timer
 from ..runtime.tuning import tuning
-from ..wire.functions import FunctionRegistry
-from ..wire.messages import CANCEL, FETCH, RECALL, TaskBatch, pack_numbers
-from ..wire.output import Listener
+from ..wire.messages import CANCEL, RECALL, pack_numbers
 from ..wire.pickling import main_namespace
 from ..wire.placeholders import PayloadWithRefs
 from ..wire.slices import FAILED, RUNNING, SMALL_TYPES
 from .backpressure import BackPressure
 from .cancellation import Cancellation
-from .config import PoolConfig, TaskOptions
+from .config import PoolConfig
 from .directory import ObjectDirectory
-from .drone_handle import DroneHandle, State, drain
+from .dispatcher_base import CATCH_UP_MASK, DispatcherBase
+from .drone_handle import DroneHandle, drain
+from .engine import Engine
 from .health import HealthMonitor
+from .interfaces import AssignedDrone, State, TaskOptions
 from .leases import Leases
 from .locality import Locality
-from .reactor import Reactor, Tenant, lease_reactor
-from .record import TraceBuffer
+from .reactor import lease_reactor
 from .stall_detection import StallDetector
 from .supervisor import Supervisor, pool_error
 from .task import Slice, Task
@@ -60,88 +60,53 @@ log = logging.getLogger(__name__)
 # Interval of the checks whether a malformed message has replaced an answer.
 LOST_ANSWER_CHECK_SECONDS = 0.25
 _MAX_BATCH_TASKS = 2048
-# A mask: once in so many calls, a thread that submits many tasks serves the drones.
-CATCH_UP_MASK = 1024 - 1
 
 
-class Dispatcher(Tenant):
-    """The queue and the drones of one pool. The constructor takes the snapshot of this process, in
-    the calling thread, and raises the errors of `Supervisor`.
+class Dispatcher(DispatcherBase):
+    """The queue and the drones of one pool.
+
+    The constructor calls `open_engine`, which takes the snapshot of this process, and raises its
+    errors and those of pickling the initializer.
     """
 
-    def __init__(self, config: PoolConfig) -> None:
-        self.config = config
-        self.output = config.output
-        # Receivers of tagged output in place of `output`, by tag.
-        self.output_listeners: dict[str, Listener] = {}
+    def __init__(self, config: PoolConfig, open_engine: Callable[[Dispatcher], Engine]) -> None:
+        super().__init__(config)
         self.task_options = config.task_options
         self._own_options = config.task_options if config.task_options != (None, 0) else None
-        self.queue: deque[Task] = deque()
+        # If true, `submit` has more to check at each call.
+        self.needs_checks = self._own_options is not None or config.max_queued is not None
         self._backlog = _Backlog(self)
-        # A drone is idle: a thread that adds a task calls `wake_idle_drone`.
-        self.wants_tasks = self.dedicated_waiting = False
-        self.has_ended = False
-        self.closing = False
-        self.end_check_due = False
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
         # Ends this with its owner. The owner refers to the callback only weakly.
         self.owner_callback: object = None
-        self.begun: Signal[None] = Signal()
-        self.ended: Signal[None] = Signal()
         self.directory = ObjectDirectory(self)
-        self.locality = Locality(self)
+        self.locality = Locality(self, self.directory)
         self.cancellation = Cancellation(self)
         self.leases = Leases(self)
         self.stall_detector = StallDetector(self)
         self.backpressure: BackPressure | None = None  # None if queues have no limit
-        # If true, `submit` has more to check at each call.
-        self.needs_checks = self._own_options is not None or config.max_queued is not None
-        self.record = TraceBuffer()
-        # Tasks that wait for promises among their arguments. Any thread adds and removes them.
-        self.waiting: set[Task] = set()
-        # Tasks that wait for kept values, or that another process has leased. Changed only while
-        # holding the reactor's lock.
-        self.parked: set[Task] = set()
-        self._refusal: BaseException | None = None
-        self.broken: BaseException | None = None  # why no drone can run any task
-        self._abandoned = False
-        self.health_monitor = HealthMonitor(self)
-        config.machine.check(config.size)
+        self.supervisor = Supervisor(self, self.cancellation, self.directory, self.locality)
+        self.health_monitor = HealthMonitor(self, self.supervisor)
+        self.schedule_health_check = self.health_monitor.schedule_check
+        has_begun = False
         try:
             # Otherwise a Ctrl-C could leave a zygote that no object refers to.
             with DeferredSigint():
-                self.reactor: Reactor = lease_reactor()
+                self.reactor = lease_reactor()
                 try:
                     if config.max_queued is not None:
                         self.backpressure = BackPressure(self.reactor, config.max_queued)
-                    self.supervisor = Supervisor(self)
+                    self.supervisor.use(open_engine(self))
                 except BaseException:
                     self.reactor.end_lease()
                     raise
                 self.post(self._begin)
+                has_begun = True
         except KeyboardInterrupt:  # deferred until now
-            if hasattr(self, "supervisor"):
+            if has_begun:
                 self.kill()
             raise
-
-    @property
-    def refusal(self) -> BaseException | None:
-        """The error for new tasks, or None while tasks are accepted."""
-        return self._refusal
-
-    @refusal.setter
-    def refusal(self, error: BaseException) -> None:
-        self._refusal = error
-        self.needs_checks = True
-
-    @property
-    def handles(self) -> list[DroneHandle]:
-        return self.supervisor.handles
-
-    @property
-    def registry(self) -> FunctionRegistry:
-        return self.supervisor.registry
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -170,7 +135,7 @@ class Dispatcher(Tenant):
             task.timeout, task.retries = task_options
         inputs: Sequence[Promise[Any]] = ()
         try:
-            registry = self.supervisor.registry
+            registry = self.registry
             definition = registry.define(work)
             if definition.takes_function:
                 args = (work, *args)
@@ -234,10 +199,6 @@ class Dispatcher(Tenant):
     def has_room(self) -> bool:
         return self.backpressure is None or self.backpressure.has_room(self._backlog)
 
-    def check_open(self) -> None:
-        if self.refusal is not None:
-            raise copy_error(self.refusal)
-
     def _enqueue(self, task: Task) -> None:
         target = task.target
         if target is not None:
@@ -257,20 +218,19 @@ class Dispatcher(Tenant):
         if self.has_ended:
             self.reject_all(self.queue)
 
-    def wake_idle_drone(self, task: Task) -> None:
-        """Wake an idle drone for the queued `task`."""
-        if self.wants_tasks:
-            self.reactor.send_tasks(self)
-        elif not task.number & CATCH_UP_MASK:
-            self.reactor.catch_up()
-
-    def _enqueue_dedicated(self, task: Task, target: DroneHandle) -> None:
+    def _enqueue_dedicated(self, task: Task, target: AssignedDrone) -> None:
         target.dedicated.append(task)
         self.dedicated_waiting = True
         self.reactor.wake()
         # The queue was emptied when the drone died, perhaps before the append above.
         if target.state is State.DEAD:
             self.reject_all(target.dedicated, target.closed_error())
+
+    def prefer(self, task: Task, handle: AssignedDrone) -> None:
+        self.locality.add(task, handle)
+
+    def stop_if_retired(self, handle: AssignedDrone) -> None:
+        self.supervisor.stop_if_retired(handle)
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
@@ -502,7 +462,7 @@ class Dispatcher(Tenant):
 
     def requeue(self, tasks: list[Task]) -> None:
         """Put `tasks` back at the heads of their queues, in the same order."""
-        if self._abandoned:  # no drone will take them
+        if self.abandoned:  # no drone will take them
             for task in tasks:
                 self.reactor.deliver(task.cancel)
             return
@@ -534,42 +494,16 @@ class Dispatcher(Tenant):
 
     # -- holding the reactor's lock: tasks that take kept values -----------------------------------
 
-    def park(self, task: Task) -> None:
-        """Park `task` until `resume(task)`, because a kept value is not available yet, or another
-        process has leased the task.
-
-        The task may be in `waiting` too, until `on_inputs_ready` returns.
-        """
-        self.parked.add(task)
-
-    def has_waiting_task_for(self, handle: DroneHandle) -> bool:
-        """Return whether a task that only `handle` may run waits for promises or kept values."""
-        return any(task.target is handle and not task.done() for task in self._unqueued_tasks())
-
-    def _unqueued_tasks(self) -> list[Task]:
-        return [*self.waiting, *self.parked]
-
     def resume(self, task: Task) -> None:
         self.parked.discard(task)
         if task.done():
-            self._end_if_last(task.target)
-        elif self._abandoned:
+            self.end_if_last(task.target)
+        elif self.abandoned:
             self.reactor.deliver(task.cancel)
         elif task.target is not None and task.target.state is State.DEAD:
             self.reject(task, task.target.closed_error)
         else:
             self._enqueue(task)
-
-    def reject(self, task: Task, make_error: Callable[[], BaseException]) -> None:
-        task.payload = b""
-        self.reactor.deliver(lambda: task._settle(FINISHED, None, make_error()))
-        self.post(self._end_if_last, task.target)
-
-    def _end_if_last(self, target: DroneHandle | None) -> None:
-        """End `target`, or the dispatcher, if the last task has gone."""
-        self.end_check_due = True
-        if target is not None:
-            self.supervisor.stop_if_retired(target)
 
     def recompute_inputs(self, tasks: list[Task], lost: Lost) -> None:
         """Handle the loss of a value that one of `tasks`, sent but not begun, depends on.
@@ -601,12 +535,6 @@ class Dispatcher(Tenant):
                     self.reactor.deliver(partial(task._settle, FINISHED, None, copy_error(error)))
         self.end_check_due = True
 
-    def request_kept_value(self, handle: DroneHandle, number: int) -> None:
-        """Request that `handle` pickles a value that it keeps."""
-        message = TaskBatch()
-        message.add(number, FETCH, 0, b"")
-        handle.send(message.frames())
-
     # -- holding the reactor's lock: stopping running tasks ----------------------------------------
 
     def withdraw(self, task: Task) -> None:
@@ -620,7 +548,7 @@ class Dispatcher(Tenant):
             self.cancellation.interrupt(handle, task)
         else:
             task.payload = b""
-            self._end_if_last(target)
+            self.end_if_last(target)
             if self.backpressure is not None:  # a cancelled task must not take up room
                 preferred = [each.preferred for each in self.handles]
                 for queue in [self.queue, *preferred] if target is None else [target.dedicated]:
@@ -633,25 +561,6 @@ class Dispatcher(Tenant):
             handle.send(pack_numbers(CANCEL, (0,)))
 
     # -- holding the reactor's lock: failures ------------------------------------------------------
-
-    def reject_or_retry(self, tasks: list[Task], error: BaseException, *, may_retry: bool) -> None:
-        """Queue the tasks again that may be retried; reject the others with copies of `error`.
-
-        A task may be retried if `may_retry` is true, the task has `retries` left and no target
-        drone, and the pool was not abandoned.
-        """
-        retried = []
-        for task in tasks:
-            if task.done():
-                task.release_payload()
-            elif may_retry and task.retries > 0 and task.target is None and not self._abandoned:
-                task.retries -= 1
-                task.sending = None
-                retried.append(task)
-            else:
-                task.payload = b""
-                self.reactor.deliver(partial(task._settle, FINISHED, None, copy_error(error)))
-        self.queue.extendleft(reversed(retried))
 
     def watch_for_lost_answer(self, handle: DroneHandle) -> None:
         """Watch a drone that has sent a malformed message. If that was an answer, its task would
@@ -695,24 +604,6 @@ class Dispatcher(Tenant):
         else:
             self._check_answer_later(handle, head)
 
-    def post(self, callback: Callable[..., object], *args: Any) -> None:
-        """Have the reactor's thread call `callback` under the lock. An error breaks the pool.
-
-        Any thread may call this. It takes no lock, so finalizers may call it.
-        """
-        self.reactor.post(partial(self.run_guarded, callback, *args))
-
-    def call_later(self, seconds: float, callback: Callable[..., object], *args: Any) -> Timer:
-        """Have `callback` called after `seconds`, under the lock. An error breaks the pool."""
-        return self.reactor.call_later(seconds, partial(self.run_guarded, callback, *args))
-
-    def run_guarded(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call `callback`. An error breaks the pool."""
-        try:
-            callback(*args)
-        except Exception as error:
-            self.fail(error)
-
     def fail(self, error: Exception) -> None:
         """Break the pool after a bug in polycephaly, so that no caller waits for ever."""
         if not self.break_if_lost():
@@ -742,7 +633,7 @@ class Dispatcher(Tenant):
             self.reject_or_retry(drain(handle.dedicated), error, may_retry=False)
         self.reject_or_retry(self.locality.drain(), error, may_retry=False)
         self.reject_or_retry(drain(self.queue), error, may_retry=False)
-        for task in self._unqueued_tasks():
+        for task in self.unqueued_tasks():
             self.reject_or_retry([task], error, may_retry=False)
             self.reactor.deliver(task.release_inputs)
         self.abandon()
@@ -760,14 +651,14 @@ class Dispatcher(Tenant):
     def target_size(self) -> int:
         """Return how many drones there should be."""
         return (
-            0 if self._abandoned or (self.closing and not self._unfinished()) else self.config.size
+            0 if self.abandoned or (self.closing and not self._unfinished()) else self.config.size
         )
 
     def _close(self, cancel: bool, running: bool) -> None:
         # A Ctrl-C in `_enqueue_dedicated` may have left a dedicated task without this flag.
         self.closing = self.dedicated_waiting = True
         if cancel:
-            for task in [*self.queue, *self._unqueued_tasks()]:
+            for task in [*self.queue, *self.unqueued_tasks()]:
                 self.reactor.deliver(task.cancel)
             for handle in self.handles:
                 for task in [*handle.dedicated, *handle.preferred]:
@@ -781,13 +672,13 @@ class Dispatcher(Tenant):
     def cancel_dedicated(self, handle: DroneHandle) -> None:
         """Cancel the tasks that only `handle` may run."""
         in_flight = reversed(handle.in_flight.values())
-        for task in [*handle.dedicated, *self._unqueued_tasks(), *in_flight]:
+        for task in [*handle.dedicated, *self.unqueued_tasks(), *in_flight]:
             if task.target is handle:
                 self.reactor.deliver(task.cancel)
 
     def _unfinished(self) -> bool:
         # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
-        if self._abandoned:
+        if self.abandoned:
             return False
         # Checked first, because a task that has left these sets is in a queue by then.
         if self.waiting or self.parked:
@@ -830,8 +721,8 @@ class Dispatcher(Tenant):
 
     def abandon(self, reason: str = "") -> None:
         """Kill every drone now; their tasks are lost, with errors that give `reason`."""
-        self.closing = self._abandoned = True
-        for task in [*self.queue, *self._unqueued_tasks()]:
+        self.closing = self.abandoned = True
+        for task in [*self.queue, *self.unqueued_tasks()]:
             self.reactor.deliver(task.cancel)
         self.waiting.clear()
         self.parked.clear()
@@ -854,25 +745,12 @@ class Dispatcher(Tenant):
         self.reactor.end_promises.append(self.ended)
         self.reactor.end_lease()
 
-    def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:
-        """Reject all tasks in `queue`, each by the thread that pops it. Not called while holding
-        the reactor's lock, because callbacks run.
-        """
-        error = error or self.refusal
-        with suppress(IndexError):
-            while True:
-                queue.popleft()._settle(FINISHED, None, error and copy_error(error))
-
     def _reject_waiting(self) -> None:
         """Reject the tasks that were added to `waiting` after `abandon` had cleared it."""
         for task in [*self.waiting]:
             task._settle(FINISHED, None, self.refusal and copy_error(self.refusal))
             task.release_inputs()
             self.waiting.discard(task)
-
-    def settle_signal(self, promise: Promise[None]) -> None:
-        if not promise.done():
-            self.reactor.deliver(partial(promise._settle, FINISHED, None, None))
 
     def explain(self, error: BaseException) -> None:
         """Add the remedy to a `NameError` for a name that was defined after the snapshot."""

@@ -18,7 +18,6 @@ from .base import DroneBase, wait_for
 from .collecting import take_timeline
 from .config import (
     PoolConfig,
-    TaskOptions,
     check_at_least,
     check_cwd,
     check_env,
@@ -31,8 +30,9 @@ from .config import (
     check_work,
 )
 from .dispatcher import Dispatcher
-from .drone_handle import DroneHandle, State
-from .engine import find_machine
+from .drone_handle import DroneHandle
+from .interfaces import State, TaskOptions
+from .machine import find_machine
 from .waiting import Waiting
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class Drone(DroneBase):
         engine: str = "local",
         **options: Any,
     ) -> None:
+        machine = find_machine(engine, options)
         name = name or f"drone-{next(_names)}"
         config = PoolConfig(
             size=1,
@@ -137,10 +138,10 @@ class Drone(DroneBase):
             max_queued=None,
             hang_timeout=check_hang_timeout(hang_timeout),
             report_waiting=check_report_waiting(report_waiting),
-            machine=find_machine(engine, options),
             on_death="end",
         )
-        self._attach(Dispatcher(config), detached)
+        machine.check(1)
+        self._attach(Dispatcher(config, machine.open), detached)
 
     def _attach(self, dispatcher: Dispatcher, detached: bool) -> None:
         dispatcher.close_when_collected(self)

@@ -15,7 +15,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from enum import IntEnum
+from functools import partial
 from math import inf
 from pickle import dumps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -36,18 +36,17 @@ from ..wire.messages import (
     TaskBatch,
     unpack_work,
 )
-from ..wire.output import OutputItems, OutputRecord
+from ..wire.output import OutputItems, OutputRecord, deliver
 from ..wire.placeholders import PayloadWithRefs
+from .interfaces import HandleOwner, KeptValue, State
 from .task import Sending, Task
 from .waiting import Waiting
 
 if TYPE_CHECKING:
     from ..runtime.timers import Timer
     from ..wire.functions import RemoteFunction
-    from .directory import RemoteObject
-    from .dispatcher import Dispatcher
 
-__all__ = ["DroneHandle", "Spawner", "State", "Times", "drain"]
+__all__ = ["DroneHandle", "Spawner", "Times", "drain"]
 
 T = TypeVar("T")
 Times = dict[str, tuple[float, float]]
@@ -64,10 +63,6 @@ _FATAL_ERROR = "Fatal Python error: "
 _STACK_LINE = re.compile(r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:")
 """The beginnings of the lines that the interpreter and `faulthandler` write after
 `_FATAL_ERROR`."""
-
-
-class State(IntEnum):
-    STARTING, PREPARING, READY, RETIRING, STOPPING, DEAD = range(6)
 
 
 class Spawner(Protocol):
@@ -87,7 +82,7 @@ class DroneHandle:
     spawner: Spawner | None = None
     """The process that starts the drone and reports its end; None if no process does."""
 
-    def __init__(self, dispatcher: Dispatcher, number: int, name: str) -> None:
+    def __init__(self, dispatcher: HandleOwner, number: int, name: str) -> None:
         self.dispatcher = dispatcher
         self.number = number
         self.name = name
@@ -273,7 +268,7 @@ class DroneHandle:
         ):
             return False
         if self.overlapping:
-            return self.overlapping < self.dispatcher.config.width and not self.hung
+            return self.overlapping < self.dispatcher.width and not self.hung
         return not self.in_flight or (not self.unknown and self.load < tuning.batch_seconds / 2)
 
     def tasks_left(self, max_tasks: int | None) -> int:
@@ -326,7 +321,7 @@ class DroneHandle:
                 seconds, overlaps = definition.seconds, definition.overlaps
             if overlaps or self.overlapping:
                 alike = overlaps and self.overlapping == len(in_flight)
-                if not alike or self.overlapping >= self.dispatcher.config.width:
+                if not alike or self.overlapping >= self.dispatcher.width:
                     queue.appendleft(task)
                     break
                 self.overlapping += 1
@@ -410,7 +405,7 @@ class DroneHandle:
             message.add(task.definition.number, FORGET, 0, b"")
         return len(payload)
 
-    def _add_kept_values(self, remote_objects: Iterable[RemoteObject], message: TaskBatch) -> None:
+    def _add_kept_values(self, remote_objects: Iterable[KeptValue], message: TaskBatch) -> None:
         """Add the kept values that the drone does not have."""
         for each in remote_objects:
             if self not in each.holders:
@@ -533,6 +528,14 @@ class DroneHandle:
         return task
 
     # -- output ------------------------------------------------------------------------------------
+
+    def print_output(self) -> None:
+        """Have the output that has arrived printed."""
+        output, dispatcher = self.take_output(), self.dispatcher
+        if output:
+            dispatcher.reactor.deliver(
+                partial(deliver, dispatcher.output, output, dispatcher.output_listeners)
+            )
 
     def keep_stderr_lines(self, output: OutputItems) -> None:
         """Keep the last lines that the drone wrote to stderr or logged and, apart from those, the

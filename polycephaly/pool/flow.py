@@ -24,10 +24,11 @@ from typing import Any, NamedTuple, overload
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.functions import goes_by_reference
 from ..wire.pickling import MainSnapshot
-from .config import TaskOptions, check_at_least, check_keep, check_timeout
+from .config import check_at_least, check_keep, check_timeout
 from .current import innermost_pool
+from .directory import KeptTask
 from .flow_graph import record_failure, record_node
-from .task import KeptTask
+from .interfaces import TaskOptions
 
 __all__ = ["flow"]
 
@@ -139,7 +140,7 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
             cache.function, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
         )
         task.is_node = True
-        record_node(task)
+        record_node(task.number, task.label, task.input_numbers, task)
         # The task may have failed before it was known as a node.
         if task._exception is not None or task.cancelled():
             record_failure(task, task._state)

@@ -13,14 +13,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..timeline.spans import short_name
-
-if TYPE_CHECKING:
-    from .task import Task
 
 __all__ = ["Graph", "Node", "record_failure", "record_node"]
 
@@ -76,21 +73,23 @@ class _NodeRecord(NamedTuple):
     number: int
     label: str
     inputs: tuple[int, ...]
-    task: ref[Task]
+    task: ref[Promise[Any]]
 
 
-_nodes: deque[tuple[int, str, tuple[int, ...], ref[Task]]] = deque(maxlen=MAX_NODES)
+_nodes: deque[tuple[int, str, tuple[int, ...], ref[Promise[Any]]]] = deque(maxlen=MAX_NODES)
 _failed: dict[int, str] = {}  # state by number, the oldest entry first
 
 
-def record_node(task: Task) -> None:
+def record_node(
+    number: int, label: str, input_numbers: tuple[int, ...], task: Promise[Any]
+) -> None:
     """Remember `task` as a node."""
-    _nodes.append((task.number, task.label, task.input_numbers, ref(task)))
+    _nodes.append((number, label, input_numbers, ref(task)))
 
 
-def record_failure(task: Task, state: str) -> None:
+def record_failure(number: int, state: str) -> None:
     """Remember that a node has no value, and will have none."""
-    _failed[task.number] = NODE_CANCELLED if state == CANCELLED else REJECTED
+    _failed[number] = NODE_CANCELLED if state == CANCELLED else REJECTED
     if len(_failed) > MAX_NODES + _PRUNED_TOGETHER:
         # RuntimeError: another thread changes the dict, and so drops the oldest entries.
         with suppress(RuntimeError):

@@ -45,27 +45,27 @@ from ..wire.messages import (
     unpack_numbers,
     unpack_outcomes,
 )
-from ..wire.output import deliver
 from ..wire.placeholders import sent_bytes
 from ..wire.slices import RUNNING, Answers, unpack_split
-from .task import Answer, AnswerBatch, KeptTask, Slice, Task
+from .directory import KeptTask
+from .dispatcher import Dispatcher
+from .drone_handle import DroneHandle
+from .task import Answer, AnswerBatch, Slice, Task
 
 if TYPE_CHECKING:
     from ..wire.functions import RemoteFunction
-    from .drone_handle import DroneHandle
 
-__all__ = ["handle_message", "handle_unsent_results", "print_lines", "settle", "settle_task"]
+__all__ = ["handle_message", "handle_unsent_results", "settle", "settle_task"]
 
 log = logging.getLogger(__name__)
 
 
-def handle_message(handle: DroneHandle, frames: list[bytes]) -> None:
+def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[bytes]) -> None:
     """Handle one message of a drone. Raises `Malformed`."""
-    dispatcher = handle.dispatcher
     kind = message_type(frames)
     if kind == RESULTS:
         outcomes = unpack_outcomes(frames)
-        _handle_results(handle, outcomes)
+        _handle_results(dispatcher, handle, outcomes)
         if len(frames) > 2 and any(
             len(each[4]) >= MIN_LARGE_BYTES and each[1] & ~SHARED != ERROR for each in outcomes
         ):
@@ -83,27 +83,19 @@ def handle_message(handle: DroneHandle, frames: list[bytes]) -> None:
         raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")
 
 
-def handle_unsent_results(handle: DroneHandle, kept: bytes) -> None:
+def handle_unsent_results(dispatcher: Dispatcher, handle: DroneHandle, kept: bytes) -> None:
     """Handle the results that a dead drone had ready and perhaps not sent."""
     if kept:
         try:
             outcomes = unpack_outcomes([RESULTS, kept])
-            _handle_results(handle, [each for each in outcomes if each[0] in handle.in_flight])
+            unanswered = [each for each in outcomes if each[0] in handle.in_flight]
+            _handle_results(dispatcher, handle, unanswered)
         except Malformed as error:  # the drone may have written anywhere before it died
             log.warning("unsent results of drone %s were dropped: %s", handle.name, error)
 
 
-def print_lines(handle: DroneHandle) -> None:
-    output, dispatcher = handle.take_output(), handle.dispatcher
-    if output:
-        dispatcher.reactor.deliver(
-            partial(deliver, dispatcher.output, output, dispatcher.output_listeners)
-        )
-
-
-def _handle_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
-    print_lines(handle)  # so that the output of a task is out before its promise settles
-    dispatcher = handle.dispatcher
+def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[Outcome]) -> None:
+    handle.print_output()  # so that the output of a task is out before its promise settles
     now = handle.last_contact_at = dispatcher.reactor.timers.now()
     settled: list[Task] = []
     timed: RemoteFunction | None = None
@@ -113,13 +105,13 @@ def _handle_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
         for number, status, started, finished, payload, output in outcomes:
             if status > WITHDRAWN:
                 if status == VALUES:
-                    _handle_values(handle, payload, now)
+                    _handle_values(dispatcher, handle, payload, now)
                     continue
                 if status == RANGE_RELEASED:
                     handle.ref_table.release(number)
                     continue
                 if status == EVENT_LOG:
-                    _handle_event_log(handle, payload)
+                    _handle_event_log(dispatcher, handle, payload)
                     continue
                 if status & ~SHARED == PACKED:
                     dispatcher.directory.on_packed(
@@ -137,7 +129,7 @@ def _handle_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
                     )
                     continue
                 task, status, payload, done = _handle_special_outcome(
-                    handle, number, status, payload
+                    dispatcher, handle, number, status, payload
                 )
             else:
                 task = handle.remove_in_flight(number)
@@ -180,7 +172,7 @@ def _handle_results(handle: DroneHandle, outcomes: list[Outcome]) -> None:
     dispatcher.after_answer(handle)
 
 
-def _handle_values(handle: DroneHandle, payload: Any, now: float) -> None:
+def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, now: float) -> None:
     """Handle the outcomes of many tasks, whose values are small and immutable."""
     numbers, started, finished, values = unpack_lists(payload, 4)
     try:
@@ -194,7 +186,7 @@ def _handle_values(handle: DroneHandle, payload: Any, now: float) -> None:
     tasks = handle.remove_many_in_flight(numbers)
     definitions = {task.definition for task in tasks if task is not None}
     alike = len(definitions) == 1
-    handle.dispatcher.record.add_batch(
+    dispatcher.record.add_batch(
         handle.name, tasks, started, finished, seconds, now, len(payload), alike
     )
     if alike:
@@ -208,18 +200,18 @@ def _handle_values(handle: DroneHandle, payload: Any, now: float) -> None:
         handle.highest_answered = last.position
     handle.tasks_done += len(tasks)
     answer = AnswerBatch(numbers, started, finished, now)
-    handle.dispatcher.reactor.deliver(partial(_settle_values, tasks, values, answer))
+    dispatcher.reactor.deliver(partial(_settle_values, tasks, values, answer))
 
 
-def _handle_event_log(handle: DroneHandle, payload: Any) -> None:
+def _handle_event_log(dispatcher: Dispatcher, handle: DroneHandle, payload: Any) -> None:
     try:
-        handle.dispatcher.record.add_events(handle.name, bytes(payload), handle.clock_offset)
+        dispatcher.record.add_events(handle.name, bytes(payload), handle.clock_offset)
     except ValueError as error:  # only a timeline lacks something; no caller waits for that
         log.warning("drone %s: %s", handle.name, error)
 
 
 def _handle_special_outcome(
-    handle: DroneHandle, number: int, status: int, payload: Any
+    dispatcher: Dispatcher, handle: DroneHandle, number: int, status: int, payload: Any
 ) -> tuple[Task | None, int, Any, int]:
     """Handle the outcome of a slice, or one in shared memory.
 
@@ -246,7 +238,7 @@ def _handle_special_outcome(
             f"drone {handle.name} answered {done} and returned {rest} of the {task.count} calls of "
             f"task {number}"
         )
-    handle.dispatcher.split(handle, task, done, rest, state)
+    dispatcher.split(handle, task, done, rest, state)
     return task, VALUE, payload, done
 
 

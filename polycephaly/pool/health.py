@@ -24,16 +24,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..runtime.procfs import state_of
 from ..runtime.tuning import tuning
 from ..wire.messages import FRAMES, Malformed, pack_numbers
-from .drone_handle import DroneHandle, Spawner, State, Times
+from .dispatcher_base import DispatcherBase
+from .drone_handle import DroneHandle, Spawner, Times
+from .interfaces import State
+from .supervisor import Supervisor
 from .waiting import Waiting
-
-if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
 
 __all__ = ["HealthMonitor"]
 
@@ -111,9 +111,10 @@ _requests = itertools.count(1)
 
 
 class HealthMonitor:
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: DispatcherBase, supervisor: Supervisor) -> None:
         config = dispatcher.config
         self._dispatcher = dispatcher
+        self._supervisor = supervisor
         self._hang_timeout = config.hang_timeout
         self._max_memory = config.max_memory
         self._interval = (
@@ -342,7 +343,7 @@ class HealthMonitor:
         held = handle.memory(int(limit * NEAR_LIMIT_FRACTION))
         if held < limit * NEAR_LIMIT_FRACTION:
             if handle.state is State.READY:
-                self._dispatcher.supervisor.too_large_in_a_row = 0
+                self._supervisor.too_large_in_a_row = 0
             return
         usage = f"the drone and the processes that it started held {held >> 20:,} MiB"
         if (
@@ -351,7 +352,7 @@ class HealthMonitor:
             and not handle.tasks_done
             and self._dispatcher.config.on_death != "end"
         ):
-            self._dispatcher.supervisor.kill_too_large(
+            self._supervisor.kill_too_large(
                 handle, f"{usage} before its first task; the limit is max_memory={limit:,} bytes"
             )
         elif held > limit:
@@ -359,7 +360,7 @@ class HealthMonitor:
         # A lone drone is not replaced, because its pool would end with it.
         elif handle.state is State.READY and self._dispatcher.config.on_death != "end":
             log.info("drone %s is replaced: it holds %s MiB", handle.name, f"{held >> 20:,}")
-            self._dispatcher.supervisor.retire(handle)
+            self._supervisor.retire(handle)
 
 
 def _should_be_active(handle: DroneHandle) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..promises.html import table
-from .drone_handle import DroneHandle, State
+from .drone_handle import DroneHandle
+from .interfaces import State
 
 __all__ = ["drone_table"]
 

@@ -17,15 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 from ..errors import copy_error
 from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, pickling_state
 from ..promises.trampoline import Trampoline
 from ..wire.placeholders import promised_value
-
-if TYPE_CHECKING:
-    from .task import Task
+from .interfaces import TaskOwner
 
 __all__ = ["Placeholders", "cancel_upstream", "propagate_failure", "remove_settled_hooks"]
 
@@ -61,7 +59,17 @@ class Placeholders:
 _failures = Trampoline(max_depth=1)
 
 
-def propagate_failure(task: Task, settled: Promise[Any]) -> None:
+class Dependent(Protocol):
+    """A task that waits for inputs."""
+
+    dispatcher: TaskOwner
+
+    def release_inputs(self) -> None: ...
+    def _settle(self, state: str, result: Any, exception: BaseException | None) -> bool: ...
+    def _description(self) -> str: ...
+
+
+def propagate_failure(task: Dependent, settled: Promise[Any]) -> None:
     """Reject `task`, because its input `settled` has no value.
 
     The error is a copy of the input's error, with a note that names the input; or `CancelledError`
@@ -78,7 +86,7 @@ def propagate_failure(task: Task, settled: Promise[Any]) -> None:
     _failures.run(_reject, task, error)
 
 
-def _reject(task: Task, error: BaseException) -> None:
+def _reject(task: Dependent, error: BaseException) -> None:
     try:
         task._settle(FINISHED, None, error)
     finally:

@@ -1,19 +1,43 @@
-"""The interfaces through which tasks, maps and pools use a `Dispatcher` and its reactor, or else a
-`Connection` to a pool of another process.
+"""The interfaces between the parts of a pool, for modules that stand below the ones they describe.
+
+Task ──> AssignedDrone (a `DroneHandle`)      Task ──> TaskOwner   ┐ a `Dispatcher`, or else a
+DroneHandle ──> HandleOwner (a `Dispatcher`)  maps ──> TaskRunner  ┘ `Connection` to a remote pool
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
 
 from ..promises.promise import Promise, Signal
 from ..wire.functions import FunctionRegistry
+from ..wire.output import Line, Listener
 
-if TYPE_CHECKING:
-    from .config import TaskOptions
+__all__ = [
+    "AssignedDrone",
+    "EventLoop",
+    "HandleOwner",
+    "KeptValue",
+    "State",
+    "TaskOptions",
+    "TaskOwner",
+    "TaskRunner",
+]
 
-__all__ = ["EventLoop", "TaskOwner", "TaskRunner"]
+
+class State(IntEnum):
+    """The state of a drone: see drone_handle.py."""
+
+    STARTING, PREPARING, READY, RETIRING, STOPPING, DEAD = range(6)
+
+
+class TaskOptions(NamedTuple):
+    """The options of one task: the seconds that it may run, and how often it is run again."""
+
+    timeout: float | None
+    retries: int
 
 
 class EventLoop(Protocol):
@@ -23,6 +47,57 @@ class EventLoop(Protocol):
     def call_later(self, seconds: float, callback: Callable[[], object], /) -> object: ...
     def deliver(self, callback: Callable[[], object], /) -> None: ...
     def drive(self, promise: Promise[Any], deadline: float | None, /) -> None: ...
+
+
+class AssignedDrone(Protocol):
+    """The drone that a task was sent to, or has to be sent to."""
+
+    name: str
+    number: int
+    state: State
+    in_flight: dict[int, Any]
+    dedicated: deque[Any]
+    preferred: deque[Any]
+    packing: set[int]
+
+    @property
+    def alive(self) -> bool: ...
+    def send(self, frames: list[bytes], tasks: Sequence[Any] = ()) -> None: ...
+    def is_running(self, number: int) -> bool: ...
+    def has_waiting_tasks(self) -> bool: ...
+    def closed_error(self) -> BaseException: ...
+
+
+class KeptValue(Protocol):
+    """A value that drones keep: a `RemoteObject`."""
+
+    number: int
+    holders: dict[Any, int]
+    packed: Any
+
+
+class KeptValues(Protocol):
+    """The interface of an `ObjectDirectory` for drone handles."""
+
+    def prepare_to_send(self, task: Any, handle: Any, /) -> bool: ...
+    def on_store_lost(self, handle: Any, number: int, /) -> None: ...
+
+
+class HandleOwner(Protocol):
+    """The interface for drone handles."""
+
+    width: int
+    broken: BaseException | None
+    output: Callable[[Line], object] | None
+    output_listeners: dict[str, Listener]
+
+    @property
+    def directory(self) -> KeptValues: ...
+    @property
+    def reactor(self) -> EventLoop: ...
+    def post(self, callback: Callable[..., object], /, *args: Any) -> None: ...
+    def call_later(self, seconds: float, callback: Callable[..., object], /, *args: Any) -> Any: ...
+    def has_waiting_task_for(self, handle: Any, /) -> bool: ...
 
 
 class TaskOwner(Protocol):

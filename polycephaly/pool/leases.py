@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from .dispatcher_base import DispatcherBase
 from .task import Task
-
-if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
 
 __all__ = ["Leases"]
 
@@ -29,7 +26,7 @@ _MAX_SKIPPED_TASKS = 1000
 class Leases:
     """The leased tasks of one pool."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: DispatcherBase) -> None:
         self._dispatcher = dispatcher
 
     def lease(self, max_tasks: int, can_lease: Callable[[Task], bool]) -> list[Task]:

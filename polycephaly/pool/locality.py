@@ -19,15 +19,14 @@ from __future__ import annotations
 
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING
 
 from ..runtime.tuning import tuning
 from ..wire.placeholders import PayloadWithRefs
-from .drone_handle import DroneHandle, State, drain
+from .directory import ObjectDirectory
+from .dispatcher_base import DispatcherBase
+from .drone_handle import DroneHandle, drain
+from .interfaces import AssignedDrone, State
 from .task import Task
-
-if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
 
 __all__ = ["Locality"]
 
@@ -40,8 +39,9 @@ _MAX_CHECKED_TASKS = 256
 class Locality:
     """The tasks of one pool that prefer a drone. False only if there are none."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: DispatcherBase, directory: ObjectDirectory) -> None:
         self._dispatcher = dispatcher
+        self._directory = directory
         self._has_tasks = False
         self._next_rebalance_at = inf  # when `rebalance` will be tried again
 
@@ -53,7 +53,7 @@ class Locality:
             return 0
         return sum(len(handle.preferred) for handle in self._dispatcher.handles)
 
-    def add(self, task: Task, handle: DroneHandle) -> None:
+    def add(self, task: Task, handle: AssignedDrone) -> None:
         """Queue `task` for `handle`. An idle drone takes over the task if that has waited for as
         long as moving its kept values takes. Any thread may call this.
         """
@@ -71,7 +71,7 @@ class Locality:
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 
-    def put_back(self, task: Task, handle: DroneHandle) -> None:
+    def put_back(self, task: Task, handle: AssignedDrone) -> None:
         """Put `task` back at the head of the queue that it was taken from."""
         handle.preferred.appendleft(task)
         self._has_tasks = self._dispatcher.dedicated_waiting = True
@@ -107,7 +107,7 @@ class Locality:
                     break
                 elif idle and (
                     type(task.payload) is not PayloadWithRefs
-                    or dispatcher.directory.can_move(task, idle[-1])
+                    or self._directory.can_move(task, idle[-1])
                 ):
                     handle = idle.pop()
                     busy.preferred.remove(task)
@@ -127,7 +127,7 @@ class Locality:
         for task in drain(handle.preferred):
             task.preferred_drone = None
             self._dispatcher.resume(task)
-        self._dispatcher.supervisor.stop_if_retired(handle)
+        self._dispatcher.stop_if_retired(handle)
 
     def drain(self) -> list[Task]:
         """Take all tasks out of the queues."""

@@ -27,9 +27,8 @@ from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, ROWS, SMALL_TYPES, pack
 from .task import Slice, Task
 
 if TYPE_CHECKING:
-    from .config import TaskOptions
     from .dispatcher import Dispatcher
-    from .interfaces import EventLoop, TaskRunner
+    from .interfaces import EventLoop, TaskOptions, TaskRunner
 
 __all__ = ["OneByOne", "Source"]
 

@@ -15,7 +15,6 @@ from .base import ExecutorBase
 from .collecting import take_timeline
 from .config import (
     PoolConfig,
-    TaskOptions,
     check_at_least,
     check_cwd,
     check_env,
@@ -30,8 +29,8 @@ from .config import (
 from .current import enter_pool, leave_pool
 from .dispatcher import Dispatcher
 from .drone import Drone
-from .drone_handle import State
-from .engine import find_machine
+from .interfaces import State, TaskOptions
+from .machine import find_machine
 from .map_source import Source
 
 __all__ = ["Pool"]
@@ -163,10 +162,10 @@ class Pool(ExecutorBase):
             max_queued=None if max_queued is None else check_at_least("max_queued", max_queued, 1),
             hang_timeout=check_hang_timeout(hang_timeout),
             report_waiting=check_report_waiting(report_waiting),
-            machine=machine,
             on_death=on_death,
         )
-        self._dispatcher = Dispatcher(config)
+        machine.check(size)
+        self._dispatcher = Dispatcher(config, machine.open)
         self._dispatcher.close_when_collected(self)
         try:
             self._dispatcher.begun.result()

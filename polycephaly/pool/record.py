@@ -20,19 +20,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..runtime.tuning import tuning
 from ..timeline.entries import Aggregated, Entry
 from ..timeline.event_log import spans_of, unpack_events
 from ..timeline.spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
+from ..wire.functions import RemoteFunction
 from ..wire.messages import CALL_SLICE, VALUE
 from ..wire.messages import ERROR as FAILED
-from .task import Answer
-
-if TYPE_CHECKING:
-    from ..wire.functions import RemoteFunction
-    from .task import Task
+from .task import Answer, Task
 
 __all__ = ["TraceBuffer"]
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..promises.promise import Promise
 from ..runtime.tuning import tuning
+from .dispatcher_base import DispatcherBase
 from .task import Task
-
-if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
 
 __all__ = ["StallDetector"]
 
@@ -27,7 +25,7 @@ __all__ = ["StallDetector"]
 class StallDetector:
     """The stall detection of one pool."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: DispatcherBase) -> None:
         self._dispatcher = dispatcher
         self._is_scheduled = False  # a check is scheduled, or the warning was given
 

@@ -21,18 +21,19 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import DroneDied
 from ..promises.promise import Promise
-from ..wire.functions import FunctionRegistry
 from ..wire.messages import RECALL, STOP, pack_numbers
-from .drone_handle import DroneHandle, State, drain
-from .handlers import print_lines
+from .cancellation import Cancellation
+from .directory import ObjectDirectory
+from .dispatcher_base import DispatcherBase
+from .drone_handle import DroneHandle, drain
+from .engine import Engine
+from .interfaces import AssignedDrone, State
+from .locality import Locality
 from .task import Task
-
-if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
 
 __all__ = ["Supervisor", "pool_error"]
 
@@ -46,31 +47,39 @@ START_RETRY_SECONDS = 1.0  # seconds after a failed start, if other drones are t
 
 
 class Supervisor:
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        """Take the snapshot, in the calling thread. Raises `OSError` if a limit of the operating
-        system forbids that.
-        """
+    engine: Engine
+    _initializer: Callable[[], Task] | None
+
+    def __init__(
+        self,
+        dispatcher: DispatcherBase,
+        cancellation: Cancellation,
+        directory: ObjectDirectory,
+        locality: Locality,
+    ) -> None:
         self._dispatcher = dispatcher
+        self._cancellation = cancellation
+        self._directory = directory
+        self._locality = locality
         self._config = dispatcher.config
-        self._reactor = dispatcher.reactor
-        self.handles: list[DroneHandle] = []
+        self.handles = dispatcher.handles
         self._numbers = itertools.count(1)
         self.first: DroneHandle | None = None
         self._failed_starts = 0
         self.too_large_in_a_row = 0  # drones in a row that were too large before their first task
         # `refresh` calls whose drones are being started.
         self._pending_refreshes: list[Promise[None]] = []
-        self.registry: FunctionRegistry
-        self.engine = self._config.machine.open(self)
+
+    def use(self, engine: Engine) -> None:
+        """Start the drones by `engine`. Called once, in the thread that asks for drones. Raises the
+        errors of pickling the initializer.
+        """
+        self.engine = engine
         try:
             self._initializer = self._capture_initializer()
         except BaseException:
-            self.engine.end()
+            engine.end()
             raise
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        return self._dispatcher
 
     def _capture_initializer(self) -> Callable[[], Task] | None:
         """Pickle the initializer, now and once. Return a function that makes tasks of it. Raises
@@ -80,9 +89,11 @@ class Supervisor:
         if initializer is None:
             return None
         initializer, initargs = self.engine.initializer(initializer, initargs)
-        definition = self.registry.define(initializer)
+        definition = self._dispatcher.registry.define(initializer)
         first = Task(self._dispatcher)
-        if definition.takes_function or first.capture(definition, initargs, {}, self.registry):
+        if definition.takes_function or first.capture(
+            definition, initargs, {}, self._dispatcher.registry
+        ):
             raise TypeError(
                 f"the initializer {definition.label} or its initargs contain a promise, or a value "
                 "shared on Ray: pass the value itself"
@@ -126,7 +137,7 @@ class Supervisor:
         if handle is None:
             return False
         self.handles.append(handle)
-        self._dispatcher.health_monitor.schedule_check()
+        self._dispatcher.schedule_health_check()
         self.first = self.first or handle
         return True
 
@@ -147,7 +158,7 @@ class Supervisor:
     def on_started(self, handle: DroneHandle, pid: int) -> None:
         handle.pid = pid
         # A drone that no zygote starts could not be observed before.
-        self._dispatcher.health_monitor.schedule_check()
+        self._dispatcher.schedule_health_check()
         self._dispatcher.settle_signal(handle.pid_known)
         if all(each.pid for each in self.handles):
             self._dispatcher.settle_signal(self._dispatcher.begun)
@@ -169,7 +180,7 @@ class Supervisor:
         task = self._initializer()
         task.target = handle
         task._hook(partial(self._dispatcher.post, self._on_prepared, handle))
-        batch, frames = handle.load_batch(deque([task]), 1, self._reactor.timers.now())
+        batch, frames = handle.load_batch(deque([task]), 1, self._dispatcher.reactor.timers.now())
         handle.send(frames, batch)
 
     def _on_prepared(self, handle: DroneHandle, promise: Promise[Any]) -> None:
@@ -188,7 +199,7 @@ class Supervisor:
         handle.tasks_done = 0  # the initializer does not count
         self._failed_starts = 0
         # No `|=`: between its read and its write another thread may set the flag.
-        if handle.dedicated or self._dispatcher.locality:
+        if handle.dedicated or self._locality:
             self._dispatcher.dedicated_waiting = True
         self._dispatcher.end_check_due = True
         if handle.retire_when_ready:
@@ -219,8 +230,8 @@ class Supervisor:
             handle.state = State.RETIRING
             if len(handle.in_flight) > 1:
                 handle.send(pack_numbers(RECALL))
-            self._dispatcher.directory.evacuate(handle)
-            self._dispatcher.locality.release(handle)
+            self._directory.evacuate(handle)
+            self._locality.release(handle)
         elif handle.state < State.READY and handle.has_waiting_tasks():
             handle.retire_when_ready = True  # after it is ready, because it has dedicated tasks
         elif handle.state < State.READY:
@@ -228,13 +239,13 @@ class Supervisor:
             handle.kill()
         self.start_missing()
 
-    def stop_if_retired(self, handle: DroneHandle) -> None:
+    def stop_if_retired(self, handle: AssignedDrone) -> None:
         if handle.state is State.RETIRING and not (
             handle.in_flight or handle.packing or handle.has_waiting_tasks()
         ):
             self.stop(handle)
 
-    def stop(self, handle: DroneHandle) -> None:
+    def stop(self, handle: AssignedDrone) -> None:
         handle.state = State.STOPPING
         handle.send(pack_numbers(STOP))
         self._dispatcher.call_later(STOP_GRACE_SECONDS, self._kill_if_alive, handle)
@@ -277,8 +288,8 @@ class Supervisor:
             handle.death = _death(handle, None)
         handle.state = State.DEAD
         # A task that was answered in time may still wait for that answer to arrive.
-        self._dispatcher.cancellation.cancel_timer(handle)
-        print_lines(handle)
+        self._cancellation.cancel_timer(handle)
+        handle.print_output()
         handle.collect_last_results()
         in_flight = handle.in_flight
         answered, begun = (
@@ -317,8 +328,8 @@ class Supervisor:
         if before <= State.RETIRING:
             handle.death = error
             self._on_unexpected_death(handle, error, before)
-        self._dispatcher.directory.on_drone_died(handle)
-        self._dispatcher.locality.release(handle)
+        self._directory.on_drone_died(handle)
+        self._locality.release(handle)
         self.start_missing()
         self._dispatcher.end_check_due = True
 
@@ -348,13 +359,13 @@ class Supervisor:
         self._dispatcher.end_check_due = True
 
     def _remove(self, handle: DroneHandle) -> None:
-        print_lines(handle)
+        handle.print_output()
         handle.close()
         handle.state = State.DEAD
         self._dispatcher.reject_or_retry(
             drain(handle.dedicated), handle.closed_error(), may_retry=False
         )
-        self._dispatcher.locality.release(handle)
+        self._locality.release(handle)
         if handle in self.handles:
             self.handles.remove(handle)
         self._dispatcher.settle_signal(handle.pid_known)
@@ -363,7 +374,7 @@ class Supervisor:
 
     def end(self) -> None:
         """Release the engine; no drone is left."""
-        self.registry.forget()
+        self._dispatcher.registry.forget()
         self.engine.end()
 
 

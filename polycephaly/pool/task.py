@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from pickle import dumps, loads
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import Lost, copy_error
 from ..memory.blocks import pristine_view
@@ -31,7 +31,6 @@ from ..promises.promise import (
     Spans,
     outcome,
 )
-from ..store.kept import Kept
 from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
 from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, capture, join_payloads, pack
@@ -44,13 +43,9 @@ from ..wire.placeholders import (
 from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, slice_calls
 from .flow_graph import record_failure
 from .inputs import Placeholders, cancel_upstream, propagate_failure, remove_settled_hooks
+from .interfaces import AssignedDrone, TaskOwner
 
-if TYPE_CHECKING:
-    from .directory import RemoteObject
-    from .drone_handle import DroneHandle
-    from .interfaces import TaskOwner
-
-__all__ = ["Answer", "AnswerBatch", "KeptTask", "Sending", "Slice", "Task"]
+__all__ = ["Answer", "AnswerBatch", "Sending", "Slice", "Task"]
 
 _numbers = itertools.count(1)
 _FUTURE_CURE = (
@@ -65,8 +60,8 @@ class Task(Promise[Any]):
     """
 
     _can_be_interrupted = True
-    target: DroneHandle | None = None  # the only drone that may run the task, if any
-    preferred_drone: DroneHandle | None = None  # the drone that has most of its kept values
+    target: AssignedDrone | None = None  # the only drone that may run the task, if any
+    preferred_drone: AssignedDrone | None = None  # the drone that has most of its kept values
     bytes_to_move = 0  # bytes that would have to be moved to another drone
     preferred_since = 0.0  # the time since when the task waits for `preferred_drone`
     keeps = False  # the value stays in the drone that computes it
@@ -92,7 +87,7 @@ class Task(Promise[Any]):
     # Leases of a remote pool's shared values (engines/remote/shared.py), held until sending.
     leases: Any = None
     # Kept values whose handles are in the answer, held until the answer is unpickled.
-    answer_objects: list[RemoteObject] | None = None
+    answer_objects: list[object] | None = None
     is_leased = False  # leased to another process, which may be running it
     runs_elsewhere = False  # another process has reported the start
     # While the task waits: the promises to wait for, and the other values in `args`.
@@ -229,7 +224,7 @@ class Task(Promise[Any]):
         for each in ends:
             self.dispatcher.reactor.deliver(partial(each._on_task_lost, self))
 
-    def add_kept_values(self, remote_objects: dict[int, RemoteObject]) -> None:
+    def add_kept_values(self, remote_objects: dict[int, Any]) -> None:
         """Add kept values to those that the task takes."""
         # With promises among `args`, `_fill_inputs` does this later.
         if self.args is not None and not any(isinstance(arg, Promise) for arg in self.args):
@@ -371,7 +366,7 @@ class Task(Promise[Any]):
     ) -> bool:
         settled = super()._settle(state, result, exception, unless_running)
         if self.is_node and settled and (exception is not None or state != FINISHED):
-            record_failure(self, state)
+            record_failure(self.number, state)
         return settled
 
     def recompute_inputs(self, lost: Lost) -> None:
@@ -418,7 +413,7 @@ class Task(Promise[Any]):
         self.dispatcher.reactor.drive(self, deadline)
 
     @property
-    def handle(self) -> DroneHandle | None:
+    def handle(self) -> AssignedDrone | None:
         """The drone that the task was sent to, if any."""
         sending = self.sending  # read once: a thread with the reactor's lock may clear it
         return sending.handle if sending is not None else None
@@ -547,23 +542,13 @@ class LazyTask(Task):
         return received.to_serialized() if received.is_readable_in(registry.store) else None
 
 
-class KeptTask(Task):
-    """A task whose value stays in the drone. Its result is a handle of the value."""
-
-    keeps = True
-    weight = Task.weight + 1  # so that `_take_similar` does not put it into a run of plain calls
-    remote_object: RemoteObject | None = None  # if the task computes a lost value again
-
-    unpickle: Callable[[Any], Any] = staticmethod(Kept._from_owner)
-
-
 class Sending:
     """The data that tasks sent in one message have in common."""
 
     __slots__ = ("at", "by_bulk", "estimate", "handle")
 
     def __init__(
-        self, handle: DroneHandle, at: float, estimate: float, by_bulk: bool = False
+        self, handle: AssignedDrone, at: float, estimate: float, by_bulk: bool = False
     ) -> None:
         self.handle = handle
         self.at = at

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..engines.remote.messages import REPLY, pack_json
-from ..pool.drone_handle import State
+from ..pool.interfaces import State
 from ..promises.promise import Promise
 from ..runtime import fork_guard
 from ..store.shared import Shared, store_pickled

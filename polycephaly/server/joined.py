@@ -51,7 +51,7 @@ from ..engines.remote.messages import (
     read_results,
 )
 from ..errors import DroneDied
-from ..pool.drone_handle import State
+from ..pool.interfaces import State
 from ..pool.task import Task
 from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..timeline.plain import unpack_timeline

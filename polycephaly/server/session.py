@@ -25,8 +25,8 @@ from ..engines.remote.messages import (
     read_shared_numbers,
 )
 from ..errors import copy_error
-from ..pool.config import TaskOptions
-from ..pool.drone_handle import DroneHandle, State
+from ..pool.drone_handle import DroneHandle
+from ..pool.interfaces import State, TaskOptions
 from ..promises.promise import CANCELLED, Promise
 from ..store.shared import Shared
 from ..wire.messages import (

@@ -6,7 +6,8 @@ import socket
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..pool.drone_handle import DroneHandle, State
+from ..pool.drone_handle import DroneHandle
+from ..pool.interfaces import State
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool

@@ -24,7 +24,6 @@ from ...memory.arena import Arena
 from ...memory.blocks import Store
 from ...pool.drone_handle import DroneHandle
 from ...pool.engine import Engine
-from ...pool.handlers import print_lines
 from ...promises.promise import Promise
 from ...runtime import parent_death
 from ...runtime.system_limits import check_descriptors, name_limit, shared_memory_ceiling
@@ -41,7 +40,7 @@ from .launcher import Launcher
 from .zygote import DroneSpec, Order
 
 if TYPE_CHECKING:
-    from ...pool.supervisor import Supervisor
+    from ...pool.dispatcher import Dispatcher
 
 __all__ = ["LocalEngine", "ThisMachine"]
 
@@ -49,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class ThisMachine:
-    """The present machine as a place for drones; see `pool.engine.Machine`."""
+    """The present machine as a place for drones; see `pool.machine.Machine`."""
 
     def default_size(self) -> int:
         return (
@@ -61,17 +60,17 @@ class ThisMachine:
     def check(self, size: int) -> None:
         check_descriptors(size)
 
-    def open(self, supervisor: Supervisor) -> LocalEngine:
-        return LocalEngine(supervisor)
+    def open(self, dispatcher: Dispatcher) -> LocalEngine:
+        return LocalEngine(dispatcher)
 
 
 class LocalEngine(Engine):
     """The local engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         """Take the snapshot, in the calling thread. Raises `OSError` at a limit of the machine."""
-        self._supervisor = supervisor
-        self._dispatcher = supervisor.dispatcher
+        self._supervisor = dispatcher.supervisor
+        self._dispatcher = dispatcher
         self._config = self._dispatcher.config
         self._reactor = self._dispatcher.reactor
         self._bulk = self._reactor.source(BulkSocket)
@@ -101,7 +100,7 @@ class LocalEngine(Engine):
             raise
 
     def _create_registry(self, launcher: Launcher) -> None:
-        self._supervisor.registry = FunctionRegistry(
+        self._dispatcher.registry = FunctionRegistry(
             launcher.snapshot, self._store, self._config.width > 1, self._dispatcher.directory
         )
 
@@ -120,7 +119,7 @@ class LocalEngine(Engine):
         return self._launcher.left_out(name)
 
     def share(self, obj: Any) -> Shared[Any]:
-        return share(obj, self._supervisor.registry.snapshot, self._store)
+        return share(obj, self._dispatcher.registry.snapshot, self._store)
 
     def _schedule_tidy(self) -> None:
         """Schedule `_tidy`, because a reader has returned memory of this process.
@@ -188,7 +187,7 @@ class LocalEngine(Engine):
         return handle
 
     def _read_stream(self, handle: LocalHandle, stream: OutputSource) -> None:
-        print_lines(handle)
+        handle.print_output()
         if not stream.open:
             self._reactor.unwatch(stream.fileno())
             stream.close()
@@ -355,7 +354,7 @@ class LocalEngine(Engine):
 
 
 def _import_error(handle: DroneHandle, code: int) -> RuntimeError:
-    print_lines(handle)
+    handle.print_output()
     last_lines = "\n".join(handle.stderr)
     return RuntimeError(
         f"a spawned drone ended (exit code {code}) while importing the main module. A script that "

@@ -48,6 +48,8 @@ _IDLE_REASON = "the process holds its interpreter and does nothing"
 
 
 class LocalHandle(DroneHandle):
+    dispatcher: Dispatcher
+
     def __init__(
         self,
         dispatcher: Dispatcher,
@@ -209,7 +211,7 @@ class LocalHandle(DroneHandle):
             if not frames:
                 self.dispatcher.reactor.unwatch_fast(self.fast_transport.fileno())
                 return False
-            handle_message(self, frames)
+            handle_message(self.dispatcher, self, frames)
         except Exception as error:
             self._on_error(error)
         return True
@@ -217,7 +219,7 @@ class LocalHandle(DroneHandle):
     def receive_bulk(self, frames: list[bytes]) -> None:
         """Handle a message of the bulk transport."""
         try:
-            handle_message(self, frames)
+            handle_message(self.dispatcher, self, frames)
         except Exception as error:
             self._on_error(error)
 
@@ -238,7 +240,7 @@ class LocalHandle(DroneHandle):
     def collect_last_results(self) -> None:
         self.catch_up()  # messages that had already reached this process count
         self._bulk.receive(MAX_DRAINED_MESSAGES)
-        handle_unsent_results(self, self.launcher.status_table.kept(self.slot))
+        handle_unsent_results(self.dispatcher, self, self.launcher.status_table.kept(self.slot))
 
     def close(self) -> None:
         reactor = self.dispatcher.reactor

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ...pool.engine import Machine
+    from ...pool.machine import Machine
 
 __all__ = ["connect_cluster"]
 

@@ -13,8 +13,8 @@ import ray.util.client
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 if TYPE_CHECKING:
+    from ...pool.dispatcher import Dispatcher
     from ...pool.engine import Engine
-    from ...pool.supervisor import Supervisor
 
 __all__ = ["Cluster"]
 
@@ -34,7 +34,7 @@ _NO_RAY_CLIENT = (
 
 
 class Cluster:
-    """A cluster as a place for drones; see `pool.engine.Machine`.
+    """A cluster as a place for drones; see `pool.machine.Machine`.
 
     Parameters
     ----------
@@ -190,10 +190,10 @@ class Cluster:
             required[f"accelerator_type:{accelerator}"] = 0.001  # as Ray itself encodes the option
         return {name: amount for name, amount in required.items() if amount}
 
-    def open(self, supervisor: Supervisor) -> Engine:
+    def open(self, dispatcher: Dispatcher) -> Engine:
         from .engine import RayEngine
 
-        return RayEngine(supervisor, self.placement)
+        return RayEngine(dispatcher, self.placement)
 
 
 def _normalize_resources(placement: dict[str, Any]) -> dict[str, Any]:

@@ -43,8 +43,8 @@ from ray.util.scheduling_strategies import (
 
 from ...errors import Lost
 from ...memory.arena import Full
-from ...pool.drone_handle import State
 from ...pool.engine import Engine
+from ...pool.interfaces import State
 from ...pool.task import Task
 from ...runtime.procfs import boot_id
 from ...runtime.tuning import tuning
@@ -60,7 +60,7 @@ from .shared import RayShared, share
 from .switch import HALF_MAX_CALLS, Switch
 
 if TYPE_CHECKING:
-    from ...pool.supervisor import Supervisor
+    from ...pool.dispatcher import Dispatcher
 
 __all__ = ["RayEngine"]
 
@@ -85,9 +85,9 @@ _DEATH_ERRORS = (
 class RayEngine(Engine):
     """The Ray engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
-    def __init__(self, supervisor: Supervisor, placement: dict[str, Any]) -> None:
-        self.dispatcher = supervisor.dispatcher
-        self._supervisor = supervisor
+    def __init__(self, dispatcher: Dispatcher, placement: dict[str, Any]) -> None:
+        self.dispatcher = dispatcher
+        self._supervisor = dispatcher.supervisor
         self._config = self.dispatcher.config
         self._reactor = self.dispatcher.reactor
         self._session = current_session()
@@ -109,11 +109,11 @@ class RayEngine(Engine):
         self._create_registry()
 
     def _create_registry(self) -> None:
-        """Put the snapshot into Ray's object store, and give the supervisor a new registry."""
+        """Put the snapshot into Ray's object store, and give the dispatcher a new registry."""
         names = self._main_copy.names()
         self._ref = ray.put(self._main_copy)
         store: Any = self._store
-        self._supervisor.registry = FunctionRegistry(
+        self.dispatcher.registry = FunctionRegistry(
             MainSnapshot(names), store, self._config.width > 1, self.dispatcher.directory
         )
 
@@ -470,7 +470,7 @@ class RayEngine(Engine):
         return self._main_copy.left_out.get(name)
 
     def share(self, obj: Any) -> RayShared[Any]:
-        return share(obj, self._supervisor.registry)
+        return share(obj, self.dispatcher.registry)
 
     def end(self) -> None:
         self._ended = True

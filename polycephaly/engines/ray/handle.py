@@ -19,8 +19,9 @@ import ray
 
 from ...errors import Lost
 from ...memory.references import Serialized
-from ...pool.drone_handle import DroneHandle, State
-from ...pool.handlers import handle_message, handle_unsent_results, print_lines
+from ...pool.drone_handle import DroneHandle
+from ...pool.handlers import handle_message, handle_unsent_results
+from ...pool.interfaces import State
 from ...pool.task import Task
 from ...wire.messages import STOP, WORK, Malformed
 from ...wire.output import Line, LineSplitter, OutputItems, OutputMerger, OutputRecord
@@ -30,6 +31,7 @@ from .drone import Report, SpawnReply
 from .exit_record import FinalState
 
 if TYPE_CHECKING:
+    from ...pool.dispatcher import Dispatcher
     from .engine import RayEngine
 
 __all__ = ["RayHandle"]
@@ -38,6 +40,8 @@ _CHUNK_BYTES = 1 << 20
 
 
 class RayHandle(DroneHandle):
+    dispatcher: Dispatcher
+
     def __init__(self, engine: RayEngine, number: int, name: str, actor: Any) -> None:
         super().__init__(engine.dispatcher, number, name)
         self.ref_table: Any = RayRefTable()
@@ -131,11 +135,11 @@ class RayHandle(DroneHandle):
         self.ref_table.incoming = incoming
         for frames in report.messages:
             try:
-                handle_message(self, frames)
+                handle_message(self.dispatcher, self, frames)
             except Malformed as error:
                 self.dispatcher.fail(error)
         self.ref_table.incoming = ()
-        print_lines(self)
+        self.print_output()
 
     def _feed_output(self, out: bytes, err: bytes) -> None:
         self.out_read += len(out)
@@ -222,12 +226,12 @@ class RayHandle(DroneHandle):
         self._feed_output(final_state.out, final_state.err)
 
     def collect_last_results(self) -> None:
-        handle_unsent_results(self, self._final_state.kept)
+        handle_unsent_results(self.dispatcher, self, self._final_state.kept)
 
     def close(self) -> None:
         for stream in self._output_streams:
             stream.end()
-        print_lines(self)
+        self.print_output()
         self.ref_table.close()
         self._engine.forget(self)
 

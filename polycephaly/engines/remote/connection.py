@@ -28,9 +28,9 @@ from typing import Any
 
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...errors import copy_error
-from ...pool.config import TaskOptions
 from ...pool.drone_handle import drain
 from ...pool.handlers import settle, settle_task
+from ...pool.interfaces import TaskOptions
 from ...pool.task import Task
 from ...promises.promise import CANCELLED, FINISHED, Promise
 from ...runtime.tuning import tuning

@@ -1,0 +1,213 @@
+"""The base class of the dispatcher: what its parts share.
+
+    DispatcherBase <── Cancellation, Leases, Locality, ObjectDirectory, StallDetector, Supervisor,
+          ^            HealthMonitor: each has one part of the decisions
+          └─────────── Dispatcher, which makes them and joins them
+
+The parts stand in modules of their own and do not know `Dispatcher`. The methods without a body are
+implemented by `Dispatcher`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from ..errors import copy_error
+from ..promises.promise import FINISHED, Promise, Signal
+from ..runtime.timers import Timer
+from ..wire.functions import FunctionRegistry
+from ..wire.output import Listener
+from .config import PoolConfig
+from .drone_handle import DroneHandle
+from .interfaces import AssignedDrone
+from .reactor import Reactor, Tenant
+from .record import TraceBuffer
+from .task import Task
+
+__all__ = ["CATCH_UP_MASK", "DispatcherBase"]
+
+# A mask: once in so many calls, a thread that submits many tasks serves the drones.
+CATCH_UP_MASK = 1024 - 1
+
+
+class DispatcherBase(Tenant):
+    """The state of a dispatcher, and the operations that need no part of it.
+
+    Changed only while holding the reactor's lock, unless a comment says otherwise.
+    """
+
+    reactor: Reactor
+    registry: FunctionRegistry  # set by the engine; functions are pickled against its snapshot
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.width = config.width
+        self.output = config.output
+        # Receivers of tagged output in place of `output`, by tag.
+        self.output_listeners: dict[str, Listener] = {}
+        # Any thread appends to `queue` and adds to `waiting`.
+        self.queue: deque[Task] = deque()
+        self.waiting: set[Task] = set()  # tasks that wait for promises among their arguments
+        self.parked: set[Task] = set()  # for kept values, or leased to another process
+        self.handles: list[DroneHandle] = []
+        # A drone is idle: a thread that adds a task calls `wake_idle_drone`.
+        self.wants_tasks = self.dedicated_waiting = False
+        self.has_ended = False
+        self.closing = False
+        self.abandoned = False  # all drones are being killed
+        self.end_check_due = False
+        self.begun: Signal[None] = Signal()
+        self.ended: Signal[None] = Signal()
+        self.record = TraceBuffer()
+        self.needs_checks = False
+        self._refusal: BaseException | None = None
+        self.broken: BaseException | None = None  # why no drone can run any task
+
+    @property
+    def refusal(self) -> BaseException | None:
+        """The error for new tasks, or None while tasks are accepted."""
+        return self._refusal
+
+    @refusal.setter
+    def refusal(self, error: BaseException) -> None:
+        self._refusal = error
+        self.needs_checks = True
+
+    # -- implemented by `Dispatcher` ---------------------------------------------------------------
+
+    schedule_health_check: Callable[[], None]
+
+    def send(self, handle: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
+        raise NotImplementedError
+
+    def submit_task(self, task: Task) -> None:
+        raise NotImplementedError
+
+    def on_inputs_ready(self, task: Task) -> None:
+        raise NotImplementedError
+
+    def note_waiting_thread(self, task: Task) -> None:
+        raise NotImplementedError
+
+    def withdraw(self, task: Task) -> None:
+        raise NotImplementedError
+
+    def explain(self, error: BaseException) -> None:
+        raise NotImplementedError
+
+    def requeue(self, tasks: list[Task]) -> None:
+        raise NotImplementedError
+
+    def resume(self, task: Task) -> None:
+        raise NotImplementedError
+
+    def prefer(self, task: Task, handle: AssignedDrone) -> None:
+        """Queue `task` for the drone that has its kept values. Any thread may call this."""
+        raise NotImplementedError
+
+    def stop_if_retired(self, handle: AssignedDrone) -> None:
+        raise NotImplementedError
+
+    def target_size(self) -> int:
+        raise NotImplementedError
+
+    def break_pool(self, error: BaseException) -> None:
+        raise NotImplementedError
+
+    def on_start_error(self, error: BaseException) -> None:
+        raise NotImplementedError
+
+    # -- any thread --------------------------------------------------------------------------------
+
+    def post(self, callback: Callable[..., object], *args: Any) -> None:
+        """Have the reactor's thread call `callback` under the lock. An error breaks the pool.
+
+        Any thread may call this. It takes no lock, so finalizers may call it.
+        """
+        self.reactor.post(partial(self.run_guarded, callback, *args))
+
+    def call_later(self, seconds: float, callback: Callable[..., object], *args: Any) -> Timer:
+        """Have `callback` called after `seconds`, under the lock. An error breaks the pool."""
+        return self.reactor.call_later(seconds, partial(self.run_guarded, callback, *args))
+
+    def run_guarded(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call `callback`. An error breaks the pool."""
+        try:
+            callback(*args)
+        except Exception as error:
+            self.fail(error)
+
+    def check_open(self) -> None:
+        if self.refusal is not None:
+            raise copy_error(self.refusal)
+
+    def wake_idle_drone(self, task: Task) -> None:
+        """Wake an idle drone for the queued `task`."""
+        if self.wants_tasks:
+            self.reactor.send_tasks(self)
+        elif not task.number & CATCH_UP_MASK:
+            self.reactor.catch_up()
+
+    def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:
+        """Reject all tasks in `queue`, each by the thread that pops it. Not called while holding
+        the reactor's lock, because callbacks run.
+        """
+        error = error or self.refusal
+        with suppress(IndexError):
+            while True:
+                queue.popleft()._settle(FINISHED, None, error and copy_error(error))
+
+    # -- holding the reactor's lock ----------------------------------------------------------------
+
+    def park(self, task: Task) -> None:
+        """Park `task` until `resume(task)`, because a kept value is not available yet, or another
+        process has leased the task.
+
+        The task may be in `waiting` too, until `on_inputs_ready` returns.
+        """
+        self.parked.add(task)
+
+    def has_waiting_task_for(self, handle: AssignedDrone) -> bool:
+        """Return whether a task that only `handle` may run waits for promises or kept values."""
+        return any(task.target is handle and not task.done() for task in self.unqueued_tasks())
+
+    def unqueued_tasks(self) -> list[Task]:
+        return [*self.waiting, *self.parked]
+
+    def reject(self, task: Task, make_error: Callable[[], BaseException]) -> None:
+        task.payload = b""
+        self.reactor.deliver(lambda: task._settle(FINISHED, None, make_error()))
+        self.post(self.end_if_last, task.target)
+
+    def end_if_last(self, target: AssignedDrone | None) -> None:
+        """End `target`, or the dispatcher, if the last task has gone."""
+        self.end_check_due = True
+        if target is not None:
+            self.stop_if_retired(target)
+
+    def reject_or_retry(self, tasks: list[Task], error: BaseException, *, may_retry: bool) -> None:
+        """Queue the tasks again that may be retried; reject the others with copies of `error`.
+
+        A task may be retried if `may_retry` is true, the task has `retries` left and no target
+        drone, and the pool was not abandoned.
+        """
+        retried = []
+        for task in tasks:
+            if task.done():
+                task.release_payload()
+            elif may_retry and task.retries > 0 and task.target is None and not self.abandoned:
+                task.retries -= 1
+                task.sending = None
+                retried.append(task)
+            else:
+                task.payload = b""
+                self.reactor.deliver(partial(task._settle, FINISHED, None, copy_error(error)))
+        self.queue.extendleft(reversed(retried))
+
+    def settle_signal(self, promise: Promise[None]) -> None:
+        if not promise.done():
+            self.reactor.deliver(partial(promise._settle, FINISHED, None, None))

@@ -1,0 +1,88 @@
+"""The places where drones run, and the options by which programs choose one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol
+
+from .dispatcher import Dispatcher
+from .engine import Engine
+
+__all__ = ["Machine", "find_machine"]
+
+
+class Machine(Protocol):
+    """The place where drones run: this machine, or a cluster."""
+
+    def default_size(self) -> int:
+        """Return the number of drones of a pool, if the program does not give one."""
+
+    def check(self, size: int) -> None:
+        """Check that there is room for `size` drones. Raises `OSError` if not, and `ValueError` for
+        wrong requirements of the drones.
+        """
+
+    def open(self, dispatcher: Dispatcher) -> Engine:
+        """Make the engine, in the thread that asks for drones. Raises `OSError` if the machine
+        forbids that.
+        """
+
+
+_OPTION_NAMES_HERE = {
+    **dict.fromkeys(
+        ("max_workers", "n_jobs", "n_workers", "num_workers", "processes"), "`drones`: Pool(4)"
+    ),
+    **dict.fromkeys(("context", "mp_context", "start_method"), "`start`: None, 'fork' or 'spawn'"),
+    **dict.fromkeys(
+        ("max_calls", "max_tasks_per_child", "maxtasksperchild", "worker_lifespan"),
+        "`max_tasks`, of a Pool",
+    ),
+    "max_concurrency": "`width`",
+    "max_retries": "`retries`, of a Pool",
+    "task_timeout": "`timeout`",
+    "thread_name_prefix": "`name`",
+}
+"""Options of other libraries, and their names here."""
+
+_RAY_OPTIONS = {
+    "accelerator_type",
+    "address",
+    "label_selector",
+    "memory",
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "runtime_env",
+    "scheduling_strategy",
+}
+
+
+_MACHINES = {
+    "local": "polycephaly.engines.local.engine:ThisMachine",
+    "inline": "polycephaly.engines.inline:ThisProcess",
+    "ray": "polycephaly.engines.ray:connect_cluster",
+}
+"""By the name of an engine: its function from options to a `Machine`. Loaded when first used."""
+
+
+def find_machine(name: str, options: dict[str, Any]) -> Machine:
+    """Return the machine of the engine called `name`, with `options` of that engine.
+
+    Raises `ValueError` for an unknown engine, `TypeError` for unknown options.
+    """
+    unexpected = f"unexpected {', '.join(sorted(options))}"
+    cures = [
+        f"instead of {each}, use {_OPTION_NAMES_HERE[each]}"
+        for each in options
+        if each in _OPTION_NAMES_HERE
+    ]
+    if cures:
+        raise TypeError(f"{unexpected}: {'; '.join(cures)}")
+    if name not in list(_MACHINES):  # a list, because `name` may be unhashable
+        raise ValueError(f"unknown engine {name!r}: use {', '.join(map(repr, _MACHINES))}")
+    if options and name != "ray":
+        hint = " (engine='ray' has)" if options.keys() <= _RAY_OPTIONS else ""
+        raise TypeError(f"{unexpected}: the {name} engine has no such option{hint}")
+    module, _, attribute = _MACHINES[name].partition(":")
+    machine: Machine = getattr(import_module(module), attribute)(**options)
+    return machine
