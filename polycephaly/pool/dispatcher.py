@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -36,12 +36,12 @@ from ..runtime.tuning import tuning
 from ..wire.messages import CANCEL, RECALL, pack_numbers
 from ..wire.pickling import main_namespace
 from ..wire.placeholders import PayloadWithRefs
-from ..wire.slices import FAILED, RUNNING, SMALL_TYPES
+from ..wire.slices import FAILED, RUNNING
 from .backpressure import BackPressure
 from .cancellation import Cancellation
 from .config import PoolConfig
 from .directory import ObjectDirectory
-from .dispatcher_base import CATCH_UP_MASK, DispatcherBase
+from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, drain
 from .engine import Engine
 from .health import HealthMonitor
@@ -133,46 +133,26 @@ class Dispatcher(DispatcherBase):
             task = Task(self)
         if task_options is not None:
             task.timeout, task.retries = task_options
-        inputs: Sequence[Promise[Any]] = ()
         try:
-            registry = self.registry
-            definition = registry.define(work)
+            definition = self.registry.define(work)
             if definition.takes_function:
                 args = (work, *args)
-            for arg in args:
-                if type(arg) not in SMALL_TYPES:
-                    inputs = task.capture(definition, args, kwargs, registry)
-                    break
-            else:
-                if kwargs:
-                    inputs = task.capture(definition, args, kwargs, registry)
-                else:  # the same as `capture`, without the call
-                    task.definition, task.args = definition, args
+            inputs = task.capture(definition, args, kwargs, self.registry)
             if definition.captures:
                 task.hold_captured()
         except Exception as error:
             task._settle(FINISHED, None, error)
             return task
         try:
-            # The same as `_enqueue`, without the call.
-            if target is None and task.args is not None and not inputs:
-                self.queue.append(task)
-                if self.wants_tasks:
-                    self.reactor.send_tasks(self)
-                elif not task.number & CATCH_UP_MASK:
-                    self.reactor.catch_up()
+            if target is not None:
+                task.target = target
+            if inputs:
+                self.waiting.add(task)
+                task.wait_for(inputs)
                 if self.has_ended:
-                    self.reject_all(self.queue)
+                    self._reject_waiting()
             else:
-                if target is not None:
-                    task.target = target
-                if inputs:
-                    self.waiting.add(task)
-                    task.wait_for(inputs)
-                    if self.has_ended:
-                        self._reject_waiting()
-                else:
-                    self._enqueue(task)
+                self._enqueue(task)
         except BaseException:  # Ctrl-C: the caller will not get the promise
             task.cancel()
             raise

@@ -22,7 +22,6 @@ from ..errors import Lost, copy_error
 from ..memory.blocks import pristine_view
 from ..memory.references import Received, Serialized, load, load_with_buffers
 from ..promises.promise import (
-    CANCELLED,
     DICT_AT_CREATION,
     FINISHED,
     PENDING,
@@ -252,17 +251,9 @@ class Task(Promise[Any]):
         self.inputs = inputs if self.args is None else self.args
         self.input_numbers = tuple([each.number for each in inputs if isinstance(each, Task)])
         self._countdown = iter(range(1, len(inputs)))
-        settled = self._on_input_settled
+        on_settled = self._on_input_settled  # one object for all inputs
         for each in inputs:
-            hooks, state = each._hooks, each._state
-            if state in (FINISHED, CANCELLED):
-                settled(each)
-            elif hooks is None:
-                each._hook(settled)
-            else:  # the same as `_hook`, without the call
-                hooks.append(settled)
-                if each._state != PENDING and each.done():
-                    each._run_hooks(each._hook_index)
+            each._hook(on_settled)
 
     def _on_input_settled(self, settled: Promise[Any]) -> None:
         if self._state == PENDING:
