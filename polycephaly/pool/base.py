@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, overload
+from weakref import ref
 
 from ..promises.promise import Promise
 from ..runtime.progress import total_of
@@ -16,7 +20,7 @@ from .interfaces import TaskOptions, TaskRunner
 from .map import Results, start_map
 from .map_source import OneByOne
 
-__all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "wait_for"]
+__all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "innermost_pool", "wait_for"]
 
 T = TypeVar("T")
 
@@ -400,6 +404,47 @@ class ExecutorBase(TaskTarget, Executor):
             check_work(fn, args, kwargs)
         self._dispatcher.finishes_at_exit = True
         return self._dispatcher.submit(fn, args, kwargs, None, self._task_options)
+
+    def __enter__(self) -> Self:
+        _pools.set((*_pools.get(), ref(self)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._leave()
+        self._dispatcher.finish(cancel=kind is not None)
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._leave()
+        await self._dispatcher.finish_async(cancel=kind is not None)
+
+    def _leave(self) -> None:
+        _pools.set(tuple(each for each in _pools.get() if each() is not self))
+
+
+_pools: ContextVar[tuple[ref[ExecutorBase], ...]] = ContextVar("polycephaly pools", default=())
+"""The pools whose ``with`` blocks enclose the running code, the innermost last, for this thread,
+asyncio task or green thread. The references are weak, because copies of a context may live longer
+than the block."""
+# They belong to the parent of a forked child.
+os.register_at_fork(after_in_child=lambda: _pools.set(()))
+
+
+def innermost_pool() -> ExecutorBase | None:
+    """Return the pool of the innermost ``with`` block, as needed by `flow`."""
+    return next((pool for each in reversed(_pools.get()) if (pool := each()) is not None), None)
 
 
 def wait_for(promise: Promise[T]) -> T:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, overload
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.functions import goes_by_reference
 from ..wire.pickling import MainSnapshot
+from .base import innermost_pool
 from .config import check_at_least, check_keep, check_timeout
-from .current import innermost_pool
 from .directory import KeptTask
 from .flow_graph import record_failure, record_node
 from .interfaces import TaskOptions

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from ..store.shared import Shared
 from ..timeline import Timeline
@@ -26,7 +25,6 @@ from .config import (
     check_start,
     check_timeout,
 )
-from .current import enter_pool, leave_pool
 from .dispatcher import Dispatcher
 from .drone import Drone
 from .interfaces import State, TaskOptions
@@ -262,32 +260,6 @@ class Pool(ExecutorBase):
         self._dispatcher.close(cancel=cancel_futures)
         if wait:
             self._dispatcher.finish()
-
-    def __enter__(self) -> Self:
-        enter_pool(self)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        leave_pool(self)
-        self._dispatcher.finish(cancel=kind is not None)
-
-    async def __aenter__(self) -> Self:
-        enter_pool(self)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        leave_pool(self)
-        await self._dispatcher.finish_async(cancel=kind is not None)
 
     def __repr__(self) -> str:
         dispatcher = self._dispatcher

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
 from ...pool.config import check_output, check_timeout
-from ...pool.current import enter_pool, leave_pool
 from ...pool.map_source import OneByOne
 from ...timeline import Timeline
 from ...timeline.plain import unpack_timeline
@@ -159,38 +157,6 @@ class RemotePool(ExecutorBase):
             If true, cancel the tasks that no drone has begun.
         """
         self._connection.close(cancel="not begun" if cancel_futures else "", wait=wait)
-
-    def __enter__(self) -> Self:
-        enter_pool(self)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        leave_pool(self)
-        self._connection.close(cancel="all" if kind is not None else "")
-
-    async def __aenter__(self) -> Self:
-        enter_pool(self)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        leave_pool(self)
-        self._connection.close(cancel="all" if kind is not None else "", wait=False)
-        try:
-            await self._connection.ended
-        except BaseException:
-            self._connection.close(cancel="all", wait=False)
-            await self._connection.ended
-            raise
 
     def __repr__(self) -> str:
         connection = self._connection

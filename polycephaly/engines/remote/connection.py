@@ -246,6 +246,18 @@ class Connection(ServerConnection):
         if wait:
             self.wait_ended()
 
+    def finish(self, *, cancel: bool = False) -> None:
+        self.close(cancel="all" if cancel else "")
+
+    async def finish_async(self, *, cancel: bool = False) -> None:
+        self.close(cancel="all" if cancel else "", wait=False)
+        try:
+            await self.ended
+        except BaseException:
+            self.close(cancel="all", wait=False)
+            await self.ended
+            raise
+
     def disable_in_child(self) -> None:
         super().disable_in_child()
         self.refusal = RuntimeError(f"the connection to {self.address} belongs to another process")
