@@ -12,13 +12,14 @@ shared objects to each other through channels.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
 
 from ..errors import ChannelClosed, Deadlock, ItemLost
+from . import channel as channels
 from .aio import aio
 from .batch import Batch, call
 from .call import call_long
-from .channel import Channel
+from .channel import Channel, Receiver, Sender
 from .configure import configure
 from .group import Group
 from .locks import Barrier, Event, Lock, Semaphore
@@ -27,10 +28,8 @@ from .report import ThreadInfo, threads, timeline
 from .run import run
 from .select import Chosen, Guard, after, select, settled, skip
 from .sleeping import current, sleep, timeout
-from .thread import Cancelled, GreenThread, spawn
-
-if TYPE_CHECKING:
-    from .distributed.ends import Receiver, Sender
+from .spawning import spawn
+from .thread import Cancelled, GreenThread
 
 __all__ = [
     "Barrier",
@@ -70,13 +69,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the parts for several processes, and for tests, at the first use."""
+def __getattr__(name: str) -> ModuleType:
+    """Import the part for tests at the first use."""
     if name == "testing":
         return import_module(".testing", __name__)
-    if name not in ("Receiver", "Sender"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .distributed import ends
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    value = globals()[name] = getattr(ends, name)
-    return value
+
+def _import_distributed() -> channels.Distribution:
+    from . import distributed
+
+    return distributed
+
+
+channels.import_distributed = _import_distributed

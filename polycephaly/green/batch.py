@@ -34,7 +34,8 @@ from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
 from .parking import Parking
 from .scheduler import scheduler
-from .thread import GreenThread, Wake, pause, start
+from .spawning import start
+from .thread import GreenThread, Wake, pause
 from .waiting import Refused
 
 __all__ = ["Batch", "Call", "call"]

@@ -13,14 +13,11 @@ from _thread import allocate_lock
 from collections.abc import Callable
 from contextvars import copy_context
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..runtime import forked
 from .scheduler import CoroutineWrapper, Driver, InContext, scheduler
-from .thread import GreenThread
-
-if TYPE_CHECKING:
-    from .group import Group
+from .thread import GreenThread, ThreadGroup
 
 __all__ = ["BoundThread"]
 
@@ -30,7 +27,7 @@ class BoundThread(GreenThread[Any]):
 
     __slots__ = ("_own",)
 
-    def __init__(self, coro: Any, group: Group | None = None) -> None:
+    def __init__(self, coro: Any, group: ThreadGroup | None = None) -> None:
         if not isinstance(coro, InContext):
             coro = InContext(coro, copy_context())
         self._own = _OwnThread(coro)

@@ -25,26 +25,24 @@ import os
 import sys
 from _thread import get_ident
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
-from types import NoneType, coroutine
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from types import coroutine
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, cast
 
 from ..errors import ChannelClosed, DroneDied
 from ..promises.promise import Promise
 from ..runtime.deferred_sigint import DeferredSigint
 from ..wire import addresses
+from . import spawning
 from .scheduler import PARK, scheduler
 from .select import Guard
-from .thread import GreenThread, Wake, outside_error, pause, start
-from .waiting import NOTHING, QueuedOperation, Refused, Waiter, WaitQueue
+from .thread import GreenThread, Wake, outside_error, pause
+from .waiting import NOTHING, ChannelQueues, QueuedOperation, Refused, Waiter, WaitQueue
 
-if TYPE_CHECKING:
-    from .distributed import Receiver, Sender
-
-__all__ = ["Channel"]
+__all__ = ["Channel", "Receiver", "Sender"]
 
 T = TypeVar("T")
 
@@ -63,7 +61,7 @@ any_channel_made = False
 """True if this process, or one that it was forked from, has ever made a channel."""
 
 
-class Channel(Generic[T]):
+class Channel(ChannelQueues, Generic[T]):
     """A queue that passes each item from a sender to exactly one receiver, in order of sending.
 
     With ``capacity=0``, sender and receiver meet: `send` returns when a receiver has the item.
@@ -95,7 +93,7 @@ class Channel(Generic[T]):
     [0, 1, 2]
     """
 
-    __slots__ = ("__weakref__", "_closed", "_extra", "_generation", "_item", "_receiver", "_sender")
+    __slots__ = ()
 
     capacity = 0
     _goes_with_calls = True
@@ -120,15 +118,15 @@ class Channel(Generic[T]):
         return object.__new__(_Buffered if capacity and cls is Channel else cls)
 
     def __init__(self, capacity: int = 0) -> None:
-        self._receiver: Any = None  # None, the only green thread waiting, or a WaitQueue
-        self._sender: Any = None
-        self._item: Any = None  # the item to send, if `_sender` is a single green thread
+        self._receiver = None  # None, the only green thread waiting, or a WaitQueue
+        self._sender = None
+        self._item = None  # the item to send, if `_sender` is a single green thread
         self._closed = False
         # The channel's generation. Negative while the channel is closed or has an `_extra`, because
         # there is no fast path then.
         self._generation = generation
         # Present while an end is claimed or an item was given back.
-        self._extra: _Extra | None = None
+        self._extra = None
 
     # -- for green threads and asyncio code --------------------------------------------------------
 
@@ -330,10 +328,8 @@ class Channel(Generic[T]):
         ...     green.run(main, pool)
         [0, 1, 2]
         """
-        from .distributed import Sender, new_end
-
         self._convert_inherited()
-        return cast("Sender[T]", new_end(Sender, self))
+        return import_distributed().new_sender(self)
 
     def receiver(self) -> Receiver[T]:
         """Return a new receiving end; the channel is closed when its last receiver is gone.
@@ -348,10 +344,8 @@ class Channel(Generic[T]):
         RuntimeError
             If the channel lives in another process.
         """
-        from .distributed import Receiver, new_end
-
         self._convert_inherited()
-        return cast("Receiver[T]", new_end(Receiver, self))
+        return import_distributed().new_receiver(self)
 
     # -- for select --------------------------------------------------------------------------------
 
@@ -405,7 +399,7 @@ class Channel(Generic[T]):
         try:
             with DeferredSigint():
                 # Ctrl-C comes before the start, or when the proxy can be cancelled.
-                proxy = start(self._send_here, (item,), name="Channel.put")
+                proxy = spawning.start(self._send_here, (item,), name="Channel.put")
             _result_of(proxy, timeout, "no receiver took the item")
         except BaseException:
             if proxy is not None:
@@ -438,7 +432,7 @@ class Channel(Generic[T]):
         proxy = None
         try:
             with DeferredSigint():  # as in `put`
-                proxy = start(self._receive_here, (), name="Channel.get")
+                proxy = spawning.start(self._receive_here, (), name="Channel.get")
             return cast(T, _result_of(proxy, timeout, "no item came"))
         except BaseException:
             if proxy is not None:
@@ -475,11 +469,9 @@ class Channel(Generic[T]):
         """Pickle the channel as an end of this very channel, for another process of this pool, or
         of another pool on this machine.
         """
-        from .distributed import reduce_channel
-
         if self._convert_inherited() and self.is_remote:
             return self.__reduce__()  # with the class that the channel has now
-        return reduce_channel(self)
+        return import_distributed().reduce_channel(self)
 
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
@@ -505,216 +497,12 @@ class Channel(Generic[T]):
         got = self._try_receive(thread)
         return (yield from QueuedOperation(thread, self, "receive")) if got is NOTHING else got
 
-    def _try_send(self, thread: Any, item: Any) -> bool:
-        """Send `item` if that is possible at once. Raises `ChannelClosed`."""
-        self._check_open()
-        if self._is_claimed("send", thread):
-            return False
-        receiver = self._pop_waiter("receive")
-        if receiver is None:
-            return False
-        receiver.serve(item)
-        return True
-
-    def _try_receive(self, thread: Any) -> Any:
-        """Return an item if there is one at once, else NOTHING. Raises `ChannelClosed`."""
-        if self._is_claimed("receive", thread):
-            if not self._has_items():
-                self._check_open()
-            return NOTHING
-        if self._extra is not None and self._extra.returned_items:
-            item = self._extra.returned_items.popleft()
-            self._drop_empty_extra()
-            return item
-        sender = self._pop_waiter("send", thread)
-        if sender is None:
-            self._check_open()
-            return NOTHING
-        item = sender.item
-        sender.serve(None)
-        return item
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ChannelClosed(f"{self!r} was closed")
-
-    def _has_items(self) -> bool:
-        """Return True if there are items left that no waiting thread sends."""
-        return self._extra is not None and bool(self._extra.returned_items)
-
-    def _pop_waiter(self, end: str, other: Any = None) -> Waiter | None:
-        """Remove and return the next waiter at that end, which the caller must serve.
-
-        Skip a waiter of the thread `other`: a `select` may wait at both ends, and must not meet
-        itself.
-        """
-        waiter: Waiter
-        if end == "send":
-            first = self._sender
-            if first is None:
-                return None
-            if first.__class__ is not WaitQueue:
-                # No call since the look at `_sender`, so no other thread can have the waiter.
-                item = self._item
-                self._sender = self._item = None
-                return Waiter(first, item)
-            waiter = first.popleft()
-            if waiter.thread is other:
-                first.appendleft(waiter)
-                found = next((each for each in first if each.thread is not other), None)
-                if found is None:
-                    return None
-                first.remove(waiter := found)
-            waiter.location = None
-            if not first:
-                self._sender = None
-            return waiter
-        first = self._receiver
-        if first is None:
-            return None
-        if first.__class__ is not WaitQueue:
-            self._receiver = None
-            return Waiter(first)
-        waiter = first.popleft()
-        waiter.location = None
-        if not first:
-            self._receiver = None
-        return waiter
-
-    def _enqueue(self, end: str, waiter: Waiter) -> None:
-        extra = self._extra
-        claimed = extra is not None and self._is_claimed(end, waiter.thread)
-        queue = extra.blocked_waiters[end] if extra is not None and claimed else self._queue(end)
-        queue.append(waiter)
-        waiter.location = queue
-
-    def _queue(self, end: str) -> WaitQueue[Waiter]:
-        """Return the queue at that end, made with the waiter in the slot as its first."""
-        single = self._pop_waiter(end) if self._is_single(end) else None
-        queue: WaitQueue[Waiter] | None = self._sender if end == "send" else self._receiver
-        if queue is None:
-            queue = WaitQueue()
-            if end == "send":
-                self._sender = queue
-            else:
-                self._receiver = queue
-        if single is not None:
-            queue.append(single)
-            single.location = queue
-        return queue
-
-    def _is_single(self, end: str) -> bool:
-        return (self._sender if end == "send" else self._receiver).__class__ not in (
-            WaitQueue,
-            NoneType,
-        )
-
-    def _withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
-        """Withdraw `waiter` from its queue. Return False if it has been served."""
-        if waiter.location is None:
-            return False
-        waiter.location.remove(waiter)
-        waiter.location = waiter.item = None
-        self._drop_empty_queue(end)
-        return True
-
-    def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
-        """Interrupt a waiter that could not be withdrawn: it first gets its item."""
-        waiter.thread._interrupt(error)
-
-    def _drop_empty_queue(self, end: str) -> None:
-        if end == "send":
-            if self._sender is not None and not self._is_single(end) and not self._sender:
-                self._sender = None
-        elif self._receiver is not None and not self._is_single(end) and not self._receiver:
-            self._receiver = None
-
-    def _withdraw_thread(self, end: str, thread: GreenThread[Any]) -> bool:
-        """Withdraw `thread`, which stood alone in the slot when it began to wait. Return False if
-        it has been served.
-        """
-        if end == "send":
-            if self._sender is thread:
-                self._sender = self._item = None
-                return True
-        elif self._receiver is thread:
-            self._receiver = None
-            return True
-        for waiter in self._waiting(end):
-            if waiter.thread is thread:
-                return self._withdraw_waiter(end, waiter)
-        return False
-
-    def _waiting(self, end: str) -> list[Waiter]:
-        queue = self._sender if end == "send" else self._receiver
-        found = list(queue) if queue.__class__ is WaitQueue else []
-        return found + (list(self._extra.blocked_waiters[end]) if self._extra is not None else [])
-
-    def _close_here(self) -> None:
-        for end in ("send", "receive"):
-            while (waiter := self._pop_waiter(end)) is not None:
-                self._refuse(waiter)
-            if self._extra is not None and not (end == "receive" and self._has_items()):
-                while self._extra.blocked_waiters[end]:
-                    waiter = self._extra.blocked_waiters[end].popleft()
-                    waiter.location = None
-                    self._refuse(waiter)
-
-    def _refuse(self, waiter: Waiter) -> None:
-        waiter.refuse(ChannelClosed(f"{self!r} was closed"))
-
-    def _match(self) -> None:
-        """Bring waiters together, as after a claim has ended, when both ends may have some."""
-        queue = self._queue("receive")
-        for receiver in list(queue):
-            if receiver.location is queue:  # else it was in a `select` that has just sent an item
-                try:
-                    got = self._try_receive(receiver.thread)
-                except ChannelClosed as error:
-                    self._withdraw_waiter("receive", receiver)
-                    receiver.refuse(error)
-                    continue
-                if got is not NOTHING:
-                    self._withdraw_waiter("receive", receiver)
-                    receiver.serve(got)
-                elif self._sender is None:
-                    break
-        self._drop_empty_queue("receive")
-
-    # -- claims, and items given back --------------------------------------------------------------
-
-    def _make_extra(self) -> _Extra:
-        if self._extra is None:
-            self._extra = _Extra()
-            self._generation = -abs(self._generation)
-            for end in ("send", "receive"):  # empty the slots: no fast path
-                if self._is_single(end):
-                    self._queue(end)
-                    self._drop_empty_queue(end)  # the waiter may have been served just now
-        return self._extra
-
-    def _drop_empty_extra(self) -> None:
-        if self._extra is not None and self._extra.is_empty():
-            self._extra = None
-            self._generation = -abs(self._generation) if self._closed else abs(self._generation)
-
-    def _is_claimed(self, end: str, thread: Any) -> bool:
-        """Return True if another thread holds that end."""
-        extra = self._extra
-        return (
-            extra is not None and extra.holder[end] is not None and extra.holder[end] is not thread
-        )
-
     def _return_item(self, receiving: Promise[Any]) -> None:
         """Give back the item of a receiver that is gone. The next receiver gets it before all
         others.
         """
         if not receiving.cancelled() and receiving.exception() is None:
             scheduler.post(partial(self._return_item_here, receiving.result()))
-
-    def _return_item_here(self, item: Any) -> None:
-        self._make_extra().returned_items.append(item)
-        self._match()
 
     # -- other processes ---------------------------------------------------------------------------
 
@@ -724,9 +512,7 @@ class Channel(Generic[T]):
         """
         if abs(self._generation) >= oldest_generation:
             return False
-        from .distributed.inherited import convert_inherited
-
-        convert_inherited(self)
+        import_distributed().convert_inherited(self)
         return True
 
     # -- outside of green threads ------------------------------------------------------------------
@@ -740,7 +526,7 @@ class Channel(Generic[T]):
                 "channels can be awaited only in green threads and asyncio: use put and get in "
                 "plain code"
             )
-        proxy = start(op, args, name=f"Channel.{op.__name__.strip('_')}")
+        proxy = spawning.start(op, args, name=f"Channel.{op.__name__.strip('_')}")
         try:
             return (yield from proxy.__await__())
         except BaseException:
@@ -864,33 +650,6 @@ def _move(source: WaitQueue[Waiter], target: WaitQueue[Waiter]) -> None:
         waiter.location = target
 
 
-class _Extra:
-    """State that most channels never need: claims, and items given back."""
-
-    __slots__ = ("blocked_waiters", "holder", "next_holders", "returned_items")
-
-    def __init__(self) -> None:
-        self.holder: dict[str, Any] = {"send": None, "receive": None}
-        self.next_holders: dict[str, deque[tuple[Wake, Any]]] = {
-            "send": deque(),
-            "receive": deque(),
-        }
-        # Waiters other than the holder, by end.
-        self.blocked_waiters: dict[str, WaitQueue[Waiter]] = {
-            "send": WaitQueue(),
-            "receive": WaitQueue(),
-        }
-        self.returned_items: deque[Any] = deque()
-
-    def is_empty(self) -> bool:
-        return not (
-            self.returned_items
-            or any(self.holder.values())
-            or any(self.next_holders.values())
-            or any(self.blocked_waiters.values())
-        )
-
-
 class Claim(Generic[T]):
     """One end of a channel, held by one green thread; made by `Channel.claim`."""
 
@@ -961,14 +720,117 @@ class Claim(Generic[T]):
         channel._drop_empty_extra()
 
 
+class End(Generic[T]):
+    """An end of a channel, without the methods that count it (distributed/ends.py)."""
+
+    def __init__(self, channel: Channel[T]) -> None:
+        self.channel = channel
+
+    def close(self) -> None:
+        """Close the end. Any thread may call this, more than once.
+
+        The channel is closed with its last end of this kind.
+        """
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open_channel(self) -> Channel[T]:
+        raise NotImplementedError
+
+
+class Sender(End[T]):
+    """The sending end of a channel; see `Channel.sender`.
+
+    Used in a ``with`` statement, the end is closed with the block.
+    """
+
+    def send(self, item: T) -> Awaitable[None]:
+        """Send `item`, as `Channel.send` does."""
+        return self._open_channel().send(item)
+
+    def put(self, item: T, timeout: float | None = None) -> None:
+        """Send `item` from plain code, as `Channel.put` does."""
+        self._open_channel().put(item, timeout)
+
+    def sending(self, item: T, *, when: bool | Callable[[], object] = True) -> Guard[None]:
+        """Return a guard for `select`, as `Channel.sending` does."""
+        return self._open_channel().sending(item, when=when)
+
+
+class Receiver(End[T]):
+    """The receiving end of a channel; see `Channel.receiver`.
+
+    ``async for`` and ``for`` work as with the channel.
+    """
+
+    def receive(self) -> Awaitable[T]:
+        """Receive an item, as `Channel.receive` does."""
+        return self._open_channel().receive()
+
+    def get(self, timeout: float | None = None) -> T:
+        """Receive an item in plain code, as `Channel.get` does."""
+        return self._open_channel().get(timeout)
+
+    def receiving(self, *, when: bool | Callable[[], object] = True) -> Guard[T]:
+        """Return a guard for `select`, as `Channel.receiving` does."""
+        return self._open_channel().receiving(when=when)
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return _Items(self, self._open_channel())
+
+    def __iter__(self) -> Iterator[T]:
+        return _items(self, self._open_channel())
+
+
+class _Items(Generic[T]):
+    """Iterator of ``async for``. It refers to the end, which is therefore not released before."""
+
+    def __init__(self, end: Receiver[T], channel: Channel[T]) -> None:
+        self._end = end
+        self._channel = channel
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Awaitable[T]:
+        return self._channel.__anext__()
+
+
+def _items(end: Receiver[T], channel: Channel[T]) -> Iterator[T]:
+    """Iterate over the items for ``for``. The generator refers to `end` for the same reason."""
+    yield from channel
+
+
+class Distribution(Protocol):
+    """What channels call in green/distributed/, which imports this module."""
+
+    def convert_inherited(self, channel: Channel[Any]) -> None: ...
+    def get_transport(self) -> object: ...
+    def new_receiver(self, channel: Channel[T]) -> Receiver[T]: ...
+    def new_sender(self, channel: Channel[T]) -> Sender[T]: ...
+    def reduce_channel(self, channel: Channel[Any]) -> Any: ...
+
+
+def import_distributed() -> Distribution:
+    """Import green/distributed/, which a program with local channels only never needs.
+
+    Replaced by green/__init__.py, which is above both and always imported with this module.
+    """
+    raise NotImplementedError
+
+
 def _open_transport() -> None:
     """Open the transport after a snapshot, whose drones may use the channels they inherit."""
     if any_channel_made:
-        from .distributed.transport import get_transport
-
+        distributed = import_distributed()
         # Without a socket, drones that use such a channel get the error that its process is gone.
         with suppress(OSError):
-            get_transport()
+            distributed.get_transport()
 
 
 def _begin_generation() -> None:
@@ -978,9 +840,7 @@ def _begin_generation() -> None:
 
 def _reset_after_fork() -> None:
     global GreenThread, generation, oldest_generation
-    from .thread import OwnGreenThread
-
-    GreenThread = OwnGreenThread  # type: ignore[misc]
+    GreenThread = spawning.OwnGreenThread  # type: ignore[misc]
     generation += 1
     oldest_generation = generation
 

@@ -1,19 +1,25 @@
-"""The base class of `map`'s results where the caller cannot block: awaited for a list of all
-values, or iterated with ``async for``.
-"""
+"""What `map` and `par` need with and without a pool (mapping.py, over.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn
 
+from ..runtime.coroutines import is_awaitable, is_coroutine_function
+from ..runtime.progress import Progress
+from .call import call_long
+from .group import Group
 from .scheduler import scheduler
-from .thread import spawn
+from .spawning import spawn
 
-__all__ = ["Collected"]
+__all__ = ["Collected", "make_apply", "run_all"]
 
 
 class Collected:
+    """The base class of `map`'s results where the caller cannot block: awaited for a list of all
+    values, or iterated with ``async for``.
+    """
+
     _fn: Callable[..., Any]
 
     def __await__(self) -> Generator[Any, Any, list[Any]]:
@@ -33,3 +39,34 @@ class Collected:
 
     def __repr__(self) -> str:
         return f"<green.map of {getattr(self._fn, '__qualname__', self._fn)}, to be awaited>"
+
+
+async def run_all(fns: Sequence[Any]) -> list[Any]:
+    async with Group() as group:
+        threads = [group.spawn(fn) for fn in fns]
+    return [thread.value for thread in threads]
+
+
+def make_apply(
+    fn: Callable[[Any], Any], progress: Progress | None
+) -> tuple[Callable[[Any], Any], bool]:
+    """Return the function to apply, and whether `fn` is a coroutine function. Other calls are
+    foreign calls, which are in the event log already.
+    """
+
+    async def call(item: Any) -> Any:
+        value = await call_long(fn, item)
+        return await value if is_awaitable(value) else value
+
+    awaits = is_coroutine_function(fn)
+    apply = fn if awaits else call
+    if progress is None:
+        return apply, awaits
+
+    async def apply_and_count(item: Any) -> Any:
+        try:
+            return await apply(item)
+        finally:
+            progress.step()
+
+    return apply_and_count, awaits

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from .scheduler import scheduler
-from .thread import Cancelled, GreenThread, Wake, outside_error, pause, start
+from .spawning import start
+from .thread import Cancelled, GreenThread, Wake, outside_error, pause
 
 __all__ = ["Group"]
 

@@ -14,7 +14,8 @@ from ..promises.promise import Promise
 from ..runtime.deferred_sigint import DeferredSigint
 from .parking import Parking, parks
 from .scheduler import scheduler
-from .thread import GreenThread, start
+from .spawning import start
+from .thread import GreenThread
 from .waiting import WaitQueue
 
 __all__ = ["Barrier", "Event", "Lock", "Semaphore"]

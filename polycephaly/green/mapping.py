@@ -24,17 +24,16 @@ from typing import Any, Generic, TypeVar, overload
 
 from ..errors import ChannelClosed
 from ..promises.promise import Promise
-from ..runtime.coroutines import is_awaitable, is_coroutine_function
 from ..runtime.progress import Progress, total_of
 from ..timeline.event_log import MIN_EVENT_SECONDS, event_log
-from .call import call_long
 from .channel import Channel
-from .collected import Collected
+from .collected import Collected, make_apply, run_all
 from .group import Group
 from .over import Spread, par_over
 from .run import run
 from .scheduler import scheduler
-from .thread import GreenThread, spawn
+from .spawning import spawn
+from .thread import GreenThread
 
 __all__ = ["Mapped", "map", "par"]
 
@@ -94,13 +93,7 @@ def par(*fns: Any, over: Any = None) -> Any:
     """
     if over is not None:
         return _run_or_return(lambda: par_over(fns, over))
-    return _run_or_return(lambda: _par(fns))
-
-
-async def _par(fns: tuple[Any, ...]) -> list[Any]:
-    async with Group() as group:
-        threads = [group.spawn(fn) for fn in fns]
-    return [thread.value for thread in threads]
+    return _run_or_return(lambda: run_all(fns))
 
 
 @overload
@@ -326,31 +319,6 @@ class _Values(AsyncIterator[Any]):
 
     def __del__(self) -> None:
         self._workers.stop()
-
-
-def make_apply(
-    fn: Callable[[Any], Any], progress: Progress | None
-) -> tuple[Callable[[Any], Any], bool]:
-    """Return the function to apply, and whether `fn` is a coroutine function. Other calls are
-    foreign calls, which are in the event log already.
-    """
-
-    async def call(item: Any) -> Any:
-        value = await call_long(fn, item)
-        return await value if is_awaitable(value) else value
-
-    awaits = is_coroutine_function(fn)
-    apply = fn if awaits else call
-    if progress is None:
-        return apply, awaits
-
-    async def apply_and_count(item: Any) -> Any:
-        try:
-            return await apply(item)
-        finally:
-            progress.step()
-
-    return apply_and_count, awaits
 
 
 def _name(fn: Callable[..., Any]) -> str:

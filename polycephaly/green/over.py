@@ -25,11 +25,11 @@ from ..errors import ChannelClosed, Deadlock, ItemLost, copy_error
 from ..promises.promise import Promise
 from ..runtime.coroutines import is_coroutine
 from .channel import Channel
-from .collected import Collected
+from .collected import Collected, make_apply, run_all
 from .group import Group
 from .locks import Semaphore
 from .scheduler import scheduler
-from .thread import spawn
+from .spawning import spawn
 
 __all__ = ["Spread", "par_over"]
 
@@ -66,7 +66,7 @@ async def par_over(fns: Sequence[Any], pool: Any) -> list[Any]:
         end = start + size + (index < remainder)
         if end > start:
             try:
-                shares.append(drone.promise(_share, list(fns[start:end])))
+                shares.append(drone.promise(run_all, list(fns[start:end])))
             except BaseException:
                 # If a drone has just died, for example, the other shares would wait for its
                 # functions.
@@ -78,12 +78,6 @@ async def par_over(fns: Sequence[Any], pool: Any) -> list[Any]:
     for share in await _all(shares):
         values += share
     return values
-
-
-async def _share(fns: list[Any]) -> list[Any]:
-    from .mapping import par
-
-    return await par(*fns)
 
 
 async def _all(shares: Sequence[Promise[Any]]) -> list[Any]:
@@ -201,7 +195,6 @@ async def share_of_map(
 ) -> None:
     """In a drone: take items from `jobs` in `width` green threads, until none is left."""
     from ..wire.functions import label
-    from .mapping import make_apply
 
     apply, _ = make_apply(fn, None)
 

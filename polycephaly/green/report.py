@@ -23,7 +23,7 @@ from ..runtime import fork_guard
 from ..timeline import Timeline
 from ..timeline.event_log import event_log, spans_of, unfinished_lives
 from .parking import Parking
-from .scheduler import IN_CALL, PARKED, scheduler, unwrap
+from .scheduler import IN_CALL, PARKED, Schedulable, scheduler, unwrap
 from .thread import GreenThread, NativeThread
 from .waiting import QueuedOperation
 from .watchdog import watchdog
@@ -120,7 +120,7 @@ def timeline() -> Timeline:
     )
 
 
-def _info(thread: GreenThread[Any], frames: dict[int, FrameType]) -> ThreadInfo:
+def _info(thread: Schedulable, frames: dict[int, FrameType]) -> ThreadInfo:
     coro = unwrap(thread._coro)
     if isinstance(thread, NativeThread) and coro is None:
         ident = thread.in_foreign_code
@@ -145,7 +145,7 @@ def _info(thread: GreenThread[Any], frames: dict[int, FrameType]) -> ThreadInfo:
 
 
 def _describe(
-    thread: GreenThread[Any],
+    thread: Schedulable,
     state: str,
     where: FrameType | None,
     doing: FrameType | Parking | QueuedOperation | None,

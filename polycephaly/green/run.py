@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 from ..runtime.coroutines import is_coroutine
 from ..runtime.deferred_sigint import DeferredSigint
 from .scheduler import scheduler
-from .thread import start
+from .spawning import start
 
 __all__ = ["run"]
 

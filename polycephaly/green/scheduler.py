@@ -29,17 +29,13 @@ from contextlib import contextmanager
 from contextvars import Context
 from time import monotonic, pthread_getcpuclockid
 from types import CoroutineType, GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..promises import promise
 from ..runtime import fork_guard, forked
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.timers import Timers
 from .native import IDLE_WORKER_SECONDS, NativeThreadPool
-
-if TYPE_CHECKING:
-    from .distributed.transport import ChannelTransport
-    from .thread import GreenThread
 
 __all__ = [
     "IN_CALL",
@@ -51,6 +47,7 @@ __all__ = [
     "Driver",
     "InContext",
     "Interrupted",
+    "Schedulable",
     "scheduler",
     "unsupported_await_error",
     "unwrap",
@@ -83,6 +80,31 @@ LOST: Any = _Marker("LOST")  # yielded: the native thread of this step is no lon
 IN_CALL: Any = _Marker("IN_CALL")  # the `_value` of a thread that is in a foreign call
 YIELDED: Any = _Marker("YIELDED")  # the `_value` of a thread that only let others go first
 PARKED: Any = _Marker("PARKED")  # the `_value` of a thread that is not in `ready`
+
+
+class Schedulable(Protocol):
+    """What is needed of a green thread here, and to report on it; see `GreenThread` (thread.py)."""
+
+    _coro: Any
+    _value: Any
+    _cancel_count: int
+
+    @property
+    def name(self) -> str: ...
+    def done(self) -> bool: ...
+    def _finish(self, value: Any) -> None: ...
+    def _fail(self, error: BaseException) -> None: ...
+    def _interrupt(self, error: BaseException) -> None: ...
+
+
+class MessageTransport(Protocol):
+    """What green threads need of the connections to other processes (distributed/transport.py)."""
+
+    def acquire(self, timeout: float = -1) -> bool: ...
+    def release(self) -> None: ...
+    def poll(self) -> None: ...
+    def receive_all(self) -> None: ...
+    def flush_during_step(self) -> None: ...
 
 
 class _PostedCallback:
@@ -122,8 +144,8 @@ class Driver:
         self.token = NO_CALL  # or the number of the foreign call in progress, or TAKEN
         self.began = 0.0  # when the foreign call that was taken over was first seen
         self.fn: Any = None  # the function of the foreign call, and the green thread that calls
-        self.thread: GreenThread[Any] | None = None
-        self.returned: GreenThread[Any] | None = None  # after LOST: the thread whose step it was
+        self.thread: Schedulable | None = None
+        self.returned: Schedulable | None = None  # after LOST: the thread whose step it was
         self.lock = allocate_lock()
         self.lock.acquire()
 
@@ -147,11 +169,11 @@ class Scheduler:
     """
 
     def __init__(self) -> None:
-        self.ready: deque[GreenThread[Any] | _PostedCallback] = deque()
+        self.ready: deque[Schedulable | _PostedCallback] = deque()
         self.timers = Timers()
         self.workers = NativeThreadPool(MAX_NATIVE_THREADS)
         self.bell: list[Callable[[], object]] = [self._start_owner]
-        self.live: set[GreenThread[Any]] = set()
+        self.live: set[Schedulable] = set()
         self.current: Any = None  # the green thread whose step runs
         # The ident of the native thread that runs steps; 0 if none, or in a foreign call.
         self.owner = 0
@@ -162,7 +184,7 @@ class Scheduler:
         self.native_calls = 0  # plain functions and foreign calls that run on other native threads
         self.external_waits = 0  # green threads that wait for something from outside the scheduler
         # Set once channels go to other processes: the owner sleeps in its epoll and polls it.
-        self.transport: ChannelTransport | None = None
+        self.transport: MessageTransport | None = None
         # Called by an owner that begins, or has slept.
         self.on_busy: Callable[[], object] = _nothing
         # Called by an owner that has had nothing to do for DEADLOCK_GRACE_SECONDS.
@@ -490,7 +512,7 @@ class Interrupted(CoroutineWrapper):
 
     __slots__ = ("errors", "thread")
 
-    def __init__(self, thread: GreenThread[Any], error: BaseException) -> None:
+    def __init__(self, thread: Schedulable, error: BaseException) -> None:
         self.thread = thread
         self.coro = thread._coro
         self.errors = [error]

@@ -21,15 +21,12 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import EllipsisType, coroutine
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from ..promises.promise import Promise
 from .scheduler import PARK, scheduler
 from .thread import GreenThread, outside_error
-from .waiting import NOTHING, Refused, Waiter
-
-if TYPE_CHECKING:
-    from .channel import Channel
+from .waiting import NOTHING, ChannelQueues, Refused, Waiter
 
 __all__ = ["Chosen", "Guard", "after", "select", "settled", "skip"]
 
@@ -102,7 +99,7 @@ class Guard(Generic[T]):
 
     __slots__ = ("channel", "end", "item", "when")
 
-    def __init__(self, when: object, channel: Channel[Any], end: str, item: Any = None) -> None:
+    def __init__(self, when: object, channel: ChannelQueues, end: str, item: Any = None) -> None:
         self.when = when
         self.channel = channel
         self.end = end

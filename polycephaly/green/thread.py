@@ -18,20 +18,20 @@ import sys
 import traceback
 from _thread import get_ident
 from asyncio import CancelledError as AsyncioCancelled
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from time import monotonic, thread_time
 from types import CoroutineType, FrameType, GeneratorType, coroutine
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from ..promises import promise as promises
 from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..runtime import forked
-from ..runtime.coroutines import is_awaitable, is_coroutine, is_coroutine_function
+from ..runtime.coroutines import is_awaitable
 from ..runtime.deferred_sigint import DeferredSigint
-from ..timeline.event_log import MAX_LIVES_LOGGED, MIN_EVENT_SECONDS, event_log
+from ..timeline.event_log import MIN_EVENT_SECONDS, event_log
 from .history import history
 from .scheduler import (
     IN_CALL,
@@ -45,9 +45,6 @@ from .scheduler import (
     unwrap,
 )
 
-if TYPE_CHECKING:
-    from .group import Group
-
 __all__ = [
     "Cancelled",
     "GreenThread",
@@ -56,8 +53,7 @@ __all__ = [
     "calling_thread",
     "outside_error",
     "pause",
-    "spawn",
-    "start",
+    "qualname",
 ]
 
 T = TypeVar("T")
@@ -81,6 +77,14 @@ class Cancelled(AsyncioCancelled):
     """True if the error is no longer wanted. The error is dropped unless already raised."""
 
 
+class ThreadGroup(Protocol):
+    """What a green thread needs of its `Group`."""
+
+    children: set[GreenThread[Any]]
+
+    def _on_child_end(self, child: GreenThread[Any], error: BaseException | None) -> None: ...
+
+
 class GreenThread(Promise[T]):
     """A green thread, which is also the promise of its value.
 
@@ -89,7 +93,7 @@ class GreenThread(Promise[T]):
 
     __slots__ = ("_coro", "_group", "_unclaimed", "_value")
 
-    _group: Group | None
+    _group: ThreadGroup | None
     _name: str | None = None
     _qualname: str | None = None  # set when there is no coroutine left to ask
     _unseen: UnseenErrorReport | None = None
@@ -100,7 +104,7 @@ class GreenThread(Promise[T]):
     """How many `cancel()` requests have reached the thread. A time limit that ends later must not
     turn such a cancellation into a `TimeoutError`."""
 
-    def __init__(self, coro: Any, group: Group | None = None) -> None:
+    def __init__(self, coro: Any, group: ThreadGroup | None = None) -> None:
         self._unclaimed = None
         self._coro = coro
         self._value: Any = None
@@ -109,7 +113,7 @@ class GreenThread(Promise[T]):
     @property
     def name(self) -> str:
         """The name given to `spawn`, or else the qualified name of the function."""
-        return self._name or self._qualname or _qualname(self._coro)
+        return self._name or self._qualname or qualname(self._coro)
 
     # -- the end of the thread, called by the owner ------------------------------------------------
 
@@ -312,36 +316,18 @@ class GreenThread(Promise[T]):
         return super().__repr__().replace("<Promise", f"<GreenThread {self.name}", 1)
 
 
-OwnGreenThread: type[GreenThread[Any]] = GreenThread
-"""The class of the green threads of this process.
-
-A forked child makes another one, so that threads of its parent in a channel's slot can be told
-apart.
-"""
-
-
-def _reset_after_fork() -> None:
-    global OwnGreenThread
-    native_threads.clear()
-    OwnGreenThread = type(
-        "GreenThread",
-        (GreenThread,),
-        {"__slots__": (), "__module__": __name__, "__qualname__": "GreenThread"},
-    )
-
-
 class NativeThread(GreenThread[T]):
     """A green thread that runs a plain function, as one foreign call on a native thread."""
 
     __slots__ = ("_end_delivered", "_end_requested", "_ident")
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], group: Group | None = None
+        self, fn: Callable[..., Any], args: tuple[Any, ...], group: ThreadGroup | None = None
     ) -> None:
         super().__init__(None, group)
         self._ident = 0  # of the native thread that runs the function
         self._end_requested = self._end_delivered = False
-        self._qualname = _qualname(fn)
+        self._qualname = qualname(fn)
 
     def start_job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         context = copy_context()
@@ -425,116 +411,6 @@ class NativeThread(GreenThread[T]):
         return self._ident
 
 
-@overload
-def spawn(
-    fn: Coroutine[Any, Any, T], /, *, name: str | None = None, bound: bool = False
-) -> GreenThread[T]: ...
-@overload
-def spawn(
-    fn: Callable[..., Awaitable[T]], /, *args: Any, name: str | None = None, bound: bool = False
-) -> GreenThread[T]: ...
-@overload
-def spawn(
-    fn: Callable[..., T], /, *args: Any, name: str | None = None, bound: bool = False
-) -> GreenThread[T]: ...
-
-
-def spawn(fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[Any]:
-    """Start a green thread that runs ``fn(*args)``, and return the promise of its value.
-
-    Parameters
-    ----------
-    fn
-        A coroutine function or coroutine object runs on the scheduler: atomically between two
-        awaits, one at a time with all others. A plain function runs on a native thread of its own;
-        if its value can be awaited, the green thread awaits it.
-    *args
-        Arguments for `fn`.
-    name
-        The name in reports; by default the qualified name of `fn`.
-    bound
-        Run all steps of the coroutine, and its foreign calls, on one native thread. For objects
-        that belong to the thread that made them (`sqlite3`, GUIs).
-
-    Returns
-    -------
-    GreenThread
-        The promise of the value.
-
-    Raises
-    ------
-    TypeError
-        If `fn` cannot be called this way.
-
-    Notes
-    -----
-    Any thread may call this. An error that no code looks at is printed, with `name`. Passing the
-    promise on (`then`, `gather`) counts as looking.
-
-    Examples
-    --------
-    >>> from polycephaly import green
-    >>> async def double(x):
-    ...     return 2 * x
-    >>> green.spawn(double, 4).value, green.spawn(pow, 2, 8).value
-    (8, 256)
-    """
-    return start(fn, args, None, name, bound)
-
-
-def start(
-    fn: Any,
-    args: tuple[Any, ...],
-    group: Group | None = None,
-    name: str | None = None,
-    bound: bool = False,
-) -> GreenThread[Any]:
-    thread: GreenThread[Any]
-    if is_coroutine(fn):
-        if args:
-            raise TypeError(f"a coroutine object takes no arguments: {fn!r}, {args!r}")
-        coro = as_coroutine(fn, _qualname(fn))
-    elif is_coroutine_function(fn):
-        coro = as_coroutine(fn(*args), _qualname(fn))
-    elif callable(fn):
-        native: NativeThread[Any] = NativeThread(fn, args, group)
-        if name:
-            native._name = name
-        if group is not None:
-            group.children.add(native)
-        if len(scheduler.live) < MAX_LIVES_LOGGED:
-            native._spawned_at = monotonic()
-        try:
-            native.start_job(fn, args)
-        except RuntimeError:
-            if group is not None:
-                group.children.discard(native)
-            raise
-        return native
-    else:
-        raise TypeError(f"a green thread runs a function or a coroutine, not {fn!r}")
-    context = copy_context()
-    if context:  # an empty context, the usual case, needs no wrapper
-        coro = InContext(coro, context)
-    if bound:
-        from .bound import BoundThread  # here, because bound.py imports this module
-
-        thread = BoundThread(coro, group)
-    else:
-        thread = OwnGreenThread(coro, group)
-    if name:
-        thread._name = name
-    if len(scheduler.live) < MAX_LIVES_LOGGED:
-        thread._spawned_at = monotonic()
-    scheduler.live.add(thread)
-    if group is not None:
-        group.children.add(thread)  # before the thread can end
-    scheduler.ready.append(thread)
-    if scheduler.bell:
-        scheduler.ring()
-    return thread
-
-
 def _is_asyncio_error(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -544,7 +420,7 @@ def _is_asyncio_error(error: BaseException) -> bool:
     return trace is not None and trace.tb_frame.f_globals.get("__package__") == "asyncio"
 
 
-def _qualname(fn: Any) -> str:
+def qualname(fn: Any) -> str:
     fn = unwrap(fn)
     return getattr(fn, "__qualname__", None) or repr(fn)
 
@@ -560,10 +436,8 @@ def calling_thread() -> GreenThread[Any] | None:
     ident = get_ident()
     driver = scheduler.drivers.get(ident)
     if driver is not None:
-        owner: GreenThread[Any] | None = (
-            scheduler.current if driver.token == NO_CALL else driver.thread
-        )
-        return owner
+        thread = scheduler.current if driver.token == NO_CALL else driver.thread
+        return cast("GreenThread[Any] | None", thread)
     return native_threads.get(ident)
 
 
@@ -639,7 +513,7 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
         scheduler.external_waits -= is_external
 
 
-os.register_at_fork(after_in_child=_reset_after_fork)
+os.register_at_fork(after_in_child=native_threads.clear)
 
 
 def _is_end_requested(ident: int, deliver: bool) -> bool:

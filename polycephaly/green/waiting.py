@@ -1,18 +1,17 @@
-"""Wait queues of channels and locks, and the waiters in them."""
+"""Wait queues of channels and locks, the waiters in them, and how those at a channel meet."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from types import NoneType
+from typing import Any, Generic, TypeVar
 
+from ..errors import ChannelClosed
 from .scheduler import PARK, scheduler
-from .thread import GreenThread
+from .thread import GreenThread, Wake
 
-if TYPE_CHECKING:
-    from .channel import Channel
-
-__all__ = ["NOTHING", "QueuedOperation", "Refused", "WaitQueue", "Waiter"]
+__all__ = ["NOTHING", "ChannelQueues", "Extra", "QueuedOperation", "Refused", "WaitQueue", "Waiter"]
 
 T = TypeVar("T")
 
@@ -112,6 +111,262 @@ class Waiter:
         scheduler.ready.append(self.thread)
 
 
+class Refused:
+    """Given to a thread in place of a value: the error to raise."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Extra:
+    """State that most channels never need: claims, and items given back."""
+
+    __slots__ = ("blocked_waiters", "holder", "next_holders", "returned_items")
+
+    def __init__(self) -> None:
+        self.holder: dict[str, Any] = {"send": None, "receive": None}
+        self.next_holders: dict[str, deque[tuple[Wake, Any]]] = {
+            "send": deque(),
+            "receive": deque(),
+        }
+        # Waiters other than the holder, by end.
+        self.blocked_waiters: dict[str, WaitQueue[Waiter]] = {
+            "send": WaitQueue(),
+            "receive": WaitQueue(),
+        }
+        self.returned_items: deque[Any] = deque()
+
+    def is_empty(self) -> bool:
+        return not (
+            self.returned_items
+            or any(self.holder.values())
+            or any(self.next_holders.values())
+            or any(self.blocked_waiters.values())
+        )
+
+
+class ChannelQueues:
+    """The waiters at both ends of a channel, and the operations that are possible at once: the part
+    of `Channel` (channel.py) that `select` uses. For the owner thread.
+    """
+
+    __slots__ = ("__weakref__", "_closed", "_extra", "_generation", "_item", "_receiver", "_sender")
+
+    is_remote: bool
+    _closed: bool
+    _generation: int
+    _extra: Extra | None
+    _item: Any
+    _receiver: Any
+    _sender: Any
+
+    def _try_send(self, thread: Any, item: Any) -> bool:
+        """Send `item` if that is possible at once. Raises `ChannelClosed`."""
+        self._check_open()
+        if self._is_claimed("send", thread):
+            return False
+        receiver = self._pop_waiter("receive")
+        if receiver is None:
+            return False
+        receiver.serve(item)
+        return True
+
+    def _try_receive(self, thread: Any) -> Any:
+        """Return an item if there is one at once, else NOTHING. Raises `ChannelClosed`."""
+        if self._is_claimed("receive", thread):
+            if not self._has_items():
+                self._check_open()
+            return NOTHING
+        if self._extra is not None and self._extra.returned_items:
+            item = self._extra.returned_items.popleft()
+            self._drop_empty_extra()
+            return item
+        sender = self._pop_waiter("send", thread)
+        if sender is None:
+            self._check_open()
+            return NOTHING
+        item = sender.item
+        sender.serve(None)
+        return item
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ChannelClosed(f"{self!r} was closed")
+
+    def _has_items(self) -> bool:
+        """Return True if there are items left that no waiting thread sends."""
+        return self._extra is not None and bool(self._extra.returned_items)
+
+    def _pop_waiter(self, end: str, other: Any = None) -> Waiter | None:
+        """Remove and return the next waiter at that end, which the caller must serve.
+
+        Skip a waiter of the thread `other`: a `select` may wait at both ends, and must not meet
+        itself.
+        """
+        waiter: Waiter
+        if end == "send":
+            first = self._sender
+            if first is None:
+                return None
+            if first.__class__ is not WaitQueue:
+                # No call since the look at `_sender`, so no other thread can have the waiter.
+                item = self._item
+                self._sender = self._item = None
+                return Waiter(first, item)
+            waiter = first.popleft()
+            if waiter.thread is other:
+                first.appendleft(waiter)
+                found = next((each for each in first if each.thread is not other), None)
+                if found is None:
+                    return None
+                first.remove(waiter := found)
+            waiter.location = None
+            if not first:
+                self._sender = None
+            return waiter
+        first = self._receiver
+        if first is None:
+            return None
+        if first.__class__ is not WaitQueue:
+            self._receiver = None
+            return Waiter(first)
+        waiter = first.popleft()
+        waiter.location = None
+        if not first:
+            self._receiver = None
+        return waiter
+
+    def _enqueue(self, end: str, waiter: Waiter) -> None:
+        extra = self._extra
+        claimed = extra is not None and self._is_claimed(end, waiter.thread)
+        queue = extra.blocked_waiters[end] if extra is not None and claimed else self._queue(end)
+        queue.append(waiter)
+        waiter.location = queue
+
+    def _queue(self, end: str) -> WaitQueue[Waiter]:
+        """Return the queue at that end, made with the waiter in the slot as its first."""
+        single = self._pop_waiter(end) if self._is_single(end) else None
+        queue: WaitQueue[Waiter] | None = self._sender if end == "send" else self._receiver
+        if queue is None:
+            queue = WaitQueue()
+            if end == "send":
+                self._sender = queue
+            else:
+                self._receiver = queue
+        if single is not None:
+            queue.append(single)
+            single.location = queue
+        return queue
+
+    def _is_single(self, end: str) -> bool:
+        return (self._sender if end == "send" else self._receiver).__class__ not in (
+            WaitQueue,
+            NoneType,
+        )
+
+    def _withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
+        """Withdraw `waiter` from its queue. Return False if it has been served."""
+        if waiter.location is None:
+            return False
+        waiter.location.remove(waiter)
+        waiter.location = waiter.item = None
+        self._drop_empty_queue(end)
+        return True
+
+    def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
+        """Interrupt a waiter that could not be withdrawn: it first gets its item."""
+        waiter.thread._interrupt(error)
+
+    def _drop_empty_queue(self, end: str) -> None:
+        if end == "send":
+            if self._sender is not None and not self._is_single(end) and not self._sender:
+                self._sender = None
+        elif self._receiver is not None and not self._is_single(end) and not self._receiver:
+            self._receiver = None
+
+    def _withdraw_thread(self, end: str, thread: GreenThread[Any]) -> bool:
+        """Withdraw `thread`, which stood alone in the slot when it began to wait. Return False if
+        it has been served.
+        """
+        if end == "send":
+            if self._sender is thread:
+                self._sender = self._item = None
+                return True
+        elif self._receiver is thread:
+            self._receiver = None
+            return True
+        for waiter in self._waiting(end):
+            if waiter.thread is thread:
+                return self._withdraw_waiter(end, waiter)
+        return False
+
+    def _waiting(self, end: str) -> list[Waiter]:
+        queue = self._sender if end == "send" else self._receiver
+        found = list(queue) if queue.__class__ is WaitQueue else []
+        return found + (list(self._extra.blocked_waiters[end]) if self._extra is not None else [])
+
+    def _close_here(self) -> None:
+        for end in ("send", "receive"):
+            while (waiter := self._pop_waiter(end)) is not None:
+                self._refuse(waiter)
+            if self._extra is not None and not (end == "receive" and self._has_items()):
+                while self._extra.blocked_waiters[end]:
+                    waiter = self._extra.blocked_waiters[end].popleft()
+                    waiter.location = None
+                    self._refuse(waiter)
+
+    def _refuse(self, waiter: Waiter) -> None:
+        waiter.refuse(ChannelClosed(f"{self!r} was closed"))
+
+    def _match(self) -> None:
+        """Bring waiters together, as after a claim has ended, when both ends may have some."""
+        queue = self._queue("receive")
+        for receiver in list(queue):
+            if receiver.location is queue:  # else it was in a `select` that has just sent an item
+                try:
+                    got = self._try_receive(receiver.thread)
+                except ChannelClosed as error:
+                    self._withdraw_waiter("receive", receiver)
+                    receiver.refuse(error)
+                    continue
+                if got is not NOTHING:
+                    self._withdraw_waiter("receive", receiver)
+                    receiver.serve(got)
+                elif self._sender is None:
+                    break
+        self._drop_empty_queue("receive")
+
+    # -- claims, and items given back --------------------------------------------------------------
+
+    def _make_extra(self) -> Extra:
+        if self._extra is None:
+            self._extra = Extra()
+            self._generation = -abs(self._generation)
+            for end in ("send", "receive"):  # empty the slots: no fast path
+                if self._is_single(end):
+                    self._queue(end)
+                    self._drop_empty_queue(end)  # the waiter may have been served just now
+        return self._extra
+
+    def _drop_empty_extra(self) -> None:
+        if self._extra is not None and self._extra.is_empty():
+            self._extra = None
+            self._generation = -abs(self._generation) if self._closed else abs(self._generation)
+
+    def _is_claimed(self, end: str, thread: Any) -> bool:
+        """Return True if another thread holds that end."""
+        extra = self._extra
+        return (
+            extra is not None and extra.holder[end] is not None and extra.holder[end] is not thread
+        )
+
+    def _return_item_here(self, item: Any) -> None:
+        self._make_extra().returned_items.append(item)
+        self._match()
+
+
 class QueuedOperation(Waiter):
     """A green thread's place in a channel's queue, and its awaitable. Like `Parking`, it has no
     frame.
@@ -120,7 +375,7 @@ class QueuedOperation(Waiter):
     __slots__ = ("channel", "end", "parked")
 
     def __init__(
-        self, thread: GreenThread[Any], channel: Channel[Any], end: str, item: Any = None
+        self, thread: GreenThread[Any], channel: ChannelQueues, end: str, item: Any = None
     ) -> None:
         super().__init__(thread, item)
         self.channel = channel
@@ -157,12 +412,3 @@ class QueuedOperation(Waiter):
 
     def close(self) -> None:
         self.channel._withdraw_waiter(self.end, self)
-
-
-class Refused:
-    """Given to a thread in place of a value: the error to raise."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error

@@ -17,27 +17,28 @@ See docs/decisions/0007-channels-between-processes.md.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...wire import addresses
+from ..channel import Channel, _Buffered
 from ..scheduler import scheduler
-from . import handlers as handlers
+from . import ends, handlers, proxy
+from .connection import LOSS_CALLBACKS
 from .credit import make_owned
-from .ends import Receiver, Sender, new_end
+from .ends import new_receiver, new_sender
+from .inherited import convert_inherited
+from .owner import OwnedChannel
 from .proxy import unpickle_channel
 from .transport import get_transport
 
-if TYPE_CHECKING:
-    from ..channel import Channel
+__all__ = ["convert_inherited", "get_transport", "new_receiver", "new_sender", "reduce_channel"]
 
-__all__ = ["Receiver", "Sender", "new_end", "reduce_channel", "unpickle_channel"]
+# The owner side first, so that its outcomes come before errors of the proxies.
+LOSS_CALLBACKS += [handlers.on_loss, ends.on_loss, proxy.on_loss]
 
 
 def reduce_channel(channel: Channel[Any]) -> Any:
     """Return how to pickle a channel of this process. Any thread may call this."""
-    from ..channel import Channel, _Buffered
-    from .owner import OwnedChannel
-
     if type(channel) not in (Channel, _Buffered) and not isinstance(channel, OwnedChannel):
         raise TypeError(
             f"a {type(channel).__qualname__} cannot be sent to another process: "

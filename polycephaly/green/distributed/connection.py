@@ -20,17 +20,23 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from ...errors import DroneDied
 from ...wire import addresses
+from ..channel import Channel
 from .opcodes import BYE, HEADER, HELLO, NAMES
 
-if TYPE_CHECKING:
-    from .transport import ChannelTransport
-
-__all__ = ["HANDLERS", "LOSS_CALLBACKS", "PeerConnection", "PeerEnding", "ending_of", "keep_last"]
+__all__ = [
+    "HANDLERS",
+    "LOSS_CALLBACKS",
+    "PeerConnection",
+    "PeerEnding",
+    "Transport",
+    "ending_of",
+    "keep_last",
+]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -47,12 +53,27 @@ MAX_KEPT_ENTRIES = 1000  # entries remembered about channels, ends and processes
 _read_buffer = memoryview(bytearray(READ_CHUNK_BYTES))
 
 
+class Transport(Protocol):
+    """What connections, and the channels of this process, need of the transport (transport.py)."""
+
+    channels: dict[int, Channel[Any]]
+    close_reasons: dict[int, BaseException]
+    aliases: dict[int, int]
+    peers: dict[str, PeerConnection]
+    endings: dict[str, PeerEnding]
+
+    def number_of(self, channel: Channel[Any]) -> int: ...
+    def forget_channel(self, number: int, reason: BaseException | None) -> None: ...
+    def schedule_write(self, peer: PeerConnection, now: bool = True) -> None: ...
+    def watch_writable(self, peer: PeerConnection, writing: bool) -> None: ...
+    def disconnect(self, peer: PeerConnection) -> None: ...
+    def find_ending(self, peer: PeerConnection) -> None: ...
+
+
 class PeerConnection:
     """A connection to another process. Either may have proxies of channels of the other."""
 
-    def __init__(
-        self, transport: ChannelTransport, sock: socket.socket, address: str, pid: int
-    ) -> None:
+    def __init__(self, transport: Transport, sock: socket.socket, address: str, pid: int) -> None:
         self.transport = transport
         self.sock = sock
         self.address = address  # the other process's; if that has dialled, from its HELLO
@@ -265,4 +286,4 @@ def _signal_name(number: int) -> str:
 HANDLERS: dict[int, Callable[[PeerConnection, int, int, bytes], object]] = {}
 """The handler of each kind of message; filled by handlers.py, ends.py and proxy.py."""
 LOSS_CALLBACKS: list[Callable[[PeerConnection], object]] = []
-"""Called for each connection that is lost, when its ending is known."""
+"""Called in order for each connection that is lost, when its ending is known; see __init__.py."""

@@ -18,24 +18,12 @@ from typing import Any
 from ..channel import _Buffered
 from ..waiting import NOTHING
 from . import opcodes
-from .connection import PeerConnection
-from .owner import OwnedChannel, OwnedState
+from .connection import PeerConnection, Transport
+from .owner import CreditAccount, OwnedChannel, OwnedState
 from .packed import PackedItem
 from .transaction import Transaction, is_in_select
-from .transport import ChannelTransport
 
 __all__ = ["OwnedBufferedChannel", "make_owned"]
-
-
-class CreditAccount:
-    """The places of one buffer that are granted to one process."""
-
-    __slots__ = ("channel", "granted", "recalled")
-
-    def __init__(self, channel: OwnedBufferedChannel) -> None:
-        self.channel = channel
-        self.granted = 0
-        self.recalled = False
 
 
 class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
@@ -116,7 +104,7 @@ class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
         self._match()
 
 
-def make_owned(channel: Any, transport: ChannelTransport, number: int) -> None:
+def make_owned(channel: Any, transport: Transport, number: int) -> None:
     """Make a channel serve other processes too. Called by the owner thread."""
     if isinstance(channel._extra, OwnedState) and channel._extra.transport is transport:
         channel._extra.number = number  # a new one if the channel is sent away after its end

@@ -23,26 +23,23 @@ from __future__ import annotations
 
 import secrets
 from _thread import LockType, allocate_lock, get_ident
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ...errors import ChannelClosed, DroneDied
 from ...wire import placeholders
 from .. import channel as channels
+from ..channel import Channel
 from ..scheduler import scheduler
 from . import opcodes
-from .connection import HANDLERS, LOSS_CALLBACKS, PeerConnection, keep_last
+from .connection import HANDLERS, PeerConnection, keep_last
 from .handlers import channel_of
 
-if TYPE_CHECKING:
-    from ..channel import Channel
-    from ..select import Guard
-
-__all__ = ["Receiver", "Sender", "new_end"]
+__all__ = ["Receiver", "Sender", "new_receiver", "new_sender", "on_loss"]
 
 T = TypeVar("T")
 
@@ -59,15 +56,15 @@ GRACE_STEPS = 5
 REPORT_STEPS = 50
 
 
-class _End(Generic[T]):
-    """An end of a channel. Like a channel, an end that is sent to another process is the same end
-    there.
+class _CountedEnd(channels.End[T]):
+    """An end of a channel, counted. Like a channel, an end that is sent to another process is the
+    same end there.
     """
 
     _only_follows = True  # follows tasks, does not wait for them: see `_waiters` in pool/inputs.py
 
     def __init__(self, channel: Channel[T], number: int, token: int = _NO_TOKEN) -> None:
-        self.channel = channel
+        super().__init__(channel)
         self._number = number
         self._token = token
         self._calls = 0  # calls on their way with this end
@@ -87,20 +84,10 @@ class _End(Generic[T]):
             scheduler.post(partial(_drop_end, self.channel, self._number, self._token))
 
     def close(self) -> None:
-        """Close the end. Any thread may call this, more than once.
-
-        The channel is closed with its last end of this kind.
-        """
         if not self._closed:
             self._closed = True
             self._register_inherited()
             scheduler.post(partial(_end_closed, self.channel, self._number))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _open_channel(self) -> Channel[T]:
         if self._closed:
@@ -175,67 +162,12 @@ class _End(Generic[T]):
         return f"<{type(self).__name__}{' closed' if self._closed else ''} of {self.channel!r}>"
 
 
-class Sender(_End[T]):
-    """The sending end of a channel; see `Channel.sender`.
-
-    Used in a ``with`` statement, the end is closed with the block.
-    """
-
-    def send(self, item: T) -> Awaitable[None]:
-        """Send `item`, as `Channel.send` does."""
-        return self._open_channel().send(item)
-
-    def put(self, item: T, timeout: float | None = None) -> None:
-        """Send `item` from plain code, as `Channel.put` does."""
-        self._open_channel().put(item, timeout)
-
-    def sending(self, item: T, *, when: bool | Callable[[], object] = True) -> Guard[None]:
-        """Return a guard for `select`, as `Channel.sending` does."""
-        return self._open_channel().sending(item, when=when)
+class Sender(_CountedEnd[T], channels.Sender[T]):
+    """A sending end, counted."""
 
 
-class Receiver(_End[T]):
-    """The receiving end of a channel; see `Channel.receiver`.
-
-    ``async for`` and ``for`` work as with the channel.
-    """
-
-    def receive(self) -> Awaitable[T]:
-        """Receive an item, as `Channel.receive` does."""
-        return self._open_channel().receive()
-
-    def get(self, timeout: float | None = None) -> T:
-        """Receive an item in plain code, as `Channel.get` does."""
-        return self._open_channel().get(timeout)
-
-    def receiving(self, *, when: bool | Callable[[], object] = True) -> Guard[T]:
-        """Return a guard for `select`, as `Channel.receiving` does."""
-        return self._open_channel().receiving(when=when)
-
-    def __aiter__(self) -> AsyncIterator[T]:
-        return _Items(self, self._open_channel())
-
-    def __iter__(self) -> Iterator[T]:
-        return _items(self, self._open_channel())
-
-
-class _Items(Generic[T]):
-    """Iterator of ``async for``. It refers to the end, which is therefore not released before."""
-
-    def __init__(self, end: Receiver[T], channel: Channel[T]) -> None:
-        self._end = end
-        self._channel = channel
-
-    def __aiter__(self) -> Self:
-        return self
-
-    def __anext__(self) -> Awaitable[T]:
-        return self._channel.__anext__()
-
-
-def _items(end: Receiver[T], channel: Channel[T]) -> Iterator[T]:
-    """Iterate over the items for ``for``. The generator refers to `end` for the same reason."""
-    yield from channel
+class Receiver(_CountedEnd[T], channels.Receiver[T]):
+    """A receiving end, counted."""
 
 
 def _misplacing_error(task: Any) -> BaseException | None:
@@ -273,9 +205,17 @@ class _EndCounts:
 _counts: WeakKeyDictionary[Channel[Any], _EndCounts] = WeakKeyDictionary()
 
 
-def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
-    """Return a new end. Any thread may call this, because no other code can know the end before it
-    is counted.
+def new_sender(channel: Channel[T]) -> Sender[T]:
+    return Sender(channel, _count_end(channel, "send"))
+
+
+def new_receiver(channel: Channel[T]) -> Receiver[T]:
+    return Receiver(channel, _count_end(channel, "receive"))
+
+
+def _count_end(channel: Channel[Any], kind: Literal["send", "receive"]) -> int:
+    """Count a new end, and return its number. Any thread may call this, because no other code can
+    know the end yet.
     """
     if channel.is_remote:
         raise RuntimeError(
@@ -287,11 +227,11 @@ def new_end(kind: type[_End[T]], channel: Channel[T]) -> Any:
     # No call up to the next line, so no other thread runs in between.
     count.last_number += 1
     number = count.last_number
-    count.open["send" if kind is Sender else "receive"].add(number)
-    return kind(channel, number)
+    count.open[kind].add(number)
+    return number
 
 
-_arrived_ends: WeakValueDictionary[tuple[int, int], _End[Any]] = WeakValueDictionary()
+_arrived_ends: WeakValueDictionary[tuple[int, int], _CountedEnd[Any]] = WeakValueDictionary()
 """The ends that have arrived in this drone, by number and `id` of the channel, which they keep
 alive. Each end is one object, however often it arrives, so it is released with the last
 reference."""
@@ -307,7 +247,9 @@ def _is_drone() -> bool:
     return placeholders.local_store is not None
 
 
-def _unpickle_end(kind: type[_End[T]], channel: Channel[T], number: int, previous: int) -> _End[T]:
+def _unpickle_end(
+    kind: type[_CountedEnd[T]], channel: Channel[T], number: int, previous: int
+) -> _CountedEnd[T]:
     global ends_arrived
     token = _report_arrival(channel, number, previous)
     if placeholders.current_store() is None:
@@ -517,7 +459,7 @@ def _on_end_misplaced(peer: PeerConnection, channel: int, number: int, payload: 
         scheduler.post(partial(_drop_misplaced, target, number, token, reason, None))
 
 
-def _on_loss(peer: PeerConnection) -> None:
+def on_loss(peer: PeerConnection) -> None:
     for channel in list(peer.ends):
         count = _counts[channel]
         for number, holders in list(count.holders.items()):
@@ -535,4 +477,3 @@ HANDLERS[opcodes.OPENED] = _on_end_opened
 HANDLERS[opcodes.ENDED] = _on_end_closed
 HANDLERS[opcodes.DROPPED] = _on_end_dropped
 HANDLERS[opcodes.MISPLACED] = _on_end_misplaced
-LOSS_CALLBACKS.append(_on_loss)

@@ -12,14 +12,14 @@ from typing import Any
 from ...errors import ChannelClosed
 from ..scheduler import scheduler
 from . import opcodes
-from .connection import HANDLERS, LOSS_CALLBACKS, PeerConnection
+from .connection import HANDLERS, PeerConnection
 from .credit import make_owned
 from .inherited import is_inherited, number_of_inherited
 from .owner import OwnedState, PendingOperation
 from .packed import CLOSED_OR_RELEASED, PackedItem
 from .transaction import Transaction
 
-__all__ = ["channel_of"]
+__all__ = ["channel_of", "on_loss"]
 
 log = logging.getLogger("polycephaly.green")
 
@@ -102,7 +102,7 @@ def _on_close(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
         channel.close()
 
 
-def _on_loss(peer: PeerConnection) -> None:
+def on_loss(peer: PeerConnection) -> None:
     """Drop the offers and demands of a process that is gone, and settle its transactions and
     places.
     """
@@ -113,7 +113,7 @@ def _on_loss(peer: PeerConnection) -> None:
     transactions, peer.awaiting_take = peer.awaiting_take, {}
     # Reversed, so that returned items keep the order of sending.
     for transaction in reversed(transactions.values()):
-        transaction.receiver_lost(transaction.receiver)
+        transaction.receiver_lost()
     callbacks, peer.hold_callbacks = peer.hold_callbacks, {}
     for on_answer in callbacks.values():
         on_answer(False)
@@ -138,4 +138,3 @@ HANDLERS.update(
         opcodes.CLOSE: _on_close,
     }
 )
-LOSS_CALLBACKS.append(_on_loss)

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 from .. import channel as channels
-
-if TYPE_CHECKING:
-    from ..channel import Channel
-    from .transport import ChannelTransport
+from ..channel import Channel
+from .connection import Transport
+from .owner import OwnedChannel
+from .proxy import ChannelProxy, make_proxy, proxies
+from .transport import inherited_transports
 
 __all__ = ["convert_inherited", "is_inherited", "number_of_inherited"]
 
@@ -41,10 +42,6 @@ def convert_inherited(channel: Any) -> None:
     """In a forked process: turn an inherited copy into a proxy, or into a channel of this
     process.
     """
-    from .owner import OwnedChannel
-    from .proxy import ChannelProxy, make_proxy, proxies
-    from .transport import inherited_transports
-
     if isinstance(channel, ChannelProxy):
         return
     generation = abs(channel._generation)
@@ -81,7 +78,7 @@ def is_inherited(number: int) -> bool:
     return bool(number & _INHERITED_BIT)
 
 
-def number_of_inherited(transport: ChannelTransport, number: int) -> int:
+def number_of_inherited(transport: Transport, number: int) -> int:
     """Return the proper number of the original, or 0 if it is gone."""
     own_number = transport.aliases.get(number)
     if own_number is None:

@@ -11,21 +11,17 @@ process are not touched.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import ChannelClosed
-from ..channel import Channel, _Extra
-from ..waiting import NOTHING, Waiter
+from ..channel import Channel
+from ..waiting import NOTHING, Extra, Waiter
 from . import opcodes
-from .connection import PeerConnection
+from .connection import PeerConnection, Transport
 from .packed import pack_reason, unpack_item
 from .transaction import Transaction, is_in_select
-from .transport import ChannelTransport
 
-if TYPE_CHECKING:
-    from .credit import CreditAccount
-
-__all__ = ["OwnedChannel", "OwnedState", "PendingOperation"]
+__all__ = ["CreditAccount", "OwnedChannel", "OwnedState", "PendingOperation"]
 
 
 class _RemoteSelect:
@@ -101,7 +97,18 @@ class PendingOperation(Waiter):
         self.peer.put(kind, 0, self.number, payload)
 
 
-class OwnedState(_Extra):
+class CreditAccount:
+    """The places of one buffer that are granted to one process."""
+
+    __slots__ = ("channel", "granted", "recalled")
+
+    def __init__(self, channel: OwnedChannel) -> None:
+        self.channel = channel
+        self.granted = 0
+        self.recalled = False
+
+
+class OwnedState(Extra):
     """The state of a channel that other processes know."""
 
     __slots__ = (
@@ -116,7 +123,7 @@ class OwnedState(_Extra):
         "undecided",
     )
 
-    def __init__(self, transport: ChannelTransport, number: int) -> None:
+    def __init__(self, transport: Transport, number: int) -> None:
         super().__init__()
         self.transport = transport
         self.number = number

@@ -27,12 +27,12 @@ from ..scheduler import PARK, scheduler
 from ..select import Offer
 from ..waiting import NOTHING, Refused, Waiter
 from . import opcodes
-from .connection import HANDLERS, LOSS_CALLBACKS, PeerConnection, PeerEnding
+from .connection import HANDLERS, PeerConnection, PeerEnding
 from .credit import make_owned
 from .packed import CLOSED_OR_RELEASED, PackedItem, pack_item, unpack_item, unpack_reason
 from .transport import ChannelTransport, get_transport
 
-__all__ = ["ChannelProxy", "unpickle_channel"]
+__all__ = ["ChannelProxy", "make_proxy", "on_loss", "proxies", "unpickle_channel"]
 
 
 class _ProxyState:
@@ -480,7 +480,7 @@ def _on_recall(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
         peer.put(opcodes.REFUND, number, credit.places)
 
 
-def _on_loss(peer: PeerConnection) -> None:
+def on_loss(peer: PeerConnection) -> None:
     """Fail all operations on the channels of a process that is gone."""
     waiting, peer.requests = peer.requests, {}
     held, peer.held_offers = peer.held_offers, {}
@@ -517,4 +517,3 @@ HANDLERS.update(
         opcodes.RECALL: _on_recall,
     }
 )
-LOSS_CALLBACKS.append(_on_loss)

@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import ItemLost
 from ..select import Offer
 from .packed import pack_item, unpack_item
-
-if TYPE_CHECKING:
-    from .owner import PendingOperation
+from .transport import get_transport
 
 __all__ = ["Transaction", "select_number"]
 
@@ -154,10 +152,11 @@ class Transaction:
             self.channel._put_back_item(self.item)
         self._finish()
 
-    def receiver_lost(self, receiver: PendingOperation) -> None:
+    def receiver_lost(self) -> None:
         """Handle the death of the receiver's process while the item was in transit, or already
         there.
         """
+        receiver = self.receiver
         if receiver.peer.sent <= self.item_offset:
             self.abort(receiver)
             return
@@ -222,8 +221,6 @@ def is_in_select(waiter: Any) -> bool:
 
 def select_number(waiter: Any) -> tuple[str, int]:
     """Return the number of the waiter's select. These numbers have one order in all processes."""
-    from .transport import get_transport
-
     if waiter.is_remote:
         return waiter.peer.address, waiter.select.number
     select = waiter.select

@@ -36,17 +36,15 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...runtime import fork_guard, parent_death
 from ...runtime.procfs import state_of
 from ...wire import addresses
+from ..channel import Channel
 from ..scheduler import scheduler
 from .connection import PeerConnection, PeerEnding, ending_of, keep_last
 from .opcodes import BYE, HELLO
-
-if TYPE_CHECKING:
-    from ..channel import Channel
 
 __all__ = ["ChannelTransport", "get_transport", "inherited_transports", "own_address"]
 

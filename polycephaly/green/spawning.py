@@ -1,0 +1,142 @@
+"""`spawn`: start a green thread of the kind that suits the function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import copy_context
+from time import monotonic
+from typing import Any, TypeVar, overload
+
+from ..runtime.coroutines import is_coroutine, is_coroutine_function
+from ..timeline.event_log import MAX_LIVES_LOGGED
+from .bound import BoundThread
+from .scheduler import InContext, scheduler
+from .thread import GreenThread, NativeThread, ThreadGroup, as_coroutine, qualname
+
+__all__ = ["spawn", "start"]
+
+T = TypeVar("T")
+
+OwnGreenThread: type[GreenThread[Any]] = GreenThread
+"""The class of the green threads of this process.
+
+A forked child makes another one, so that threads of its parent in a channel's slot can be told
+apart.
+"""
+
+
+def _reset_after_fork() -> None:
+    global OwnGreenThread
+    OwnGreenThread = type(
+        "GreenThread",
+        (GreenThread,),
+        {"__slots__": (), "__module__": GreenThread.__module__, "__qualname__": "GreenThread"},
+    )
+
+
+@overload
+def spawn(
+    fn: Coroutine[Any, Any, T], /, *, name: str | None = None, bound: bool = False
+) -> GreenThread[T]: ...
+@overload
+def spawn(
+    fn: Callable[..., Awaitable[T]], /, *args: Any, name: str | None = None, bound: bool = False
+) -> GreenThread[T]: ...
+@overload
+def spawn(
+    fn: Callable[..., T], /, *args: Any, name: str | None = None, bound: bool = False
+) -> GreenThread[T]: ...
+
+
+def spawn(fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) -> GreenThread[Any]:
+    """Start a green thread that runs ``fn(*args)``, and return the promise of its value.
+
+    Parameters
+    ----------
+    fn
+        A coroutine function or coroutine object runs on the scheduler: atomically between two
+        awaits, one at a time with all others. A plain function runs on a native thread of its own;
+        if its value can be awaited, the green thread awaits it.
+    *args
+        Arguments for `fn`.
+    name
+        The name in reports; by default the qualified name of `fn`.
+    bound
+        Run all steps of the coroutine, and its foreign calls, on one native thread. For objects
+        that belong to the thread that made them (`sqlite3`, GUIs).
+
+    Returns
+    -------
+    GreenThread
+        The promise of the value.
+
+    Raises
+    ------
+    TypeError
+        If `fn` cannot be called this way.
+
+    Notes
+    -----
+    Any thread may call this. An error that no code looks at is printed, with `name`. Passing the
+    promise on (`then`, `gather`) counts as looking.
+
+    Examples
+    --------
+    >>> from polycephaly import green
+    >>> async def double(x):
+    ...     return 2 * x
+    >>> green.spawn(double, 4).value, green.spawn(pow, 2, 8).value
+    (8, 256)
+    """
+    return start(fn, args, None, name, bound)
+
+
+def start(
+    fn: Any,
+    args: tuple[Any, ...],
+    group: ThreadGroup | None = None,
+    name: str | None = None,
+    bound: bool = False,
+) -> GreenThread[Any]:
+    if is_coroutine(fn):
+        if args:
+            raise TypeError(f"a coroutine object takes no arguments: {fn!r}, {args!r}")
+        coro = as_coroutine(fn, qualname(fn))
+    elif is_coroutine_function(fn):
+        coro = as_coroutine(fn(*args), qualname(fn))
+    elif callable(fn):
+        native: NativeThread[Any] = NativeThread(fn, args, group)
+        if name:
+            native._name = name
+        if group is not None:
+            group.children.add(native)
+        if len(scheduler.live) < MAX_LIVES_LOGGED:
+            native._spawned_at = monotonic()
+        try:
+            native.start_job(fn, args)
+        except RuntimeError:
+            if group is not None:
+                group.children.discard(native)
+            raise
+        return native
+    else:
+        raise TypeError(f"a green thread runs a function or a coroutine, not {fn!r}")
+    context = copy_context()
+    if context:  # an empty context, the usual case, needs no wrapper
+        coro = InContext(coro, context)
+    thread = BoundThread(coro, group) if bound else OwnGreenThread(coro, group)
+    if name:
+        thread._name = name
+    if len(scheduler.live) < MAX_LIVES_LOGGED:
+        thread._spawned_at = monotonic()
+    scheduler.live.add(thread)
+    if group is not None:
+        group.children.add(thread)  # before the thread can end
+    scheduler.ready.append(thread)
+    if scheduler.bell:
+        scheduler.ring()
+    return thread
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
