@@ -14,7 +14,7 @@ from collections.abc import Callable, Sized
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..promises.promise import FINISHED, Signal
+from ..promises.promise import Signal, fulfill
 
 if TYPE_CHECKING:
     from .reactor import Reactor
@@ -54,7 +54,7 @@ class BackPressure:
                 if not (self.has_room(queue) or closed()):
                     room.result()
             finally:  # otherwise `wake_waiters` could wake this caller in place of one that waits
-                room._settle(FINISHED, None, None)
+                fulfill(room)
 
     def wake_waiters(self, closed: bool) -> None:
         """Wake the callers for which there is room, or all callers if the pool is closed. Called
@@ -68,7 +68,7 @@ class BackPressure:
             key = id(room.queue)
             counted[key] = counted.get(key, 0) + 1
             if closed or len(room.queue) + counted[key] <= self._limit:
-                self._reactor.deliver(partial(room._settle, FINISHED, None, None))
+                self._reactor.deliver(partial(fulfill, room))
             else:
                 self._waiting.append(room)
 

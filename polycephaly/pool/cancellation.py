@@ -21,7 +21,7 @@ from __future__ import annotations
 from functools import partial
 from math import inf
 
-from ..promises.promise import FINISHED
+from ..promises.promise import reject
 from ..runtime.tuning import tuning
 from ..wire.messages import CANCEL, pack_numbers
 from .dispatcher_base import DispatcherBase
@@ -83,7 +83,7 @@ class Cancellation:
         error = TimeoutError(
             f"{task.definition.label} ran for more than {task.timeout} s on {handle.name}"
         )
-        self._dispatcher.reactor.deliver(partial(task._settle, FINISHED, None, error))
+        self._dispatcher.reactor.deliver(partial(reject, task, error))
         self.interrupt(handle, task)
 
     def interrupt(self, handle: AssignedDrone, task: Task) -> None:

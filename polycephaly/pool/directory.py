@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary, finalize
 
 from ..errors import DroneDied, Lost
 from ..memory.references import Received, load
-from ..promises.promise import FINISHED, Promise, Signal
+from ..promises.promise import Promise, Signal, fulfill, reject
 from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
 from ..wire.functions import RemoteFunction
@@ -165,7 +165,7 @@ class RemoteObject:
 
             # The reactor's lock will never be taken again for this pool.
             def on_pool_ended(_: Promise[None]) -> None:
-                fetch._settle(FINISHED, None, self.directory.loss_error(self))
+                reject(fetch, self.directory.loss_error(self))
 
             dispatcher.ended._hook(on_pool_ended)
             try:
@@ -377,15 +377,11 @@ class ObjectDirectory:
         if fetch.done():
             return
         if remote_object.packed is not None:
-            self.dispatcher.reactor.deliver(
-                partial(fetch._settle, FINISHED, remote_object.packed, None)
-            )
+            self.dispatcher.reactor.deliver(partial(fulfill, fetch, remote_object.packed))
         elif not remote_object.is_unpicklable and self._request_value(remote_object):
             remote_object.change_callbacks.append(partial(self.fetch, remote_object, fetch))
         else:
-            self.dispatcher.reactor.deliver(
-                lambda: fetch._settle(FINISHED, None, self.loss_error(remote_object))
-            )
+            self.dispatcher.reactor.deliver(lambda: reject(fetch, self.loss_error(remote_object)))
 
     def _request_value(self, remote_object: RemoteObject) -> bool:
         """Have the value packed or computed again; return False if it is lost."""

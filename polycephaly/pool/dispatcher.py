@@ -30,7 +30,7 @@ from typing import Any
 from ..errors import Lost, copy_error
 from ..memory.references import Serialized
 from ..promises.combining import race
-from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise
+from ..promises.promise import CANCELLED, PENDING, Promise, reject
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.tuning import tuning
 from ..wire.messages import CANCEL, RECALL, pack_numbers
@@ -141,7 +141,7 @@ class Dispatcher(DispatcherBase):
             if definition.captures:
                 task.hold_captured()
         except Exception as error:
-            task._settle(FINISHED, None, error)
+            reject(task, error)
             return task
         try:
             if target is not None:
@@ -512,7 +512,7 @@ class Dispatcher(DispatcherBase):
                     task.recompute_inputs(lost)
                 except BaseException as error:
                     self.waiting.discard(task)
-                    self.reactor.deliver(partial(task._settle, FINISHED, None, copy_error(error)))
+                    self.reactor.deliver(partial(reject, task, copy_error(error)))
         self.end_check_due = True
 
     # -- holding the reactor's lock: stopping running tasks ----------------------------------------
@@ -604,7 +604,7 @@ class Dispatcher(DispatcherBase):
         self.broken = error
         self.refusal = error
         if not self.begun.done():
-            self.reactor.deliver(partial(self.begun._settle, FINISHED, None, copy_error(error)))
+            self.reactor.deliver(partial(reject, self.begun, copy_error(error)))
         for handle in self.handles:
             # Answers that still arrive are ignored: these tasks no longer have their payloads.
             in_flight = list(handle.in_flight.values())
@@ -728,7 +728,7 @@ class Dispatcher(DispatcherBase):
     def _reject_waiting(self) -> None:
         """Reject the tasks that were added to `waiting` after `abandon` had cleared it."""
         for task in [*self.waiting]:
-            task._settle(FINISHED, None, self.refusal and copy_error(self.refusal))
+            reject(task, copy_error(self.refusal or RuntimeError(f"{self.config.name} has ended")))
             task.release_inputs()
             self.waiting.discard(task)
 

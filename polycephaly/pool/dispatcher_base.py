@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import copy_error
-from ..promises.promise import FINISHED, Promise, Signal
+from ..promises.promise import Promise, Signal, fulfill, reject
 from ..runtime.timers import Timer
 from ..wire.functions import FunctionRegistry
 from ..wire.output import Listener
@@ -157,9 +157,10 @@ class DispatcherBase(Tenant):
         the reactor's lock, because callbacks run.
         """
         error = error or self.refusal
+        assert error is not None  # set before the end
         with suppress(IndexError):
             while True:
-                queue.popleft()._settle(FINISHED, None, error and copy_error(error))
+                reject(queue.popleft(), copy_error(error))
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class DispatcherBase(Tenant):
 
     def reject(self, task: Task, make_error: Callable[[], BaseException]) -> None:
         task.payload = b""
-        self.reactor.deliver(lambda: task._settle(FINISHED, None, make_error()))
+        self.reactor.deliver(lambda: reject(task, make_error()))
         self.post(self.end_if_last, task.target)
 
     def end_if_last(self, target: AssignedDrone | None) -> None:
@@ -205,9 +206,9 @@ class DispatcherBase(Tenant):
                 retried.append(task)
             else:
                 task.payload = b""
-                self.reactor.deliver(partial(task._settle, FINISHED, None, copy_error(error)))
+                self.reactor.deliver(partial(reject, task, copy_error(error)))
         self.queue.extendleft(reversed(retried))
 
     def settle_signal(self, promise: Promise[None]) -> None:
         if not promise.done():
-            self.reactor.deliver(partial(promise._settle, FINISHED, None, None))
+            self.reactor.deliver(partial(fulfill, promise))

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..memory.references import Received
-from ..promises.promise import FINISHED, callbacks
+from ..promises.promise import FINISHED, callbacks, fulfill
 from ..wire.exceptions import unpack_exception
 from ..wire.messages import (
     ERROR,
@@ -312,6 +312,6 @@ def _settle_values(tasks: list[Task | None], values: list[Any], answer: AnswerBa
                     task._run_hooks()
             else:
                 task._unclaimed = None
-                task._settle(FINISHED, value, None)
+                fulfill(task, value)
         except BaseException:
             callbacks.exception("a callback of %r failed", task)

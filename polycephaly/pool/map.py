@@ -21,7 +21,7 @@ from itertools import chain
 from time import monotonic
 from typing import Any, TypeVar
 
-from ..promises.promise import FINISHED, Promise
+from ..promises.promise import Promise, fulfill
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
 from ..wire.slices import Answers
@@ -362,7 +362,7 @@ class _Unordered(_Ordered):
     def _settled(self, task: Promise[Any]) -> None:
         assert isinstance(task, Task)
         self._arrived.append(task)
-        self._next_arrival._settle(FINISHED, None, None)
+        fulfill(self._next_arrival)
 
 
 class _AsyncResults(AsyncIterator[Any]):
@@ -396,7 +396,7 @@ class _AsyncResults(AsyncIterator[Any]):
 
 
 def _settle(promise: Promise[None], _: object) -> None:
-    promise._settle(FINISHED, None, None)
+    fulfill(promise)
 
 
 def _cancel(tasks: Reversible[Task]) -> None:

@@ -33,7 +33,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ..promises import promise as promises
-from ..promises.promise import FINISHED, Promise, settling_threads
+from ..promises.promise import Promise, fulfill, settling_threads
 from ..runtime import fork_guard, parent_death
 from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
 from ..runtime.tuning import tuning
@@ -390,7 +390,7 @@ class Reactor(EventLoop):
                 self.last_callbacks.pop()()
             promises_to_settle, self.end_promises = self.end_promises, []
             for promise in promises_to_settle:
-                promise._settle(FINISHED, None, None)
+                fulfill(promise)
         return ended
 
     def _end(self) -> bool:

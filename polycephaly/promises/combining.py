@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future
 from time import monotonic
 from typing import Any, TypeVar, overload
 
-from .promise import CANCELLED, FINISHED, Promise, cancel_on_interrupt, outcome
+from .promise import CANCELLED, FINISHED, Promise, cancel_on_interrupt, fulfill, outcome, reject
 
 __all__ = ["as_completed", "gather", "race"]
 
@@ -72,9 +72,9 @@ def gather(*promises: Future[Any]) -> Promise[list[Any]]:
 
     def one_settled(future: Future[Any]) -> None:
         if future.cancelled():
-            combined._settle(FINISHED, None, CancelledError())
+            reject(combined, CancelledError())
         elif (error := future.exception()) is not None:
-            combined._settle(FINISHED, None, error)
+            reject(combined, error)
         else:
             # The pop is atomic. Only the number of entries matters, not which one is removed.
             waiting_for.pop()
@@ -82,12 +82,12 @@ def gather(*promises: Future[Any]) -> Promise[list[Any]]:
                 try:
                     values = [p.result() for p in promises]
                 except BaseException as unopened:  # from opening a value that is stored elsewhere
-                    combined._settle(FINISHED, None, unopened)
+                    reject(combined, unopened)
                 else:
-                    combined._settle(FINISHED, values, None)
+                    fulfill(combined, values)
 
     if not promises:
-        combined._settle(FINISHED, [], None)
+        fulfill(combined, [])
     for each in promises:
         each.add_done_callback(one_settled)
     return combined
@@ -194,7 +194,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
         # can be dropped before all promises have settled.
         def one_settled(future: Any) -> None:
             pending.pop(future, None)
-            slots[next(indices)]._settle(FINISHED, future, None)
+            fulfill(slots[next(indices)], future)
 
         self._hook = one_settled
         for each in distinct:

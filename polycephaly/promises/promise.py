@@ -44,9 +44,11 @@ __all__ = [
     "Spans",
     "callbacks",
     "cancel_on_interrupt",
+    "fulfill",
     "misplaced_error",
     "outcome",
     "pickling_state",
+    "reject",
 ]
 
 T = TypeVar("T")
@@ -806,6 +808,16 @@ class Signal(Promise[T]):
     """A promise of the package itself. Many may wait for this promise, and no waiter cancels it."""
 
     _cancels_with_waiter = False
+
+
+def fulfill(promise: Promise[Any], value: object = None) -> bool:
+    """Settle `promise` with `value`. Return False if the promise was settled before."""
+    return promise._settle(FINISHED, value, None)
+
+
+def reject(promise: Promise[Any], error: BaseException) -> bool:
+    """Settle `promise` with `error`. Return False if the promise was settled before."""
+    return promise._settle(FINISHED, None, error)
 
 
 def outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from secrets import compare_digest
 from typing import Any, Protocol
 
-from ...promises.promise import FINISHED, Signal
+from ...promises.promise import Signal, fulfill
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
 from ...wire.messages import Malformed
@@ -199,7 +199,7 @@ class Inbox:
         self.waiters.append(signal)
         try:
             if self.has_messages() or self.ended:
-                signal._settle(FINISHED, None, None)
+                fulfill(signal)
             yield signal
         finally:
             with suppress(ValueError):
@@ -211,7 +211,7 @@ class Inbox:
         waiters = self.waiters
         while waiters:
             try:
-                waiters.popleft()._settle(FINISHED, None, None)
+                fulfill(waiters.popleft())
             except IndexError:
                 return
 
@@ -230,5 +230,5 @@ class Inbox:
             holder.close()
         self.holders.clear()
         parent_death.close(self.content)
-        self._ended_signal._settle(FINISHED, None, None)
+        fulfill(self._ended_signal)
         self.wake_waiters()
