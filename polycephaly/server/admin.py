@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import wait
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engines.remote.messages import REPLY, pack_json
 from ..pool.interfaces import State
@@ -23,11 +23,13 @@ from ..store.shared import Shared, store_pickled
 from ..timeline.plain import pack_timeline
 from ..timeline.timeline import Timeline
 from ..wire.messages import Malformed
+from .client import Client
 from .drone_requests import DRONE_REQUESTS, Reply
+from .joined import JoinedHosts
 from .state import IDENTITY_FIELDS, describe_identity
 
 if TYPE_CHECKING:
-    from .server import Client, Server
+    from ..pool.pool import Pool
 
 __all__ = ["AdminService"]
 
@@ -35,12 +37,35 @@ TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines
 REPLY_TIMEOUT_SECONDS = 1.0  # closing the server waits so long for each reply in preparation
 
 
-class AdminService:
-    """The replies to the admin requests of one server's clients, and the values that they share."""
+class AdministeredServer(Protocol):
+    """The interface of a `Server` for admin requests."""
 
-    def __init__(self, server: Server, on_stop: Callable[[bool], object] | None) -> None:
+    setup: dict[str, Any] | None
+
+    @property
+    def name(self) -> str: ...
+    def status(self) -> dict[str, Any]: ...
+
+
+class AdminService:
+    """The replies to the admin requests of one server's clients, and the values that they share.
+
+    `post` has the server's loop call a function.
+    """
+
+    def __init__(
+        self,
+        server: AdministeredServer,
+        pool: Pool,
+        joined_hosts: JoinedHosts,
+        post: Callable[[Callable[[], object]], object],
+        on_stop: Callable[[bool], object] | None,
+    ) -> None:
         self._server = server
-        self._pool = server._pool
+        self._pool = pool
+        self._dispatcher = pool._dispatcher
+        self._joined_hosts = joined_hosts
+        self._post = post
         self._on_stop = on_stop
         # Held while a status or a timeline is computed. `Client.long_request_lock` queues such
         # requests of one client.
@@ -64,19 +89,19 @@ class AdminService:
         if not (isinstance(kind, str) and isinstance(number, int) and isinstance(drone, int)):
             raise Malformed("a malformed request")
         reply = partial(self._reply, client, number)
-        joined_hosts = self._server._joined_hosts
+        joined_hosts = self._joined_hosts
         try:
             if kind in DRONE_REQUESTS:
                 if joined_hosts.is_joined_drone(drone):
                     joined_hosts.request(kind, drone, reply)
                 else:
-                    DRONE_REQUESTS[kind](self._pool, drone, reply)
+                    DRONE_REQUESTS[kind](self._dispatcher, drone, reply)
             elif kind == "status":
                 self._run_in_thread(reply, partial(self._compute, client, self._server.status))
             elif kind == "drones":
                 own = [
                     describe_identity(handle)
-                    for handle in list(self._pool._dispatcher.handles)
+                    for handle in list(self._dispatcher.handles)
                     if handle.state < State.RETIRING
                 ]
                 joined = [
@@ -121,7 +146,7 @@ class AdminService:
         requests delays only itself.
         """
         with client.long_request_lock, self._long_requests:
-            if client.identity not in self._server._clients:  # the client has left
+            if client.has_left:
                 return None
             return compute()
 
@@ -138,24 +163,23 @@ class AdminService:
         """Copy a client's value into the pool's shared memory."""
 
         def copy() -> None:
-            store = self._pool._dispatcher.registry.store
+            store = self._dispatcher.registry.store
             assert store is not None
             value = store_pickled(buffers, store)
-            self._server._post(partial(self._add_shared_value, client, number, value))
+            self._post(partial(self._add_shared_value, client, number, value))
 
         self._run_in_thread(partial(self._reply, client, request_number), copy)
 
     def _add_shared_value(self, client: Client, number: int, value: Shared[Any]) -> None:
         """Keep a shared value for the client's later calls, unless the client has left."""
-        if self._server._clients.get(client.identity) is client:
+        if not client.has_left:
             client.session.shared[number] = value
 
     def _reply(self, client: Client, number: int, **fields: Any) -> None:
         """Send a reply. Any thread may call this."""
-        server = self._server
         # Packed by the caller, because a long reply comes from a short-lived thread.
         frames = pack_json(REPLY, {"id": number, **fields})
-        server._post(lambda: server._send_to_client(client, frames, requests=1))
+        self._post(partial(client.send, frames, requests=1))
 
     def _run_in_thread(self, reply: Reply, function: Callable[[], Any]) -> None:
         """Call `function` in a short-lived thread; send its result or its error as the reply."""

@@ -12,15 +12,15 @@ from .session import find_drone
 from .state import describe_identity
 
 if TYPE_CHECKING:
-    from ..pool.pool import Pool
+    from ..pool.dispatcher import Dispatcher
 
 __all__ = ["DRONE_REQUESTS", "Reply"]
 
 Reply = Callable[..., None]
 
 
-def _describe(pool: Pool, number: int, reply: Reply) -> None:
-    handle = find_drone(pool, number)
+def _describe(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
+    handle = find_drone(dispatcher, number)
 
     def send_reply(_: object) -> None:
         waiting = None if handle.waiting is None else handle.waiting.as_dict()
@@ -30,19 +30,19 @@ def _describe(pool: Pool, number: int, reply: Reply) -> None:
     handle.pid_known._hook(send_reply)
 
 
-def _interrupt(pool: Pool, number: int, reply: Reply) -> None:
-    handle = find_drone(pool, number)
-    pool._dispatcher.post(pool._dispatcher.interrupt, handle)
+def _interrupt(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
+    handle = find_drone(dispatcher, number)
+    dispatcher.post(dispatcher.interrupt, handle)
     reply(value=None)
 
 
-def _kill(pool: Pool, number: int, reply: Reply) -> None:
-    handle = find_drone(pool, number)
+def _kill(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
+    handle = find_drone(dispatcher, number)
     handle.ended._hook(lambda _: reply(value=None))
-    pool._dispatcher.post(handle.kill)
+    dispatcher.post(handle.kill)
 
 
-DRONE_REQUESTS: dict[Any, Callable[[Pool, int, Reply], None]] = {
+DRONE_REQUESTS: dict[Any, Callable[[Dispatcher, int, Reply], None]] = {
     "drone": _describe,
     "interrupt": _interrupt,
     "kill": _kill,

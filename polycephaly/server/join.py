@@ -162,7 +162,7 @@ class Joined(ServerConnection):
         if function.tag not in self._tags:
             self._tags.add(function.tag)
             self._dispatcher.output_listeners[function.tag] = self._on_output
-        return submit_call(self._pool, function, item)
+        return submit_call(self._dispatcher, function, item)
 
     def _on_output(self, line: Line) -> None:
         self._lines.append(line)
@@ -339,7 +339,7 @@ class Joined(ServerConnection):
 
     def _report_status(self) -> None:
         if not self.has_ended:
-            self.send(pack_json(HOST_STATUS, {"drones": describe_drones(self._pool)}))
+            self.send(pack_json(HOST_STATUS, {"drones": describe_drones(self._dispatcher)}))
             if newly_running := self._session.newly_running():
                 self.send(pack_numbers(RUNNING, newly_running))
             self.call_later(STATUS_INTERVAL_SECONDS, self._report_status)
@@ -357,7 +357,7 @@ class Joined(ServerConnection):
             fork_guard.OwnThread("polycephaly-request", send_timeline).start()
             return
         try:
-            DRONE_REQUESTS[request["what"]](self._pool, request["drone"], reply)
+            DRONE_REQUESTS[request["what"]](self._dispatcher, request["drone"], reply)
         except RuntimeError as error:
             reply(error=str(error))
 

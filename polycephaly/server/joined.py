@@ -53,17 +53,18 @@ from ..engines.remote.messages import (
 from ..errors import DroneDied
 from ..pool.interfaces import State
 from ..pool.task import Task
-from ..promises.promise import CANCELLED, FINISHED, Promise
+from ..promises.promise import FINISHED, Promise
 from ..timeline.plain import unpack_timeline
 from ..timeline.timeline import Timeline
 from ..wire.functions import KnownFunctions
 from ..wire.messages import FORGET, WITHDRAWN, Malformed
+from ..wire.output import Line
 from .flow_control import Flow
 from .session import ClientFunction
 from .state import IDENTITY_FIELDS
 
 if TYPE_CHECKING:
-    from .server import Server
+    from ..pool.dispatcher import Dispatcher
 
 __all__ = ["JoinedHost", "JoinedHosts"]
 
@@ -98,11 +99,21 @@ class JoinedHost(Flow):
 
 
 class JoinedHosts:
-    """The joined hosts of a server. Methods need the server's lock, unless stated otherwise."""
+    """The joined hosts of a server. Methods need the server's lock, unless stated otherwise.
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._dispatcher = server._pool._dispatcher
+    `send` sends a message to a host and returns False if it cannot be sent. `post` has the server's
+    loop call a function.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        send: Callable[[bytes, list[bytes]], bool],
+        post: Callable[[Callable[[], object]], object],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._send = send
+        self._post = post
         self._hosts: dict[bytes, JoinedHost] = {}
         self._indices = itertools.count(1)
         self._request_numbers = itertools.count(1)
@@ -128,7 +139,7 @@ class JoinedHosts:
         for each in self:
             if each.sent_functions.unused:
                 unused = [Item(number, 0, FORGET) for number in each.sent_functions.pop_unused()]
-                self._server._send(each.identity, pack_work(unused))
+                self._send(each.identity, pack_work(unused))
         credits = [(each, each.credit) for each in self if each.credit > 0 and each.drones]
         if credits and self._dispatcher.queue and not self._is_lending:
             self._is_lending = True
@@ -139,8 +150,8 @@ class JoinedHosts:
         for host, credit in credits:
             tasks = self._dispatcher.leases.lease(credit, _is_relayed)
             if tasks:
-                self._server._post(partial(self._send_calls, host, tasks))
-        self._server._post(self._on_lent)
+                self._post(partial(self._send_calls, host, tasks))
+        self._post(self._on_lent)
 
     def _on_lent(self) -> None:
         self._is_lending = False
@@ -158,7 +169,7 @@ class JoinedHosts:
             try:
                 kind, payload = task.captured_args()
             except Exception as error:  # the pool has ended and its memory was freed
-                self._post(partial(self._dispatcher.leases.on_lost, [task], error))
+                self._dispatcher.post(self._dispatcher.leases.on_lost, [task], error)
                 continue
             self._add_definition(host, task.client_function, items)
             items.append(
@@ -175,7 +186,7 @@ class JoinedHosts:
             sent.append(task)
         if not sent:
             return
-        if not self._server._send(host.identity, pack_work(items)):
+        if not self._send(host.identity, pack_work(items)):
             self._on_not_sent(sent, target)
             return
         for task in sent:
@@ -185,9 +196,9 @@ class JoinedHosts:
     def _on_not_sent(self, tasks: list[Task], target: int) -> None:
         if target:
             error = RuntimeError("the drone has ended: its host has left")
-            self._post(partial(self._dispatcher.leases.on_lost, tasks, error))
+            self._dispatcher.post(self._dispatcher.leases.on_lost, tasks, error)
         else:
-            self._post(partial(self._dispatcher.leases.requeue_unstarted, tasks))
+            self._dispatcher.post(self._dispatcher.leases.requeue_unstarted, tasks)
 
     def _add_definition(
         self, host: JoinedHost, function: ClientFunction, items: list[Item]
@@ -205,13 +216,13 @@ class JoinedHosts:
 
     def _forward_cancel(self, host: JoinedHost, task: Promise[Any]) -> None:
         """Cancel the call at its host if the task was cancelled. Any thread may call this."""
-        if task._state == CANCELLED:
+        if task.cancelled():
             assert isinstance(task, Task)
-            self._server._post(partial(self._cancel_at_host, host, task.number))
+            self._post(partial(self._cancel_at_host, host, task.number))
 
     def _cancel_at_host(self, host: JoinedHost, number: int) -> None:
         if host.in_flight.pop(number, None) is not None:
-            self._server._send(host.identity, pack_numbers(CANCEL, [number]))
+            self._send(host.identity, pack_numbers(CANCEL, [number]))
 
     def recall_waiting(self) -> None:
         """Recall calls that wait at one host while drones elsewhere are idle.
@@ -231,9 +242,7 @@ class JoinedHosts:
             waiting = len(host.in_flight) - len(host.drones)
             if waiting > 0 and idle + others > 0 and not host.recall_pending:
                 host.recall_pending = True
-                self._server._send(
-                    host.identity, pack_numbers(RECALL, [min(waiting, idle + others)])
-                )
+                self._send(host.identity, pack_numbers(RECALL, [min(waiting, idle + others)]))
 
     # -- messages of a joined host -----------------------------------------------------------------
 
@@ -249,12 +258,12 @@ class JoinedHosts:
                 for number in read_numbers(frames)
                 if (task := host.in_flight.pop(number, None)) is not None
             ]
-            self._post(partial(self._dispatcher.leases.requeue_unstarted, returned))
+            self._dispatcher.post(self._dispatcher.leases.requeue_unstarted, returned)
         elif kind == WINDOW:
             host.window = sum(read_numbers(frames))  # one number
             if not host.window:
                 host.is_leaving = True
-                self._server._send(host.identity, [BYE])
+                self._send(host.identity, [BYE])
         elif kind == HOST_STATUS:
             host.drones = _check_drones(read_json(frames).get("drones"))
             host.status_at = host.last_message_at
@@ -263,7 +272,10 @@ class JoinedHosts:
                 if (task := host.in_flight.get(number)) is not None:
                     task.runs_elsewhere = True
         elif kind == OUTPUT:
-            self._server.send_output_lines(read_lines(frames, 4))
+            for text, drone, stream, tag in read_lines(frames, 4):
+                listener = self._dispatcher.output_listeners.get(tag)
+                if listener is not None:
+                    listener(Line(text, drone, stream, tag))
         elif kind == REPLY:
             fields = read_json(frames)
             reply = (
@@ -290,7 +302,7 @@ class JoinedHosts:
             else:
                 task._settle(FINISHED, (status, payload), None)
                 settled.append(task)
-        self._post(partial(self._dispatcher.leases.on_settled, settled))
+        self._dispatcher.post(self._dispatcher.leases.on_settled, settled)
 
     def remove(self, host: JoinedHost, reason: str) -> None:
         """Remove a host that is lost or has left. Its calls run again or are rejected."""
@@ -312,13 +324,13 @@ class JoinedHosts:
                 drone=host.name,
                 running=label,
             )
-            self._post(partial(self._dispatcher.leases.on_lost, [task], error))
+            self._dispatcher.post(self._dispatcher.leases.on_lost, [task], error)
         for reply in host.pending_requests.values():
             reply(error=f"the drone has ended: the joined host {host.name} was lost")
 
     def close(self) -> None:
         for host in self:
-            self._server._send(host.identity, [BYE])
+            self._send(host.identity, [BYE])
             self.remove(host, "the server was closed")
 
     # -- single drones -----------------------------------------------------------------------------
@@ -386,10 +398,7 @@ class JoinedHosts:
         request_number = next(self._request_numbers)
         host.pending_requests[request_number] = reply
         request = {"id": request_number, "what": kind, "drone": number & (1 << _INDEX_SHIFT) - 1}
-        self._server._send(host.identity, pack_json(REQUEST, request))
-
-    def _post(self, callback: Callable[[], object]) -> None:
-        self._dispatcher.post(callback)
+        self._send(host.identity, pack_json(REQUEST, request))
 
 
 def _settle_timeline(promise: Promise[Timeline], value: Any = None, error: str = "") -> None:

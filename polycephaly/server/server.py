@@ -26,7 +26,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -47,9 +46,7 @@ from ..engines.remote.messages import (
     BYE,
     CANCEL,
     HELLO,
-    LINE_OVERHEAD_BYTES,
     MAX_FRAME_BYTES,
-    OUTPUT,
     OUTPUT_ACK,
     PING,
     RECALL,
@@ -63,7 +60,6 @@ from ..engines.remote.messages import (
     Item,
     Result,
     pack_hello,
-    pack_json,
     pack_numbers,
     pack_results,
     read_hello,
@@ -84,8 +80,9 @@ from ..wire.messages import CALL, Malformed
 from ..wire.output import Line
 from .accepted import Accepted
 from .admin import AdminService
+from .client import Client
 from .fairness import FairOrder
-from .flow_control import ClientFlow, Flow
+from .flow_control import Flow
 from .joined import JoinedHost, JoinedHosts
 from .session import ClientFunction, ClientSession, make_result, submit_call
 from .state import count_queued, describe_drones
@@ -103,21 +100,6 @@ MAX_MESSAGES_PER_TURN = 100
 MAX_CLIENT_DEFINITIONS = 1024  # function definitions of one client
 HOST_CHECK_SECONDS = 0.1  # between checks of how calls are spread, if hosts have joined
 HEARTBEAT_MS = 3000
-
-
-class Client(ClientFlow):
-    """A connected client."""
-
-    session: ClientSession
-
-    def __init__(self, identity: bytes, key: str, now: float) -> None:
-        super().__init__(now)
-        self.identity = identity
-        self.key = key
-        self.tag = secrets.token_hex(8)  # marks the lines that the client's tasks print
-        self.unacknowledged_bytes = 0  # bytes of such lines that the client has not handled yet
-        self.omitted_lines = 0
-        self.long_request_lock = threading.Lock()  # held for a long request: one at a time
 
 
 class Server:
@@ -148,13 +130,14 @@ class Server:
         # Modules and the file that were loaded before the drones were forked, for joining hosts.
         self.setup = setup
         self._pool = pool
+        self._dispatcher = pool._dispatcher
         check_address(address)
         self.key, secret = new_key_pair()
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, Client] = {}
-        self._joined_hosts = JoinedHosts(self)
-        self._fair_order = FairOrder(pool._dispatcher)
-        self._admin = AdminService(self, on_stop)
+        self._joined_hosts = JoinedHosts(self._dispatcher, self._send, self._post)
+        self._fair_order = FairOrder(self._dispatcher)
+        self._admin = AdminService(self, pool, self._joined_hosts, self._post, on_stop)
         self._unreachable: set[bytes] = set()  # peers that cannot be sent to any more
         self._muted: set[bytes] = set()  # disconnected peers, whose messages are dropped
         self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
@@ -223,7 +206,7 @@ class Server:
     @property
     def name(self) -> str:
         """The name by which the pool is found, or else the pool's own name."""
-        return self.card.name if self.card is not None else self._pool._dispatcher.config.name
+        return self.card.name if self.card is not None else self._dispatcher.config.name
 
     @property
     def port(self) -> int:
@@ -293,7 +276,6 @@ class Server:
 
         This may take milliseconds for each gigabyte that drones hold.
         """
-        dispatcher = self._pool._dispatcher
         return {
             "name": self.name,
             "pid": os.getpid(),
@@ -301,12 +283,12 @@ class Server:
             "version": __version__,
             "address": self.address,
             "started": self.started,
-            "width": dispatcher.config.width,
+            "width": self._dispatcher.config.width,
             "clients": self.clients,
-            "queued": count_queued(self._pool)
+            "queued": count_queued(self._dispatcher)
             + sum(len(each.session.waiting) for each in list(self._clients.values())),
             "tasks_done": self._tasks_done,
-            "drones": describe_drones(self._pool) + self._joined_hosts.drones(),
+            "drones": describe_drones(self._dispatcher) + self._joined_hosts.drones(),
         }
 
     # -- in the loop: turns ------------------------------------------------------------------------
@@ -346,7 +328,7 @@ class Server:
             self._muted.clear()
         for client in self._clients.values():
             if newly_running := client.session.newly_running():
-                self._send_to_client(client, pack_numbers(RUNNING, newly_running))
+                client.send(pack_numbers(RUNNING, newly_running))
         self._check_held_bytes()
         # Clients are disconnected earlier, with a reason.
         max_silence = 2 * tuning.client_silence_seconds
@@ -492,7 +474,7 @@ class Server:
         if kind == PING and peer is not None:
             peer.on_ping_returned(frames)
             if client is not None:
-                self._send_outbox(client)
+                client.send_waiting()
                 self._submit_waiting(client)
             return
         if joined_host is not None:
@@ -544,29 +526,29 @@ class Server:
         self._submit_waiting(client)
         self._fair_order.due |= sum(bool(each.session.tasks) for each in self._clients.values()) > 1
         if has_definitions:
-            definitions = client.session._definitions.values()
+            definitions = client.session.definitions.values()
             if len(definitions) > MAX_CLIENT_DEFINITIONS:
                 raise Malformed(f"more than {MAX_CLIENT_DEFINITIONS} function definitions")
             client.definition_bytes = sum(len(each.payload) for each in definitions)
 
     def _submit_waiting(self, client: Client) -> None:
         client.session.submit_waiting(
-            max(client.credit, self._pool._dispatcher.config.size) if not client.outbox else 0
+            max(client.credit, self._dispatcher.config.size) if not client.outbox else 0
         )
 
     def _admit(self, identity: bytes, key: str, properties: dict[str, Any]) -> None:
-        size = self._pool._dispatcher.config.size
+        size = self._dispatcher.config.size
         self._start_ticking()
         if properties.get("role") == "worker":
             self._joined_hosts.admit(identity, key, properties)
             self._send(identity, pack_hello(size, name=self.name))
             return
-        client = Client(identity, key, self._loop.timers.now())
+        client = Client(identity, key, self._loop.timers.now(), partial(self._send, identity))
         client.session = ClientSession(
             self._submit_call, partial(self._on_settled, client), client.tag
         )
         on_output = partial(self._on_output, client)
-        self._pool._dispatcher.output_listeners[client.tag] = (
+        self._dispatcher.output_listeners[client.tag] = (
             on_output if properties.get("output") else _discard
         )
         self._clients[identity] = client
@@ -576,7 +558,7 @@ class Server:
         self, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]]
     ) -> Promise[Any]:
         if not self._joined_hosts.is_joined_drone(item.target):
-            return submit_call(self._pool, function, item, shared)
+            return submit_call(self._dispatcher, function, item, shared)
         if shared:
             raise RuntimeError(
                 f"the shared value is in the memory of {socket.gethostname()}, and this drone runs "
@@ -600,54 +582,11 @@ class Server:
             results.setdefault(client, []).append(make_result(number, settled))
         # A task's output arrives before its result.
         for client, lines in printed.items():
-            self._send_lines(client, lines)
+            client.send_lines(lines)
         for client, some in results.items():
             client.record_result_bytes(max(len(payload) for _, _, payload, _ in some))
-            self._send_to_client(client, pack_results(some), [number for number, *_ in some])
+            client.send(pack_results(some), [number for number, *_ in some])
             self._submit_waiting(client)
-
-    def _send_lines(self, client: Client, lines: list[Line]) -> None:
-        """Send lines; omit lines for a client that does not read them, to bound the memory."""
-        packed: list[tuple[str, str, str]] = []
-        for line in lines:
-            if client.unacknowledged_bytes > tuning.unseen_bytes:
-                client.omitted_lines += 1
-                continue
-            if client.omitted_lines:
-                gap = f"[{client.omitted_lines} lines were omitted here]"
-                packed.append((gap, line.drone, line.stream))
-                client.unacknowledged_bytes += len(gap) + LINE_OVERHEAD_BYTES
-                client.omitted_lines = 0
-            packed.append((line.text, line.drone, line.stream))
-            client.unacknowledged_bytes += len(line.text) + LINE_OVERHEAD_BYTES
-        if packed and client.identity in self._clients:
-            self._send_to_client(client, pack_json(OUTPUT, {"lines": packed}))
-
-    def send_output_lines(self, lines: list[tuple[str, str, str, str]]) -> None:
-        """Pass on lines that a joined host's drones have printed; needs the server's lock."""
-        output_listeners = self._pool._dispatcher.output_listeners
-        for text, drone, stream, tag in lines:
-            listener = output_listeners.get(tag)
-            if listener is not None:
-                listener(Line(text, drone, stream, tag))
-
-    def _send_to_client(
-        self, client: Client, frames: list[bytes], answers: Sequence[int] = (), requests: int = 0
-    ) -> None:
-        """Send a message as soon as the client has read enough of the earlier ones."""
-        client.outbox.append((frames, answers, requests))
-        client.outbox_bytes += sum(map(len, frames))
-        self._send_outbox(client)
-
-    def _send_outbox(self, client: Client) -> None:
-        while client.outbox and client.unread_bytes <= tuning.unread_bytes:
-            frames, answers, requests = client.outbox.popleft()
-            client.outbox_bytes -= sum(map(len, frames))
-            client.count_answered(answers, requests)
-            client.count_sent(frames)
-            self._send(client.identity, frames)
-        if client.outbox and not client.is_probed:
-            self._send(client.identity, client.probe())
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         if self._is_closed:
@@ -712,8 +651,9 @@ class Server:
     def _drop_client(self, client: Client, reason: str) -> None:
         if self._clients.pop(client.identity, None) is None:
             return
+        client.has_left = True
         self._send(client.identity, [REFUSED, reason.encode()])
-        self._pool._dispatcher.output_listeners.pop(client.tag, None)
+        self._dispatcher.output_listeners.pop(client.tag, None)
         tasks = client.session.cancel_all()
         level = logging.INFO if tasks else logging.DEBUG
         log.log(

@@ -27,7 +27,7 @@ from ..engines.remote.messages import (
 from ..errors import copy_error
 from ..pool.drone_handle import DroneHandle
 from ..pool.interfaces import State, TaskOptions
-from ..promises.promise import CANCELLED, Promise
+from ..promises.promise import Promise
 from ..store.shared import Shared
 from ..wire.messages import (
     CALL,
@@ -42,7 +42,7 @@ from ..wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from ..pool.pool import Pool
+    from ..pool.dispatcher import Dispatcher
 
 __all__ = ["ClientFunction", "ClientSession", "find_drone", "make_result", "submit_call"]
 
@@ -80,7 +80,7 @@ class ClientSession:
         self._submit_call = submit_call
         self._on_settled = on_settled
         self._tag = tag
-        self._definitions: dict[int, ClientFunction] = {}
+        self.definitions: dict[int, ClientFunction] = {}
         self.waiting: dict[int, tuple[ClientFunction, Item, list[Shared[Any]]]] = {}
         self.tasks: dict[int, Promise[Any]] = {}
         self._reported_running: set[int] = set()  # keys of `tasks`, returned by `newly_running`
@@ -90,17 +90,17 @@ class ClientSession:
         """Add a definition or a call. Raise `Malformed`."""
         if item.kind in (DEFINE_CALLABLE, DEFINE_CODE):
             label, payload, tag = read_definition(item.payload)
-            self._definitions[item.number] = ClientFunction(
+            self.definitions[item.number] = ClientFunction(
                 item.kind, label, payload, tag if self._tag is None else self._tag
             )
         elif item.kind == FORGET:
-            self._definitions.pop(item.number, None)
+            self.definitions.pop(item.number, None)
         elif item.kind & ~WITH_SHARED in (CALL, CALL_KEYWORDS, CALL_FILLED):
             numbers: list[int] = []
             if item.kind & WITH_SHARED:
                 numbers, payload = read_shared_numbers(item.payload)
                 item = item._replace(kind=item.kind & ~WITH_SHARED, payload=payload)
-            function = self._definitions.get(item.definition)
+            function = self.definitions.get(item.definition)
             if function is None or item.number in self.tasks or item.number in self.waiting:
                 raise Malformed(
                     f"a call of the unknown definition {item.definition}, or with a number that is "
@@ -152,7 +152,7 @@ class ClientSession:
         self.tasks.clear()
         self.waiting.clear()
         self.shared.clear()
-        self._definitions.clear()
+        self.definitions.clear()
         # Newest first: a waiting call would otherwise begin when a running one is cancelled.
         for promise in reversed(tasks):
             promise.cancel()
@@ -160,14 +160,13 @@ class ClientSession:
 
 
 def submit_call(
-    pool: Pool, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]] = ()
+    dispatcher: Dispatcher, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]] = ()
 ) -> Promise[Any]:
     """Submit a call to the pool.
 
     Raise the errors of `Pool.promise`, and `RuntimeError` if the call's target drone has ended.
     """
-    dispatcher = pool._dispatcher
-    handle = find_drone(pool, item.target) if item.target else None
+    handle = find_drone(dispatcher, item.target) if item.target else None
     task_options = None
     if item.timeout is not None or item.retries is not None:
         defaults = dispatcher.task_options
@@ -186,20 +185,20 @@ def submit_call(
     return task
 
 
-def find_drone(pool: Pool, number: int) -> DroneHandle:
+def find_drone(dispatcher: Dispatcher, number: int) -> DroneHandle:
     """Return the drone of that number. Raise `RuntimeError` if it has ended."""
-    for handle in list(pool._dispatcher.handles):
+    for handle in list(dispatcher.handles):
         if handle.number == number and handle.state is not State.DEAD:
             return handle
     raise RuntimeError(
-        f"the drone has ended: {pool._dispatcher.config.name} has no drone of number {number}"
+        f"the drone has ended: {dispatcher.config.name} has no drone of number {number}"
     )
 
 
 def make_result(number: int, promise: Promise[Any]) -> Result:
     """Return the result of a settled promise, under the number that the peer knows."""
     error, tail = promise._exception, promise.output
-    if promise._state == CANCELLED:
+    if promise.cancelled():
         return number, WITHDRAWN, b"", tail
     if error is None:
         status, payload = promise.result()

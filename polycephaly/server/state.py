@@ -10,22 +10,20 @@ from ..pool.drone_handle import DroneHandle
 from ..pool.interfaces import State
 
 if TYPE_CHECKING:
-    from ..pool.pool import Pool
+    from ..pool.dispatcher import Dispatcher
 
 __all__ = ["IDENTITY_FIELDS", "count_queued", "describe_drones", "describe_identity"]
 
 IDENTITY_FIELDS = ("number", "name", "pid", "host")
 
 
-def describe_drones(pool: Pool) -> list[dict[str, Any]]:
+def describe_drones(dispatcher: Dispatcher) -> list[dict[str, Any]]:
     """Return one entry for each drone.
 
     `memory` is the bytes that the drone and the processes it started hold for themselves; reading
     the figure may take milliseconds for each gigabyte.
     """
-    handles = [
-        handle for handle in list(pool._dispatcher.handles) if handle.state is not State.DEAD
-    ]
+    handles = [handle for handle in list(dispatcher.handles) if handle.state is not State.DEAD]
     return [describe_identity(handle) | _describe_activity(handle) for handle in handles]
 
 
@@ -38,9 +36,8 @@ def describe_identity(handle: DroneHandle) -> dict[str, Any]:
     }
 
 
-def count_queued(pool: Pool) -> int:
+def count_queued(dispatcher: Dispatcher) -> int:
     """Return the number of tasks that no drone has been sent."""
-    dispatcher = pool._dispatcher
     return len(dispatcher.queue) + sum(len(handle.dedicated) for handle in list(dispatcher.handles))
 
 

@@ -20,12 +20,9 @@ import traceback
 from contextlib import suppress
 from queue import SimpleQueue
 from time import sleep
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ...runtime import fork_guard
-
-if TYPE_CHECKING:
-    from .drone import LocalDrone
 
 __all__ = ["HEARTBEAT_SECONDS", "ControlThread"]
 
@@ -35,8 +32,24 @@ HEARTBEAT_SECONDS = 0.1
 """Time between checks if the same task still runs and no message arrives."""
 
 
+class ControlledDrone(Protocol):
+    """The interface of a `LocalDrone` for its control thread."""
+
+    socket_lock: threading.Lock
+    busy: bool
+
+    @property
+    def current(self) -> int: ...
+    @property
+    def epoll_fd(self) -> int: ...
+    def set_control_thread_id(self, thread: int, /) -> None: ...
+    def beat(self) -> None: ...
+    def receive_if_free(self) -> None: ...
+    def send_requested_values(self) -> None: ...
+
+
 class ControlThread:
-    def __init__(self, drone: LocalDrone) -> None:
+    def __init__(self, drone: ControlledDrone) -> None:
         self._drone = drone
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._parked = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pickle import dumps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
@@ -26,23 +26,47 @@ from ...pool.task import Task
 from ...wire.messages import STOP, WORK, Malformed
 from ...wire.output import Line, LineSplitter, OutputItems, OutputMerger, OutputRecord
 from ...wire.placeholders import split_remote_objects
-from .buffers import RayRefTable
+from .buffers import LazyBuffers, OutOfBandBuffers, RayRefTable
 from .drone import Report, SpawnReply
 from .exit_record import FinalState
 
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
-    from .engine import RayEngine
 
 __all__ = ["RayHandle"]
 
 _CHUNK_BYTES = 1 << 20
 
 
+class ActorOwner(Protocol):
+    """The interface of a `RayEngine` for its handles."""
+
+    dispatcher: Dispatcher
+
+    def await_answer(
+        self,
+        handle: RayHandle,
+        answer: Any,
+        attachment: Any,
+        frames: Sequence[bytes] = (),
+        tasks: Sequence[Task] = (),
+        /,
+    ) -> None: ...
+    def on_send_failed(
+        self, handle: RayHandle, frames: list[bytes], tasks: Sequence[Task], error: Exception, /
+    ) -> None: ...
+    def store_attachment(self, attachment: Any, /) -> LazyBuffers | OutOfBandBuffers: ...
+    def send_order(self, handle: RayHandle, frames: list[bytes], /) -> None: ...
+    def stop(self, handle: RayHandle, /) -> None: ...
+    def on_ended(self, handle: RayHandle, /) -> None: ...
+    def kill(self, handle: RayHandle, /) -> None: ...
+    def forget(self, handle: RayHandle, /) -> None: ...
+
+
 class RayHandle(DroneHandle):
     dispatcher: Dispatcher
 
-    def __init__(self, engine: RayEngine, number: int, name: str, actor: Any) -> None:
+    def __init__(self, engine: ActorOwner, number: int, name: str, actor: Any) -> None:
         super().__init__(engine.dispatcher, number, name)
         self.ref_table: Any = RayRefTable()
         self.actor = actor
