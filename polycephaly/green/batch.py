@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from ..errors import copy_error
-from ..promises.promise import FINISHED, Promise, Signal
+from ..promises.promise import FINISHED, Promise, Signal, fulfill
 from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
 from .parking import Parking
@@ -236,7 +236,7 @@ class _Crossings:
         if crosser is not None and self._has_crosser():
             crosser._hook(lambda crosser: ended._settle(FINISHED, None, crosser._exception))
         else:
-            ended._settle(FINISHED, None, None)
+            fulfill(ended)
         return ended
 
     def _wake_crosser(self) -> None:

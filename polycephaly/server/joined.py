@@ -53,7 +53,7 @@ from ..engines.remote.messages import (
 from ..errors import DroneDied
 from ..pool.interfaces import State
 from ..pool.task import Task
-from ..promises.promise import FINISHED, Promise
+from ..promises.promise import Promise, fulfill, reject
 from ..timeline.plain import unpack_timeline
 from ..timeline.timeline import Timeline
 from ..wire.functions import KnownFunctions
@@ -300,7 +300,7 @@ class JoinedHosts:
             if status == WITHDRAWN:  # the host's pool was shut down
                 task.cancel()
             else:
-                task._settle(FINISHED, (status, payload), None)
+                fulfill(task, (status, payload))
                 settled.append(task)
         self._dispatcher.post(self._dispatcher.leases.on_settled, settled)
 
@@ -406,9 +406,9 @@ def _settle_timeline(promise: Promise[Timeline], value: Any = None, error: str =
     try:
         timeline = unpack_timeline(value["timeline"], value["now"] - monotonic())
     except (TypeError, ValueError, LookupError, AttributeError) as problem:
-        promise._settle(FINISHED, None, RuntimeError(error or f"malformed timeline: {problem}"))
+        reject(promise, RuntimeError(error or f"malformed timeline: {problem}"))
     else:
-        promise._settle(FINISHED, timeline, None)
+        fulfill(promise, timeline)
 
 
 def _is_relayed(task: Task) -> bool:

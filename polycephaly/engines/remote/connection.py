@@ -32,7 +32,7 @@ from ...pool.drone_handle import drain
 from ...pool.handlers import settle, settle_task
 from ...pool.interfaces import TaskOptions
 from ...pool.task import Task
-from ...promises.promise import CANCELLED, FINISHED, Promise
+from ...promises.promise import CANCELLED, FINISHED, Promise, reject
 from ...runtime.tuning import tuning
 from ...wire.functions import FunctionRegistry, KnownFunctions, RemoteFunction
 from ...wire.messages import FORGET, WITHDRAWN, Malformed
@@ -148,7 +148,7 @@ class Connection(ServerConnection):
             if leases:
                 task.leases = leases
         except Exception as error:
-            task._settle(FINISHED, None, error)
+            reject(task, error)
             return task
         if inputs:
             self._waiting.add(task)
@@ -312,7 +312,7 @@ class Connection(ServerConnection):
                     settle_task(pop(), FINISHED, None, copy_error(refusal))
         with suppress(KeyError):
             while True:
-                self._pending_requests.popitem()[1]._settle(FINISHED, None, copy_error(refusal))
+                reject(self._pending_requests.popitem()[1], copy_error(refusal))
 
     # -- messages of the server --------------------------------------------------------------------
 

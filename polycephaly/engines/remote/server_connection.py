@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ...pool.event_loop import EventLoop
-from ...promises.promise import FINISHED, Promise, Signal, settling_threads
+from ...promises.promise import Promise, Signal, fulfill, reject, settling_threads
 from ...wire.endpoint import SocketSource
 from ...wire.messages import Malformed
 from .client_socket import ClientSocket
@@ -113,7 +113,7 @@ class ServerConnection:
 
     def on_connected(self) -> None:
         self._socket.hello_received = True
-        self.deliver(partial(self._connected._settle, FINISHED, None, None))
+        self.deliver(partial(fulfill, self._connected))
 
     def _receive(self) -> None:
         if not self.has_ended:
@@ -166,14 +166,14 @@ class ServerConnection:
     def _finish(self) -> None:
         self.on_end()
         if not self._connected.done():
-            self._connected._settle(FINISHED, None, self.loss())
+            reject(self._connected, self.loss())
         self._loop.run_outside_lock(self._disconnect)
 
     def _disconnect(self) -> None:
         self._socket.close()
         _connections.discard(self)
         settling_threads.discard(get_ident())
-        self.ended._settle(FINISHED, None, None)
+        fulfill(self.ended)
         self._loop.stop()
 
 
