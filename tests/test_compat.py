@@ -1,6 +1,8 @@
 """The private parts of others that this package uses exist, and behave as it expects."""
 
 import _thread
+import io
+import pickle
 import threading
 from multiprocessing import spawn
 
@@ -9,6 +11,7 @@ import pytest
 from scripts import run_script
 
 from polycephaly import _compat
+from polycephaly.wire import main_snapshot
 
 
 def test_exit_handlers_are_run_and_dropped():
@@ -117,6 +120,12 @@ def test_a_code_object_keeps_the_name_of_its_file():
     for code in (inner.__code__, inner().__code__):
         make, args = _compat.reduce_code(code)
         assert make(*args) == code and make(*args).co_filename == __file__
+
+
+def test_a_definition_that_is_copied_to_a_drone_keeps_the_name_of_its_file():
+    file = io.BytesIO()
+    main_snapshot._Definitions(file, protocol=5).dump(lambda: 1 // 0)
+    assert pickle.loads(file.getvalue()).__code__.co_filename == __file__
 
 
 def test_cloudpickle_fills_a_class_with_that_function():

@@ -15,11 +15,12 @@ import io
 import sys
 from collections.abc import Callable
 from pickle import loads
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import cloudpickle
 
+from .._compat import reduce_code
 from ..memory.arena import Arena, Full, RangeRef, view
 from ..memory.blocks import Store
 from ..memory.references import Serialized, load_with_buffers
@@ -185,6 +186,8 @@ def _pickle_definition(value: Any, store: Store | None) -> bytes | Serialized:
 
 class _Definitions(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickle definitions by value, with the drone's `__main__` as their globals."""
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: reduce_code})
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
