@@ -47,6 +47,20 @@ def test_a_call_that_waits_for_a_promise_gets_the_error_of_the_pool_that_breaks(
     assert isinstance(waiting.exception(), DroneDied)
 
 
+def test_a_caller_gets_the_error_of_queueing_a_task_whose_inputs_are_settled(reactor, monkeypatch):
+    """As a hook of the input, the queueing would have its error logged, and the task would never
+    be settled."""
+
+    def no_memory(task):
+        raise MemoryError
+
+    dispatcher, value = dispatcher_of(reactor, 1), Promise()
+    value.set_result(1)
+    monkeypatch.setattr(dispatcher, "_enqueue", no_memory)
+    with pytest.raises(MemoryError):
+        dispatcher.submit(brief, (value,), {})
+
+
 def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):
     dispatcher = dispatcher_of(reactor, 2, on_death="break")
     first, second = dispatcher.handles

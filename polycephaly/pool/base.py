@@ -1,4 +1,6 @@
-"""The methods that `Drone` and `Pool` share: `TaskTarget` accepts tasks."""
+"""The methods that drones and pools share, local and remote: `TaskTarget` accepts tasks, a
+`DroneBase` is one drone, an `ExecutorBase` has several.
+"""
 
 from __future__ import annotations
 

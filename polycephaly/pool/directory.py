@@ -354,7 +354,7 @@ class ObjectDirectory:
             (each for each in missing if each.is_unpicklable or not self._request_value(each)), None
         )
         if lost is not None:
-            self.dispatcher.reject(task, partial(self.loss_error, lost))
+            self.dispatcher.reject_later(task, partial(self.loss_error, lost))
         else:
             self.dispatcher.park(task)
             missing[0].change_callbacks.append(partial(self.dispatcher.resume, task))

@@ -88,7 +88,6 @@ class Dispatcher(DispatcherBase):
         self.backpressure: BackPressure | None = None  # None if queues have no limit
         self.supervisor = Supervisor(self, self.cancellation, self.directory, self.locality)
         self.health_monitor = HealthMonitor(self, self.supervisor)
-        self.schedule_health_check = self.health_monitor.schedule_check
         has_begun = False
         try:
             # Otherwise a Ctrl-C could leave a zygote that no object refers to.
@@ -208,6 +207,9 @@ class Dispatcher(DispatcherBase):
 
     def prefer(self, task: Task, handle: AssignedDrone) -> None:
         self.locality.add(task, handle)
+
+    def schedule_health_check(self) -> None:
+        self.health_monitor.schedule_check()
 
     def stop_if_retired(self, handle: AssignedDrone) -> None:
         self.supervisor.stop_if_retired(handle)
@@ -344,7 +346,7 @@ class Dispatcher(DispatcherBase):
         batch, frames = handle.load_batch(queue, limit, now)
         if batch:
             handle.send(frames, batch)
-            self.health_monitor.schedule_check()
+            self.schedule_health_check()
             if handle.overlapping or batch[0].timeout is not None:
                 self.cancellation.set_deadlines(handle, batch, now)
         return len(batch)
@@ -481,7 +483,7 @@ class Dispatcher(DispatcherBase):
         elif self.abandoned:
             self.reactor.deliver(task.cancel)
         elif task.target is not None and task.target.state is State.DEAD:
-            self.reject(task, task.target.closed_error)
+            self.reject_later(task, task.target.closed_error)
         else:
             self._enqueue(task)
 
@@ -710,8 +712,8 @@ class Dispatcher(DispatcherBase):
         self.end_check_due = True
 
     def _end(self) -> None:
-        self.has_ended = True
         self.refusal = self.refusal or RuntimeError(f"{self.config.name} has ended")
+        self.has_ended = True  # after `refusal`, which is the error for tasks added from here on
         self.supervisor.end()
         self.directory.close()
         self.reactor.tenants.remove(self)
@@ -728,7 +730,8 @@ class Dispatcher(DispatcherBase):
     def _reject_waiting(self) -> None:
         """Reject the tasks that were added to `waiting` after `abandon` had cleared it."""
         for task in [*self.waiting]:
-            reject(task, copy_error(self.refusal or RuntimeError(f"{self.config.name} has ended")))
+            assert self.refusal is not None  # set before the end
+            reject(task, copy_error(self.refusal))
             task.release_inputs()
             self.waiting.discard(task)
 

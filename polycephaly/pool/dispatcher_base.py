@@ -37,7 +37,8 @@ CATCH_UP_MASK = 1024 - 1
 class DispatcherBase(Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
 
-    Changed only while holding the reactor's lock, unless a comment says otherwise.
+    Changed only while holding the reactor's lock, except `queue`, `waiting`, `refusal`,
+    `output_listeners` and `dedicated_waiting`, which any thread may change by one atomic step.
     """
 
     reactor: Reactor
@@ -49,7 +50,6 @@ class DispatcherBase(Tenant):
         self.output = config.output
         # Receivers of tagged output in place of `output`, by tag.
         self.output_listeners: dict[str, Listener] = {}
-        # Any thread appends to `queue` and adds to `waiting`.
         self.queue: deque[Task] = deque()
         self.waiting: set[Task] = set()  # tasks that wait for promises among their arguments
         self.parked: set[Task] = set()  # for kept values, or leased to another process
@@ -78,8 +78,6 @@ class DispatcherBase(Tenant):
         self.needs_checks = True
 
     # -- implemented by `Dispatcher` ---------------------------------------------------------------
-
-    schedule_health_check: Callable[[], None]
 
     def send(self, handle: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
         raise NotImplementedError
@@ -110,6 +108,9 @@ class DispatcherBase(Tenant):
         raise NotImplementedError
 
     def stop_if_retired(self, handle: AssignedDrone) -> None:
+        raise NotImplementedError
+
+    def schedule_health_check(self) -> None:
         raise NotImplementedError
 
     def target_size(self) -> int:
@@ -179,7 +180,8 @@ class DispatcherBase(Tenant):
     def unqueued_tasks(self) -> list[Task]:
         return [*self.waiting, *self.parked]
 
-    def reject(self, task: Task, make_error: Callable[[], BaseException]) -> None:
+    def reject_later(self, task: Task, make_error: Callable[[], BaseException]) -> None:
+        """Reject `task` after the lock is released, where `make_error` may run code of users."""
         task.payload = b""
         self.reactor.deliver(lambda: reject(task, make_error()))
         self.post(self.end_if_last, task.target)

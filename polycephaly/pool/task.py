@@ -29,6 +29,7 @@ from ..promises.promise import (
     Promise,
     Spans,
     outcome,
+    reject,
 )
 from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
@@ -253,7 +254,10 @@ class Task(Promise[Any]):
         self._countdown = iter(range(1, len(inputs)))
         on_settled = self._on_input_settled  # one object for all inputs
         for each in inputs:
-            each._hook(on_settled)
+            if each.done():
+                on_settled(each)  # not as a hook, so that the caller gets its error
+            else:
+                each._hook(on_settled)
 
     def _on_input_settled(self, settled: Promise[Any]) -> None:
         if self._state == PENDING:
@@ -316,7 +320,7 @@ class Task(Promise[Any]):
             self.inputs = ()
         except Exception as error:
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
-            self._settle(FINISHED, None, error)
+            reject(self, error)
             self.release_inputs()
         self.dispatcher.on_inputs_ready(self)
 
