@@ -821,7 +821,7 @@ def import_distributed() -> Distribution:
 
     Replaced by green/__init__.py, which is above both and always imported with this module.
     """
-    raise NotImplementedError
+    raise NotImplementedError("polycephaly.green is not imported yet")
 
 
 def _open_transport() -> None:

@@ -1,5 +1,5 @@
 """Green threads: coroutines and plain functions that run concurrently, each the promise of its
-value.
+value. They are started by `spawn` (spawning.py).
 
     spawn(async def) ──> GreenThread ──> scheduler.ready ──> steps on the owner ──> value or error
     spawn(plain def) ──> NativeThread ──> a native thread of the pool ────────────> value or error

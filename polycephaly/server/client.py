@@ -19,7 +19,10 @@ __all__ = ["Client"]
 
 
 class Client(ClientFlow):
-    """A connected client. `send_now` sends a message to it at once."""
+    """A connected client. `send_now` sends a message to the client at once.
+
+    Methods are called while holding the lock of the server's loop.
+    """
 
     session: ClientSession
 

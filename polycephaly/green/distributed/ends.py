@@ -33,13 +33,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from ...errors import ChannelClosed, DroneDied
 from ...wire import placeholders
 from .. import channel as channels
-from ..channel import Channel
+from ..channel import Channel, Receiver, Sender
 from ..scheduler import scheduler
 from . import opcodes
 from .connection import HANDLERS, PeerConnection, keep_last
 from .handlers import channel_of
 
-__all__ = ["Receiver", "Sender", "new_receiver", "new_sender", "on_loss"]
+__all__ = ["new_receiver", "new_sender", "on_loss"]
 
 T = TypeVar("T")
 
@@ -159,14 +159,15 @@ class _CountedEnd(channels.End[T]):
                 _drop_misplaced(self.channel, self._number, self._token, reason, error)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}{' closed' if self._closed else ''} of {self.channel!r}>"
+        name = type(self).__name__.removeprefix("Counted")
+        return f"<{name}{' closed' if self._closed else ''} of {self.channel!r}>"
 
 
-class Sender(_CountedEnd[T], channels.Sender[T]):
+class CountedSender(_CountedEnd[T], Sender[T]):
     """A sending end, counted."""
 
 
-class Receiver(_CountedEnd[T], channels.Receiver[T]):
+class CountedReceiver(_CountedEnd[T], Receiver[T]):
     """A receiving end, counted."""
 
 
@@ -206,11 +207,11 @@ _counts: WeakKeyDictionary[Channel[Any], _EndCounts] = WeakKeyDictionary()
 
 
 def new_sender(channel: Channel[T]) -> Sender[T]:
-    return Sender(channel, _count_end(channel, "send"))
+    return CountedSender(channel, _count_end(channel, "send"))
 
 
 def new_receiver(channel: Channel[T]) -> Receiver[T]:
-    return Receiver(channel, _count_end(channel, "receive"))
+    return CountedReceiver(channel, _count_end(channel, "receive"))
 
 
 def _count_end(channel: Channel[Any], kind: Literal["send", "receive"]) -> int:
