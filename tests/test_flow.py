@@ -4,6 +4,7 @@ there."""
 import asyncio
 import contextlib
 import contextvars
+import gc
 import inspect
 import os
 import subprocess
@@ -613,6 +614,18 @@ def test_a_graph_knows_a_node_whose_input_had_failed_before_it_was_made():
         end = add(add(failed))  # nobody keeps the one in the middle
         assert isinstance(end.exception(), ZeroDivisionError)
     assert [node.state for node in poly.Graph(end).nodes] == ["rejected"] * 3
+
+
+def test_a_graph_does_not_keep_a_node_that_had_failed_before_it_was_made():
+    with poly.Pool(1):
+        failed = fail(1)
+        failed.exception()
+        node = add(failed)
+        assert node.done()
+        kept = weakref.ref(node)
+        del node
+        gc.collect()
+        assert kept() is None
 
 
 def test_a_node_whose_function_does_not_pickle_is_rejected_with_why():

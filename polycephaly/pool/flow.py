@@ -143,7 +143,7 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
         record_node(task.number, task.label, task.input_numbers, task)
         # The task may have failed before it was known as a node.
         if task._exception is not None or task.cancelled():
-            record_failure(task, task._state)
+            record_failure(task.number, task._state)
         return task
 
     update_wrapper(call, fn, updated=("__dict__",) if isinstance(fn, FunctionType) else ())
