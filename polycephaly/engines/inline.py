@@ -225,6 +225,6 @@ class InlineDrone(DroneExecutor):
         return True
 
     def _on_answer(self, frames: list[bytes]) -> None:
-        handle_message(self._engine.dispatcher, self._handle, frames)
-        # Of other drones, whose turn it may be.
-        self._handle.dispatcher.dedicated_waiting = True
+        dispatcher = self._engine.dispatcher
+        handle_message(dispatcher, self._handle, frames)
+        dispatcher.dedicated_waiting = True  # of other drones, whose turn it may be

@@ -807,7 +807,7 @@ def _items(end: Receiver[T], channel: Channel[T]) -> Iterator[T]:
 
 
 class Distribution(Protocol):
-    """What channels call in green/distributed/, which imports this module."""
+    """The interface of green/distributed/, which imports this module, for channels."""
 
     def convert_inherited(self, channel: Channel[Any]) -> None: ...
     def get_transport(self) -> object: ...

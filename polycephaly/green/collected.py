@@ -1,4 +1,4 @@
-"""What `map` and `par` need with and without a pool (mapping.py, over.py)."""
+"""The parts that `map` and `par` with and without a pool share (mapping.py, over.py)."""
 
 from __future__ import annotations
 

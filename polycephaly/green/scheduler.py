@@ -83,7 +83,7 @@ PARKED: Any = _Marker("PARKED")  # the `_value` of a thread that is not in `read
 
 
 class Schedulable(Protocol):
-    """What is needed of a green thread here, and to report on it; see `GreenThread` (thread.py)."""
+    """The interface of a `GreenThread` (thread.py) for the scheduler and for reports."""
 
     _coro: Any
     _value: Any
@@ -98,7 +98,7 @@ class Schedulable(Protocol):
 
 
 class MessageTransport(Protocol):
-    """What green threads need of the connections to other processes (distributed/transport.py)."""
+    """The interface of a `ChannelTransport` (distributed/transport.py) for the scheduler."""
 
     def acquire(self, timeout: float = -1) -> bool: ...
     def release(self) -> None: ...

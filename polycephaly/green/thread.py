@@ -78,7 +78,7 @@ class Cancelled(AsyncioCancelled):
 
 
 class ThreadGroup(Protocol):
-    """What a green thread needs of its `Group`."""
+    """The interface of a `Group` for its green threads."""
 
     children: set[GreenThread[Any]]
 

@@ -1,4 +1,4 @@
-"""The base class of the dispatcher: what its parts share.
+"""The base class of the dispatcher: the state that its parts share.
 
     DispatcherBase <── Cancellation, Leases, Locality, ObjectDirectory, StallDetector, Supervisor,
           ^            HealthMonitor: each has one part of the decisions
@@ -28,10 +28,10 @@ from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .task import Task
 
-__all__ = ["CATCH_UP_MASK", "DispatcherBase"]
+__all__ = ["DispatcherBase"]
 
 # A mask: once in so many calls, a thread that submits many tasks serves the drones.
-CATCH_UP_MASK = 1024 - 1
+_CATCH_UP_MASK = 1024 - 1
 
 
 class DispatcherBase(Tenant):
@@ -150,7 +150,7 @@ class DispatcherBase(Tenant):
         """Wake an idle drone for the queued `task`."""
         if self.wants_tasks:
             self.reactor.send_tasks(self)
-        elif not task.number & CATCH_UP_MASK:
+        elif not task.number & _CATCH_UP_MASK:
             self.reactor.catch_up()
 
     def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "TaskOptions",
     "TaskOwner",
     "TaskRunner",
+    "ValueDirectory",
 ]
 
 
@@ -76,7 +77,7 @@ class KeptValue(Protocol):
     packed: Any
 
 
-class KeptValues(Protocol):
+class ValueDirectory(Protocol):
     """The interface of an `ObjectDirectory` for drone handles."""
 
     def prepare_to_send(self, task: Any, handle: Any, /) -> bool: ...
@@ -92,7 +93,7 @@ class HandleOwner(Protocol):
     output_listeners: dict[str, Listener]
 
     @property
-    def directory(self) -> KeptValues: ...
+    def directory(self) -> ValueDirectory: ...
     @property
     def reactor(self) -> EventLoop: ...
     def post(self, callback: Callable[..., object], /, *args: Any) -> None: ...

@@ -62,7 +62,6 @@ class Supervisor:
         self._directory = directory
         self._locality = locality
         self._config = dispatcher.config
-        self.handles = dispatcher.handles
         self._numbers = itertools.count(1)
         self.first: DroneHandle | None = None
         self._failed_starts = 0
@@ -125,18 +124,18 @@ class Supervisor:
             self._config.on_death == "end" and self._dispatcher.begun.done()
         ):
             return
-        size = sum(each.state < State.RETIRING for each in self.handles)
+        size = sum(each.state < State.RETIRING for each in self._dispatcher.handles)
         for _ in range(self._dispatcher.target_size() - size):
             if not self.engine.can_start() or not self._start_one():
                 return
 
     def _start_one(self) -> bool:
-        used = {each.name for each in self.handles if each.state < State.RETIRING}
+        used = {each.name for each in self._dispatcher.handles if each.state < State.RETIRING}
         index = next(i for i in itertools.count() if self._config.drone_name(i) not in used)
         handle = self.engine.start(next(self._numbers), self._config.drone_name(index), index)
         if handle is None:
             return False
-        self.handles.append(handle)
+        self._dispatcher.handles.append(handle)
         self._dispatcher.schedule_health_check()
         self.first = self.first or handle
         return True
@@ -144,7 +143,7 @@ class Supervisor:
     def on_start_error(self, error: BaseException) -> None:
         """Handle a drone that could not be started. If other drones are ready, try again later."""
         if self._dispatcher.begun.done() and any(
-            each.state is State.READY for each in self.handles
+            each.state is State.READY for each in self._dispatcher.handles
         ):
             log.warning(
                 "a drone of %s could not be started, and will be tried again: %s",
@@ -160,7 +159,7 @@ class Supervisor:
         # A drone that no zygote starts could not be observed before.
         self._dispatcher.schedule_health_check()
         self._dispatcher.settle_signal(handle.pid_known)
-        if all(each.pid for each in self.handles):
+        if all(each.pid for each in self._dispatcher.handles):
             self._dispatcher.settle_signal(self._dispatcher.begun)
             while self._pending_refreshes:
                 self._dispatcher.settle_signal(self._pending_refreshes.pop())
@@ -255,7 +254,7 @@ class Supervisor:
             handle.kill()
 
     def kill_all(self, reason: str) -> None:
-        for handle in self.handles:
+        for handle in self._dispatcher.handles:
             handle.state = max(handle.state, State.STOPPING)
             handle.kill(reason)
 
@@ -265,7 +264,7 @@ class Supervisor:
         """
         if self._dispatcher.target_size() == 0:  # closed or broken in the meantime
             return
-        old = list(self.handles)
+        old = list(self._dispatcher.handles)
         self.engine.adopt(snapshot)
         self._pending_refreshes.append(replaced)
         for handle in old:
@@ -366,8 +365,8 @@ class Supervisor:
             drain(handle.dedicated), handle.closed_error(), may_retry=False
         )
         self._locality.release(handle)
-        if handle in self.handles:
-            self.handles.remove(handle)
+        if handle in self._dispatcher.handles:
+            self._dispatcher.handles.remove(handle)
         self._dispatcher.settle_signal(handle.pid_known)
         self._dispatcher.settle_signal(handle.ended)
         self.engine.reclaim(handle)

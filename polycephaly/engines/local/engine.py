@@ -230,7 +230,7 @@ class LocalEngine(Engine):
     def _handles_of(self, launcher: Launcher) -> list[LocalHandle]:
         return [
             each
-            for each in self._supervisor.handles
+            for each in self._dispatcher.handles
             if isinstance(each, LocalHandle) and each.launcher is launcher
         ]
 

@@ -206,7 +206,7 @@ class RayEngine(Engine):
         """
         starting = [
             handle
-            for handle in self._supervisor.handles
+            for handle in self.dispatcher.handles
             if isinstance(handle, RayHandle) and not handle.pid and handle.alive
         ]
         self._wait_check_scheduled = bool(starting) and not self._ended and self.is_connected()
@@ -396,7 +396,7 @@ class RayEngine(Engine):
         if self._ended or self.dispatcher.break_if_lost():
             return
         now = self._reactor.timers.now()
-        handles = self._supervisor.handles
+        handles = self.dispatcher.handles
         idle_interval = max(self._probe_interval, len(handles) / MAX_PROBES_PER_SECOND)
         for handle in handles:
             if (
@@ -421,9 +421,7 @@ class RayEngine(Engine):
         if self._ended:
             return
         for number, (packed, attachment) in reports:
-            handle = next(
-                (each for each in self._supervisor.handles if each.number == number), None
-            )
+            handle = next((each for each in self.dispatcher.handles if each.number == number), None)
             if isinstance(handle, RayHandle):
                 handle.last_contact_at = self._reactor.timers.now()
                 handle.handle_report(Report.unpack(packed), attachment)

@@ -54,7 +54,7 @@ _read_buffer = memoryview(bytearray(READ_CHUNK_BYTES))
 
 
 class Transport(Protocol):
-    """What connections, and the channels of this process, need of the transport (transport.py)."""
+    """The interface of a `ChannelTransport` for connections and for channels of this process."""
 
     channels: dict[int, Channel[Any]]
     close_reasons: dict[int, BaseException]
