@@ -2,14 +2,17 @@
 else."""
 
 import errno
+import gc
 import io
 import socket
 import threading
 import traceback
+import weakref
 from concurrent.futures.process import _RemoteTraceback
 
 import pytest
 from engines import on_each_engine, poly
+from faults import wait_for
 
 pytestmark = on_each_engine
 
@@ -430,3 +433,45 @@ def test_a_result_whose_error_takes_no_note_rejects_that_one_alone():
         errors = [p.exception(30) for p in promises]
     assert isinstance(errors[3], Unnotable)
     assert [p.value for i, p in enumerate(promises) if i != 3] == [[i] for i in range(60) if i != 3]
+
+
+def raise_key_error():
+    raise KeyError("at home")
+
+
+async def await_one(make):
+    return await make()
+
+
+class Large:
+    pass
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda pool: pool.doit(raise_key_error),
+        lambda pool: pool.drones[0].doit("1 / 0"),
+        lambda pool: pool.promise(raise_key_error).value,
+        lambda pool: list(pool.map(lambda n: 1 / n, [1, 0])),
+        lambda pool: poly.gather(pool.promise(raise_key_error)).value,
+        lambda pool: pool.promise(threading.Lock, keep=True).value.value,
+        lambda pool: poly.green.run(await_one, lambda: pool.promise(raise_key_error)),
+    ],
+)
+def test_an_error_that_was_caught_keeps_nothing_of_its_callers_alive(pool, fail):
+    """As in the standard library, no cycle leads from the error through the frames of its
+    traceback, which hold what the callers work on, back to the error."""
+
+    def catch():
+        large = Large()
+        with pytest.raises(Exception):  # noqa: B017 - whatever it is
+            fail(pool)
+        return weakref.ref(large)
+
+    gc.disable()
+    try:
+        large = catch()
+        wait_for(lambda: large() is None)
+    finally:
+        gc.enable()

@@ -669,11 +669,15 @@ def test_killed_at_random_every_value_is_right_or_lost(retries):
         assert checked and not (retries and lost), (
             f"{lost} of {checked} lost, though all could be computed again"
         )
-        # An error that a promise has holds the frames it went through, and so what is in them.
-        gc.collect()
-        wait_for(lambda: nothing_is_kept(pool))
         arena = pool._dispatcher.supervisor.engine._arena
-        wait_for(lambda: not arena._range_refs and arena.used() == 0)
+
+        def nothing_is_used():
+            # The error of a promise holds the frames it went through, and `check` holds the
+            # promise. The last errors may arrive, and with them such cycles, at any time.
+            gc.collect()
+            return nothing_is_kept(pool) and not arena._range_refs and arena.used() == 0
+
+        wait_for(nothing_is_used)
 
 
 def test_where_shared_memory_is_full_values_travel_as_bytes(monkeypatch):

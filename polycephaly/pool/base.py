@@ -455,3 +455,5 @@ def wait_for(promise: Promise[T]) -> T:
     except BaseException:
         promise.cancel()  # has no effect, unless the wait itself was interrupted
         raise
+    finally:
+        del promise  # see `Promise.result`

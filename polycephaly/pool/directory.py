@@ -172,6 +172,7 @@ class RemoteObject:
                 packed = fetch.result()
             finally:
                 dispatcher.ended._unhook(on_pool_ended)
+                del fetch  # see `Promise.result`
         return load(packed)
 
 

@@ -229,7 +229,10 @@ class Promise(Future[T], Handle, Generic[T]):
     @property
     def value(self) -> T:
         """The value that `result` returns without a timeout. Waits, and may raise the error."""
-        return self.result()
+        try:
+            return self.result()
+        finally:
+            del self  # see `result`
 
     def result(self, timeout: float | None = None) -> T:
         """Return the value, or raise the task's error.
@@ -257,7 +260,9 @@ class Promise(Future[T], Handle, Generic[T]):
         try:
             raise error
         finally:
-            del error, self  # the traceback must not keep this frame, and so the promise, alive
+            # The error's traceback has this frame. With references to the error or the promise,
+            # the frame would form a cycle, and the locals of all callers would stay alive.
+            del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error, or None if there is a value. Wait and raise as `result` does."""
@@ -514,7 +519,10 @@ class Promise(Future[T], Handle, Generic[T]):
             # In a green thread that is not itself cancelled, the cancellation is an error like any
             # other.
             _raise_asyncio_cancelled()
-        return self.result()
+        try:
+            return self.result()
+        finally:
+            del self  # see `result`
 
     # -- settling and waiting ----------------------------------------------------------------------
 
