@@ -788,6 +788,12 @@ def test_it_is_given_back_after_a_second_by_itself():
         nothing_is_used(pool)
 
 
+def test_memory_is_given_back_by_a_drone_that_has_small_tasks_all_the_time(impatient):
+    with poly.Pool(1, output="discard") as pool:
+        assert len(pool.doit(np.ones, 100_000)) == 100_000
+        wait_for(lambda: pool.doit(abs, -1) and used(pool) == 0)
+
+
 def test_a_drone_that_keeps_an_argument_keeps_its_memory_and_no_more(impatient):
     a = full(1, 1_000_000)
     with poly.Pool(1) as pool:

@@ -18,6 +18,7 @@ import select
 import socket
 import sys
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import zmq
@@ -111,6 +112,7 @@ class LocalDrone(DroneExecutor):
         self._fast_transport = parent_death.close_in_child(FastTransport(fast_transport))
         self._bulk: zmq.Socket[bytes] | None = None
         self._bulk_may_have_messages = self._waiting = False
+        self._memory_checked_at = monotonic()
         self.busy = False
         """True if the main thread has a task to run, or is about to look for one."""
         self._epoll = parent_death.close_in_child(select.epoll())
@@ -203,7 +205,7 @@ class LocalDrone(DroneExecutor):
             self.receive_all()
 
     def _wait(self) -> None:
-        """Wait for an event. If none comes for a while, give back warm memory.
+        """Wait for an event, and meanwhile give back memory that was idle for a while.
 
         Overlapped tasks run on meanwhile, and the heartbeat shows that the drone is alive.
         """
@@ -215,7 +217,9 @@ class LocalDrone(DroneExecutor):
         ):
             events = self._epoll.poll(HEARTBEAT_SECONDS if has_overlapped else tuning.warm_seconds)
             self.beat()
-            if not events:
+            # Also if there are events, because messages may come more often than that.
+            if not events or monotonic() - self._memory_checked_at > tuning.warm_seconds:
+                self._memory_checked_at = monotonic()
                 self._store.free_idle_memory()
         for fd, _ in events or self._epoll.poll():
             if fd == self._wakeup.fd:
