@@ -12,8 +12,9 @@ engine.py.
 from __future__ import annotations
 
 import re
+import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -417,11 +418,15 @@ class DroneHandle:
                     assert each.packed is not None  # otherwise `prepare_to_send` was false
                     message.add(each.number, STORE, 0, each.packed)
 
-    def _schedule_release_report(self) -> None:
+    def _schedule_release_report(
+        self, is_finalizing: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
         """Schedule a report to the drone that a result, a kept value or a function is not used any
         more. The next batch carries the report, or else a message of its own after
         `RELEASE_REPORT_DELAY_SECONDS`. Called in any thread, at any moment, also by finalizers.
         """
+        if is_finalizing():  # the globals of modules may be gone
+            return
         if not self._release_report_scheduled and self.alive:
             self._release_report_scheduled = True
             dispatcher = self.dispatcher
