@@ -205,6 +205,20 @@ def ray_is_up() -> bool:
     return ray is not None and ray.is_initialized()
 
 
+def wait_for_actors() -> None:
+    """Wait until all actors that were asked for are there. A pool of a module's fixture is made
+    before the first census, and does not wait for its switch: this would come between the two."""
+    if not ray_is_up():
+        return
+    from ray._private.state import actors
+
+    patience = Patience(DEADLINE)
+    while not patience.over and any(
+        each["State"] not in ("ALIVE", "DEAD") for each in actors().values()
+    ):
+        patience.nap()
+
+
 def of_ray(pid: int) -> bool:
     """One of Ray's own, or a worker that is no actor: these are named after their class."""
     try:
