@@ -90,3 +90,14 @@ def test_what_channels_cost_is_measured() -> None:
     }
     assert len(figures) == 17
     assert all(figure > 0 for figure in figures.values())
+
+
+def test_our_behaviour_is_what_the_readme_says() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.behaviour", "polycephaly"],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [said for _, said in rows] == [
+        "yes", "shared", "1 of 10 tasks lost, the pool goes on", "yes", "nothing is left",
+    ]  # fmt: skip
