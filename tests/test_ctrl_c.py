@@ -1,17 +1,13 @@
 """Ctrl-C at the controller: the first ends the wait and cancels what it was for; a second one ends
 everything."""
 
-import os
-import pty
-import select
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
 from faults import lines, wait_for
 from scripts import Script, run_script
+from terminal import Terminal
 
 from polycephaly.runtime.procfs import state_of
 
@@ -199,56 +195,6 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
 ENDS_BY = (0, -signal.SIGINT) if sys.version_info >= (3, 14) else (0,)
 """How a prompt ends after a Ctrl-C: that of CPython 3.14, without readline, says that it was
 interrupted once."""
-
-
-class Terminal:
-    """A Python at a terminal of its own, as a user has it."""
-
-    def __init__(self, folder):
-        tests = os.path.dirname(os.path.abspath(__file__))
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]),
-            "TMPDIR": str(folder),
-        }
-        env |= {"TERM": "dumb", "PYTHON_BASIC_REPL": "1"}
-        self.keys, its = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-q"], stdin=its, stdout=its, stderr=its, env=env,
-            start_new_session=True, preexec_fn=_take_terminal,
-        )  # fmt: skip
-        os.close(its)
-        self.said = ""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.process.kill()
-        self.process.wait()
-        os.close(self.keys)
-
-    def type(self, text):
-        os.write(self.keys, text.encode())
-
-    def read_until(self, wanted, seconds=30.0):
-        end = time.monotonic() + seconds
-        while wanted not in self.said:
-            assert time.monotonic() < end, f"{wanted!r} did not come, but {self.said!r}"
-            if select.select([self.keys], [], [], 0.1)[0]:
-                try:
-                    self.said += os.read(self.keys, 4096).decode()
-                except OSError:  # its other end is closed
-                    assert wanted in self.said, self.said
-        said, _, self.said = self.said.partition(wanted)
-        return said
-
-
-def _take_terminal():
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def test_in_a_terminals_repl_the_pool_stays_usable(tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from ..runtime.version import __version__
+from .attach import attach
 from .bench import bench
 from .completion import completion
 from .demo import demo
@@ -62,5 +63,18 @@ def main() -> None:
     """Run Python functions and code in forked copies of a process, called drones."""
 
 
-for command in (start, list_pools, ps, top, doit, logs, stop, join, bench, demo, completion):
+for command in (
+    start,
+    list_pools,
+    ps,
+    top,
+    doit,
+    logs,
+    attach,
+    stop,
+    join,
+    bench,
+    demo,
+    completion,
+):
     main.add_command(command)

@@ -12,6 +12,8 @@ If this process did not run for a while (Ctrl-Z, a suspended machine), its timer
 has read the answers that came meanwhile. Therefore these are read first, and a task that was
 answered in time is not stopped.
 
+While a drone is debugged, its deadlines are postponed by a whole time limit.
+
 A drone that is killed loses its state, so the grace period must not pass just because the machine
 stood still: it consists of GRACE_STEPS steps, and a pause counts as one step, however long.
 """
@@ -74,6 +76,9 @@ class Cancellation:
             task = handle.in_flight.get(number)
             if task is None or task.done():
                 del handle.deadlines[number]
+            elif deadline <= now and handle.is_debugged():
+                assert task.timeout is not None
+                handle.deadlines[number] = now + task.timeout
             elif deadline <= now:
                 del handle.deadlines[number]
                 self._reject_timed_out(handle, task)

@@ -37,7 +37,7 @@ from ..wire.messages import (
     TaskBatch,
     unpack_work,
 )
-from ..wire.output import OutputItems, OutputRecord, deliver
+from ..wire.output import Line, OutputItems, OutputRecord, deliver
 from ..wire.placeholders import PayloadWithRefs
 from .interfaces import HandleOwner, KeptValue, State
 from .task import Sending, Task
@@ -253,6 +253,10 @@ class DroneHandle:
         if not self.alive:
             return False
         return self.last_started() == number or (self.overlapping > 0 and number in self.in_flight)
+
+    def is_debugged(self) -> bool:
+        """Return whether the drone waits at a `breakpoint()`, or a debugger has stopped it."""
+        return False
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -549,7 +553,7 @@ class DroneHandle:
         for each in output:
             if isinstance(each, OutputRecord):
                 self.stderr.append(each.text)
-            elif each.stream == "stderr":
+            elif isinstance(each, Line) and each.stream == "stderr":
                 before, fatal, error = each.text.partition(_FATAL_ERROR)
                 if fatal:
                     self.stack, self._in_stack = [fatal + error], True

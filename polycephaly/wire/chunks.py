@@ -20,7 +20,17 @@ import re
 from collections.abc import Iterator
 from select import PIPE_BUF
 
-__all__ = ["LOG", "MARK", "MAX_BODY_BYTES", "ORDER", "TAG", "Chunk", "ChunkParser", "chunk"]
+__all__ = [
+    "DEBUG",
+    "LOG",
+    "MARK",
+    "MAX_BODY_BYTES",
+    "ORDER",
+    "TAG",
+    "Chunk",
+    "ChunkParser",
+    "chunk",
+]
 
 TAG = "T"
 """The text that follows was printed on behalf of the body, a short name. An empty body ends it."""
@@ -28,6 +38,8 @@ LOG = "L"
 """In stderr's pipe: a log record. Body: its number, a space, the record (see log_records.py)."""
 ORDER = "O"
 """In stdout's pipe: the text that follows was printed after the log record of that number."""
+DEBUG = "D"
+"""In stderr's pipe: the drone has stopped at a `breakpoint()`. Body: see debugging.py."""
 MARK = b"\x1e"
 MAX_BODY_BYTES = 1 << 20  # of one body, all parts together
 

@@ -22,13 +22,15 @@ from io import FileIO
 
 from ..promises.promise import callbacks
 from ..runtime import parent_death
-from .chunks import LOG, MARK, ORDER, TAG, ChunkParser
+from .chunks import DEBUG, LOG, MARK, ORDER, TAG, ChunkParser
+from .debugging import DebugRequest
 from .log_records import unpack_record
 
 __all__ = [
     "Line",
     "LineSplitter",
     "Listener",
+    "OrderedItems",
     "OutputItems",
     "OutputMerger",
     "OutputRecord",
@@ -98,7 +100,9 @@ class OutputRecord:
                 forward(Line(each, self.drone, "stderr"))
 
 
-OutputItems = list[Line | OutputRecord]
+OutputItems = list[Line | OutputRecord | DebugRequest]
+OrderedItems = list[Line | OutputRecord | DebugRequest | int]
+"""As `OutputItems`. A number N means: the following items were printed after record N."""
 Listener = Callable[[Line], object]
 
 
@@ -114,16 +118,13 @@ class LineSplitter:
         self._tag = self._rest_tag = ""
         self.open = True
 
-    def read(self) -> list[Line | OutputRecord | int]:
-        """Return the output since the last call; set `open` to False at the end.
-
-        A number N in the list means: the following items were printed after record N.
-        """
+    def read(self) -> OrderedItems:
+        """Return the output since the last call; set `open` to False at the end."""
         raise NotImplementedError
 
-    def _parse(self, new: bytes) -> list[Line | OutputRecord | int]:
+    def _parse(self, new: bytes) -> OrderedItems:
         """Return the items in `new`, which is the end of the output if `open` is False."""
-        items: list[Line | OutputRecord | int] = []
+        items: OrderedItems = []
         if MARK in new or self._parser.unparsed or not self.open:
             for each in self._parser.parse(new, last=not self.open):
                 if isinstance(each, bytes):
@@ -136,7 +137,7 @@ class LineSplitter:
             self._split(new, items)
         return items
 
-    def _handle_chunk(self, kind: str, body: str, items: list[Line | OutputRecord | int]) -> None:
+    def _handle_chunk(self, kind: str, body: str, items: OrderedItems) -> None:
         if kind == TAG:
             if body != self._tag:
                 self._split(b"", items, last=True)  # one task must not complete another task's line
@@ -148,6 +149,8 @@ class LineSplitter:
                 items.append(
                     OutputRecord(int(number), unpack_record(record, self._drone), self._drone)
                 )
+            elif kind == DEBUG:
+                items.append(DebugRequest(body, self._drone))
             elif kind == ORDER:
                 items.append(int(body))
             else:
@@ -156,9 +159,7 @@ class LineSplitter:
             # The output contains text that looks like one of our chunks.
             self._split(f"\x1epoly:{kind};{body}\x1e".encode(), items)
 
-    def _split(
-        self, new: bytes, items: list[Line | OutputRecord | int], last: bool = False
-    ) -> None:
+    def _split(self, new: bytes, items: OrderedItems, last: bool = False) -> None:
         if not self._size:
             self._rest_tag = self._tag
         self._rest.append(new)
@@ -189,7 +190,7 @@ class OutputSource(LineSplitter):
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def read(self) -> list[Line | OutputRecord | int]:
+    def read(self) -> OrderedItems:
         first = self._file.read(_READ_BYTES)
         if first is None:  # no output: nearly always so when read before a result is handled
             return []
@@ -218,7 +219,7 @@ class OutputMerger:
 
     def __init__(self) -> None:
         self._last_record = 0  # its number
-        self._postponed: list[Line | OutputRecord | int] = []
+        self._postponed: OrderedItems = []
 
     def read(self, streams: Sequence[LineSplitter]) -> OutputItems:
         """Read the given streams: stdout's and stderr's, as far as they are open."""
@@ -270,7 +271,7 @@ def _deliver_items(
 ) -> None:
     for each in items:
         try:
-            if isinstance(each, OutputRecord):
+            if not isinstance(each, Line):
                 each.handle()
             else:
                 listener = output_listeners.get(each.tag, output) if output_listeners else output

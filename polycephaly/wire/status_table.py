@@ -12,6 +12,7 @@ drone had begun. Each drone has one slot:
     control   the kernel's number of the control thread, whose running is no sign of progress
     steps     while the main thread waits for promises, or tasks overlap: one more than the number
               of times that green threads have gone on; else 0
+    debugged  1 while the drone is at a `breakpoint()`; else 0
 
 A slot has one writer, its drone, so no lock is needed: an aligned 8-byte store is not torn, and
 the count of kept bytes is written after the bytes. See
@@ -26,7 +27,7 @@ import os
 __all__ = ["StatusTable"]
 
 SLOT_BYTES = 16 * 1024  # bytes of a slot, most of them for kept results
-_STARTED, _SENT, _KEPT, _BEAT, _CONTROL_THREAD, _STEPS, _CELLS = range(7)
+_STARTED, _SENT, _KEPT, _BEAT, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CELLS = range(8)
 HEADER_BYTES = _CELLS * 8
 
 
@@ -71,6 +72,9 @@ class StatusTable:
     def steps(self, slot: int) -> int:
         return self._read(slot, _STEPS)
 
+    def is_debugged(self, slot: int) -> bool:
+        return self._read(slot, _DEBUGGED) != 0
+
     def kept(self, slot: int) -> bytes:
         """Return the results that were done and are not yet known to be sent."""
         at = slot * SLOT_BYTES + HEADER_BYTES
@@ -114,6 +118,9 @@ class Slot:
 
     def set_steps(self, count: int) -> None:
         self._cells[_STEPS] = count
+
+    def set_debugged(self, debugged: bool) -> None:
+        self._cells[_DEBUGGED] = debugged
 
     def keep(self, result: bytes) -> bool:
         """Keep a result until `mark_all_sent`; return False if the slot has no room for it."""

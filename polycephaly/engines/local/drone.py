@@ -99,6 +99,8 @@ class LocalDrone(DroneExecutor):
         install_log_forwarding()
         replace_kernel_input()
         faulthandler.enable(file=2)
+        if not os.environ.get("PYTHONBREAKPOINT"):
+            sys.breakpointhook = self._open_debugger
         store = Store(arena, order.number)
         super().__init__(
             order.name,
@@ -165,6 +167,13 @@ class LocalDrone(DroneExecutor):
             or (self._overlap is not None and self._overlap.running)
         )
         return self._stopping and not busy
+
+    def _open_debugger(self, *args: Any, **kwargs: Any) -> None:
+        from ...drone.debugger import open_debugger
+
+        frame = sys._getframe(1)
+        # The last call, because the debugger stops at the next line that is not of this package.
+        open_debugger(frame, self._directory, self._status_slot).set_trace(frame)
 
     def disable(self) -> None:
         super().disable()

@@ -130,6 +130,9 @@ class LocalHandle(DroneHandle):
     def last_answered(self) -> int:
         return self.launcher.status_table.sent(self.slot)
 
+    def is_debugged(self) -> bool:
+        return self.launcher.status_table.is_debugged(self.slot)
+
     def heartbeat(self) -> tuple[object, Times]:
         assert self.pid is not None
         status_table, slot, pid = self.launcher.status_table, self.slot, self.pid

@@ -24,7 +24,7 @@ from ...pool.handlers import handle_message, handle_unsent_results
 from ...pool.interfaces import State
 from ...pool.task import Task
 from ...wire.messages import STOP, WORK, Malformed
-from ...wire.output import Line, LineSplitter, OutputItems, OutputMerger, OutputRecord
+from ...wire.output import LineSplitter, OrderedItems, OutputItems, OutputMerger
 from ...wire.placeholders import split_remote_objects
 from .buffers import LazyBuffers, OutOfBandBuffers, RayRefTable
 from .drone import Report, SpawnReply
@@ -274,9 +274,9 @@ class _OutputStream(LineSplitter):
     def end(self) -> None:
         self._ended = True
 
-    def read(self) -> list[Line | OutputRecord | int]:
+    def read(self) -> OrderedItems:
         unread, self._unread = self._unread, b""
-        entries: list[Line | OutputRecord | int] = []
+        entries: OrderedItems = []
         # In pieces, as through a pipe, so that a line without an end is shown in parts.
         while len(unread) > _CHUNK_BYTES:
             entries += self._parse(unread[:_CHUNK_BYTES])

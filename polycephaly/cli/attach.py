@@ -1,0 +1,50 @@
+"""`polycephaly attach`: debug a drone that waits at a `breakpoint()`."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import click
+
+from .reach import one_line_errors
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  polycephaly attach                  the drone that waits at a breakpoint(), if there is only one
+  polycephaly attach pool-1.0         the drone of that name
+  polycephaly attach lab 2            drone lab.2
+"""
+)
+@click.argument("name", required=False)
+@click.argument("drone", required=False)
+def attach(name: str | None, drone: str | None) -> None:
+    """Debug DRONE of pool NAME, which waits at a breakpoint(), in this terminal.
+
+    The drone is one of yours on this machine, of any pool. Only one terminal is attached at a time.
+    The command returns when the debugger's session has ended.
+    """
+    with one_line_errors():
+        from ..wire.debugging import lend_terminal, waiting_debuggers
+
+        if not os.isatty(0):
+            raise click.ClickException("the standard input is no terminal")
+        waiting = list(waiting_debuggers())
+        wanted = {name, drone, f"{name}.{drone}"} - {None}
+        chosen = [
+            (each, connection)
+            for each, connection in waiting
+            if name is None or each in wanted or (drone is None and each.startswith(f"{name}."))
+        ]
+        for _, connection in waiting:
+            if [connection] != [its for _, its in chosen]:
+                connection.close()
+        if len(chosen) != 1:
+            names = ", ".join(sorted(each for each, _ in waiting)) or "none"
+            raise click.ClickException(
+                f"{len(chosen)} drones of that name wait at a breakpoint(); waiting: {names}"
+            )
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends by pdb's own commands
+        lend_terminal(chosen[0][1], os.ttyname(0))

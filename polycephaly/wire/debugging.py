@@ -1,0 +1,101 @@
+"""How `breakpoint()` in a drone finds a terminal.
+
+drone    breakpoint() ──> listens at `<pid>.d` in its pool's directory
+└─> DEBUG in its output ──> DebugRequest ──> the controller connects, if
+it is in the foreground of a terminal
+the controller, or `polycephaly attach` <── name ── drone
+── path of its terminal ──> drone, which opens it for
+pdb, and closes the
+connection at the end
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+from ..promises.promise import waiting_threads
+
+__all__ = ["DebugRequest", "debug_address", "lend_terminal", "waiting_debuggers"]
+
+MAX_TEXT_BYTES = 1024
+"""Of the drone's name, and of the terminal's path."""
+
+_terminal_lock = threading.Lock()  # one drone at a time uses this process's terminal
+
+
+def debug_address(directory: str, pid: int) -> str:
+    return f"{directory}/{pid}.d"
+
+
+class DebugRequest:
+    """An item of a drone's output: the drone has stopped at a `breakpoint()`."""
+
+    def __init__(self, address: str, drone: str) -> None:
+        self.drone = drone
+        self._address = address
+
+    def handle(self) -> None:
+        """Let the drone use this process's terminal, if there is one. Does not wait."""
+        if _own_terminal() is not None:
+            threading.Thread(target=self._lend, name="polycephaly-debugged", daemon=True).start()
+
+    def _lend(self) -> None:
+        with _terminal_lock, suppress(OSError):  # another process may have attached
+            terminal = _own_terminal()
+            if terminal is not None:
+                connection, _ = _connect(self._address)
+                lend_terminal(connection, terminal)
+
+
+def _own_terminal() -> str | None:
+    """Return the path of the terminal that this process may read now.
+
+    A process in the background may not. At an interactive prompt, the main thread itself reads,
+    unless that thread waits for a promise.
+    """
+    try:
+        if os.tcgetpgrp(0) != os.getpgrp():
+            return None
+        terminal = os.ttyname(0)
+    except OSError:
+        return None
+    at_prompt = hasattr(sys, "ps1") and threading.main_thread().ident not in waiting_threads
+    return None if at_prompt else terminal
+
+
+def _connect(address: str) -> tuple[socket.socket, str]:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(address)
+        return connection, connection.recv(MAX_TEXT_BYTES).decode()
+    except OSError:
+        connection.close()
+        raise
+
+
+def lend_terminal(connection: socket.socket, terminal: str) -> None:
+    """Have the drone debugged in `terminal`. Returns when the session has ended."""
+    with closing(connection):
+        connection.sendall(terminal.encode())
+        while connection.recv(MAX_TEXT_BYTES):
+            pass
+
+
+def waiting_debuggers() -> Iterator[tuple[str, socket.socket]]:
+    """Yield name and connection of each drone of this user's that waits at a `breakpoint()`.
+
+    Close the connections that you do not need.
+    """
+    for parent in {tempfile.gettempdir(), "/tmp"}:
+        for path in Path(parent).glob("polycephaly-*/**/*.d"):
+            with suppress(OSError):
+                connection, name = _connect(str(path))
+                if name:
+                    yield name, connection

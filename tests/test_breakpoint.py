@@ -1,0 +1,146 @@
+"""`breakpoint()` in a drone opens pdb in the controller's terminal, or in one that is attached."""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from faults import wait_for
+from terminal import Terminal
+
+import polycephaly as poly
+from polycephaly.wire.debugging import waiting_debuggers
+
+
+def write(folder, text):
+    script = folder / "script.py"
+    script.write_text(text)
+    return str(script)
+
+
+TWO = """
+import polycephaly as poly, time
+
+def work(n):
+    inner = n + 1
+    breakpoint()
+    inner += 1
+    return inner
+
+with poly.Pool(2, name="lab") as pool:
+    print("answers", pool.options(timeout=0.2).doit(abs, -3), [*map(str, pool.map(work, [40, 50]))])
+"""
+
+
+def test_each_drone_in_its_turn_has_the_controllers_terminal(tmp_path):
+    with Terminal(tmp_path, write(tmp_path, TWO)) as terminal:
+        values = []
+        for _ in range(2):
+            terminal.read_until("(Pdb) ")
+            terminal.type("p 'inner', inner\n")
+            terminal.read_until("('inner', ")
+            value = int(terminal.read_until(")"))
+            values.append(value)
+            terminal.read_until("(Pdb) ")
+            terminal.type("w\n")
+            assert "polycephaly/" not in terminal.read_until("(Pdb) ")
+            terminal.type("inner = 7\n")
+            terminal.read_until("(Pdb) ")
+            terminal.type("n\n" if value == 41 else "c\n")
+            if value == 41:  # step to the end of the task, which ends the session
+                for _ in range(2):
+                    terminal.read_until("(Pdb) ")
+                    terminal.type("n\n")
+        assert sorted(values) == [41, 51]
+        terminal.read_until("answers 3 ['8', '8']")
+        assert terminal.process.wait(30) == 0
+
+
+LIMITED = """
+import polycephaly as poly
+
+def work():
+    breakpoint()
+    return "done"
+
+with poly.Pool(1, timeout=0.1) as pool:
+    print(pool.promise(work).result())
+    print(type(pool.promise("import time; time.sleep(60)").exception()))
+"""
+
+
+def test_time_limits_wait_for_the_end_of_the_session(tmp_path):
+    with Terminal(tmp_path, write(tmp_path, LIMITED)) as terminal:
+        for _ in range(20):  # takes longer than the limit
+            terminal.read_until("(Pdb) ")
+            terminal.type("import time; time.sleep(0.02)\n")
+        terminal.read_until("(Pdb) ")
+        terminal.type("c\n")
+        terminal.read_until("done")
+        terminal.read_until("TimeoutError")
+
+
+def test_at_a_prompt_that_waits_for_the_task(tmp_path):
+    with Terminal(tmp_path) as terminal:
+        terminal.type("import polycephaly as poly\n")
+        terminal.type("with poly.Pool(1) as pool: pool.doit('x = 5; breakpoint(); x + 1')\n\n")
+        terminal.read_until("(Pdb) ")
+        terminal.type("x = 8\n")
+        terminal.read_until("(Pdb) ")
+        terminal.type("c\n")
+        terminal.read_until("9")
+        terminal.read_until(">>> ")
+
+
+ATTACH = ("-m", "polycephaly", "attach")
+
+
+def test_without_a_terminal_one_is_attached():
+    lines = []
+    folder = tempfile.gettempdir()
+    with poly.Pool(1, name="lab", output=lines.append) as pool:
+        promise = pool.promise("x = 5; breakpoint(); x + 1")
+        wait_for(lambda: lines)
+        assert lines[0].text.endswith("To debug it: polycephaly attach lab.0")
+        run = subprocess.run(
+            [sys.executable, *ATTACH, "lab"], stdin=subprocess.DEVNULL, capture_output=True
+        )
+        assert run.returncode == 1 and b"no terminal" in run.stderr
+        with Terminal(folder, *ATTACH, "other") as other:
+            other.read_until("0 drones of that name wait at a breakpoint(); waiting: lab.0")
+        with Terminal(folder, *ATTACH, "lab") as terminal:
+            terminal.read_until("(Pdb) ")
+            terminal.type("x = 8\n")
+            terminal.read_until("(Pdb) ")
+            terminal.type("c\n")
+            assert terminal.process.wait(30) == 0
+        assert promise.value == 9
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_task_that_is_cancelled_leaves_the_debugger(attached):
+    with poly.Pool(1, name="lab", output="discard") as pool:
+        pid = pool.drones[0].pid
+        promise = pool.promise("breakpoint()")
+        connections = []
+        wait_for(lambda: connections.extend(each for _, each in waiting_debuggers()) or connections)
+        keys, its = os.openpty()
+        if attached:
+            connections[0].sendall(os.ttyname(its).encode())
+            said = b""
+            while b"(Pdb) " not in said:
+                said += os.read(keys, 1024)
+        promise.cancel()
+        assert pool.doit(os.getpid) == pid
+        for fd in (keys, its):
+            os.close(fd)
+        for each in connections:
+            each.close()
+        assert list(waiting_debuggers()) == []
+
+
+def test_what_pythonbreakpoint_says_is_kept(monkeypatch):
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    with poly.Pool(1) as pool:
+        assert pool.doit("breakpoint(); 3") == 3
