@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import CancelledError
 from functools import partial
 
+import httpx
 import pytest
 from scripts import output_of
 
@@ -562,3 +563,19 @@ def test_promises_and_what_gathers_them_are_awaited_in_green_threads():
         return await both, await first, await promise, in_order, await promise.then(lambda v: v + 1)
 
     assert run(main) == ([1, 4], 6, 1, [1], 2)
+
+
+def test_a_library_that_needs_an_event_loop_is_told_how_to_get_one():
+    async def fetch():
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return await client.get("http://127.0.0.1:1/")
+
+    with pytest.raises(TypeError, match=r"`await green\.aio\(coro\)` runs asyncio code") as raised:
+        green.run(fetch)
+    assert "event loop" in str(raised.value.__cause__)
+
+    async def fetch_on_the_loop():
+        return await green.aio(fetch())
+
+    with pytest.raises(httpx.ConnectError):
+        green.run(fetch_on_the_loop)

@@ -121,7 +121,8 @@ class GreenThread(Promise[T]):
         self._end(FINISHED, value, None)
 
     def _fail(self, error: BaseException) -> None:
-        # Code of asyncio raises one of these if it finds no running loop.
+        # asyncio, and libraries that use it by anyio or sniffio, raise one of these if they find no
+        # running loop.
         if isinstance(error, (RuntimeError, AttributeError)) and _is_asyncio_error(error):
             error = unsupported_await_error(error)
         if error.__traceback__ is not None:  # leave out the scheduler's own frame
@@ -411,11 +412,14 @@ class NativeThread(GreenThread[T]):
         return self._ident
 
 
+_NO_LOOP_ERRORS = ("NoEventLoopError", "AsyncLibraryNotFoundError")  # of anyio, of sniffio
+
+
 def _is_asyncio_error(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if error.args == ("no running event loop",):
+    if error.args == ("no running event loop",) or type(error).__name__ in _NO_LOOP_ERRORS:
         return True
     return trace is not None and trace.tb_frame.f_globals.get("__package__") == "asyncio"
 
