@@ -18,6 +18,7 @@ from polycephaly.demos.securities.experiments import (
     FUND_THREADS,
     Experiment,
     ExperimentOutcome,
+    compare_computing,
     load_funds,
     plan,
     run,
@@ -25,6 +26,7 @@ from polycephaly.demos.securities.experiments import (
     threads_drain,
 )
 from polycephaly.demos.securities.files import FUNDS
+from polycephaly.demos.securities.indicators import indicators
 from polycephaly.demos.securities.model import LISTS, PAGES, Lists, Security
 from polycephaly.demos.securities.parse import SourceError
 from polycephaly.demos.securities.site import LiveSite, Site
@@ -303,4 +305,18 @@ def test_the_json_has_sizes_equality_and_one_entry_per_run() -> None:
             {"name": "II", "seconds": 3.0, "drones": 2, "threads": 1},
             {"name": "III", "seconds": 1.0, "drones": 0, "threads": 8},
         ],
+        "computing": [],
     }
+
+
+def test_the_same_indicators_are_computed_in_three_ways() -> None:
+    lists = {name: [Security(f"{name}{n}", "") for n in range(3)] for name in LISTS}
+    computations = list(compare_computing(lists, 2))
+    assert [(each.name, each.drones) for each in computations] == [
+        ("sequential", 0), ("threads", 0), ("drones", 2),
+    ]  # fmt: skip
+    expected = [indicators(f"{name}{n}") for name in LISTS for n in range(3)]
+    assert len(set(expected)) == 15
+    assert all(each.indicators == expected for each in computations)
+    result = report.as_json([outcome("sequential", 9.0, 0)], computations)["computing"]
+    assert [each["name"] for each in result] == ["sequential", "threads", "drones"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from .. import Timeline
+    from ..demos.securities.model import Lists
     from ..timeline.picture import Bar
 
 DEFAULT_LATENCY = 0.15
@@ -134,11 +136,13 @@ def securities(
 ) -> None:
     """Load five lists of securities, with one process and with many, and compare the times.
 
+    A second part computes indicators of these securities, in the same ways.
+
     NYSE, AMEX, NASDAQ and ETFs come from the exchange's symbol-directory files, mutual funds page
     by page, all over HTTP. By default a server on the loopback serves generated files and waits
     before each answer, as a distant server would.
 
-    The exit status is 0 if all experiments loaded the same lists, and 1 if they did not or if a
+    The exit status is 0 if all experiments had the same results, and 1 if they did not or if a
     source failed.
     """
     if live and (data is not None or latency is not None):
@@ -163,24 +167,40 @@ def securities(
     host = _connect_to_ray(address) if engine == "ray" else "127.0.0.1"
     outcomes: list[experiments.ExperimentOutcome] = []
     timelines: list[Timeline] = []
+    loaded: list[Lists] = []
+    computations: list[experiments.Computation] = []
     try:
         with nullcontext(LiveSite()) if live else loopback(data, seconds, host) as site:
             wait = "" if live else f", {seconds:g} s before each answer"
-            click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.HEADER}")
+            click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.LEGEND}\n")
+            click.echo(report.HEADER)
             plan = experiments.plan(drones, threads, timelines, pool_options)
-            for outcome in experiments.run(site, plan):
+            for outcome in experiments.run(site, plan, loaded):
                 outcomes.append(outcome)
                 click.echo(report.row(outcome, baseline=outcomes[0]))
     except SourceError as error:
         raise click.ClickException(str(error)) from error
     click.echo(report.summary(outcomes))
+    click.echo(report.computing_legend(outcomes[0]))
+    click.echo(f"\n{report.HEADER}")
+    for computation in experiments.compare_computing(loaded[0], _processors(), pool_options):
+        computations.append(computation)
+        click.echo(report.computing_row(computation, baseline=computations[0]))
+    click.echo(f"\n{report.CONCLUSION}")
     if json_file is not None:
-        _write_json(json_file, report.as_json(outcomes))
+        _write_json(json_file, report.as_json(outcomes, computations))
     if plot_file is not None:
         click.echo(f"\nThe combined run:\n{timelines[0]}")
         _plot(plot_file, timelines[0], report.bars(outcomes))
-    if not report.equal(outcomes):
+    same = all(each.indicators == computations[0].indicators for each in computations)
+    if not same:
+        click.echo("THE INDICATORS DIFFER")
+    if not (same and report.equal(outcomes)):
         ctx.exit(1)
+
+
+def _processors() -> int:
+    return max(2, len(os.sched_getaffinity(0)))
 
 
 def _connect_to_ray(address: str | None) -> str:

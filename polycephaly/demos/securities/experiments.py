@@ -6,6 +6,9 @@
     III         n green threads of this process do the same
     combined    five drones, one list each; the drone of funds uses 13 green threads
 
+These wait for pages. The second part computes: `compare_computing` computes the indicators of
+securities in this process, by green threads, and by drones.
+
 To add an experiment, write a function that loads the lists from a site, and add it to `plan`.
 """
 
@@ -21,9 +24,12 @@ from typing import Any
 import polycephaly as poly
 
 from ... import green
+from .indicators import Indicators, indicators
 from .model import LISTS, PAGES, Fund, Lists
 from .site import Site
 
+MAX_COMPUTED = 5000
+"""Securities whose indicators are computed, at most: two seconds of work."""
 FUND_THREADS = 13
 """The green threads that load funds in experiment *combined*: the best number in the talk's III."""
 
@@ -87,8 +93,12 @@ def plan(
     ]
 
 
-def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOutcome]:
+def run(
+    site: Site, experiments: Sequence[Experiment], loaded: list[Lists] | None = None
+) -> Iterator[ExperimentOutcome]:
     """Run one experiment after another, and yield each outcome as soon as it is known.
+
+    The lists of the first experiment are appended to `loaded`.
 
     The time includes the start of the drones, the transport of the lists to this process, and the
     end of the drones.
@@ -101,6 +111,8 @@ def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOut
         seconds = perf_counter() - start
         if baseline is None:
             baseline = lists
+            if loaded is not None:
+                loaded.append(lists)
         # Row for row, order included: the lists must not depend on the number of drones or threads.
         differing = tuple(name for name in LISTS if lists[name] != baseline[name])
         yield ExperimentOutcome(
@@ -205,3 +217,40 @@ def load_funds(threads: int, site: Site) -> list[Fund]:
 
 def _load(load: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     return load()
+
+
+# -- the second part -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """The indicators of the first securities, computed in one way, and the time taken."""
+
+    name: str
+    drones: int
+    threads: int
+    seconds: float
+    indicators: list[Indicators]
+
+
+def compare_computing(
+    lists: Lists, drones: int, pool_options: Mapping[str, Any] | None = None
+) -> Iterator[Computation]:
+    """Compute the same indicators in three ways, the baseline first. Nothing waits."""
+    symbols = [security.symbol for name in LISTS for security in lists[name]][:MAX_COMPUTED]
+    ways: list[tuple[str, int, int, Callable[[], list[Indicators]]]] = [
+        ("sequential", 0, 1, lambda: [*map(indicators, symbols)]),
+        ("threads", 0, FUND_THREADS, lambda: green.map(indicators, symbols, width=FUND_THREADS)),
+        ("drones", drones, 1, lambda: _drones_compute(symbols, drones, pool_options)),
+    ]
+    for name, drone_count, thread_count, compute in ways:
+        start = perf_counter()
+        computed = compute()
+        yield Computation(name, drone_count, thread_count, perf_counter() - start, computed)
+
+
+def _drones_compute(
+    symbols: Sequence[str], drones: int, pool_options: Mapping[str, Any] | None
+) -> list[Indicators]:
+    with poly.Pool(drones, **pool_options or {}) as pool:
+        return [*pool.map(indicators, symbols)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...timeline.picture import Bar
-from .experiments import Experiment, ExperimentOutcome
+from .experiments import MAX_COMPUTED, Computation, Experiment, ExperimentOutcome
 
 BAR_WIDTH = 50
 
@@ -15,7 +15,21 @@ TALK_FIGURES = (
     "35 s combined."
 )
 
+LEGEND = """\
+Loading, which waits for pages:
+  sequential  this process loads one list after another
+  I           5 drones, one list each
+  II          a pool of drones: each page of funds is a task, each other list too
+  III         green threads of this process: the same tasks
+  combined    5 drones, one list each; 13 green threads in the drone of funds"""
+
 HEADER = f"{'experiment':<12}{'drones':>7}{'threads':>9}{'seconds':>9}{'speed-up':>10}"
+
+COMPUTING_LEGEND = """
+Computing, which waits for nothing: three indicators of each of {count:,} securities, of a year of
+simulated prices, in this process, by green threads, and by a pool of drones."""
+
+CONCLUSION = "Threads for waiting, drones for computing, both for both."
 
 
 def row(outcome: ExperimentOutcome, baseline: ExperimentOutcome) -> str:
@@ -23,12 +37,22 @@ def row(outcome: ExperimentOutcome, baseline: ExperimentOutcome) -> str:
 
     The bar is relative to the baseline, too.
     """
-    experiment, share = outcome.experiment, outcome.seconds / baseline.seconds
+    return _row(outcome.experiment, outcome.seconds, outcome.seconds / baseline.seconds)
+
+
+def computing_legend(outcome: ExperimentOutcome) -> str:
+    return COMPUTING_LEGEND.format(count=min(MAX_COMPUTED, sum(outcome.rows.values())))
+
+
+def computing_row(computation: Computation, baseline: Computation) -> str:
+    """Return the line of a computation, as `row` does of an experiment."""
+    return _row(computation, computation.seconds, computation.seconds / baseline.seconds)
+
+
+def _row(what: Experiment | Computation, seconds: float, share: float) -> str:
     bar = "#" * max(1, min(BAR_WIDTH, round(BAR_WIDTH * share)))
-    numbers = (
-        f"{experiment.drones:>7}{experiment.threads:>9}{outcome.seconds:>9.3f}{1 / share:>9.1f}x"
-    )
-    return f"{experiment.name:<12}{numbers}  {bar}"
+    numbers = f"{what.drones:>7}{what.threads:>9}{seconds:>9.3f}{1 / share:>9.1f}x"
+    return f"{what.name:<12}{numbers}  {bar}"
 
 
 def summary(outcomes: Sequence[ExperimentOutcome]) -> str:
@@ -54,20 +78,24 @@ def equal(outcomes: Iterable[ExperimentOutcome]) -> bool:
     return not any(outcome.differing for outcome in outcomes)
 
 
-def as_json(outcomes: Sequence[ExperimentOutcome]) -> dict[str, Any]:
+def as_json(
+    outcomes: Sequence[ExperimentOutcome], computations: Sequence[Computation] = ()
+) -> dict[str, Any]:
     """Return the sizes of the lists, whether they are equal, and the time of each experiment."""
     return {
         "lists": outcomes[0].rows,
         "equal": equal(outcomes),
-        "experiments": [
-            {
-                "name": outcome.experiment.name,
-                "seconds": round(outcome.seconds, 6),
-                "drones": outcome.experiment.drones,
-                "threads": outcome.experiment.threads,
-            }
-            for outcome in outcomes
-        ],
+        "experiments": [_timed(each.experiment, each.seconds) for each in outcomes],
+        "computing": [_timed(each, each.seconds) for each in computations],
+    }
+
+
+def _timed(what: Experiment | Computation, seconds: float) -> dict[str, Any]:
+    return {
+        "name": what.name,
+        "seconds": round(seconds, 6),
+        "drones": what.drones,
+        "threads": what.threads,
     }
 
 
