@@ -78,12 +78,7 @@ def test_options_of_the_wrong_type_are_type_errors(how):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("max_workers", "`drones`"),
-        ("mp_context", "`start`"),
-        ("max_tasks_per_child", "`max_tasks`"),
-    ],
+    ("theirs", "ours"), [("mp_context", "`start`"), ("max_tasks_per_child", "`max_tasks`")]
 )
 def test_an_option_that_another_library_has_is_a_type_error_that_names_ours(theirs, ours):
     for make in (poly.Pool, poly.Drone):
@@ -263,3 +258,12 @@ def test_a_process_limit_that_has_no_room_for_zeromq_is_named(most):
             print("RLIMIT_NPROC" in str(error) and "ZeroMQ needs" in str(error) or error)
         os.rmdir(tempfile.tempdir)
     """) == "True\n"  # fmt: skip
+
+
+def test_a_number_of_drones_given_twice_is_refused():
+    with pytest.raises(TypeError, match="drones=2 and max_workers=3 are the same: give one"):
+        poly.Pool(2, max_workers=3)
+    with pytest.raises(ValueError, match="drones must be at least 1, not 0"):
+        poly.Pool(max_workers=0)
+    with poly.Pool(max_workers=2) as pool:
+        assert len(pool.drones) == 2

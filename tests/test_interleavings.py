@@ -25,6 +25,7 @@ from polycephaly.wire.slices import (
     ITEMS,
     ROWS,
     RUNNING,
+    Answers,
     pack_answers,
     pack_calls,
     split_head,
@@ -253,7 +254,9 @@ def end_of(run):
     )
     _, head, answers = DroneExecutor._end_slice(runner, run)
     done, rest, state, _ = unpack_split(head + b".")
-    return done, rest, state, answers == pack_answers(run.done, False, b"error", None)
+    unpacked = Answers(answers)
+    assert unpacked.values == run.done
+    return done, rest, state, unpacked.error == b"error"
 
 
 @pytest.mark.parametrize("form, rows", [(ITEMS, [1, 2, 3, 4]), (ROWS, [(1,), (2,), (3,), (4,)])])

@@ -9,10 +9,14 @@ import threading
 import time
 import warnings
 import weakref
+from concurrent.futures import CancelledError
 
 import pytest
 from engines import on_each_engine, poly
 from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
+
+from polycephaly.runtime.tuning import tuning
+from polycephaly.wire.slices import describe_item
 
 pytestmark = on_each_engine
 
@@ -316,9 +320,110 @@ def test_results_that_are_dropped_unread_are_warned_of_as_their_calls_were_not_m
         gc.collect()
 
 
-def test_results_that_are_taken_after_the_pool_has_ended_say_how_to_take_them():
+def test_results_that_are_taken_after_the_pool_has_ended_are_there(engine):
+    with poly.Pool(2) as pool:
+        results = pool.map(double, range(10_000))
+        sums = pool.map(lambda a, b: a + b, itertools.count(), {1: 2, 3: 4})
+    assert list(results) == [2 * n for n in range(10_000)]
+    assert list(sums) == [1, 4]
+    pool = poly.Pool(1)
+    results = pool.map(double, [1, 2, 3] * 100, ordered=False, return_exceptions=True)
+    pool.shutdown()
+    assert sum(results) == 1200
+
+
+@pytest.mark.parametrize("take", [0, 1])
+def test_results_of_endless_inputs_are_not_there_after_the_pools_end(take):
     with poly.Pool(1) as pool:
-        results = pool.map(time.sleep, [0.001] * 10_000)
+        results = pool.map(abs, itertools.count())
+        assert list(itertools.islice(results, take)) == list(range(take))
     with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown") as told:
         list(results)
     assert "take all results before the pool ends" in told.value.__notes__[0]
+
+
+def test_an_error_of_the_block_sends_no_more_calls():
+    with pytest.raises(KeyError), poly.Pool(1) as pool:
+        results = pool.map(time.sleep, [0.001] * 10_000)
+        raise KeyError
+    with pytest.raises((RuntimeError, CancelledError)):
+        list(results)
+
+
+def fail_at_3(n, *more):
+    if n == 3:
+        raise KeyError(n)
+    return n
+
+
+def give_up_at_3(n):
+    if n == 3:
+        os._exit(5)
+    return n
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_errors_may_stand_in_the_places_of_results(pool, ordered):
+    list(pool.map(abs, range(1000)))  # short calls, which go in slices
+    results = list(pool.map(fail_at_3, [0, 1, 3, 2, 3], ordered=ordered, return_exceptions=True))
+    if ordered:
+        assert [type(each) for each in results] == [int, int, KeyError, int, KeyError]
+        assert results[2].__notes__[-1] == "in map(fail_at_3, ...), item 2: 3"
+    assert sorted(each for each in results if isinstance(each, int)) == [0, 1, 2]
+
+
+def test_a_death_may_stand_in_its_place_and_the_rest_goes_on():
+    with poly.Pool(2, output="discard") as pool:
+        results = list(pool.map(give_up_at_3, range(100), return_exceptions=True))
+        assert isinstance(results[3], poly.DroneDied)
+        del results[3]
+        assert results == [n for n in range(100) if n != 3]
+
+
+def test_errors_of_inputs_and_time_limits_are_raised_all_the_same(pool, tmp_path):
+    results = pool.map(fail_at_3, (1 // (2 - n) for n in range(5)), return_exceptions=True)
+    with pytest.raises(ZeroDivisionError):
+        list(results)
+    late = pool.map(hold_until, [str(tmp_path / "gate")], timeout=0.05, return_exceptions=True)
+    with pytest.raises(TimeoutError):
+        list(late)
+
+
+def test_awaited_errors_may_stand_in_their_places(pool):
+    async def take():
+        return [n async for n in pool.map(fail_at_3, [3, 4], return_exceptions=True)]
+
+    error, value = asyncio.run(take())
+    assert isinstance(error, KeyError) and value == 4
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_an_error_names_its_item(pool, short):
+    if short:
+        list(pool.map(fail_at_3, [0] * 5000))
+        list(pool.map(fail_at_3, [0] * 5000, itertools.repeat("")))
+    cases = [
+        ([*range(10, 700), 3], (), ", item 690: 3"),
+        ([1] * 400 + [3], (["x" * 500] * 401,), ", item 400: 3, 'xxx"),
+    ]
+    for items, more, note in cases:
+        with pytest.raises(KeyError) as raised:
+            list(pool.map(fail_at_3, items, *more))
+        (said,) = raised.value.__notes__[-1:]
+        assert said.startswith(f"in map(fail_at_3, ...){note}") and len(said) < 200
+
+
+def test_items_are_described_without_harm(monkeypatch):
+    assert describe_item((1, Unprintable())).startswith("1, <Unprintable ")
+    monkeypatch.setattr(tuning, "describe_items", False)
+    with poly.Pool(1) as pool:
+        for items in ([3], [0] * 5000 + [3]):
+            with pytest.raises(KeyError) as raised:
+                list(pool.map(fail_at_3, items))
+            item = len(items) - 1
+            assert raised.value.__notes__[-1] == f"in map(fail_at_3, ...), item {item}"

@@ -403,6 +403,17 @@ def test_a_long_chain_of_thens_settles():
     assert last.value == 100
 
 
+def test_gather_may_give_errors_in_their_places():
+    ps = [Promise() for _ in range(3)]
+    everyone = poly.gather(*ps, return_exceptions=True)
+    ps[1].set_exception(KeyError("x"))
+    ps[2].cancel()
+    assert not everyone.done()
+    ps[0].set_result(1)
+    one, failed, cancelled = everyone.value
+    assert one == 1 and isinstance(failed, KeyError) and isinstance(cancelled, CancelledError)
+
+
 def test_gather_gives_values_in_order():
     ps = [Promise() for _ in range(10)]
     everyone = poly.gather(*ps)

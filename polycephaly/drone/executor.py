@@ -316,15 +316,15 @@ class DroneExecutor:
 
         The control thread may have sent another part.
         """
-        error = None
+        error, item = None, ""
         if run.error is not None:
             with self.socket_lock:
                 run.attribute_error()
             if run.error is not None:
-                error = self._outcomes.pack_error(run.error)
+                error, item = self._outcomes.pack_error(run.error), run.failed_item()
         with self.socket_lock:
             self._slice = None
-            answers = pack_answers(run.done[run.sent :], run.packed, error, self._store)
+            answers = pack_answers(run.done[run.sent :], run.packed, error, self._store, item)
             rest = run.cut()
         done = len(run.done) - run.sent + (error is not None)
         return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers

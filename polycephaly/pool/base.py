@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, overload
-from weakref import ref
+from weakref import WeakSet, ref
 
 from ..promises.promise import Promise
 from ..runtime.progress import total_of
@@ -243,6 +243,9 @@ class DroneBase(TaskTarget):
 class ExecutorBase(TaskTarget, Executor):
     """Several drones, which code for the standard library's executors can use too."""
 
+    # Results of `map` that may not have been read yet.
+    _maps: WeakSet[Results[Any]] | None = None
+
     def _drones(self) -> Sequence[TaskTarget]:
         raise NotImplementedError
 
@@ -308,6 +311,7 @@ class ExecutorBase(TaskTarget, Executor):
         buffersize: int | None = None,
         ordered: bool = True,
         progress: bool = False,
+        return_exceptions: Literal[False] = False,
     ) -> Results[T]: ...
     @overload
     def map(
@@ -319,7 +323,32 @@ class ExecutorBase(TaskTarget, Executor):
         buffersize: int | None = None,
         ordered: bool = True,
         progress: bool = False,
+        return_exceptions: Literal[False] = False,
     ) -> Results[T]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[..., Coroutine[Any, Any, T]],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+        return_exceptions: bool,
+    ) -> Results[T | Exception]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[..., T],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        buffersize: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
+        return_exceptions: bool,
+    ) -> Results[T | Exception]: ...
 
     def map(
         self,
@@ -330,6 +359,7 @@ class ExecutorBase(TaskTarget, Executor):
         buffersize: int | None = None,
         ordered: bool = True,
         progress: bool = False,
+        return_exceptions: bool = False,
     ) -> Results[Any]:
         """Return an iterator over the results of ``fn(*items)``, in the order of the inputs.
 
@@ -353,14 +383,21 @@ class ExecutorBase(TaskTarget, Executor):
             If False, results are given in the order in which they arrive.
         progress
             If True, a bar on stderr shows how many calls are done.
+        return_exceptions
+            If True, the error of a call is given in the place of its result, instead of being
+            raised, and the other calls go on. `CancelledError`, and errors that are no `Exception`
+            (`KeyboardInterrupt`, for example), are raised. Each call is then sent as a task by
+            itself, which costs some microseconds for each.
 
         Returns
         -------
         Results
             An iterator for one thread at a time. In a coroutine, ``async for`` takes the results
             without blocking asyncio's loop or other green threads. The error of a call is raised in
-            place of its result. After that, or after the iterator is closed, all calls in flight
-            are cancelled.
+            place of its result, with a note that has the item's index and its shortened `repr`.
+            After that, or after the iterator is closed, all calls in flight are cancelled. If no
+            result was taken when the pool ends, and an input has a length, the remaining calls are
+            sent then, and the results can be taken later.
 
         Raises
         ------
@@ -385,9 +422,19 @@ class ExecutorBase(TaskTarget, Executor):
         check_work(fn, iterables or ((),), {})
         self._dispatcher.check_open()
         total = total_of(iterables)
-        return start_map(
-            self, self._source(fn, iterables), total, timeout, buffersize, ordered, progress
+        results = start_map(
+            self,
+            self._source(fn, iterables),
+            total,
+            timeout,
+            buffersize,
+            ordered,
+            progress,
+            return_exceptions,
         )
+        if self._maps is not None:
+            self._maps.add(results)
+        return results
 
     @overload
     def submit(
@@ -418,6 +465,12 @@ class ExecutorBase(TaskTarget, Executor):
         at: TracebackType | None,
     ) -> None:
         self._leave()
+        try:
+            if kind is None:
+                self._send_maps()
+        except BaseException:  # Ctrl-C, or an error of an input
+            self._dispatcher.finish(cancel=True)
+            raise
         self._dispatcher.finish(cancel=kind is not None)
 
     async def __aenter__(self) -> Self:
@@ -430,7 +483,20 @@ class ExecutorBase(TaskTarget, Executor):
         at: TracebackType | None,
     ) -> None:
         self._leave()
+        try:
+            if kind is None:
+                self._send_maps()
+        except BaseException:
+            await self._dispatcher.finish_async(cancel=True)
+            raise
         await self._dispatcher.finish_async(cancel=kind is not None)
+
+    def _send_maps(self) -> None:
+        """Send the calls of each `map` that was not read yet, as the standard library does at the
+        call.
+        """
+        for results in list(self._maps or ()):
+            results.send_rest()
 
     def _leave(self) -> None:
         _pools.set(tuple(each for each in _pools.get() if each() is not self))

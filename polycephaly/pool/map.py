@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from ..promises.promise import Promise, fulfill
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
-from ..wire.slices import Answers
+from ..wire.slices import Answers, describe_item
 from .map_source import OneByOne
 from .task import Slice, Task
 
@@ -51,6 +51,12 @@ class Results(chain[T]):
         self._stream.was_read = True
         self._generator.close()
 
+    def send_rest(self) -> None:
+        """Send the remaining calls, because the pool ends: if no result was asked for, and the
+        inputs are finite.
+        """
+        self._stream.send_rest()
+
     def __repr__(self) -> str:
         return f"<Results of {self._stream.source.label}: iterate with `for` or `async for`>"
 
@@ -66,6 +72,7 @@ def start_map(
     buffersize: int | None,
     ordered: bool,
     progress: bool,
+    return_exceptions: bool,
 ) -> Results[Any]:
     """Send the first calls, and return an iterator over the results of all calls.
 
@@ -75,6 +82,8 @@ def start_map(
     bar = Progress(source.label, total) if progress else None
     stream = (_Ordered if ordered else _Unordered)(source, buffersize, deadline, bar)
     stream.pool = pool
+    if return_exceptions:
+        stream.return_exceptions = source.one_by_one = True
     generator = _generate(stream)
     next(generator)
     results = Results.from_iterable(generator)
@@ -98,10 +107,14 @@ def _generate(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
             if not tasks:
                 break
             if not isinstance(tasks[0], Slice):
-                if tasks[0].exception() is not None:
-                    tasks.pop().result()  # raises the error
-                yield _pop_values(tasks)
+                if tasks[0].exception() is None:
+                    yield _pop_values(tasks)
+                elif stream.return_exceptions:
+                    yield [_pop_error(tasks, stream)]
+                else:
+                    raise _pop_error(tasks, stream)
                 continue
+            first = tasks[0].item or 0
             answers: Answers = tasks.pop().result()
             values = answers.values
             yield values if answers.plain else _unpickle_values(answers, stream)
@@ -110,7 +123,7 @@ def _generate(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
             if answers.error is not None:
                 # No local variable: the error's traceback would refer to the variable, and the
                 # error to the traceback.
-                raise _failure(answers.error, stream)
+                raise _failure(answers, first + len(values), stream)
         if stream.source.error is not None:
             raise stream.source.error
     finally:
@@ -131,10 +144,28 @@ def _generate(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
             )
 
 
-def _failure(packed: Any, stream: _Ordered) -> BaseException:
-    error = unpack_exception(packed)
+def _failure(answers: Answers, index: int, stream: _Ordered) -> BaseException:
+    error = unpack_exception(answers.error)
     stream.source.explain(error)
+    _add_item(error, stream, index, answers.item)
     return error
+
+
+def _pop_error(tasks: list[Task], stream: _Ordered) -> BaseException:
+    task = tasks.pop()
+    error = task.exception()
+    assert error is not None
+    if isinstance(error, Exception):
+        _add_item(error, stream, task.item or 0, describe_item(task.args or ()))
+    elif stream.return_exceptions:
+        raise error
+    return error
+
+
+def _add_item(error: BaseException, stream: _Ordered, index: int, item: str) -> None:
+    """Add a note that says which call of the map has raised `error`."""
+    with suppress(Exception):  # the exception's class may take no notes
+        error.add_note(f"in map({stream.source.label}, ...), item {index}{item and f': {item}'}")
 
 
 def _pop_values(tasks: list[Task]) -> Iterator[Any]:
@@ -158,6 +189,9 @@ class _Ordered:
 
     # Keeps the pool alive until the stream is exhausted, closed or failed.
     pool: object = None
+    # Errors of calls are given in the places of their results. Each call is then a task, because a
+    # slice ends with its first error.
+    return_exceptions = False
 
     def __init__(
         self,
@@ -204,6 +238,16 @@ class _Ordered:
             self._calls_in_flight += task.count
             self._add(task)
             self.source.latest_task = None
+
+    def send_rest(self) -> None:
+        source = self.source
+        while not (self.was_read or self._closed) and source.is_finite and source.has_room():
+            task = source.send_next(source.best_size())
+            if task is None:
+                return
+            self._calls_in_flight += task.count
+            self._add(task)
+            source.latest_task = None
 
     def take_settled(self) -> list[Task]:
         """Wait for the next settled task and return it, alone in a list; an empty list after the

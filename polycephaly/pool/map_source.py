@@ -11,7 +11,7 @@ one, because its server neither looks into the tasks nor measures times for its 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
 from operator import length_hint
 from pickle import dumps
@@ -75,6 +75,8 @@ class OneByOne:
         ahead: int,
     ) -> None:
         self.error: Exception | None = None
+        self.one_by_one = True
+        self.is_finite = False  # False if not known
         self._dispatcher = dispatcher
         self._task_options = task_options
         self._fn = fn
@@ -149,6 +151,7 @@ class Source(OneByOne):
         self._options = task_options
         self._has_one_iterable = len(iterables) == 1
         self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)
+        self.is_finite = any(isinstance(each, Sized) for each in iterables)
         self._range = (
             iterables[0] if self._has_one_iterable and type(iterables[0]) is range else None
         )
@@ -161,7 +164,7 @@ class Source(OneByOne):
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
         config = dispatcher.config
-        self._is_one_by_one = task_options.timeout is not None or config.max_tasks is not None
+        self.one_by_one = task_options.timeout is not None or config.max_tasks is not None
         self._definition = dispatcher.registry.define(fn)
 
     @property
@@ -219,7 +222,7 @@ class Source(OneByOne):
         seconds = self._definition.seconds
         if (
             seconds is None
-            or self._is_one_by_one
+            or self.one_by_one
             or self._definition.overlaps
             or self._definition.captures
         ):

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from ..store.shared import Shared
 from ..timeline import Timeline
@@ -49,6 +50,8 @@ class Pool(ExecutorBase):
     ----------
     drones
         Number of drones. None: as many as usable cores, or one with ``engine="inline"``.
+    max_workers
+        Another name of `drones`, which code for the standard library's executors uses.
     name
         Name of the pool. None: ``pool-N``.
     start, cwd, initializer, initargs, timeout
@@ -119,6 +122,7 @@ class Pool(ExecutorBase):
         self,
         drones: int | None = None,
         *,
+        max_workers: int | None = None,
         width: int = 1,
         name: str | None = None,
         start: str | None = None,
@@ -138,6 +142,9 @@ class Pool(ExecutorBase):
         engine: str = "local",
         **options: Any,
     ) -> None:
+        if drones is not None and max_workers is not None:
+            raise TypeError(f"drones={drones} and max_workers={max_workers} are the same: give one")
+        drones = max_workers if drones is None else drones
         machine = find_machine(engine, options)
         size = check_at_least("drones", machine.default_size() if drones is None else drones, 1)
         name = name or f"pool-{next(_names)}"
@@ -163,6 +170,7 @@ class Pool(ExecutorBase):
             on_death=on_death,
         )
         machine.check(size)
+        self._maps = WeakSet()
         self._dispatcher = Dispatcher(config, machine.open)
         self._dispatcher.close_when_collected(self)
         try:
@@ -257,6 +265,8 @@ class Pool(ExecutorBase):
         cancel_futures
             If True, tasks that no drone has begun are cancelled.
         """
+        if not cancel_futures:
+            self._send_maps()
         self._dispatcher.close(cancel=cancel_futures)
         if wait:
             self._dispatcher.finish()

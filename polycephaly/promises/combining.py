@@ -34,9 +34,11 @@ def gather(
 ) -> Promise[list[T1 | T2 | T3]]: ...
 @overload
 def gather(*promises: Future[T]) -> Promise[list[T]]: ...
+@overload
+def gather(*promises: Future[T], return_exceptions: bool) -> Promise[list[T | BaseException]]: ...
 
 
-def gather(*promises: Future[Any]) -> Promise[list[Any]]:
+def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[list[Any]]:
     """Return a promise of the list of values, in the order of `promises`.
 
     The first error rejects the promise. Cancelling the promise cancels all of `promises`, as
@@ -46,11 +48,15 @@ def gather(*promises: Future[Any]) -> Promise[list[Any]]:
     ----------
     *promises
         Promises or `concurrent.futures.Future` objects.
+    return_exceptions
+        If True, errors stand in the places of values, and a `CancelledError` in the place of a
+        cancelled promise.
 
     Returns
     -------
     Promise
-        Settled when all of `promises` have values, or when one has an error.
+        Settled when all of `promises` have values, or when one has an error. With
+        `return_exceptions`, settled when all of `promises` are.
 
     Raises
     ------
@@ -71,16 +77,17 @@ def gather(*promises: Future[Any]) -> Promise[list[Any]]:
     waiting_for = list(promises)
 
     def one_settled(future: Future[Any]) -> None:
-        if future.cancelled():
-            reject(combined, CancelledError())
-        elif (error := future.exception()) is not None:
+        error = _error_of(future)
+        if error is not None and not return_exceptions:
             reject(combined, error)
         else:
             # The pop is atomic. Only the number of entries matters, not which one is removed.
             waiting_for.pop()
             if not waiting_for:
                 try:
-                    values = [p.result() for p in promises]
+                    values = [
+                        p.result() if (failed := _error_of(p)) is None else failed for p in promises
+                    ]
                 except BaseException as unopened:  # from opening a value that is stored elsewhere
                     reject(combined, unopened)
                 else:
@@ -262,6 +269,10 @@ class _Gathered(Promise[list[Any]]):
 
     def running(self) -> bool:
         return any(each.running() for each in self._promises)
+
+
+def _error_of(future: Future[Any]) -> BaseException | None:
+    return CancelledError() if future.cancelled() else future.exception()
 
 
 def _check_futures(function: str, promises: Iterable[object]) -> None:

@@ -42,6 +42,11 @@ class Tuning:
     and threads of LLVM's and Intel's OpenMP spin for 200 ms (`KMP_BLOCKTIME`) before they wait.
     """
 
+    describe_items: bool = True
+    """Whether the error of a `map` has a note with the shortened `repr` of its item. The index is
+    there in any case. Read in drones, too.
+    """
+
     # Waits
     signal_check_seconds: float = 0.5
     """Interval at which a waiting main thread checks for a signal that came just before the wait,

@@ -2,8 +2,9 @@
 
     calls    range | pickle of (form, fresh, rows)     The range selects the rows to call: the rest
                                                        of a slice is the same bytes, another range.
-    answers  pickle of (values, indices, error),       `indices` are those of the values that are
-             then the values pickled separately        pickled one by one.
+    answers  pickle of (values, indices, error, item), `indices` are those of the values that are
+             then the values pickled separately        pickled one by one; `item` describes the
+                                                       arguments of the call that raised `error`.
     split    done, rest, state | answers               `done` calls are done, a failed one included;
                                                        `rest` calls will not be begun here.
 
@@ -16,18 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pickle import dumps, loads
+from reprlib import Repr
 from struct import Struct
 from typing import Any, NamedTuple
 
 from ..memory.blocks import Store
 from ..memory.references import Serialized, load_joined, load_with_buffers
+from ..runtime.tuning import tuning
 from .messages import Malformed
 from .pickling import ATOMIC_TYPES, join_payloads
 
 __all__ = [
     "BATCHED_TYPES", "ENDED", "FAILED", "ITEMS", "MIN_SEPARATE_LENGTH", "PICKLED", "ROWS",
-    "RUNNING", "SMALL_TYPES", "Answers", "Packed", "pack_answers", "pack_calls", "slice_calls",
-    "split_head", "unpack_calls", "unpack_split",
+    "RUNNING", "SMALL_TYPES", "Answers", "Packed", "describe_item", "pack_answers", "pack_calls",
+    "slice_calls", "split_head", "unpack_calls", "unpack_split",
 ]  # fmt: skip
 
 ITEMS, ROWS, PICKLED = range(3)
@@ -73,24 +76,24 @@ class Packed(NamedTuple):
 
 
 def pack_answers(
-    done: list[Any], packed: bool, error: bytes | None, store: Store
+    done: list[Any], packed: bool, error: bytes | None, store: Store, item: str = ""
 ) -> bytes | Serialized:
     """Pack the answers of a slice.
 
     `done` holds values, some of them `Packed` if `packed` is true. `error` is the error of the call
-    after them, if one failed.
+    after them, if one failed, and `item` describes that call's arguments.
     """
     indices = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
     values = [None if type(value) is Packed else value for value in done] if packed else done
     parts = [done[index].payload for index in indices]
-    return join_payloads((values, indices, error), parts, store)
+    return join_payloads((values, indices, error, item), parts, store)
 
 
 class Answers:
     """The answers of a slice, as far as its calls were done."""
 
     def __init__(self, payload: Any) -> None:
-        (self.values, indices, self.error), parts = load_joined(payload)
+        (self.values, indices, self.error, self.item), parts = load_joined(payload)
         self.failed = False
         # Keeps remote objects alive while handles of them are in the values.
         self.remote_objects: Any = None
@@ -117,6 +120,15 @@ class Answers:
                 self.failed = True
                 yield load_with_buffers(*part)
                 self.failed = False
+
+
+def describe_item(args: Sequence[Any]) -> str:
+    """Return the arguments of a call, shortened; "" if `tuning` says so."""
+    return ", ".join(map(_repr.repr, args)) if tuning.describe_items else ""
+
+
+_repr = Repr()
+_repr.maxstring = _repr.maxother = 80
 
 
 def split_head(done: int, rest: int, state: int) -> bytes:
