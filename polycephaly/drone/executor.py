@@ -99,8 +99,8 @@ SLICE_FLUSH_INTERVAL_SECONDS = 0.0002
 
 
 class DroneExecutor:
-    _resets_tag = True
-    """True if the output tag is that of this process, which is a drone."""
+    _owns_process = True
+    """True if this process is a drone, with an output tag and threads of its own."""
     _cpu_time = staticmethod(process_time)
     _buffer_type = ResultBuffer
 
@@ -192,7 +192,7 @@ class DroneExecutor:
         except IndexError:
             return False
         # A client's tag stays on between its calls.
-        if self._resets_tag and current_tag() and not task.definition.sets_tag():
+        if self._owns_process and current_tag() and not task.definition.sets_tag():
             set_tag("")
         self._run(task)
         return True  # the task's objects are freed before the thread waits for more
@@ -561,7 +561,13 @@ class DroneExecutor:
         if len(requests) != 1:
             raise Malformed(f"a request for frames with {len(requests)} numbers")
         overlapped = {} if self._overlap is None else dict(self._overlap.running)
-        report = frames_now(self._main_thread, self._current, overlapped)
+        report = frames_now(
+            self._main_thread,
+            DroneExecutor._run_next.__code__,
+            self._current,
+            overlapped,
+            self._owns_process,
+        )
         self._send(pack_frames(requests[0], report))
 
     def _on_stop(self, frames: list[bytes]) -> None:

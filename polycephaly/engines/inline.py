@@ -150,7 +150,7 @@ class InlineHandle(DroneHandle):
 class InlineDrone(DroneExecutor):
     """The executor of one drone."""
 
-    _resets_tag, _cpu_time = False, staticmethod(thread_time)
+    _owns_process, _cpu_time = False, staticmethod(thread_time)
 
     def __init__(self, engine: InlineEngine, handle: InlineHandle) -> None:
         self._engine, self._handle, self.started, self.ended = engine, handle, 0, False

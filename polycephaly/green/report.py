@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple
@@ -85,9 +85,25 @@ def threads() -> list[ThreadInfo]:
     return [_info(thread, frames) for thread in list(scheduler.live) if not thread.done()]
 
 
-def info_of(thread: object) -> ThreadInfo | None:
-    """Return the state of one green thread; None for any other object. Thread-safe."""
-    return _info(thread, sys._current_frames()) if isinstance(thread, GreenThread) else None
+def info_of(thread: object, frames: Mapping[int, FrameType]) -> ThreadInfo | None:
+    """Return the state of one green thread; None for any other object. Thread-safe.
+
+    `frames` has the frame of each native thread, as from `sys._current_frames`.
+    """
+    return _info(thread, frames) if isinstance(thread, GreenThread) else None
+
+
+def frames_of(thread: object, frames: Mapping[int, FrameType]) -> list[FrameType]:
+    """Return the frames of one green thread, innermost first, of a running one only the outermost.
+
+    [] for any other object. Thread-safe.
+    """
+    if not isinstance(thread, GreenThread):
+        return []
+    coro = _coroutine_of(thread)
+    if isinstance(thread, NativeThread) and coro is None:
+        return list(_stack(frames.get(thread.in_foreign_code)))
+    return [each for each in _chain(coro) if isinstance(each, FrameType)][::-1]
 
 
 def timeline() -> Timeline:
@@ -120,8 +136,12 @@ def timeline() -> Timeline:
     )
 
 
-def _info(thread: Schedulable, frames: dict[int, FrameType]) -> ThreadInfo:
-    coro = unwrap(thread._coro)
+def _coroutine_of(thread: Schedulable) -> Any:
+    return unwrap(thread._coro)
+
+
+def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
+    coro = _coroutine_of(thread)
     if isinstance(thread, NativeThread) and coro is None:
         ident = thread.in_foreign_code
         stack = list(_stack(frames.get(ident)))
