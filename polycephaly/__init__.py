@@ -31,6 +31,7 @@ __all__ = [
     "Promise",
     "RemoteError",
     "Shared",
+    "Stack",
     "Timeline",
     "Waiting",
     "as_completed",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .pool.flow import flow
     from .pool.flow_graph import Graph
     from .pool.pool import Pool
+    from .pool.stacks import Stack
     from .pool.waiting import Waiting
     from .promises.combining import as_completed, gather, race
     from .promises.promise import Promise
@@ -78,6 +80,7 @@ _MODULES = {
     "Promise": "promises.promise",
     "RemoteError": "errors",
     "Shared": "store.shared",
+    "Stack": "pool.stacks",
     "Timeline": "timeline",
     "Waiting": "pool.waiting",
     "__version__": "runtime.version",

@@ -64,6 +64,7 @@ from polycephaly.memory.references import Received, RefTable, Serialized, load, 
 from polycephaly.pool import task
 from polycephaly.pool.drone_handle import DroneHandle
 from polycephaly.pool.interfaces import State
+from polycephaly.pool.stacks import read_report
 from polycephaly.timeline import event_log
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
@@ -81,6 +82,7 @@ from polycephaly.wire.messages import (
     ERROR,
     EVENT_LOG,
     FORGET,
+    FRAMES,
     HELLO,
     LARGE,
     MIN_LARGE_BYTES,
@@ -99,10 +101,12 @@ from polycephaly.wire.messages import (
     Malformed,
     TaskBatch,
     message_type,
+    pack_frames,
     pack_numbers,
     pack_outcome,
     pack_outcomes,
     pack_values,
+    unpack_frames,
     unpack_lists,
     unpack_numbers,
     unpack_outcomes,
@@ -237,8 +241,20 @@ def order_messages(first: int = UNLIKELY) -> list[Frames]:
         pack_numbers(CANCEL, (0,)),
         pack_numbers(RECALL),
         pack_numbers(OPEN),
+        pack_numbers(FRAMES, (first,)),
         pack_numbers(STOP),
     ]
+
+
+def report_of(number: int) -> dict[str, Any]:
+    """Where a drone's work with that number is."""
+    frames = [["file.py", 1, "function", "return 1"]]
+    return {
+        "current": number,
+        "tasks": {number: frames},
+        "threads": [["a thread", frames]],
+        "places": {number: frames[0][:3]},
+    }
 
 
 NOBODYS = (UNLIKELY, UNLIKELY + 1)
@@ -282,6 +298,7 @@ def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBOD
         pack_outcomes(beside, [bytes(MIN_LARGE_BYTES)]),
         pack_numbers(RETURNED, known),
         pack_numbers(RETURNED, range(UNLIKELY, UNLIKELY + 4)),
+        pack_frames(UNLIKELY, report_of(one)),
         pack_numbers(HELLO, (PROTOCOL, os.getpid())),
     ]
 
@@ -436,6 +453,7 @@ class Decoders:
         for each in (frames, heard) if heard else (frames,):
             if self._strictly(message_type, each) is not None:
                 self._strictly(unpack_numbers, each)
+                self._report(self._strictly(unpack_frames, each))
                 self._work(self._strictly(unpack_work, each) or [])
                 self._results(self._strictly(unpack_outcomes, each) or [])
         for frame in frames[:2]:
@@ -457,6 +475,10 @@ class Decoders:
                 self._opened(load_joined, payload)
             elif kind in (CALL, CALL_KEYWORDS, DEFINE_CALLABLE, DEFINE_OVERLAPPING):
                 self._opened(load, payload)
+
+    def _report(self, reply: tuple[int, dict[str, Any]] | None) -> None:
+        if reply is not None:
+            self._strictly(read_report, reply[1])
 
     def _results(self, outcomes: list[Any]) -> None:
         for _, status, _, _, payload, _ in outcomes:

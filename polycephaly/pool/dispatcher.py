@@ -49,6 +49,7 @@ from .interfaces import AssignedDrone, State, TaskOptions
 from .leases import Leases
 from .locality import Locality
 from .reactor import lease_reactor
+from .stacks import StackRequests
 from .stall_detection import StallDetector
 from .supervisor import Supervisor, pool_error
 from .task import Slice, Task
@@ -86,7 +87,10 @@ class Dispatcher(DispatcherBase):
         self.leases = Leases(self)
         self.stall_detector = StallDetector(self)
         self.backpressure: BackPressure | None = None  # None if queues have no limit
-        self.supervisor = Supervisor(self, self.cancellation, self.directory, self.locality)
+        self.stack_requests = StackRequests(self)
+        self.supervisor = Supervisor(
+            self, self.cancellation, self.directory, self.locality, self.stack_requests
+        )
         self.health_monitor = HealthMonitor(self, self.supervisor)
         has_begun = False
         try:

@@ -33,6 +33,7 @@ from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
 from .interfaces import State, TaskOptions
 from .machine import find_machine
+from .stacks import ANSWER_SECONDS, Stack, take_stacks
 from .waiting import Waiting
 
 if TYPE_CHECKING:
@@ -301,6 +302,41 @@ class Drone(DroneBase):
         because the kernel of their node is not asked.
         """
         return self._handle.waiting
+
+    def stack(self, timeout: float = ANSWER_SECONDS) -> Stack:
+        """Return what the drone does at this moment: its task, and the frames of its threads.
+
+        The task is not stopped. A drone in C code that holds its interpreter cannot answer; then
+        the ``state`` of the `Stack` says so.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for the answer, which usually takes a millisecond.
+
+        Raises
+        ------
+        RuntimeError
+            If the drone has ended: `DroneDied` if its end was not requested.
+
+        Examples
+        --------
+        >>> import polycephaly as poly, time
+        >>> with poly.Drone() as drone:
+        ...     nap = drone.promise("import time; time.sleep(60)")
+        ...     while not nap.running():
+        ...         time.sleep(0.01)
+        ...     stack = drone.stack()
+        ...     nap.cancel()
+        ...     stack.task, stack.frames[-1].line
+        True
+        ("code 'import time; time.sleep(60)'", 'import time; time.sleep(60)')
+        """
+        dispatcher = self._dispatcher
+        (stack,) = take_stacks(dispatcher, dispatcher.stack_requests, [self._handle], timeout)
+        if stack is None:
+            raise self._handle.closed_error()
+        return stack
 
     @property
     def exitcode(self) -> int | None:

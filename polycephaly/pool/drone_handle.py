@@ -11,6 +11,7 @@ engine.py.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections import deque
@@ -30,11 +31,13 @@ from ..wire.messages import (
     DEFINES,
     DROP,
     FORGET,
+    FRAMES,
     KEEP,
     RELEASE_RANGE,
     SHARED,
     STORE,
     TaskBatch,
+    pack_numbers,
     unpack_work,
 )
 from ..wire.output import Line, OutputItems, OutputRecord, deliver
@@ -60,6 +63,7 @@ RELEASE_REPORT_DELAY_SECONDS = 0.02
 MAX_BATCH_BYTES = 32 * 1024
 _MAX_STDERR_LINES = 20
 _MAX_STACK_LINES = 200
+_frame_requests = itertools.count(1)
 _FATAL_ERROR = "Fatal Python error: "
 _STACK_LINE = re.compile(r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:")
 """The beginnings of the lines that the interpreter and `faulthandler` write after
@@ -258,7 +262,24 @@ class DroneHandle:
         """Return whether the drone waits at a `breakpoint()`, or a debugger has stopped it."""
         return False
 
+    def running_task(self) -> Task | None:
+        """Return the task that runs, as far as known: the one that has begun last, else the first
+        in flight. None if the drone has no task. Any thread may call this.
+        """
+        tasks = list(self.in_flight.values())
+        started = self.last_started() if tasks else 0
+        return next((each for each in tasks if each.number == started), tasks[0] if tasks else None)
+
     # -- sending -----------------------------------------------------------------------------------
+
+    def request_frames(self) -> int:
+        """Ask the drone, if it is up, for its frames (drone/frames.py). Return the number of the
+        request.
+        """
+        number = next(_frame_requests)
+        if self.is_up():
+            self.send(pack_numbers(FRAMES, (number,)))
+        return number
 
     def can_take(self, dedicated: bool = False) -> bool:
         """Return whether the drone may be sent a task now.

@@ -78,7 +78,9 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
     elif kind == RETURNED:
         dispatcher.requeue_returned(handle, unpack_numbers(frames))
     elif kind == FRAMES:
-        dispatcher.health_monitor.handle_frames(handle, *unpack_frames(frames))
+        request, answer = unpack_frames(frames)
+        dispatcher.stack_requests.on_answer(handle, request, answer)
+        dispatcher.health_monitor.handle_frames(handle, request, answer)
     else:
         raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")
 

@@ -19,7 +19,6 @@ methods are called while holding the reactor's lock.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +27,7 @@ from typing import Any
 
 from ..runtime.procfs import state_of
 from ..runtime.tuning import tuning
-from ..wire.messages import FRAMES, Malformed, pack_numbers
+from ..wire.messages import Malformed
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, Spawner, Times
 from .interfaces import State
@@ -105,9 +104,6 @@ class _WaitTracker:
         """
         own = self._own.inactive_seconds(now, *activity)
         return own and min(own, self._children.inactive_seconds(now, children_activity(), {}))
-
-
-_requests = itertools.count(1)
 
 
 class HealthMonitor:
@@ -262,9 +258,7 @@ class HealthMonitor:
                 self._wait_trackers[handle] = wait
                 wait.request, wait.places = 0, {}
         elif not wait.request:  # by the next look the control thread has answered, if it can
-            wait.request = next(_requests)
-            if handle.is_up():
-                handle.send(pack_numbers(FRAMES, (wait.request,)))
+            wait.request = handle.request_frames()
         # Not if the drone is runnable, and only has to wait for a processor.
         elif handle.reported_wait is None and handle.is_waiting():
             report = self._describe_wait(handle, time() - seconds, wait.places)
@@ -313,9 +307,7 @@ class HealthMonitor:
     def _describe_wait(
         self, handle: DroneHandle, since: float, places: dict[str, Any]
     ) -> tuple[int, Waiting]:
-        tasks = list(handle.in_flight.values())
-        started = handle.last_started()
-        task = next((each for each in tasks if each.number == started), tasks[0] if tasks else None)
+        task = handle.running_task()
         waiting = Waiting(since, system_call=handle.system_call())
         if task is None:
             return 0, waiting

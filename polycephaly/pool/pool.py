@@ -31,6 +31,7 @@ from .drone import Drone
 from .interfaces import State, TaskOptions
 from .machine import find_machine
 from .map_source import Source
+from .stacks import ANSWER_SECONDS, Stack, take_stacks
 
 __all__ = ["Pool"]
 
@@ -233,6 +234,31 @@ class Pool(ExecutorBase):
         return [
             Drone._from_handle(self._dispatcher, handle, self._task_options) for handle in current
         ]
+
+    def stacks(self, timeout: float = ANSWER_SECONDS) -> list[Stack]:
+        """Return what each drone does at this moment. See `Drone.stack`.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for the answers of all drones together.
+
+        Returns
+        -------
+        list of Stack
+            In the order of `drones`; drones that are about to end are included.
+
+        Examples
+        --------
+        >>> import polycephaly as poly
+        >>> with poly.Pool(2, name="lab") as pool:
+        ...     [(stack.drone, stack.state) for stack in pool.stacks()]
+        [('lab.0', 'idle'), ('lab.1', 'idle')]
+        """
+        dispatcher = self._dispatcher
+        alive = [handle for handle in list(dispatcher.handles) if handle.alive]
+        stacks = take_stacks(dispatcher, dispatcher.stack_requests, alive, timeout)
+        return [stack for stack in stacks if stack is not None]
 
     @property
     def timeline(self) -> Timeline:

@@ -33,6 +33,7 @@ from .drone_handle import DroneHandle, drain
 from .engine import Engine
 from .interfaces import AssignedDrone, State
 from .locality import Locality
+from .stacks import StackRequests
 from .task import Task
 
 __all__ = ["Supervisor", "pool_error"]
@@ -56,11 +57,13 @@ class Supervisor:
         cancellation: Cancellation,
         directory: ObjectDirectory,
         locality: Locality,
+        stack_requests: StackRequests,
     ) -> None:
         self._dispatcher = dispatcher
         self._cancellation = cancellation
         self._directory = directory
         self._locality = locality
+        self._stack_requests = stack_requests
         self._config = dispatcher.config
         self._numbers = itertools.count(1)
         self.first: DroneHandle | None = None
@@ -328,6 +331,7 @@ class Supervisor:
             handle.death = error
             self._on_unexpected_death(handle, error, before)
         self._directory.on_drone_died(handle)
+        self._stack_requests.on_drone_died(handle)
         self._locality.release(handle)
         self.start_missing()
         self._dispatcher.end_check_due = True

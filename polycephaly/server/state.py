@@ -43,11 +43,9 @@ def count_queued(dispatcher: Dispatcher) -> int:
 
 def _describe_activity(handle: DroneHandle) -> dict[str, Any]:
     now = monotonic()
-    tasks = list(handle.in_flight.values())
     label, since = None, handle.last_contact_at or None
-    started = handle.last_started() if tasks else 0
-    if tasks:
-        running = next((task for task in tasks if task.number == started), tasks[0])
+    running = handle.running_task()
+    if running is not None:
         label = running.definition.label
         if handle.overlapping > 1:
             label += f" and {handle.overlapping - 1} more"
@@ -55,12 +53,12 @@ def _describe_activity(handle: DroneHandle) -> dict[str, Any]:
     if handle.unresponsive is not None:
         state = f"unresponsive: {handle.unresponsive}"
     # A drone may run a task before its HELLO is read.
-    elif handle.state < State.READY and not started:
+    elif handle.state < State.READY and (running is None or not handle.last_started()):
         state = "starting"
     elif handle.state > State.READY:
         state = "retiring"
     else:
-        state = "busy" if tasks else "idle"
+        state = "idle" if running is None else "busy"
     return {
         "state": state,
         "running": label,

@@ -65,6 +65,7 @@ def drones() -> None:
         assert_type((drone.name, drone.pid, drone.alive), tuple[str, int, bool])
         assert_type(drone.unresponsive, str | None)
         assert_type(drone.waiting, poly.Waiting | None)
+        assert_type(drone.stack(), poly.Stack)
         drone.interrupt()
         drone.release()
         assert_type(drone.exitcode, int | None)

@@ -44,7 +44,7 @@ _STALL_REASONS = {
     "D": "the process waits for a disk, or for memory that was swapped out",
     "Z": "the process has ended, and its zygote does not report that",
 }
-_IDLE_REASON = "the process holds its interpreter and does nothing"
+_GIL_REASON = "the process holds its interpreter (the GIL) in C code"
 
 
 class LocalHandle(DroneHandle):
@@ -151,7 +151,7 @@ class LocalHandle(DroneHandle):
 
     def stall_reason(self) -> str:
         assert self.pid is not None
-        return _STALL_REASONS.get(state_of(self.pid), _IDLE_REASON)
+        return _STALL_REASONS.get(state_of(self.pid), _GIL_REASON)
 
     def activity(self, threads: Times) -> tuple[object, Times] | None:
         """Return a value that changes when the drone makes progress with its tasks.

@@ -1,0 +1,280 @@
+"""What each drone does at this moment: `Stack`, and the requests for the frames of drones.
+
+    Drone.stack ── post ──> StackRequests.send ──FRAMES──> the drone's control thread
+    Drone.stack <── settled by StackRequests.on_answer <── FRAMES: plain data ──┘
+
+The waiting thread builds the `Stack`, because that reads source files. A drone that does not answer
+in time is described by what the controller knows of it.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from traceback import FrameSummary, StackSummary
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from ..promises.promise import Signal, fulfill
+from ..wire.messages import Malformed
+from .config import check_timeout
+from .dispatcher_base import DispatcherBase
+from .drone_handle import DroneHandle
+from .task import Task
+
+__all__ = ["ANSWER_SECONDS", "Stack", "StackRequest", "StackRequests", "read_report", "take_stacks"]
+
+ANSWER_SECONDS = 2.0
+"""By default, how long a drone may take to report its frames."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a drone does at one moment: see `Drone.stack`. ``str()`` gives a text like a traceback.
+
+    Attributes
+    ----------
+    drone : str
+        The name of the drone.
+    pid : int or None
+        The process id. None if the drone has none yet.
+    state : str
+        "busy", "idle", "between two tasks", "starting", or why the drone did not answer.
+    task : str or None
+        The running task, named as in errors.
+    number : int or None
+        The number of the task, as in the `repr` of its promise.
+    item : int or None
+        The index in a `map`, if the task is one of its calls.
+    seconds : float or None
+        Seconds since the task was sent to the drone.
+    frames : list
+        The Python frames of the task, at most 200, as a ``traceback.StackSummary``: the innermost
+        one comes last. Empty if the task is a function of C that was called directly.
+    threads : tuple of pairs
+        The name and the frames of each other thread that runs code from outside the standard
+        library, and of each task that runs beside others (``width=``).
+
+    Examples
+    --------
+    >>> import polycephaly as poly
+    >>> with poly.Drone(name="lab") as drone:
+    ...     str(drone.stack()) == f"lab (pid {drone.pid}): idle"
+    True
+    """
+
+    drone: str
+    pid: int | None
+    state: str
+    task: str | None = None
+    number: int | None = None
+    item: int | None = None
+    seconds: float | None = None
+    frames: StackSummary = field(default_factory=StackSummary)
+    threads: tuple[tuple[str, StackSummary], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain data.
+
+        Returns
+        -------
+        dict
+            Each frame is a list of file, line, function and source line.
+        """
+        threads = [(name, _plain(frames)) for name, frames in self.threads]
+        return {**self.__dict__, "frames": _plain(self.frames), "threads": threads}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Stack:
+        """Return the stack of which `as_dict` gave these fields."""
+        threads = tuple((name, _summary(frames)) for name, frames in fields["threads"])
+        return cls(**{**fields, "frames": _summary(fields["frames"]), "threads": threads})
+
+    def __str__(self) -> str:
+        item = "" if self.item is None else f", item {self.item}"
+        since = "" if self.seconds is None else f", for {self.seconds:.1f} s"
+        task = "" if self.task is None else f"{self.task} #{self.number}{item}{since}"
+        state = "" if task and self.state == "busy" else self.state
+        lines = [f"{self.drone} (pid {self.pid}): {': '.join(filter(None, (task, state)))}\n"]
+        if task and self.state == "busy" and not self.frames:
+            lines.append("  no Python frames: the task is a function of C\n")
+        lines += self.frames.format()
+        for name, frames in self.threads:
+            lines += [f" beside it, {name}:\n", *frames.format()]
+        return "".join(lines).rstrip("\n")
+
+
+def _plain(frames: StackSummary) -> list[list[Any]]:
+    return [[each.filename, each.lineno, each.name, each.line] for each in frames]
+
+
+def _summary(frames: Sequence[Sequence[Any]]) -> StackSummary:
+    return StackSummary.from_list(
+        [FrameSummary(file, line, name, line=source) for file, line, name, source in frames]
+    )
+
+
+def _read(entries: Sequence[Sequence[Any]]) -> StackSummary:
+    """Return frames that a drone has reported, innermost first, with their source lines."""
+    for file in {entry[0] for entry in entries}:
+        linecache.checkcache(file)
+    return _summary(
+        [
+            (file, line, name, source or linecache.getline(file, line))
+            for file, line, name, source in reversed(entries)
+        ]
+    )
+
+
+# -- asking the drones -----------------------------------------------------------------------------
+
+
+class _Answer(NamedTuple):
+    """The frames of one drone, and the tasks that it had then, by number."""
+
+    current: int
+    frames: dict[int, Sequence[Any]]  # of each running task
+    threads: Sequence[tuple[str, Sequence[Any]]]
+    tasks: dict[int, Task]
+    state: str  # if no task runs
+
+
+class StackRequest(Signal[_Answer | None]):
+    """A request for the frames of one drone. The value is None if the drone cannot be asked."""
+
+    def __init__(self, dispatcher: DispatcherBase, handle: DroneHandle) -> None:
+        super().__init__()
+        self._reactor = dispatcher.reactor
+        self.handle = handle
+        self.was_sent = False
+
+    def _help(self, deadline: float | None) -> None:
+        self._reactor.drive(self, deadline)
+
+
+class StackRequests:
+    """The unanswered requests of one dispatcher. Needs the reactor's lock."""
+
+    def __init__(self, dispatcher: DispatcherBase) -> None:
+        self._dispatcher = dispatcher
+        # Those that no thread waits for any more vanish.
+        self._pending: WeakValueDictionary[int, StackRequest] = WeakValueDictionary()
+
+    def send(self, request: StackRequest) -> None:
+        if request.handle.is_up():
+            self._pending[request.handle.request_frames()] = request
+            request.was_sent = True
+        else:
+            self._dispatcher.reactor.deliver(partial(fulfill, request))
+
+    def on_drone_died(self, handle: DroneHandle) -> None:
+        for request in list(self._pending.values()):
+            if request.handle is handle:
+                self._dispatcher.reactor.deliver(partial(fulfill, request))
+
+    def on_answer(self, handle: DroneHandle, number: int, answer: dict[str, Any]) -> None:
+        """Settle the request of that number, if there is one. Raises `Malformed`."""
+        request = self._pending.pop(number, None)
+        if request is not None:
+            current, frames, threads = read_report(answer)
+            tasks = {each: handle.in_flight[each] for each in frames if each in handle.in_flight}
+            state = "between two tasks" if handle.in_flight else "idle"
+            value = _Answer(current, frames, threads, tasks, state)
+            self._dispatcher.reactor.deliver(partial(fulfill, request, value))
+
+
+def read_report(
+    report: dict[str, Any],
+) -> tuple[int, dict[int, Sequence[Any]], list[tuple[str, Sequence[Any]]]]:
+    """Return the running task, the frames of each task, and those of each other thread, from a
+    drone's report. Raises `Malformed`.
+    """
+    try:
+        frames = {int(number): _check(entries) for number, entries in report["tasks"].items()}
+        threads = [(str(name), _check(entries)) for name, entries in report["threads"]]
+        return int(report["current"]), frames, threads
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Malformed(f"a report without the frames of tasks and threads: {error!r}") from error
+
+
+def _check(entries: Any) -> Sequence[Any]:
+    for file, line, function, source in entries:
+        if [*map(type, (file, line, function, source))] != [str, int, str, str]:
+            raise TypeError(f"not a frame: {(file, line, function, source)}")
+    return list(entries)
+
+
+# -- the threads that wait -------------------------------------------------------------------------
+
+
+def take_stacks(
+    dispatcher: DispatcherBase, requests: StackRequests, handles: list[DroneHandle], timeout: float
+) -> list[Stack | None]:
+    """Ask all these drones at once, and return their stacks; None for a drone that has ended."""
+    check_timeout(timeout)
+    pending = [StackRequest(dispatcher, handle) for handle in handles]
+    for request in pending:
+        dispatcher.post(requests.send, request)
+    deadline = monotonic() + timeout
+    return [_take(request, timeout, deadline) for request in pending]
+
+
+def _take(request: StackRequest, timeout: float, deadline: float) -> Stack | None:
+    handle = request.handle
+    try:
+        answer = request.result(max(0.0, deadline - monotonic()))
+    except TimeoutError:
+        return _unanswered(request, timeout) if handle.alive else None
+    if answer is not None:
+        return _stack(handle, answer)
+    return Stack(handle.name, handle.pid, "starting") if handle.alive else None
+
+
+def _stack(handle: DroneHandle, answer: _Answer) -> Stack:
+    tasks, current = answer.tasks, answer.current
+    beside = [
+        (f"{tasks[number].definition.label} #{number}", frames)
+        for number, frames in answer.frames.items()
+        if number != current and number in tasks
+    ]
+    return Stack(
+        handle.name,
+        handle.pid,
+        "busy" if answer.frames else answer.state,
+        **_describe(tasks.get(current)),
+        frames=_read(answer.frames.get(current, ())),
+        threads=tuple((name, _read(frames)) for name, frames in [*beside, *answer.threads]),
+    )
+
+
+def _unanswered(request: StackRequest, timeout: float) -> Stack:
+    """Describe a drone that has not answered by what is known of it here."""
+    handle = request.handle
+    if request.was_sent:
+        call = handle.system_call()
+        state = (
+            f"no answer within {timeout:g} s: {handle.unresponsive or handle.stall_reason()}"
+            f"{'' if call is None else f', in the system call {call}'}; its C frames are shown by "
+            f"py-spy dump --native --pid {handle.pid}"
+        )
+    else:
+        state = (
+            f"not asked within {timeout:g} s: the thread of the pool is busy, perhaps with a "
+            "callback of a promise that does not return"
+        )
+    return Stack(handle.name, handle.pid, state, **_describe(handle.running_task()))
+
+
+def _describe(task: Task | None) -> dict[str, Any]:
+    if task is None:
+        return {}
+    sending = task.sending
+    return {
+        "task": task.definition.label,
+        "number": task.number,
+        "item": task.item if task.count == 1 else None,
+        "seconds": None if sending is None else max(0.0, monotonic() - sending.at),
+    }
