@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import stat
 import subprocess
@@ -583,6 +584,70 @@ def test_ps_tells_in_what_a_drone_waits(shell: Shell) -> None:
             assert client.communicate() == ("''\n", "")
 
 
+SLEEPS = """
+def sleeps():
+    import time
+
+    time.sleep(1000)
+
+
+sleeps()
+"""
+
+
+def test_stacks_shows_the_lines_of_each_drone(shell: Shell) -> None:
+    with shell.pool("-n", 2), shell.running("doit", "lab", SLEEPS):
+        wait_for(lambda: "time.sleep(1000)\n" in shell.say("stacks", "lab"))
+        busy, idle = shell.say("stacks", "lab").rstrip().split("\n\n")
+        if "idle" in busy:
+            busy, idle = idle, busy
+        first, *lines = busy.splitlines()
+        assert re.fullmatch(r"lab\.\d \(pid \d+\): code .* #\d+, for \d+\.\d s", first)
+        assert [line.strip() for line in lines] == [
+            'File "<doit 1>", line 8, in <module>',
+            "sleeps()",
+            'File "<doit 1>", line 5, in sleeps',
+            "time.sleep(1000)",
+        ]
+        assert re.fullmatch(r"lab\.\d \(pid \d+\): idle", idle)
+        as_data = json.loads(shell.say("stacks", "lab", "--json"))
+        assert sorted(each["state"] for each in as_data) == ["busy", "idle"]
+
+
+def test_native_stacks_are_those_of_py_spy(lab: Shell, tmp_path: Path) -> None:
+    py_spy = tmp_path / "py-spy"
+    lab.env["PATH"], path = f"{tmp_path}:{lab.env['PATH']}", lab.env["PATH"]
+    try:
+        py_spy.write_text('#!/bin/sh\necho "$@"\n')
+        py_spy.chmod(0o700)
+        drones = json.loads(lab.say("ps", "lab", "--json"))["drones"]
+        expected = [
+            line
+            for drone in drones
+            for line in (
+                f"{drone['name']} (pid {drone['pid']})",
+                f"dump --native --pid {drone['pid']}",
+            )
+        ]
+        assert lab.say("stacks", "lab", "--native").splitlines() == expected
+        py_spy.write_text("#!/bin/sh\nexit 1\n")
+        done = lab.run("stacks", "lab", "--native")
+        assert done.returncode == 1
+        assert done.stderr == "Error: py-spy failed for lab.0, lab.1\n"
+        assert lab.run("stacks", "lab", "--native", "--json").returncode == 2
+    finally:
+        lab.env["PATH"] = path
+
+
+def test_native_stacks_without_py_spy_say_how_to_get_it(lab: Shell) -> None:
+    if shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"):
+        pytest.skip("py-spy is installed")
+    assert (
+        lab.complaint("stacks", "lab", "--native")
+        == "Error: --native needs py-spy, which is not installed: pip install py-spy"
+    )
+
+
 @contextmanager
 def terminal(
     shell: Shell, *words: str, **env: str
@@ -821,7 +886,7 @@ def test_a_pool_that_does_not_answer_is_told_with_what_ends_it(
 
 
 @pytest.mark.parametrize(
-    "name", ["start", "list", "ps", "top", "doit", "logs", "stop", "join", "bench"]
+    "name", ["start", "list", "ps", "top", "stacks", "doit", "logs", "stop", "join", "bench"]
 )
 def test_each_command_helps_with_examples(shell: Shell, name: str) -> None:
     done = subprocess.run(

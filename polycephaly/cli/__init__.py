@@ -1,7 +1,7 @@
 """The `polycephaly` command.
 
     start ──> daemon (forks, reports the start) ──> serving: a named pool, until its end ──> journal
-    list, ps, top, doit, stop, logs, join ──> reach: connect to the pool ──> tables: show the reply
+    list, ps, top, stacks, doit, stop, logs, join ──> reach: connect to the pool ──> tables: show it
     bench, demo ──> pools of their own
 
 Each subcommand is a module of this package that imports its dependencies when it runs, so that
@@ -24,6 +24,7 @@ from .doit import doit
 from .join import join
 from .listing import list_pools, ps
 from .logs import logs
+from .stacks import stacks
 from .start import start
 from .stop import stop
 from .top import top
@@ -68,6 +69,7 @@ for command in (
     list_pools,
     ps,
     top,
+    stacks,
     doit,
     logs,
     attach,

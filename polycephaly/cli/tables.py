@@ -15,7 +15,7 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Column", "as_json", "duration", "grid", "mebibytes", "show"]
+__all__ = ["Column", "as_json", "duration", "grid", "mebibytes", "printable", "show"]
 
 _COLOURS = {
     "busy": "green",
@@ -65,7 +65,7 @@ def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
         return
     cells = [
         [column.title for column in columns],
-        *([_printable(cell) for cell in row] for row in rows),
+        *([printable(cell) for cell in row] for row in rows),
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -82,7 +82,7 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], width: int
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[_printable(cell) for cell in row] for row in rows]
+    cells = [[printable(cell) for cell in row] for row in rows]
     widest = [
         max(map(len, (column.title, *texts)))
         for column, *texts in zip(columns, *cells, strict=True)
@@ -103,7 +103,8 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], width: int
     return table
 
 
-def _printable(cell: object) -> str:
+def printable(cell: object) -> str:
+    """Return the text of `cell` with control characters replaced."""
     return "".join(
         each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(cell)
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..pool.stacks import ANSWER_SECONDS, take_stacks
+from ..runtime import fork_guard
 from .session import find_drone
 from .state import describe_identity
 
@@ -42,9 +44,27 @@ def _kill(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
     dispatcher.post(handle.kill)
 
 
+def _take_stack(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
+    handle = find_drone(dispatcher, number)
+
+    def run() -> None:  # waits, and reads source files
+        try:
+            (stack,) = take_stacks(dispatcher, dispatcher.stack_requests, [handle], ANSWER_SECONDS)
+        except Exception as error:
+            reply(error=f"{type(error).__name__}: {error}")
+            return
+        if stack is None:
+            reply(error=f"the drone has ended: {handle.closed_error()}")
+        else:
+            reply(value=stack.as_dict())
+
+    fork_guard.OwnThread("polycephaly-request", run).start()
+
+
 DRONE_REQUESTS: dict[Any, Callable[[Dispatcher, int, Reply], None]] = {
     "drone": _describe,
     "interrupt": _interrupt,
     "kill": _kill,
+    "stack": _take_stack,
 }
 """The handlers. Each raises `RuntimeError` if the drone has ended."""

@@ -11,6 +11,7 @@ from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
 from ...pool.config import check_output, check_timeout
 from ...pool.map_source import OneByOne
+from ...pool.stacks import Stack
 from ...timeline import Timeline
 from ...timeline.plain import unpack_timeline
 from ...wire.output import Line
@@ -128,6 +129,24 @@ class RemotePool(ExecutorBase):
         """
         status: dict[str, Any] = self._connection.request("status").result()
         return status
+
+    def stacks(self) -> list[Stack]:
+        """Return what each drone does at this moment: see `Pool.stacks`.
+
+        Drones of joined hosts are included. The server waits for at most two seconds for the answer
+        of each drone.
+        """
+        request = self._connection.request
+        drones = [each["number"] for each in request("status").result()["drones"]]
+        replies = [request("stack", drone=number) for number in drones]
+        stacks = []
+        for reply in replies:
+            try:
+                stacks.append(Stack.from_dict(reply.result()))
+            except RuntimeError as error:  # the drone has ended since the drones were listed
+                if not str(error).startswith("the drone has ended"):
+                    raise
+        return stacks
 
     def stop(self, now: bool = False) -> None:
         """Ask the owner of the pool to end it. Return when the owner has been asked.

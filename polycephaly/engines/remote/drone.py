@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...pool.base import DroneBase, ExecutorBase
+from ...pool.stacks import Stack
 from ...pool.waiting import Waiting
 
 __all__ = ["RemoteDrone", "RemoteHandle"]
@@ -92,6 +93,18 @@ class RemoteDrone(DroneBase):
         """
         fields = self._request("drone").get("waiting")
         return None if fields is None else Waiting(**fields)
+
+    def stack(self) -> Stack:
+        """Return what the drone does at this moment: see `Drone.stack`.
+
+        The server waits for at most two seconds for the drone's answer.
+
+        Raises
+        ------
+        RuntimeError
+            If the drone has ended.
+        """
+        return Stack.from_dict(self._request("stack"))
 
     def interrupt(self) -> None:
         """Interrupt the running task, also if it is another client's.
