@@ -17,6 +17,7 @@ from polycephaly.engines.local.launcher import Launcher
 from polycephaly.memory.references import RefTable
 from polycephaly.pool.config import PoolConfig
 from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
+from polycephaly.pool.engine import Engine
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.runtime.timers import Timers
@@ -250,8 +251,10 @@ class FakeZygote(Launcher):
         self.told.append(("continued", self.reactor.passed))
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """And the engine: it starts drones, of which nothing is heard."""
+
+    name = "fake"
 
     def __init__(self, spawner=None):
         self._keeper = spawner

@@ -48,8 +48,8 @@ def duration(seconds: float | None) -> str:
     return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} d"
 
 
-def mebibytes(size: int) -> str:
-    return f"{size / (1 << 20):,.1f} MiB"
+def mebibytes(size: int | None) -> str:
+    return "" if size is None else f"{size / (1 << 20):,.1f} MiB"
 
 
 def as_json(value: Any) -> None:

@@ -91,7 +91,7 @@ def _render(status: dict[str, Any], rate: float, size: ConsoleDimensions) -> Ren
     busy = sum(drone["state"] == "busy" for drone in drones)
     others = status["clients"] - 1
     up = duration(time() - status["started"])
-    memory = mebibytes(sum(drone["memory"] for drone in drones))
+    memory = mebibytes(sum(drone["memory"] or 0 for drone in drones))
     shown = drones[: max(1, height - 6)]
     omitted = f"... and {len(drones) - len(shown)} more drones" if len(shown) < len(drones) else ""
     return Group(

@@ -57,6 +57,8 @@ class ThisProcess(Machine):
 class InlineEngine(Engine):
     """The engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
+    name = "inline"
+
     def __init__(self, dispatcher: Dispatcher) -> None:
         config = dispatcher.config
         if config.start is not None or config.cwd is not None or any(config.env):

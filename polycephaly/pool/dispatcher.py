@@ -529,6 +529,9 @@ class Dispatcher(DispatcherBase):
         """
         self.waiting.discard(task)
         self.parked.discard(task)
+        if not task.is_withdrawn:
+            task.is_withdrawn = True
+            self.tasks_cancelled += task.count
         handle, target = task.handle, task.target
         if handle is not None and task.number in handle.in_flight and handle.alive:
             self.cancellation.interrupt(handle, task)

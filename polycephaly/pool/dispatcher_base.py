@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from time import time
 from typing import Any
 
 from ..errors import copy_error
@@ -63,6 +64,8 @@ class DispatcherBase(Tenant):
         self.begun: Signal[None] = Signal()
         self.ended: Signal[None] = Signal()
         self.record = TraceBuffer()
+        self.made_at = time()
+        self.tasks_done = self.tasks_cancelled = 0  # calls
         self.needs_checks = False
         self._refusal: BaseException | None = None
         self.broken: BaseException | None = None  # why no drone can run any task

@@ -270,6 +270,12 @@ class DroneHandle:
         started = self.last_started() if tasks else 0
         return next((each for each in tasks if each.number == started), tasks[0] if tasks else None)
 
+    def count_done(self, calls: int) -> None:
+        """Count answered calls. An initializer does not count."""
+        if self.state >= State.READY:
+            self.tasks_done += calls
+            self.dispatcher.tasks_done += calls
+
     # -- sending -----------------------------------------------------------------------------------
 
     def request_frames(self) -> int:

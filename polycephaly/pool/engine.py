@@ -34,6 +34,9 @@ class Engine:
     latest snapshot.
     """
 
+    name: str
+    """The engine's name, as `Pool` takes it."""
+
     def begin(self) -> None:
         """Prepare to start drones: the first call while holding the reactor's lock."""
 
@@ -84,6 +87,12 @@ class Engine:
     def share(self, obj: Any) -> Any:
         """Return a handle of `obj` for many calls. Any thread may call this."""
         raise NotImplementedError
+
+    def shared_memory(self) -> tuple[int | None, int | None]:
+        """Return the bytes of shared memory in use, and their limit; None if the engine has none.
+        Any thread may call this.
+        """
+        return None, None
 
     def end(self) -> None:
         """Release all resources; no drone is left, and none will be started."""

@@ -165,7 +165,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                 timed, seconds, calls = task.definition, 0.0, 0
             seconds += finished - started
             calls += done
-            handle.tasks_done += done
+            handle.count_done(done)
         if timed is not None:
             timed.record_duration(seconds, calls)
         dispatcher.record.add_answers(handle.name, settled, parts)
@@ -200,7 +200,7 @@ def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, no
     last = tasks[-1]
     if last is not None and last.position > handle.highest_answered:
         handle.highest_answered = last.position
-    handle.tasks_done += len(tasks)
+    handle.count_done(len(tasks))
     answer = AnswerBatch(numbers, started, finished, now)
     dispatcher.reactor.deliver(partial(_settle_values, tasks, values, answer))
 

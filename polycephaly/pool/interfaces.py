@@ -88,6 +88,7 @@ class HandleOwner(Protocol):
     """The interface for drone handles."""
 
     width: int
+    tasks_done: int
     broken: BaseException | None
     output: Callable[[Line], object] | None
     output_listeners: dict[str, Listener]

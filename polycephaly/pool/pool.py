@@ -32,6 +32,7 @@ from .interfaces import State, TaskOptions
 from .machine import find_machine
 from .map_source import Source
 from .stacks import ANSWER_SECONDS, Stack, take_stacks
+from .status import describe_pool
 
 __all__ = ["Pool"]
 
@@ -266,6 +267,47 @@ class Pool(ExecutorBase):
         `Timeline`.
         """
         return take_timeline(self._dispatcher)
+
+    def status(self) -> dict[str, Any]:
+        """Return the state of the pool as plain data that JSON can hold; also after the end.
+
+        The keys are the same for pools of all engines and for served pools. Any thread may call
+        this. It may take milliseconds for each gigabyte that drones hold.
+
+        Returns
+        -------
+        dict
+            ``name``; ``engine`` ("local", "inline" or "ray"); ``state`` ("open", "closing",
+            "broken" or "ended"); ``reason`` (why no task is accepted, or None); ``pid``, ``host``,
+            ``version`` (of polycephaly) and ``started`` (seconds since 1970) of the pool's process
+            and the pool; ``address`` and ``clients`` of a served pool, as its clients see them
+            (otherwise None and 0); ``width``;
+
+            ``queued`` (tasks that no drone has been sent), ``waiting`` (tasks that wait for
+            promises or kept values among their arguments), ``in_flight`` (tasks that were sent to
+            drones and not answered) and, of these, ``running``;
+
+            ``tasks_done`` (calls that were answered, by a value or an error), ``tasks_failed``
+            (calls that raised, exceeded a time limit or were lost with a drone; each try counts)
+            and ``tasks_cancelled``, since the pool was made;
+
+            ``shared_memory`` and ``shared_memory_limit`` (bytes, or None if the engine has none);
+
+            ``drones``, a list with one dict for each drone: ``number``, ``name``, ``pid``,
+            ``host``; ``state`` ("starting", "idle", "busy", "retiring" or "unresponsive: why");
+            ``running`` (as `Drone.running`); ``seconds`` since that task was sent, or since the
+            last answer (or None); ``waiting`` (None, or the attributes of a `Waiting` and its
+            ``seconds``); ``memory`` (as `Drone.memory`); ``tasks_done``.
+
+        Examples
+        --------
+        >>> import polycephaly as poly
+        >>> with poly.Pool(2, name="lab") as pool:
+        ...     status = pool.status()
+        >>> status["name"], status["state"], status["queued"], len(status["drones"])
+        ('lab', 'open', 0, 2)
+        """
+        return describe_pool(self._dispatcher)
 
     def _drones(self) -> list[Drone]:
         return self.drones

@@ -56,6 +56,7 @@ class TraceBuffer:
         ] = {}  # time up to which slices of a drone have been recorded
         self.threads: deque[Span] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
         self.threads_lost = 0
+        self.failed = 0  # calls that ended with an error, or with their drone
         # Seconds of processor time of tasks that are about to be answered, by number.
         self._cpu: dict[int, float] = {}
 
@@ -229,6 +230,8 @@ class TraceBuffer:
     def _add(self, entry: Entry) -> None:
         self._segment.append(entry)
         self._size += len(entry.started)
+        if entry.status not in (DONE, CANCELLED):
+            self.failed += entry.calls * len(entry.started)
         if self._size >= tuning.trace_spans // tuning.trace_segments:
             self._start_segment()
 

@@ -198,7 +198,6 @@ class Supervisor:
 
     def _mark_ready(self, handle: DroneHandle) -> None:
         handle.state = State.READY
-        handle.tasks_done = 0  # the initializer does not count
         self._failed_starts = 0
         # No `|=`: between its read and its write another thread may set the flag.
         if handle.dedicated or self._locality:

@@ -89,6 +89,7 @@ class Task(Promise[Any]):
     # Kept values whose handles are in the answer, held until the answer is unpickled.
     answer_objects: list[object] | None = None
     is_leased = False  # leased to another process, which may be running it
+    is_withdrawn = False  # cancelled, and counted as such
     runs_elsewhere = False  # another process has reported the start
     # While the task waits: the promises to wait for, and the other values in `args`.
     inputs: Sequence[Any] = ()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engines.remote.messages import REPLY, pack_json
 from ..pool.interfaces import State
+from ..pool.status import IDENTITY_FIELDS, describe_identity
 from ..promises.promise import Promise
 from ..runtime import fork_guard
 from ..store.shared import Shared, store_pickled
@@ -26,7 +27,6 @@ from ..wire.messages import Malformed
 from .client import Client
 from .drone_requests import DRONE_REQUESTS, Reply
 from .joined import JoinedHosts
-from .state import IDENTITY_FIELDS, describe_identity
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..pool.stacks import ANSWER_SECONDS, take_stacks
+from ..pool.status import describe_identity
 from ..runtime import fork_guard
 from .session import find_drone
-from .state import describe_identity
 
 if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher

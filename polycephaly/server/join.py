@@ -49,6 +49,7 @@ from ..engines.remote.messages import (
 )
 from ..engines.remote.server_connection import ServerConnection
 from ..pool.config import check_timeout
+from ..pool.status import describe_drones
 from ..pool.task import Task
 from ..promises.promise import Promise
 from ..runtime import fork_guard
@@ -57,7 +58,6 @@ from ..wire.messages import CALL, Malformed
 from ..wire.output import Line
 from .drone_requests import DRONE_REQUESTS
 from .session import ClientFunction, ClientSession, make_result, submit_call
-from .state import describe_drones
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool

@@ -52,6 +52,7 @@ from ..engines.remote.messages import (
 )
 from ..errors import DroneDied
 from ..pool.interfaces import State
+from ..pool.status import IDENTITY_FIELDS
 from ..pool.task import Task
 from ..promises.promise import Promise, fulfill, reject
 from ..timeline.plain import unpack_timeline
@@ -61,7 +62,6 @@ from ..wire.messages import FORGET, WITHDRAWN, Malformed
 from ..wire.output import Line
 from .flow_control import Flow
 from .session import ClientFunction
-from .state import IDENTITY_FIELDS
 
 if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher
@@ -118,6 +118,7 @@ class JoinedHosts:
         self._indices = itertools.count(1)
         self._request_numbers = itertools.count(1)
         self._is_lending = False
+        self.tasks_done = 0
 
     def __bool__(self) -> bool:
         return bool(self._hosts)
@@ -302,6 +303,7 @@ class JoinedHosts:
             else:
                 fulfill(task, (status, payload))
                 settled.append(task)
+        self.tasks_done += len(settled)
         self._dispatcher.post(self._dispatcher.leases.on_settled, settled)
 
     def remove(self, host: JoinedHost, reason: str) -> None:

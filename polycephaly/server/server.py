@@ -76,7 +76,7 @@ from ..runtime.tuning import tuning
 from ..runtime.version import __version__
 from ..store.shared import Shared
 from ..wire.endpoint import SocketSource, has_input, new_context
-from ..wire.messages import CALL, Malformed
+from ..wire.messages import CALL, ERROR, Malformed
 from ..wire.output import Line
 from .accepted import Accepted
 from .admin import AdminService
@@ -85,7 +85,6 @@ from .fairness import FairOrder
 from .flow_control import Flow
 from .joined import JoinedHost, JoinedHosts
 from .session import ClientFunction, ClientSession, make_result, submit_call
-from .state import count_queued, describe_drones
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool
@@ -141,7 +140,7 @@ class Server:
         self._unreachable: set[bytes] = set()  # peers that cannot be sent to any more
         self._muted: set[bytes] = set()  # disconnected peers, whose messages are dropped
         self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
-        self._tasks_done = 0
+        self._client_errors = 0  # errors of clients' calls, which the pool takes for values
         self._refused_connections = 0
         self._accepted = Accepted()
         self._max_held_bytes = shared_memory_ceiling() // 2
@@ -272,23 +271,17 @@ class Server:
             self._loop.clear()
 
     def status(self) -> dict[str, Any]:
-        """Return the dict of `RemotePool.status`.
-
-        This may take milliseconds for each gigabyte that drones hold.
-        """
-        return {
+        """Return the dict of `RemotePool.status`. See `Pool.status`."""
+        status = self._pool.status()
+        of_clients = [len(each.session.waiting) for each in list(self._clients.values())]
+        return status | {
             "name": self.name,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "version": __version__,
             "address": self.address,
-            "started": self.started,
-            "width": self._dispatcher.config.width,
             "clients": self.clients,
-            "queued": count_queued(self._dispatcher)
-            + sum(len(each.session.waiting) for each in list(self._clients.values())),
-            "tasks_done": self._tasks_done,
-            "drones": describe_drones(self._dispatcher) + self._joined_hosts.drones(),
+            "queued": status["queued"] + sum(of_clients),
+            "tasks_done": status["tasks_done"] + self._joined_hosts.tasks_done,
+            "tasks_failed": status["tasks_failed"] + self._client_errors,
+            "drones": status["drones"] + self._joined_hosts.drones(),
         }
 
     # -- in the loop: turns ------------------------------------------------------------------------
@@ -578,8 +571,9 @@ class Server:
                 continue
             if client.session.tasks.pop(number, None) is None:
                 continue  # the session was dropped
-            self._tasks_done += not settled.cancelled()
-            results.setdefault(client, []).append(make_result(number, settled))
+            result = make_result(number, settled)
+            self._client_errors += result[1] == ERROR and settled.exception() is None
+            results.setdefault(client, []).append(result)
         # A task's output arrives before its result.
         for client, lines in printed.items():
             client.send_lines(lines)

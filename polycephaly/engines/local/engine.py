@@ -67,6 +67,8 @@ class ThisMachine:
 class LocalEngine(Engine):
     """The local engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
+    name = "local"
+
     def __init__(self, dispatcher: Dispatcher) -> None:
         """Take the snapshot, in the calling thread. Raises `OSError` at a limit of the machine."""
         self._supervisor = dispatcher.supervisor
@@ -120,6 +122,12 @@ class LocalEngine(Engine):
 
     def share(self, obj: Any) -> Shared[Any]:
         return share(obj, self._dispatcher.registry.snapshot, self._store)
+
+    def shared_memory(self) -> tuple[int | None, int | None]:
+        used = 0
+        with suppress(OSError):  # just closed
+            used = 0 if self._arena.ended else self._arena.used()
+        return used, self._arena.ceiling
 
     def _schedule_tidy(self) -> None:
         """Schedule `_tidy`, because a reader has returned memory of this process.

@@ -85,6 +85,8 @@ _DEATH_ERRORS = (
 class RayEngine(Engine):
     """The Ray engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
+    name = "ray"
+
     def __init__(self, dispatcher: Dispatcher, placement: dict[str, Any]) -> None:
         self.dispatcher = dispatcher
         self._supervisor = dispatcher.supervisor

@@ -111,21 +111,11 @@ class RemotePool(ExecutorBase):
         return unpack_timeline(self._connection.request("timeline").result())
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the pool as plain data that JSON can hold.
+        """Return the state of the pool as plain data that JSON can hold: see `Pool.status`.
 
-        Returns
-        -------
-        dict
-            ``name``, ``pid``, ``host``, ``version`` (of polycephaly), ``address``, ``started``
-            (seconds since 1970), ``width``, ``clients``, ``queued`` (tasks that no drone has been
-            sent), ``tasks_done`` (tasks of clients, since the pool is served) and ``drones``, a
-            list with one dict per drone:
-
-            ``number``, ``name``, ``pid``, ``host``; ``state`` ("starting", "idle", "busy",
-            "retiring" or "unresponsive: why"); ``running`` (a label, or None); ``seconds`` in that
-            state (or None); ``waiting`` (None, or the attributes of a `Waiting` and its
-            ``seconds``, if the drone has waited without processor time); ``memory`` (bytes that the
-            drone and the processes it started hold for themselves); ``tasks_done``.
+        ``name`` is the name by which the pool is found, if it has one. Tasks of all clients count,
+        including those that wait at the server for their turn. ``drones`` includes those of joined
+        hosts, as their hosts last reported them.
         """
         status: dict[str, Any] = self._connection.request("status").result()
         return status

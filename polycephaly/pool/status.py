@@ -1,0 +1,148 @@
+"""The state of a pool and its drones as plain data: `Pool.status`, and reports to other processes.
+
+Nothing is locked: each figure is read in one step, so that a report delays no task. A task that
+moves meanwhile may be counted twice.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.version import __version__
+from .drone_handle import DroneHandle
+from .interfaces import State
+
+if TYPE_CHECKING:
+    from .dispatcher import Dispatcher
+
+__all__ = [
+    "IDENTITY_FIELDS",
+    "describe_drones",
+    "describe_identity",
+    "describe_pool",
+    "drone_state",
+    "held_memory",
+    "running_label",
+]
+
+IDENTITY_FIELDS = ("number", "name", "pid", "host")
+
+
+def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
+    """Return the dict of `Pool.status`. Any thread may call this."""
+    queued, waiting = len(dispatcher.queue), len(dispatcher.waiting)
+    in_flight = running = 0
+    for task in list(dispatcher.parked):
+        if task.is_leased:
+            in_flight += 1
+            running += task.runs_elsewhere
+        elif task not in dispatcher.waiting:
+            waiting += 1
+    for handle in list(dispatcher.handles):
+        queued += len(handle.dedicated) + len(handle.preferred)
+        in_flight += len(handle.in_flight)
+        running += handle.overlapping or handle.last_started() in handle.in_flight
+    engine = dispatcher.supervisor.engine
+    shared_memory, shared_memory_limit = engine.shared_memory()
+    return {
+        "name": dispatcher.config.name,
+        "engine": engine.name,
+        "state": _pool_state(dispatcher),
+        "reason": None if dispatcher.refusal is None else str(dispatcher.refusal),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "version": __version__,
+        "address": None,
+        "clients": 0,
+        "started": dispatcher.made_at,
+        "width": dispatcher.config.width,
+        "queued": queued,
+        "waiting": waiting,
+        "in_flight": in_flight,
+        "running": running,
+        "tasks_done": dispatcher.tasks_done,
+        "tasks_failed": dispatcher.record.failed,
+        "tasks_cancelled": dispatcher.tasks_cancelled,
+        "shared_memory": shared_memory,
+        "shared_memory_limit": shared_memory_limit,
+        "drones": describe_drones(dispatcher),
+    }
+
+
+def _pool_state(dispatcher: Dispatcher) -> str:
+    if dispatcher.broken is not None:
+        return "broken"
+    if dispatcher.has_ended:
+        return "ended"
+    return "open" if dispatcher.refusal is None else "closing"
+
+
+def describe_drones(dispatcher: Dispatcher) -> list[dict[str, Any]]:
+    """Return one entry for each drone. This may take milliseconds for each gigabyte they hold."""
+    handles = [handle for handle in list(dispatcher.handles) if handle.alive]
+    return [describe_identity(handle) | _describe_activity(handle) for handle in handles]
+
+
+def describe_identity(handle: DroneHandle) -> dict[str, Any]:
+    return {
+        "number": handle.number,
+        "name": handle.name,
+        "pid": handle.pid,
+        "host": socket.gethostname(),
+    }
+
+
+def _describe_activity(handle: DroneHandle) -> dict[str, Any]:
+    since = handle.last_contact_at or None
+    running = _first_running(handle)
+    if running is not None and running.sending is not None:
+        since = running.sending.at
+    waiting = handle.waiting
+    return {
+        "state": drone_state(handle),
+        "running": running_label(handle),
+        "seconds": None if since is None else max(0.0, monotonic() - since),
+        "waiting": None if waiting is None else waiting.as_dict() | {"seconds": waiting.seconds},
+        "memory": held_memory(handle),
+        "tasks_done": handle.tasks_done,
+    }
+
+
+def drone_state(handle: DroneHandle) -> str:
+    if handle.state is State.DEAD:
+        return f"ended, exit code {handle.exitcode}"
+    if handle.unresponsive is not None:
+        return f"unresponsive: {handle.unresponsive}"
+    if handle.state > State.READY:
+        return "retiring"
+    # A drone may run a task before its HELLO is read.
+    if handle.state < State.READY and not (handle.in_flight and handle.last_started()):
+        return "starting"
+    return "busy" if handle.in_flight else "idle"
+
+
+def running_label(handle: DroneHandle) -> str | None:
+    """Return the name of the task that the drone runs, as in errors, or None."""
+    running = _first_running(handle)
+    if running is None:
+        return None
+    others = handle.overlapping - 1
+    label: str = running.definition.label
+    return f"{label} and {others} more" if others > 0 else label
+
+
+def _first_running(handle: DroneHandle) -> Any:
+    """Return the task that was begun last, or else the one that is begun next; None if idle."""
+    tasks = list(handle.in_flight.values()) if handle.alive else []
+    started = handle.last_started() if tasks else 0
+    return next((task for task in tasks if task.number == started), tasks[0] if tasks else None)
+
+
+def held_memory(handle: DroneHandle) -> int | None:
+    """Return the bytes that the drone and the processes it started hold for themselves, or None if
+    they are not known.
+    """
+    return (handle.memory(0) or None) if handle.alive else None

@@ -1,0 +1,194 @@
+"""`Pool.status()`: the same facts in the same form for all pools, ready for `json.dumps`."""
+
+import json
+import time
+
+import pytest
+from engines import RAY, poly
+from faults import append, hold_until, lines, wait_for
+from in_time import FakeReactor, dispatcher_of, give, make_ready
+
+from polycephaly import Promise
+from polycephaly.pool.status import describe_pool, drone_state, running_label
+from polycephaly.wire.messages import ERROR, pack_outcome, pack_outcomes
+
+
+def task(*inputs):
+    raise AssertionError("nothing is run here")
+
+
+def counts(dispatcher):
+    status = describe_pool(dispatcher)
+    return tuple(status[name] for name in ("queued", "waiting", "in_flight", "running"))
+
+
+@pytest.fixture
+def reactor():
+    return FakeReactor()
+
+
+# -- without processes -----------------------------------------------------------------------------
+
+
+def test_each_task_counts_where_it_is(reactor):
+    dispatcher, value = dispatcher_of(reactor, 2), Promise()
+    assert counts(dispatcher) == (0, 0, 0, 0)
+    first, second = (give(dispatcher, task) for _ in range(2))
+    assert counts(dispatcher) == (0, 0, 2, 2)
+    queued = give(dispatcher, task)
+    give(dispatcher, task, target=dispatcher.handles[0])
+    give(dispatcher, task, value)
+    assert counts(dispatcher) == (2, 1, 2, 2)
+    queued.cancel()
+    value.set_result(1)
+    reactor.turn()
+    first.handle.answers(first)
+    second.handle.answers(second, together=True)
+    status = describe_pool(dispatcher)
+    assert status["tasks_done"] == 2 and status["tasks_cancelled"] == 1
+    assert counts(dispatcher) == (0, 0, 2, 1)  # both at one drone, which has to run one of them
+    json.dumps(status)
+
+
+def test_a_leased_task_is_in_flight_elsewhere(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    give(dispatcher, task)
+    give(dispatcher, task)
+    (leased,) = dispatcher.leases.lease(1, lambda task: True)
+    assert counts(dispatcher) == (0, 0, 2, 1)
+    leased.runs_elsewhere = True
+    assert counts(dispatcher) == (0, 0, 2, 2)
+
+
+def test_errors_time_limits_and_deaths_are_failures_and_cancelled_tasks_are_not(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    (drone,) = dispatcher.handles
+
+    def fail(number):
+        outcome = pack_outcome(number, ERROR, reactor.now, reactor.now, b"no pickle", b"")
+        drone.unread.append(pack_outcomes([outcome]))
+        drone.catch_up()
+        reactor.turn()
+
+    fail(give(dispatcher, task).number)
+    late = give(dispatcher, task, timeout=1.0)
+    reactor.pass_(1.0)
+    fail(late.number)
+    cancelled = give(dispatcher, task)
+    cancelled.cancel()
+    cancelled.cancel()
+    fail(cancelled.number)
+    give(dispatcher, task)
+    drone.dies()
+    status = describe_pool(dispatcher)
+    assert (status["tasks_failed"], status["tasks_cancelled"]) == (3, 1)
+
+
+def test_an_initializer_is_no_task(reactor):
+    dispatcher = dispatcher_of(reactor, 1, initializer=task, ready=False)
+    (drone,) = dispatcher.handles
+    drone.starts()
+    drone.says_hello()
+    (initializing,) = drone.in_flight.values()
+    drone.answers(initializing)
+    assert drone_state(drone) == "idle"
+    assert describe_pool(dispatcher)["tasks_done"] == drone.tasks_done == 0
+
+
+def test_a_drone_says_what_it_does(reactor):
+    dispatcher = dispatcher_of(reactor, 1, width=3, ready=False)
+    (drone,) = dispatcher.handles
+    assert (drone_state(drone), running_label(drone)) == ("starting", None)
+    make_ready(dispatcher)
+    assert (drone_state(drone), running_label(drone)) == ("idle", None)
+    give(dispatcher, task)
+    assert (drone_state(drone), running_label(drone)) == ("busy", "task")
+    drone.unresponsive = "it is stopped"
+    assert drone_state(drone) == "unresponsive: it is stopped"
+    drone.unresponsive = None
+    dispatcher.supervisor.retire(drone)
+    assert (drone_state(drone), running_label(drone)) == ("retiring", "task")
+    drone.dies()
+    assert (drone_state(drone), running_label(drone)) == ("ended, exit code -9", None)
+
+
+def test_the_state_of_a_pool_says_why_it_takes_no_tasks(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    assert (describe_pool(dispatcher)["state"], describe_pool(dispatcher)["reason"]) == (
+        "open",
+        None,
+    )
+    give(dispatcher, task)
+    dispatcher.close()
+    reactor.turn()
+    assert describe_pool(dispatcher)["state"] == "closing"
+    assert "after shutdown of pool" in describe_pool(dispatcher)["reason"]
+    dispatcher.handles[0].dies()
+    reactor.turn()
+    assert describe_pool(dispatcher)["state"] == "ended"
+    broken = dispatcher_of(reactor, 1, on_death="break")
+    broken.handles[0].dies()
+    assert describe_pool(broken)["state"] == "broken"
+    assert "was killed by SIGKILL" in describe_pool(broken)["reason"]
+
+
+# -- with drones -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["local", "inline", RAY])
+def any_engine(request):
+    from engines import running
+
+    with running(request.param):
+        yield request.param
+
+
+def test_all_engines_give_the_same_keys(any_engine, tmp_path):
+    started, gate = str(tmp_path / "started"), str(tmp_path / "gate")
+    with poly.Pool(2, name="lab") as pool:
+        assert pool.doit(abs, -1) == 1
+        promise = pool.promise(hold_until, gate, started)
+        wait_for(lambda: lines(started))
+        status = json.loads(json.dumps(pool.status()))
+        append(gate, "")
+        promise.result()
+    assert status.keys() == KEYS and all(each.keys() == DRONE_KEYS for each in status["drones"])
+    assert (status["name"], status["engine"], status["state"]) == ("lab", any_engine, "open")
+    assert (status["queued"], status["in_flight"], status["running"]) == (0, 1, 1)
+    assert status["tasks_done"] == sum(each["tasks_done"] for each in status["drones"]) == 1
+    assert time.time() - 1000 < status["started"] <= time.time()
+    assert sorted(each["state"] for each in status["drones"]) == ["busy", "idle"]
+    assert {each["running"] for each in status["drones"]} == {"hold_until", None}
+    assert (status["shared_memory"] is None) == (any_engine != "local")
+    assert pool.status()["state"] == "ended" and pool.status()["drones"] == []
+
+
+KEYS = {
+    "name", "engine", "state", "reason", "pid", "host", "version", "address", "clients", "started",
+    "width", "queued", "waiting", "in_flight", "running", "tasks_done", "tasks_failed",
+    "tasks_cancelled", "shared_memory", "shared_memory_limit", "drones",
+}  # fmt: skip
+DRONE_KEYS = {
+    "number", "name", "pid", "host", "state", "running", "seconds", "waiting", "memory",
+    "tasks_done",
+}  # fmt: skip
+
+
+def test_a_served_pool_gives_the_same_keys_and_counts_its_clients_errors(tmp_path):
+    card = str(tmp_path / "pool.json")
+    with poly.Pool(2) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+        assert isinstance(remote.promise("1 / 0").exception(), ZeroDivisionError)
+        status = json.loads(json.dumps(remote.status()))
+        assert status.keys() == KEYS and status["address"].startswith("tcp://")
+        assert (status["tasks_done"], status["tasks_failed"], status["clients"]) == (1, 1, 1)
+        assert pool.status().keys() == KEYS
+
+
+def test_shared_memory_in_use_is_counted():
+    with poly.Pool(1) as pool:
+        before = pool.status()["shared_memory"]
+        shared = pool.share(bytes(8 << 20))
+        assert pool.status()["shared_memory"] >= before + (8 << 20)
+        assert pool.status()["shared_memory_limit"] > 8 << 20
+        del shared
+    assert pool.status()["shared_memory"] == 0
