@@ -150,6 +150,8 @@ def test_all_engines_give_the_same_keys(any_engine, tmp_path):
         promise = pool.promise(hold_until, gate, started)
         wait_for(lambda: lines(started))
         status = json.loads(json.dumps(pool.status()))
+        (busy,) = (each for each in pool.drones if each.running is not None)
+        assert busy.running == "hold_until"
         append(gate, "")
         promise.result()
     assert status.keys() == KEYS and all(each.keys() == DRONE_KEYS for each in status["drones"])
@@ -182,6 +184,21 @@ def test_a_served_pool_gives_the_same_keys_and_counts_its_clients_errors(tmp_pat
         assert status.keys() == KEYS and status["address"].startswith("tcp://")
         assert (status["tasks_done"], status["tasks_failed"], status["clients"]) == (1, 1, 1)
         assert pool.status().keys() == KEYS
+
+
+def test_local_and_remote_drones_have_the_same_facts(tmp_path):
+    card, started, gate = (str(tmp_path / name) for name in ("pool.json", "started", "gate"))
+    with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+        (local,), (far,) = pool.drones, remote.drones
+        assert local.running is far.running is None
+        promise = pool.promise(hold_until, gate, started)
+        wait_for(lambda: lines(started))
+        assert local.running == far.running == "hold_until"
+        assert 100_000 < local.memory < 1 << 30 and abs(local.memory - far.memory) < 10 << 20
+        append(gate, "")
+        promise.result()
+        local.kill()
+        assert local.running is local.memory is far.running is far.memory is None
 
 
 def test_shared_memory_in_use_is_counted():

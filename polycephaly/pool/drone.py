@@ -34,6 +34,7 @@ from .drone_handle import DroneHandle
 from .interfaces import State, TaskOptions
 from .machine import find_machine
 from .stacks import ANSWER_SECONDS, Stack, take_stacks
+from .status import held_memory, running_label
 from .waiting import Waiting
 
 if TYPE_CHECKING:
@@ -337,6 +338,24 @@ class Drone(DroneBase):
         if stack is None:
             raise self._handle.closed_error()
         return stack
+
+    @property
+    def running(self) -> str | None:
+        """The name of the task that the drone runs, as in errors, or None. If tasks overlap, their
+        number follows: ``f and 2 more``.
+        """
+        return running_label(self._handle)
+
+    @property
+    def memory(self) -> int | None:
+        """The bytes that the drone and the processes it started hold for themselves, in memory or
+        swapped out.
+
+        Memory that is shared with the controller since the fork does not count. None if the drone
+        has ended, if it runs in this process (``engine="inline"``), or on Ray, unless `max_memory`
+        is set. Takes milliseconds for each gigabyte.
+        """
+        return held_memory(self._handle)
 
     @property
     def exitcode(self) -> int | None:

@@ -106,6 +106,26 @@ class RemoteDrone(DroneBase):
         """
         return Stack.from_dict(self._request("stack"))
 
+    @property
+    def running(self) -> str | None:
+        """The name of the task that the drone runs, also of other clients, or None. See
+        `Drone.running`.
+        """
+        label: str | None = self._status().get("running")
+        return label
+
+    @property
+    def memory(self) -> int | None:
+        """The bytes that the drone holds for itself, or None. See `Drone.memory`."""
+        size: int | None = self._status().get("memory")
+        return size
+
+    def _status(self) -> dict[str, Any]:
+        """Return the drone's entry in the pool's status; empty if the drone has ended."""
+        connection: Any = self._dispatcher
+        drones = connection.request("status").result()["drones"]
+        return next((each for each in drones if each["number"] == self._handle.number), {})
+
     def interrupt(self) -> None:
         """Interrupt the running task, also if it is another client's.
 
