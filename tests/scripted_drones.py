@@ -494,6 +494,12 @@ class Interleaving:
             self.note("refreshes")
             self.dispatcher.supervisor.replace_all(None, Promise())
 
+    def resize(self):
+        if self.dispatcher.refusal is None:
+            size = 1 + self.choose(4)
+            self.note("resizes to", size)
+            self.dispatcher.supervisor.resize(size)
+
     def interrupt(self):
         if self.dispatcher.handles:
             handle = self.dispatcher.handles[self.choose(len(self.dispatcher.handles))]
@@ -681,7 +687,7 @@ class Interleaving:
             rare = (
                 self.cancel, self.interrupt, self.close, self.refresh, self.retire, self.lease,
                 self.submit_slice, self.submit_slice, self.cancel_slice, self.give_up, self.fetch,
-                self.give_up, self.fetch,
+                self.give_up, self.fetch, self.resize, self.resize,
             )  # fmt: skip
             rare[choose(3 if self.is_lone else len(rare))]()
         self.check()
@@ -690,7 +696,8 @@ class Interleaving:
         self.history.append(" ".join(map(_name, words)))
 
     def check(self):
-        """The dispatcher's sums agree with what is in flight."""
+        """The dispatcher's sums agree with what is in flight, and no drone is too many."""
+        assert len(self.dispatcher.current_drones()) <= self.dispatcher.size
         for handle in self.dispatcher.handles:
             if not handle.alive:  # only its late answers are awaited
                 continue
@@ -718,6 +725,8 @@ class Interleaving:
                 and not any(handle.in_flight for handle in self.dispatcher.handles)
             )
         )
+        if not self.is_lone and self.dispatcher.refusal is None:
+            assert len(self.dispatcher.current_drones()) == self.dispatcher.size
         for handle in self.dispatcher.handles:
             if handle.state is State.READY:
                 assert not (handle.in_flight or handle.unknown or handle.overlapping)

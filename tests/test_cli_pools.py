@@ -167,6 +167,14 @@ def test_the_daemon_has_a_session_of_its_own_no_terminal_and_no_foreign_descript
         assert stat.S_IMODE(log.parent.stat().st_mode) == 0o700
 
 
+def test_the_number_of_drones_can_be_changed(shell: Shell) -> None:
+    with shell.pool("-n", "1"):
+        assert shell.say("resize", "lab", "3") == ""
+        assert len(shell.say("doit", "lab", "-e", "1").splitlines()) == 3
+        assert "0 is not in the range x>=1" in shell.run("resize", "lab", "0").stderr
+    assert shell.complaint("resize", "lab", "2").startswith("Error: no pool named 'lab' is running")
+
+
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_a_daemon_comes_up_where_streams_are_closed(shell: Shell, closed: str) -> None:
     command = [

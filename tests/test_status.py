@@ -4,10 +4,12 @@ import json
 import time
 
 import pytest
-from engines import RAY, poly
+from engines import RAY, running
+from engines import poly as any_poly
 from faults import append, hold_until, lines, wait_for
 from in_time import FakeReactor, dispatcher_of, give, make_ready
 
+import polycephaly as poly
 from polycephaly import Promise
 from polycephaly.pool.status import describe_pool, drone_state, running_label
 from polycephaly.wire.messages import ERROR, pack_outcome, pack_outcomes
@@ -135,18 +137,16 @@ def test_the_state_of_a_pool_says_why_it_takes_no_tasks(reactor):
 # -- with drones -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["local", "inline", RAY])
+@pytest.fixture(scope="module", params=["local", "inline", RAY])
 def any_engine(request):
-    from engines import running
-
     with running(request.param):
         yield request.param
 
 
 def test_all_engines_give_the_same_keys(any_engine, tmp_path):
     started, gate = str(tmp_path / "started"), str(tmp_path / "gate")
-    with poly.Pool(2, name="lab") as pool:
-        assert pool.doit(abs, -1) == 1
+    with any_poly.Pool(2, name="lab") as pool:
+        assert [each.value for each in pool.everywhere(abs, -1)] == [1, 1]
         promise = pool.promise(hold_until, gate, started)
         wait_for(lambda: lines(started))
         status = json.loads(json.dumps(pool.status()))
@@ -157,7 +157,8 @@ def test_all_engines_give_the_same_keys(any_engine, tmp_path):
     assert status.keys() == KEYS and all(each.keys() == DRONE_KEYS for each in status["drones"])
     assert (status["name"], status["engine"], status["state"]) == ("lab", any_engine, "open")
     assert (status["queued"], status["in_flight"], status["running"]) == (0, 1, 1)
-    assert status["tasks_done"] == sum(each["tasks_done"] for each in status["drones"]) == 1
+    assert status["tasks_done"] == sum(each["tasks_done"] for each in status["drones"]) == 2
+    assert (status["size"], status["width"]) == (2, 1)
     assert time.time() - 1000 < status["started"] <= time.time()
     assert sorted(each["state"] for each in status["drones"]) == ["busy", "idle"]
     assert {each["running"] for each in status["drones"]} == {"hold_until", None}
@@ -167,7 +168,7 @@ def test_all_engines_give_the_same_keys(any_engine, tmp_path):
 
 KEYS = {
     "name", "engine", "state", "reason", "pid", "host", "version", "address", "clients", "started",
-    "width", "queued", "waiting", "in_flight", "running", "tasks_done", "tasks_failed",
+    "size", "width", "queued", "waiting", "in_flight", "running", "tasks_done", "tasks_failed",
     "tasks_cancelled", "shared_memory", "shared_memory_limit", "drones",
 }  # fmt: skip
 DRONE_KEYS = {

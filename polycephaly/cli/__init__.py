@@ -1,7 +1,7 @@
 """The `polycephaly` command.
 
     start ──> daemon (forks, reports the start) ──> serving: a named pool, until its end ──> journal
-    list, ps, top, stacks, doit, stop, logs, join ──> reach: connect to the pool ──> tables: show it
+    list, ps, top, stacks, doit, logs, resize, stop, join ──> reach: connect ──> tables: show it
     bench, demo ──> pools of their own
 
 Each subcommand is a module of this package that imports its dependencies when it runs, so that
@@ -24,6 +24,7 @@ from .doit import doit
 from .join import join
 from .listing import list_pools, ps
 from .logs import logs
+from .resize import resize
 from .stacks import stacks
 from .start import start
 from .stop import stop
@@ -72,6 +73,7 @@ for command in (
     stacks,
     doit,
     logs,
+    resize,
     attach,
     stop,
     join,

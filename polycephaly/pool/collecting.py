@@ -21,13 +21,12 @@ def take_timeline(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
     Any thread may call it, also when the dispatcher has ended.
     """
     now = monotonic()
-    record, config = dispatcher.record, dispatcher.config
+    record = dispatcher.record
     folded, entries = record.snapshot()
     # The end of the last recorded task of each drone.
     before = {entry.drone: entry.finished[-1] for entry in entries}
     under_way = list(_under_way(dispatcher, before, now))
-    drones = {config.drone_name(index): None for index in range(config.size)}
-    timeline = Timeline(under_way, [*drones], waiting=len(dispatcher.queue))
+    timeline = Timeline(under_way, list(record.drones), waiting=len(dispatcher.queue))
     timeline.add_record(folded, entries, list(record.threads), record.threads_lost)
     return timeline if only is None else timeline.of_drone(only)
 

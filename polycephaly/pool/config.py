@@ -40,11 +40,11 @@ MIN_MAX_MEMORY_BYTES = 1 << 20  # a smaller limit is a mistake
 class PoolConfig:
     """The configuration of a pool or a lone drone, from the arguments of `Pool` or `Drone`."""
 
-    size: int
+    size: int  # at the start: see `Pool.resize`
     name: str
     drone_name: Callable[[int], str]
     start: str | None  # None: fork if that is safe
-    env: tuple[dict[str, str], ...]
+    env: tuple[dict[str, str], ...]  # of the first `size` drones, by index
     cwd: str | None
     initializer: Callable[..., object] | None
     initargs: tuple[Any, ...]
@@ -125,19 +125,19 @@ def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
     return os.path.abspath(cwd)
 
 
-def check_env(env: Any, size: int) -> tuple[dict[str, str], ...]:
-    """Return the environment of each drone, by index.
+def check_env(env: Any, size: int, first: int = 0) -> tuple[dict[str, str], ...]:
+    """Return the environments of the drones with the indices from `first` to ``size - 1``.
 
     A callable `env` is called now, because replacements are started where no code of users may
     run.
     """
     if env is None or isinstance(env, Mapping):
-        environments = [env or {}] * size
+        environments = [env or {} for _ in range(first, size)]
     elif callable(env):
-        environments = [env(index) for index in range(size)]
+        environments = [env(index) for index in range(first, size)]
     else:
         raise TypeError(f"env is a mapping, or a callable from a drone's index to one, not {env!r}")
-    for index, one in enumerate(environments):
+    for index, one in enumerate(environments, first):
         if not isinstance(one, Mapping):
             raise TypeError(
                 f"env({index}) returned {one!r}, not a mapping of variables for that drone"

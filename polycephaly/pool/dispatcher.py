@@ -30,7 +30,7 @@ from typing import Any
 from ..errors import Lost, copy_error
 from ..memory.references import Serialized
 from ..promises.combining import race
-from ..promises.promise import CANCELLED, PENDING, Promise, reject
+from ..promises.promise import CANCELLED, PENDING, Promise, Signal, reject
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.tuning import tuning
 from ..wire.messages import CANCEL, RECALL, pack_numbers
@@ -258,6 +258,18 @@ class Dispatcher(DispatcherBase):
         if not replaced.done():  # the pool was closed in the meantime
             self.supervisor.engine.discard(snapshot)
             raise copy_error(self.refusal or RuntimeError(f"{self.config.name} has ended"))
+
+    def resize(self, size: int, first: int, environments: tuple[dict[str, str], ...]) -> None:
+        """Have `size` drones from now on. `environments` are those of the drones with the indices
+        from `first` on.
+        """
+        self.check_open()
+        resized: Signal[None] = Signal()
+        self.post(self._resize, size, first, environments, resized)
+        if self.reactor.can_wait():  # otherwise after the callback that runs in this thread
+            race(resized, self.ended).result()
+            if not resized.done():  # the pool has ended in the meantime
+                self.check_open()
 
     def wait_ended(self) -> None:
         """Wait until the drones have ended, and the reactor if this was its last pool."""
@@ -635,13 +647,19 @@ class Dispatcher(DispatcherBase):
             pool_error("no drone can be started", error) if self.begun.done() else error
         )
 
-    # -- holding the reactor's lock: ending --------------------------------------------------------
+    # -- holding the reactor's lock: size and end --------------------------------------------------
+
+    def _resize(
+        self, size: int, first: int, environments: tuple[dict[str, str], ...], resized: Signal[None]
+    ) -> None:
+        # Another call may have added some of them meanwhile.
+        self.environments += environments[len(self.environments) - first :]
+        self.supervisor.resize(size)
+        self.settle_signal(resized)
 
     def target_size(self) -> int:
-        """Return how many drones there should be."""
-        return (
-            0 if self.abandoned or (self.closing and not self._unfinished()) else self.config.size
-        )
+        """Return how many drones there should be now."""
+        return 0 if self.abandoned or (self.closing and not self._unfinished()) else self.size
 
     def _close(self, cancel: bool, running: bool) -> None:
         # A Ctrl-C in `_enqueue_dedicated` may have left a dedicated task without this flag.

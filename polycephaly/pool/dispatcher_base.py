@@ -24,7 +24,7 @@ from ..wire.functions import FunctionRegistry
 from ..wire.output import Listener
 from .config import PoolConfig
 from .drone_handle import DroneHandle
-from .interfaces import AssignedDrone
+from .interfaces import AssignedDrone, State
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .task import Task
@@ -47,6 +47,8 @@ class DispatcherBase(Tenant):
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
+        self.size = config.size  # how many drones there should be while the pool is open
+        self.environments = [*config.env]  # of drones, by index
         self.width = config.width
         self.output = config.output
         # Receivers of tagged output in place of `output`, by tag.
@@ -148,6 +150,16 @@ class DispatcherBase(Tenant):
     def check_open(self) -> None:
         if self.refusal is not None:
             raise copy_error(self.refusal)
+
+    def current_drones(self) -> list[DroneHandle]:
+        """Return the drones that are to stay, without those that retire or will retire as soon as
+        they are ready.
+        """
+        return [
+            handle
+            for handle in list(self.handles)
+            if handle.state < State.RETIRING and not handle.retire_when_ready
+        ]
 
     def wake_idle_drone(self, task: Task) -> None:
         """Wake an idle drone for the queued `task`."""

@@ -17,9 +17,9 @@ class Machine(Protocol):
     def default_size(self) -> int:
         """Return the number of drones of a pool, if the program does not give one."""
 
-    def check(self, size: int) -> None:
-        """Check that there is room for `size` drones. Raises `OSError` if not, and `ValueError` for
-        wrong requirements of the drones.
+    def check(self, size: int, running: int = 0) -> None:
+        """Check that there is room for `size` drones, of which so many run already.
+        Raises `OSError` if not, and `ValueError` for wrong requirements of the drones.
         """
 
     def open(self, dispatcher: Dispatcher) -> Engine:

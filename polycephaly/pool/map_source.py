@@ -172,8 +172,8 @@ class Source(OneByOne):
         return self._definition.label
 
     def calls_ahead(self) -> int:
-        config, seconds = self._dispatcher.config, self._definition.seconds
-        concurrent = config.size * (config.width if self._definition.overlaps else 1)
+        dispatcher, seconds = self._dispatcher, self._definition.seconds
+        concurrent = dispatcher.size * (dispatcher.width if self._definition.overlaps else 1)
         if seconds is None:
             return 4 * concurrent
         limit: float = MAX_CALLS_AHEAD
@@ -184,7 +184,7 @@ class Source(OneByOne):
 
     def tasks_ahead(self) -> int:
         """Return few at first, because the first calls may not show how long the others take."""
-        return 4 * self._dispatcher.config.size * self._dispatcher.config.width + 2 * self._answered
+        return 4 * self._dispatcher.size * self._dispatcher.width + 2 * self._answered
 
     def has_room(self) -> bool:
         return self._dispatcher.has_room()
@@ -236,7 +236,7 @@ class Source(OneByOne):
             length_hint(self._sized_rows, 0) if self._range is None else _range_length(self._range)
         )
         if rows_left:  # the last calls are divided among the drones
-            best = min(best, -(-rows_left // self._dispatcher.config.size))
+            best = min(best, -(-rows_left // self._dispatcher.size))
         return max(1, best)
 
     def _make_task(self, max_calls: int) -> Task | None:

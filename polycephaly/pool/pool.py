@@ -28,7 +28,7 @@ from .config import (
 )
 from .dispatcher import Dispatcher
 from .drone import Drone
-from .interfaces import State, TaskOptions
+from .interfaces import TaskOptions
 from .machine import find_machine
 from .map_source import Source
 from .stacks import ANSWER_SECONDS, Stack, take_stacks
@@ -173,6 +173,7 @@ class Pool(ExecutorBase):
         )
         machine.check(size)
         self._maps = WeakSet()
+        self._machine, self._env = machine, env
         self._dispatcher = Dispatcher(config, machine.open)
         self._dispatcher.close_when_collected(self)
         try:
@@ -229,11 +230,9 @@ class Pool(ExecutorBase):
         """The drones at this moment. A task that is submitted to one of them runs on that drone
         only.
         """
-        current = [
-            handle for handle in list(self._dispatcher.handles) if handle.state < State.RETIRING
-        ]
         return [
-            Drone._from_handle(self._dispatcher, handle, self._task_options) for handle in current
+            Drone._from_handle(self._dispatcher, handle, self._task_options)
+            for handle in self._dispatcher.current_drones()
         ]
 
     def stacks(self, timeout: float = ANSWER_SECONDS) -> list[Stack]:
@@ -281,7 +280,8 @@ class Pool(ExecutorBase):
             "broken" or "ended"); ``reason`` (why no task is accepted, or None); ``pid``, ``host``,
             ``version`` (of polycephaly) and ``started`` (seconds since 1970) of the pool's process
             and the pool; ``address`` and ``clients`` of a served pool, as its clients see them
-            (otherwise None and 0); ``width``;
+            (otherwise None and 0); ``size`` (the number of drones, without those that retire);
+            ``width``;
 
             ``queued`` (tasks that no drone has been sent), ``waiting`` (tasks that wait for
             promises or kept values among their arguments), ``in_flight`` (tasks that were sent to
@@ -321,6 +321,55 @@ class Pool(ExecutorBase):
         """
         self._dispatcher.refresh()
 
+    def resize(self, drones: int) -> None:
+        """Change the number of drones, at any time.
+
+        Additional drones come from the snapshot of the others, as replacements do, and start in the
+        background. If there are too many drones, idle ones end first, then the least loaded. They
+        get no more tasks, give back those that they have not begun, and end after the running ones
+        and those that were submitted to them alone. Values that only they keep are fetched first,
+        and names in their namespaces are lost, as after `refresh`. A `map` adapts the number of its
+        calls in flight.
+
+        Returns when the new number is in force, without waiting for drones that start or end. In a
+        callback of a promise, the new number is in force after the callback.
+
+        Parameters
+        ----------
+        drones
+            The new number of drones, at least 1. With an `env` that is callable, ``env(index)`` is
+            called here for each index that the pool has not had yet. A name is used again for
+            another drone if its drone has ended or is about to.
+
+        Raises
+        ------
+        ValueError
+            If the number is less than 1, or the drones do not fit into the cluster.
+        OSError
+            If the machine's limits do not allow so many drones.
+        RuntimeError
+            If the pool is closed or broken.
+
+        Notes
+        -----
+        If an additional drone cannot be started, that is logged and tried again. Each drone that is
+        replaced before it has ended counts in addition, up to twice the largest number.
+
+        Examples
+        --------
+        >>> import polycephaly as poly
+        >>> with poly.Pool(1) as pool:
+        ...     pool.resize(3)
+        ...     len(pool.drones)
+        3
+        """
+        size, dispatcher = check_at_least("drones", drones, 1), self._dispatcher
+        dispatcher.check_open()
+        known = len(dispatcher.environments)
+        environments = check_env(self._env, size, known)
+        self._machine.check(size, len(dispatcher.handles))
+        dispatcher.resize(size, known, environments)
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks, finish those accepted before, and end.
 
@@ -343,11 +392,12 @@ class Pool(ExecutorBase):
         dispatcher = self._dispatcher
         if dispatcher.has_ended:
             return f"<Pool {dispatcher.config.name}, ended>"
-        busy = sum(bool(handle.in_flight) for handle in dispatcher.handles)
-        drones, pending = len(dispatcher.handles), dispatcher.pending()
+        current, pending = dispatcher.current_drones(), dispatcher.pending()
+        drones, busy = len(current), sum(bool(handle.in_flight) for handle in current)
+        retiring = len(dispatcher.handles) - drones
         return (
             f"<Pool {dispatcher.config.name}: {drones} drone{'s' * (drones != 1)}, {busy} busy, "
-            f"{pending} task{'s' * (pending != 1)}>"
+            f"{f'{retiring} retiring, ' if retiring else ''}{pending} task{'s' * (pending != 1)}>"
         )
 
     def _repr_html_(self) -> str:

@@ -56,6 +56,7 @@ class TraceBuffer:
         ] = {}  # time up to which slices of a drone have been recorded
         self.threads: deque[Span] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
         self.threads_lost = 0
+        self.drones: dict[str, None] = {}  # the names of all drones so far
         self.failed = 0  # calls that ended with an error, or with their drone
         # Seconds of processor time of tasks that are about to be answered, by number.
         self._cpu: dict[int, float] = {}

@@ -1,7 +1,7 @@
 """The supervisor: starts, retires and replaces the drones of a pool.
 
     begin ──> Engine.start ──> STARTING ──HELLO──> PREPARING (initializer) ──> READY
-                                                             max_tasks, refresh, release │
+                                                     max_tasks, refresh, release, resize │
     slot and name free <── DEAD <──exited── STOPPING <──STOP, if all is answered── RETIRING
 
 A drone that dies is removed. The tasks that the drone had not begun go back to the dispatcher, and
@@ -18,7 +18,7 @@ import itertools
 import logging
 import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from .locality import Locality
 from .stacks import StackRequests
 from .task import Task
 
-__all__ = ["Supervisor", "pool_error"]
+__all__ = ["Supervisor", "pool_error", "surplus"]
 
 log = logging.getLogger(__name__)
 
@@ -127,18 +127,19 @@ class Supervisor:
             self._config.on_death == "end" and self._dispatcher.begun.done()
         ):
             return
-        size = sum(each.state < State.RETIRING for each in self._dispatcher.handles)
+        size = len(self._dispatcher.current_drones())
         for _ in range(self._dispatcher.target_size() - size):
             if not self.engine.can_start() or not self._start_one():
                 return
 
     def _start_one(self) -> bool:
-        used = {each.name for each in self._dispatcher.handles if each.state < State.RETIRING}
+        used = {each.name for each in self._dispatcher.current_drones()}
         index = next(i for i in itertools.count() if self._config.drone_name(i) not in used)
         handle = self.engine.start(next(self._numbers), self._config.drone_name(index), index)
         if handle is None:
             return False
         self._dispatcher.handles.append(handle)
+        self._dispatcher.record.drones[handle.name] = None
         self._dispatcher.schedule_health_check()
         self.first = self.first or handle
         return True
@@ -164,6 +165,11 @@ class Supervisor:
         self._dispatcher.settle_signal(handle.pid_known)
         if all(each.pid for each in self._dispatcher.handles):
             self._dispatcher.settle_signal(self._dispatcher.begun)
+        self._settle_refreshes()
+
+    def _settle_refreshes(self) -> None:
+        """Settle the `refresh` calls if all drones have started."""
+        if self._dispatcher.handles and all(each.pid for each in self._dispatcher.handles):
             while self._pending_refreshes:
                 self._dispatcher.settle_signal(self._pending_refreshes.pop())
 
@@ -238,6 +244,14 @@ class Supervisor:
         elif handle.state < State.READY:
             handle.state = State.STOPPING
             handle.kill()
+        self.start_missing()
+
+    def resize(self, size: int) -> None:
+        """Start drones, or retire some, so that `size` drones take tasks."""
+        self._dispatcher.size = size
+        self.engine.make_room(size)
+        for handle in surplus(self._dispatcher.current_drones(), size):
+            self.retire(handle)
         self.start_missing()
 
     def stop_if_retired(self, handle: AssignedDrone) -> None:
@@ -333,6 +347,7 @@ class Supervisor:
         self._stack_requests.on_drone_died(handle)
         self._locality.release(handle)
         self.start_missing()
+        self._settle_refreshes()  # the drone may have been the last that had not started
         self._dispatcher.end_check_due = True
 
     def _on_unexpected_death(self, handle: DroneHandle, error: DroneDied, before: State) -> None:
@@ -378,6 +393,19 @@ class Supervisor:
         """Release the engine; no drone is left."""
         self._dispatcher.registry.forget()
         self.engine.end()
+
+
+def surplus(handles: Sequence[DroneHandle], size: int) -> list[DroneHandle]:
+    """Return the drones to retire so that `size` are left: idle ones first, then those that will
+    soonest have done the tasks that they have; of equal ones those that were started last.
+    """
+
+    def cost(handle: DroneHandle) -> tuple[int, int, float, int]:
+        own = len(handle.dedicated) + len(handle.preferred)
+        unknown = handle.unknown + handle.overlapping
+        return own, unknown, handle.load, -handle.number
+
+    return sorted(handles, key=cost)[: max(0, len(handles) - size)]
 
 
 def _death(handle: DroneHandle, task: Task | None) -> DroneDied:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engines.remote.messages import REPLY, pack_json
-from ..pool.interfaces import State
 from ..pool.status import IDENTITY_FIELDS, describe_identity
 from ..promises.promise import Promise
 from ..runtime import fork_guard
@@ -89,7 +88,7 @@ class AdminService:
         if not (isinstance(kind, str) and isinstance(number, int) and isinstance(drone, int)):
             raise Malformed("a malformed request")
         reply = partial(self._reply, client, number)
-        joined_hosts = self._joined_hosts
+        joined_hosts, size = self._joined_hosts, request.get("drones", 0)
         try:
             if kind in DRONE_REQUESTS:
                 if joined_hosts.is_joined_drone(drone):
@@ -99,11 +98,7 @@ class AdminService:
             elif kind == "status":
                 self._run_in_thread(reply, partial(self._compute, client, self._server.status))
             elif kind == "drones":
-                own = [
-                    describe_identity(handle)
-                    for handle in list(self._dispatcher.handles)
-                    if handle.state < State.RETIRING
-                ]
+                own = [describe_identity(each) for each in self._dispatcher.current_drones()]
                 joined = [
                     {name: each[name] for name in IDENTITY_FIELDS} for each in joined_hosts.drones()
                 ]
@@ -116,6 +111,8 @@ class AdminService:
                 )
             elif kind == "refresh":
                 self._run_in_thread(reply, self._pool.refresh)
+            elif kind == "resize":
+                self._run_in_thread(reply, partial(self._pool.resize, size))
             elif kind == "stop":
                 self._stop(reply, bool(request.get("now")))
             else:

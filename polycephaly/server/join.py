@@ -100,10 +100,10 @@ class Joined(ServerConnection):
         self._returns_in_progress = 0
         self._window = -1
         self._call_seconds: float | None = None  # duration of a call
-        config = self._dispatcher.config
+        size, name = self._dispatcher.size, self._dispatcher.config.name
         host = socket.gethostname()
         super().__init__(card, "polycephaly-join")
-        self.connect(timeout, pack_hello(config.size, role="worker", name=config.name, host=host))
+        self.connect(timeout, pack_hello(size, role="worker", name=name, host=host))
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Joined(ServerConnection):
             prefetched = min(
                 MAX_PREFETCHED_CALLS, int(PREFETCH_SECONDS / max(self._call_seconds, 1e-6))
             )
-        window = self._dispatcher.config.size * (1 + prefetched)
+        window = self._dispatcher.size * (1 + prefetched)
         if not 0.8 <= self._window / window <= 1.25:
             self._window = window
             self.send(pack_numbers(WINDOW, [window]))

@@ -526,11 +526,11 @@ class Server:
 
     def _submit_waiting(self, client: Client) -> None:
         client.session.submit_waiting(
-            max(client.credit, self._dispatcher.config.size) if not client.outbox else 0
+            max(client.credit, self._dispatcher.size) if not client.outbox else 0
         )
 
     def _admit(self, identity: bytes, key: str, properties: dict[str, Any]) -> None:
-        size = self._dispatcher.config.size
+        size = self._dispatcher.size
         self._start_ticking()
         if properties.get("role") == "worker":
             self._joined_hosts.admit(identity, key, properties)

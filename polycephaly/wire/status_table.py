@@ -44,11 +44,23 @@ class StatusTable:
         try:
             if fd is None:
                 os.ftruncate(self.fd, size)
-            self._map = mmap.mmap(self.fd, size)
+            self._bytes = memoryview(mmap.mmap(self.fd, size))
         except OSError:
             os.close(self.fd)
             raise
-        self._bytes = memoryview(self._map)
+
+    def grow(self, slots: int) -> None:
+        """Have at least `slots` slots. Raises `OSError`."""
+        if slots > self.slots:
+            os.ftruncate(self.fd, slots * SLOT_BYTES)
+            self.map_all()
+
+    def map_all(self) -> None:
+        """Map all slots, also those that another process has added. Writers of this process keep
+        the mapping that they have.
+        """
+        self._bytes = memoryview(mmap.mmap(self.fd, 0))
+        self.slots = len(self._bytes) // SLOT_BYTES
 
     def writer(self, slot: int) -> Slot:
         """Return the writer's side of a slot."""
@@ -89,8 +101,7 @@ class StatusTable:
             return 0
 
     def close(self) -> None:
-        self._bytes.release()
-        self._map.close()
+        self._bytes.release()  # and so, in the end, the mapping
         os.close(self.fd)
 
 

@@ -57,8 +57,8 @@ class ThisMachine:
             else os.cpu_count() or 1
         )
 
-    def check(self, size: int) -> None:
-        check_descriptors(size)
+    def check(self, size: int, running: int = 0) -> None:
+        check_descriptors(max(0, size - running))
 
     def open(self, dispatcher: Dispatcher) -> LocalEngine:
         return LocalEngine(dispatcher)
@@ -77,7 +77,9 @@ class LocalEngine(Engine):
         self._reactor = self._dispatcher.reactor
         self._bulk = self._reactor.source(BulkSocket)
         self._zygote_lost = self._started = False
-        self._free_slots = list(range(2 * self._config.size - 1, -1, -1))
+        self._slots = 0
+        self._free_slots: list[int] = []
+        self.make_room(self._config.size)
         self._launchers: list[Launcher] = []
         try:
             self._arena = Arena(shared_memory_ceiling())
@@ -159,11 +161,17 @@ class LocalEngine(Engine):
     def can_start(self) -> bool:
         return bool(self._free_slots) and not self._zygote_lost
 
+    def make_room(self, size: int) -> None:
+        more = range(self._slots, 2 * size)  # twice: until a drone has ended, another has begun
+        self._free_slots[:0] = reversed(more)
+        self._slots += len(more)
+
     def start(self, number: int, name: str, index: int) -> LocalHandle | None:
         slot = self._free_slots.pop()
         handle = LocalHandle(self._dispatcher, number, slot, name, self._launcher, self._bulk)
         ends: list[int] = []
         try:
+            self._launcher.status_table.grow(self._slots)
             for stream in ("stdout", "stderr"):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer)
@@ -176,7 +184,7 @@ class LocalEngine(Engine):
                 slot,
                 handle.identity.hex(),
                 name,
-                self._config.env[index],
+                self._dispatcher.environments[index],
                 self._config.cwd,
             )
             self._launcher.start(order, ends)
@@ -258,7 +266,7 @@ class LocalEngine(Engine):
         spec = DroneSpec(
             drone_main,
             self._bulk.directory,
-            2 * self._config.size,
+            self._slots,
             parent_death.new_family(),
             self._inherited_args,
         )

@@ -239,6 +239,8 @@ class _Zygote:
                 os.close(fd)
 
     def _start(self, order: Order, stream_fds: list[int]) -> None:
+        if order.slot >= self._status_table.slots:
+            self._status_table.map_all()
         self._status_table.clear(order.slot)
         zygote = os.getpid()
         try:

@@ -121,7 +121,7 @@ class Cluster:
     def default_size(self) -> int:
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, running: int = 0) -> None:
         """Raise an error if `size` drones can never fit into the cluster or the placement group.
 
         Counts all resources that the nodes have, even those that are in use now.

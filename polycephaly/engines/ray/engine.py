@@ -73,6 +73,7 @@ PROBE_INTERVAL_SECONDS = 2.0
 MAX_PROBES_PER_SECOND = 50
 LAST_REPORTS_TIMEOUT_SECONDS = 5.0  # for reports that an ending drone has sent by the switch
 EXIT_RECORD_TIMEOUT_SECONDS = 6.0  # for the task that reads an exit record on a dead drone's node
+MIN_SWITCH_DRONES = 1000  # for which the switch has room, because `resize` may add some
 MAX_SWITCH_CALLS = 2 * HALF_MAX_CALLS  # that may wait in the switch, besides four for each drone
 _DEATH_ERRORS = (
     RayActorError,
@@ -102,7 +103,8 @@ class RayEngine(Engine):
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._main_copy = self.snapshot()
         self._store = RayStore()
-        options = {"num_cpus": 0, "max_concurrency": MAX_SWITCH_CALLS + 4 * self._config.size}
+        size = max(self._config.size, MIN_SWITCH_DRONES)
+        options = {"num_cpus": 0, "max_concurrency": MAX_SWITCH_CALLS + 4 * size}
         here = NodeAffinitySchedulingStrategy(self._driver_node, soft=False)
         self._switch = ray.remote(Switch).options(**options, scheduling_strategy=here).remote()
         # Made once, because Ray keeps each of these for ever.
@@ -142,7 +144,7 @@ class RayEngine(Engine):
         spawn_request = SpawnRequest(
             number,
             name,
-            config.env[index],
+            self.dispatcher.environments[index],
             config.cwd,
             sys.path[:],
             self._switch,

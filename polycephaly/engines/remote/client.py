@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
-from ...pool.config import check_output, check_timeout
+from ...pool.config import check_at_least, check_output, check_timeout
 from ...pool.map_source import OneByOne
 from ...pool.stacks import Stack
 from ...timeline import Timeline
@@ -100,6 +100,15 @@ class RemotePool(ExecutorBase):
         The snapshot is new for all users of the pool.
         """
         self._connection.request("refresh").result()
+
+    def resize(self, drones: int) -> None:
+        """Change the number of drones for all users of the pool. See `Pool.resize`.
+
+        Drones of joined hosts do not count.
+        """
+        check_at_least("drones", drones, 1)
+        self._connection.request("resize", drones=drones).result()
+        self._connection.drones = drones
 
     @property
     def timeline(self) -> Timeline:
