@@ -12,6 +12,8 @@ import pytest
 from engines import local_only, on_each_engine, poly, rounds
 from faults import append, hold_until, lines, wait_for
 
+from polycephaly.runtime.system_limits import usable_processors
+
 pytestmark = on_each_engine
 
 
@@ -161,7 +163,7 @@ def test_all_drones_are_used(tmp_path):
 @local_only
 def test_as_many_drones_as_usable_cores_by_default():
     with poly.Pool() as pool:
-        assert len(pool.drones) == len(os.sched_getaffinity(0))
+        assert len(pool.drones) == usable_processors()
 
 
 def test_work_may_submit_to_a_pool_from_a_callback():

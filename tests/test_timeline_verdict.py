@@ -3,16 +3,16 @@ ones."""
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
 
 import polycephaly as poly
+from polycephaly.runtime.system_limits import usable_processors
 from polycephaly.timeline import Span
 from polycephaly.timeline.bottleneck import figures, sentence
 
-CORES = len(os.sched_getaffinity(0))
+CORES = usable_processors()
 LIMIT = f"the {CORES} cores are" if CORES > 1 else "the one core is"
 
 

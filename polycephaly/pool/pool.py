@@ -51,7 +51,8 @@ class Pool(ExecutorBase):
     Parameters
     ----------
     drones
-        Number of drones. None: as many as usable cores, or one with ``engine="inline"``.
+        Number of drones. None: as many as usable cores (by the affinity mask and the limits of
+        control groups, rounded up), or one with ``engine="inline"``.
     max_workers
         Another name of `drones`, which code for the standard library's executors uses.
     name

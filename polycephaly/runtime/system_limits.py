@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 from _thread import allocate_lock, get_native_id, start_new_thread
+from collections.abc import Iterator
 from contextlib import suppress
 
 __all__ = [
@@ -13,7 +15,9 @@ __all__ = [
     "check_descriptors",
     "check_threads",
     "name_limit",
+    "processor_limit",
     "shared_memory_ceiling",
+    "usable_processors",
 ]
 
 
@@ -105,7 +109,69 @@ def shared_memory_ceiling() -> int:
     Half of the machine's memory, or half of the control group's limit if that is less.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError), open(limit) as file:
-            memory = min(memory, int(file.read()))
+    for group in _control_groups("memory", "/"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(ValueError):  # no such file, or "max"
+                memory = min(memory, int(_read(f"{group}/{name}")))
     return memory // 2
+
+
+def usable_processors() -> int:
+    """Return how many processors this process may use: by its affinity mask, or the limit of its
+    control group, rounded up, if that is less.
+    """
+    processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    limit = processor_limit()
+    return processors if limit is None else max(1, min(processors, math.ceil(limit)))
+
+
+def processor_limit(root: str = "/") -> float | None:
+    """Return how many processors' time the control group of this process gets, or a group around
+    it, if that is less. None if there is no limit. `root` is the root directory.
+    """
+    return min(
+        (
+            quota / period
+            for group in _control_groups("cpu", root)
+            for quota, period in _processor_quotas(group)
+            if quota > 0 and period > 0
+        ),
+        default=None,
+    )
+
+
+def _processor_quotas(group: str) -> Iterator[list[int]]:
+    """Yield the microseconds that a control group may run, and those in which it may do so."""
+    old = [_read(f"{group}/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    for words in (_read(f"{group}/cpu.max").split(), old):
+        if len(words) == 2:
+            with suppress(ValueError):  # no such file, or "max"
+                yield [int(word) for word in words]
+
+
+def _control_groups(controller: str, root: str) -> Iterator[str]:
+    """Yield the directories of this process's control group and of those around it, of version 2
+    and of the version 1 hierarchy that has `controller`. Some may not exist.
+
+    In a container, the path may be that outside, where only the root of the hierarchy is visible.
+    """
+    mount = os.path.join(root, "sys/fs/cgroup")
+    for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines() or ["0::/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        names = [name for name in path.split("/") if name and name != ".."]
+        hierarchy = os.path.join(mount, controller) if controllers else mount
+        for depth in range(len(names), -1, -1):
+            yield os.path.join(hierarchy, *names[:depth])
+
+
+def _read(path: str) -> str:
+    """Return the content of a file; empty if it cannot be read."""
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -9,12 +9,12 @@ drones had no tasks, or tasks did not reach them in time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
+from ..runtime.system_limits import usable_processors
 from .format import percent, printable, seconds, size
 from .rows import covered, rows
 from .spans import Span, Sums
@@ -106,7 +106,7 @@ def figures(timeline: Contents) -> Figures:
                 if span.thread and span.drone == busiest and not span.whole
             }
         ),
-        len(os.sched_getaffinity(0)),
+        usable_processors(),
     )
 
 

@@ -26,7 +26,12 @@ from ...pool.drone_handle import DroneHandle
 from ...pool.engine import Engine
 from ...promises.promise import Promise
 from ...runtime import parent_death
-from ...runtime.system_limits import check_descriptors, name_limit, shared_memory_ceiling
+from ...runtime.system_limits import (
+    check_descriptors,
+    name_limit,
+    shared_memory_ceiling,
+    usable_processors,
+)
 from ...runtime.tuning import tuning
 from ...store.shared import Shared, share
 from ...wire.addresses import channel_address, record_exit
@@ -51,11 +56,7 @@ class ThisMachine:
     """The present machine as a place for drones; see `pool.machine.Machine`."""
 
     def default_size(self) -> int:
-        return (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        return usable_processors()
 
     def check(self, size: int, running: int = 0) -> None:
         check_descriptors(max(0, size - running))

@@ -1,0 +1,75 @@
+"""The processors that a control group grants, read from trees of files as the kernel shows them."""
+
+import pytest
+
+from polycephaly.runtime import system_limits
+from polycephaly.runtime.system_limits import processor_limit, usable_processors
+
+BOTH = "4:memory:/\n3:cpuset:/\n2:cpu,cpuacct:/user/job\n1:name=systemd:/user\n0::/\n"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    def make(groups, **files):
+        """`groups` of this process; a key of `files` is a path below /sys/fs/cgroup."""
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+        for path, content in files.items():
+            file = tmp_path / "sys/fs/cgroup" / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{content}\n")
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/\n", {}, None),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("0::/\n", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "400000 100000", "a/cpu.max": "200000 100000"}, 2.0),
+        ("0::/a/b\n", {"a/b/cpu.max": "100000 100000", "a/cpu.max": "max 100000"}, 1.0),
+        ("0::/a/b\n", {"a/c/cpu.max": "100000 100000", "cpu.max": "300000 100000"}, 3.0),
+        ("0::/../../gone\n", {"cpu.max": "50000 100000"}, 0.5),  # of another namespace
+        ("0::/\n", {"cpu.max": ""}, None),
+        ("0::/\n", {"cpu.max": "nonsense"}, None),
+        ("0::/\n", {"cpu.max": "100000 0"}, None),
+        (BOTH, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        (
+            BOTH,
+            {
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+                "cpu/user/cpu.cfs_quota_us": "500000",
+                "cpu/user/cpu.cfs_period_us": "100000",
+                "cpu/user/job/cpu.cfs_quota_us": "125000",
+                "cpu/user/job/cpu.cfs_period_us": "50000",
+            },
+            2.5,
+        ),
+        # In a container of version 1, the path is that outside, and the mount is its own group.
+        (
+            "2:cpu,cpuacct:/docker/ab12\n",
+            {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"},
+            2.0,
+        ),
+        ("", {"cpu.max": "100000 100000"}, 1.0),
+    ],
+)
+def test_the_least_limit_of_all_groups_around_this_process_counts(tree, groups, files, limit):
+    assert processor_limit(tree(groups, **files)) == limit
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path):
+    assert processor_limit(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "count"), [(None, 8), (0.2, 1), (1.0, 1), (1.01, 2), (7.5, 8), (64.0, 8)]
+)
+def test_a_limit_is_rounded_up_and_does_not_exceed_the_affinity(monkeypatch, limit, count):
+    monkeypatch.setattr(system_limits, "processor_limit", lambda: limit)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert usable_processors() == count
