@@ -723,7 +723,10 @@ class Dispatcher(DispatcherBase):
 
     def disable_in_child(self) -> None:
         self.refusal = RuntimeError(
-            f"{self.config.name} belongs to another process, of which this one is a fork"
+            f"{self.config.name} belongs to another process, of which this one is a fork: make a "
+            "Pool or Drone in the process that uses it, after the fork (a web server that loads "
+            "the program before it forks has a hook for that: post_fork of gunicorn, postfork of "
+            "uWSGI, worker_process_init of Celery)"
         )
 
     def abandon(self, reason: str = "") -> None:

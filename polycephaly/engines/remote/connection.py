@@ -260,7 +260,10 @@ class Connection(ServerConnection):
 
     def disable_in_child(self) -> None:
         super().disable_in_child()
-        self.refusal = RuntimeError(f"the connection to {self.address} belongs to another process")
+        self.refusal = RuntimeError(
+            f"the connection to {self.address} belongs to another process, of which this one is a "
+            "fork: connect again in the process that uses it, after the fork"
+        )
 
     # -- in the loop -------------------------------------------------------------------------------
 
