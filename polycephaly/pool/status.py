@@ -98,7 +98,7 @@ def describe_identity(handle: DroneHandle) -> dict[str, Any]:
 
 def _describe_activity(handle: DroneHandle) -> dict[str, Any]:
     since = handle.last_contact_at or None
-    running = _first_running(handle)
+    running = handle.running_task()
     if running is not None and running.sending is not None:
         since = running.sending.at
     waiting = handle.waiting
@@ -127,19 +127,12 @@ def drone_state(handle: DroneHandle) -> str:
 
 def running_label(handle: DroneHandle) -> str | None:
     """Return the name of the task that the drone runs, as in errors, or None."""
-    running = _first_running(handle)
+    running = handle.running_task() if handle.alive else None
     if running is None:
         return None
     others = handle.overlapping - 1
     label: str = running.definition.label
     return f"{label} and {others} more" if others > 0 else label
-
-
-def _first_running(handle: DroneHandle) -> Any:
-    """Return the task that was begun last, or else the one that is begun next; None if idle."""
-    tasks = list(handle.in_flight.values()) if handle.alive else []
-    started = handle.last_started() if tasks else 0
-    return next((task for task in tasks if task.number == started), tasks[0] if tasks else None)
 
 
 def held_memory(handle: DroneHandle) -> int | None:
