@@ -30,6 +30,7 @@ __all__ = [
     "PoreClosed",
     "Promise",
     "RemoteError",
+    "Retry",
     "Shared",
     "Stack",
     "Timeline",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .pool.flow import flow
     from .pool.flow_graph import Graph
     from .pool.pool import Pool
+    from .pool.retry import Retry
     from .pool.stacks import Stack
     from .pool.waiting import Waiting
     from .promises.combining import as_completed, gather, race
@@ -79,6 +81,7 @@ _MODULES = {
     "PoreClosed": "errors",
     "Promise": "promises.promise",
     "RemoteError": "errors",
+    "Retry": "pool.retry",
     "Shared": "store.shared",
     "Stack": "pool.stacks",
     "Timeline": "timeline",

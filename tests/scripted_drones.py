@@ -31,6 +31,7 @@ from polycephaly.errors import DroneDied, Lost
 from polycephaly.pool.directory import KeptTask
 from polycephaly.pool.handlers import handle_message, handle_unsent_results
 from polycephaly.pool.interfaces import State, TaskOptions
+from polycephaly.pool.retry import Retry
 from polycephaly.pool.task import Slice, Task
 from polycephaly.promises.promise import FINISHED, Promise
 from polycephaly.wire import placeholders
@@ -100,6 +101,19 @@ class Failed(Exception):
 
 def value_of(key):
     return 10 * key
+
+
+class FailedAttempt:
+    """In place of a drone that has begun a call, after which the call may begin anew."""
+
+    state = State.STOPPING
+
+    def __init__(self, drone):
+        self.drone = drone
+
+    @property
+    def is_gone(self):
+        return self.drone.is_gone
 
 
 class Running:
@@ -275,6 +289,8 @@ class ScriptedDrone(FakeHandle):
         """The running call ends, and with it the task."""
         del self.running[task.number]
         self.interrupted.discard(task.number)
+        if error is not None:
+            self.world.on_attempt_failed(self, task.keys)
         now = self.world.reactor.now
         times = now, now + SECONDS[task.name]
         if task.is_slice:
@@ -399,7 +415,11 @@ class Interleaving:
     def submit(self):
         choose = self.choose
         function = (brief, lasting, overlapped)[choose(3)]
-        options = TaskOptions((None, None, 0.5)[choose(3)], 0 if self.is_lone else choose(3))
+        retries, retry = 0 if self.is_lone else choose(3), None
+        if choose(3) == 2:
+            retries, kinds = choose(3), (Failed, (Failed, TimeoutError), TimeoutError)[choose(3)]
+            retry = Retry(retries, on=kinds, delay=(0, 0.5)[choose(2)], jitter=False)
+        options = TaskOptions((None, None, 0.5)[choose(3)], retry or retries)
         target = self.dispatcher.supervisor.first if self.is_lone else None
         if target is None and choose(6) == 5 and self.dispatcher.handles:
             target = self.dispatcher.handles[choose(len(self.dispatcher.handles))]
@@ -410,7 +430,8 @@ class Interleaving:
             inputs = [key for key in inputs if key in self.promises]
         key = self.new_key()
         self.calls[key] = {
-            "retries": options.retries,
+            "retries": retries,
+            "retry": retry,
             "target": target,
             "inputs": inputs,
             "timeout": options.timeout,
@@ -441,7 +462,13 @@ class Interleaving:
         retries = self.choose(2)
         self.note("submits slice", keys, "retries", retries)
         for key in keys:
-            self.calls[key] = {"retries": retries, "target": None, "inputs": [], "timeout": None}
+            self.calls[key] = {
+                "retries": retries,
+                "retry": None,
+                "target": None,
+                "inputs": [],
+                "timeout": None,
+            }
         definition = self.dispatcher.registry.define(brief)
         self.names[definition.number] = "brief"
         task = Slice(self.dispatcher, definition, pack_calls(ITEMS, False, keys), len(keys))
@@ -573,6 +600,20 @@ class Interleaving:
             ), f"call {key} runs twice"
             before.append(drone)
 
+    def has_failed(self, task):
+        """Whether an attempt has: then the next ones fail more often, so that some call uses up
+        all.
+        """
+        begun = self.begun.get(task.keys[task.done], ())
+        return any(isinstance(each, FailedAttempt) for each in begun)
+
+    def on_attempt_failed(self, drone, keys):
+        for key in keys:
+            if key != PREPARING and self.calls[key]["retry"] is not None:
+                self.begun[key] = [
+                    FailedAttempt(each) if each is drone else each for each in self.begun[key]
+                ]
+
     def acts_of(self, drone):
         """The acts that this drone can do now; the likely ones several times."""
         if drone.is_gone:
@@ -614,7 +655,7 @@ class Interleaving:
             if self.choose(3):
                 error = KeyboardInterrupt("interrupted by the controller")
                 self.stopped.update(task.keys)
-        elif self.choose(5) == 4:
+        elif self.choose(2 if self.has_failed(task) else 5) == 1:
             error = Failed(task.keys[task.done])
             self.failed.update(task.keys)
         else:
@@ -801,12 +842,17 @@ class Interleaving:
                 task = next(iter(drone.running.values()))
                 interrupted = bool(drone.interrupted & {0, task.number})
                 drone.interrupted.discard(0)
+                error = None
                 if interrupted:
+                    error = KeyboardInterrupt()
                     self.stopped.update(task.keys)
+                elif self.has_failed(task) and self.choose(2):
+                    error = Failed(task.keys[task.done])
+                    self.failed.update(task.keys)
                 else:
                     while task.is_slice and task.done < len(task.keys) - 1:
                         drone.next_call(task)
-                drone.end(task, KeyboardInterrupt() if interrupted else None)
+                drone.end(task, error)
         while drone.requested:
             drone.pack_requested()
         if drone.outcomes:
@@ -842,6 +888,8 @@ class Interleaving:
             assert call["inputs"]
         elif isinstance(error, Failed):
             assert key in self.failed or call["inputs"]  # the pickling of a kept one, say
+            if key in self.failed and not call["inputs"]:
+                self.check_attempts(call, error)
         elif isinstance(error, KeyboardInterrupt):
             assert key in self.stopped or call["inputs"]
         elif isinstance(error, TimeoutError):
@@ -857,6 +905,17 @@ class Interleaving:
         else:
             assert isinstance(error, RuntimeError | CancelledError), error
             assert self.dispatcher.refusal is not None or call["inputs"]
+
+    def check_attempts(self, call, error):
+        """A failed call was repeated as often as its `Retry` says."""
+        retry, is_over = call["retry"], self.cancels_all or self.dispatcher.broken is not None
+        if retry is None or is_over or (call["target"] is not None and call["target"].is_gone):
+            return
+        assert (
+            not retry.covers(error)
+            or retry.times == 0
+            or (f"failed {retry.times + 1} times; this is the last error" in error.__notes__)
+        )
 
     def check_slice(self, task, keys):
         if task.cancelled() or task.exception() is not None:

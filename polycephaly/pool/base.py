@@ -16,11 +16,19 @@ from ..promises.promise import Promise
 from ..runtime.progress import total_of
 from ..store.kept import Kept
 from . import namespace
-from .config import check_at_least, check_keep, check_seconds, check_timeout, check_work
+from .config import (
+    check_at_least,
+    check_keep,
+    check_retries,
+    check_seconds,
+    check_timeout,
+    check_work,
+)
 from .directory import KeptTask
 from .interfaces import TaskOptions, TaskRunner
 from .map import Results, start_map
 from .map_source import OneByOne
+from .retry import Retry
 
 __all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "innermost_pool", "wait_for"]
 
@@ -136,7 +144,7 @@ class TaskTarget:
         """
         return wait_for(self._submit(work, args, kwargs))
 
-    def options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
+    def options(self, *, timeout: float | None = None, retries: int | Retry | None = None) -> Self:
         """Return the same drone or pool with other options for its tasks.
 
         Parameters
@@ -145,8 +153,9 @@ class TaskTarget:
             Seconds after which a running task is interrupted and rejected with `TimeoutError`.
             None: as before.
         retries
-            How often a task is run again if its drone dies. None: as before. Has no effect on a
-            lone drone, because no other drone can run its tasks.
+            How often a task is run again if its drone dies, or a `Retry`, for tasks that raise
+            exceptions too. None: as before. A number has no effect on a lone drone, because no
+            other drone can run its tasks.
 
         Examples
         --------
@@ -160,7 +169,7 @@ class TaskTarget:
         other.__dict__.update(self.__dict__, _original=self)
         other._task_options = TaskOptions(
             own.timeout if timeout is None else check_timeout(timeout),
-            own.retries if retries is None else check_at_least("retries", retries, 0),
+            own.retries if retries is None else check_retries(retries),
         )
         return other
 

@@ -88,29 +88,38 @@ class Cancellation:
         error = TimeoutError(
             f"{task.definition.label} ran for more than {task.timeout} s on {handle.name}"
         )
-        self._dispatcher.reactor.deliver(partial(reject, task, error))
+        if task.next_delay(error) is None:
+            self._dispatcher.reactor.deliver(partial(reject, task, task.with_attempts(error)))
+        else:  # when the drone has stopped it, so that it does not run twice at the same time
+            task.overrun = error
         self.interrupt(handle, task)
 
     def interrupt(self, handle: AssignedDrone, task: Task) -> None:
         """Interrupt a task in flight, and kill the drone if the interrupt has no effect."""
         handle.send(pack_numbers(CANCEL, (task.number,)))
-        self._schedule_check(handle, task, GRACE_STEPS)
+        self._schedule_check(handle, task.number, GRACE_STEPS)
 
-    def _schedule_check(self, handle: AssignedDrone, task: Task, steps_left: int) -> None:
+    def _schedule_check(self, handle: AssignedDrone, number: int, steps_left: int) -> None:
         self._dispatcher.call_later(
-            tuning.grace_seconds / GRACE_STEPS, self._kill_if_running, handle, task, steps_left - 1
+            tuning.grace_seconds / GRACE_STEPS,
+            self._kill_if_running,
+            handle,
+            number,
+            steps_left - 1,
         )
 
-    def _kill_if_running(self, handle: DroneHandle, task: Task, steps_left: int) -> None:
+    def _kill_if_running(self, handle: DroneHandle, number: int, steps_left: int) -> None:
         handle.catch_up()
-        if task.number not in handle.in_flight or not handle.alive:
+        if number not in handle.in_flight or not handle.alive:
             return
         if steps_left > 0:
-            self._schedule_check(handle, task, steps_left)
-        elif not handle.is_running(task.number):
+            self._schedule_check(handle, number, steps_left)
+        elif not handle.is_running(number):
             pass  # queued behind another task in the drone, so this one does not hold up the drone
-        elif all(other.done() for other in handle.in_flight.values()) or not handle.overlapping:
+        elif not handle.overlapping or all(
+            other.done() or other.overrun for other in handle.in_flight.values()
+        ):
             handle.kill()
         else:  # other live tasks run beside it and would die too, so they finish first
-            handle.hung.add(task.number)
-            self._schedule_check(handle, task, GRACE_STEPS)
+            handle.hung.add(number)
+            self._schedule_check(handle, number, GRACE_STEPS)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..wire.output import Line, forward
 from .interfaces import TaskOptions
+from .retry import Retry
 
 __all__ = [
     "PoolConfig",
@@ -25,6 +26,7 @@ __all__ = [
     "check_memory",
     "check_output",
     "check_report_waiting",
+    "check_retries",
     "check_seconds",
     "check_start",
     "check_timeout",
@@ -108,6 +110,10 @@ def check_report_waiting(seconds: float | None) -> float | None:
             f"not {seconds!r}"
         )
     return seconds
+
+
+def check_retries(retries: int | Retry) -> int | Retry:
+    return retries if isinstance(retries, Retry) else check_at_least("retries", retries, 0)
 
 
 def check_memory(limit: int | None) -> int | None:

@@ -135,7 +135,7 @@ class Dispatcher(DispatcherBase):
         if task is None:
             task = Task(self)
         if task_options is not None:
-            task.timeout, task.retries = task_options
+            task.set_options(task_options)
         try:
             definition = self.registry.define(work)
             if definition.takes_function:
@@ -465,6 +465,9 @@ class Dispatcher(DispatcherBase):
                 self.reactor.deliver(task.cancel)
             return
         for task in reversed(tasks):
+            if task.overrun is not None:  # its time was over before it began
+                self.on_failed(task, task.overrun)
+                continue
             task.sending = None
             if task.done():  # by a thread that may have taken the task for begun
                 task.release_payload()
@@ -494,6 +497,7 @@ class Dispatcher(DispatcherBase):
 
     def resume(self, task: Task) -> None:
         self.parked.discard(task)
+        self.delayed.pop(task, None)
         if task.done():
             self.end_if_last(task.target)
         elif self.abandoned:
@@ -541,6 +545,7 @@ class Dispatcher(DispatcherBase):
         """
         self.waiting.discard(task)
         self.parked.discard(task)
+        self._cancel_delay(task)
         if not task.is_withdrawn:
             task.is_withdrawn = True
             self.tasks_cancelled += task.count
@@ -736,6 +741,8 @@ class Dispatcher(DispatcherBase):
             self.reactor.deliver(task.cancel)
         self.waiting.clear()
         self.parked.clear()
+        for task in list(self.delayed):
+            self._cancel_delay(task)
         self.supervisor.kill_all(reason)
         self.end_check_due = True
 
@@ -794,7 +801,7 @@ class _Backlog:
 
     def __len__(self) -> int:
         dispatcher = self._dispatcher
-        return len(dispatcher.queue) + len(dispatcher.locality)
+        return len(dispatcher.queue) + len(dispatcher.locality) + len(dispatcher.delayed)
 
 
 def _load(handle: DroneHandle) -> float:

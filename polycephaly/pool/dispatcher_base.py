@@ -55,7 +55,9 @@ class DispatcherBase(Tenant):
         self.output_listeners: dict[str, Listener] = {}
         self.queue: deque[Task] = deque()
         self.waiting: set[Task] = set()  # tasks that wait for promises among their arguments
-        self.parked: set[Task] = set()  # for kept values, or leased to another process
+        # For kept values, or leased to another process, or failed and to be run again.
+        self.parked: set[Task] = set()
+        self.delayed: dict[Task, Timer] = {}  # those of `parked` that run again after a delay
         self.handles: list[DroneHandle] = []
         # A drone is idle: a thread that adds a task calls `wake_idle_drone`.
         self.wants_tasks = self.dedicated_waiting = False
@@ -211,12 +213,14 @@ class DispatcherBase(Tenant):
         """Queue the tasks again that may be retried; reject the others with copies of `error`.
 
         A task may be retried if `may_retry` is true, the task has `retries` left and no target
-        drone, and the pool was not abandoned.
+        drone, and the pool was not abandoned. A task with a `Retry` is queued after a delay.
         """
         retried = []
         for task in tasks:
             if task.done():
                 task.release_payload()
+            elif may_retry and task.retry is not None:
+                self.on_failed(task, copy_error(task.overrun or error))
             elif may_retry and task.retries > 0 and task.target is None and not self.abandoned:
                 task.retries -= 1
                 task.sending = None
@@ -225,6 +229,26 @@ class DispatcherBase(Tenant):
                 task.payload = b""
                 self.reactor.deliver(partial(reject, task, copy_error(error)))
         self.queue.extendleft(reversed(retried))
+
+    def on_failed(self, task: Task, error: BaseException) -> None:
+        """Run a task that has a `Retry` again after a delay, or reject the task with `error`."""
+        target_died = task.target is not None and task.target.state is State.DEAD
+        is_over = task.done() or self.abandoned or target_died
+        delay = None if is_over else task.next_delay(error)
+        if delay is None:
+            task.payload, task.recompute_payload = b"", None
+            self.parked.discard(task)
+            self.reactor.deliver(partial(reject, task, task.with_attempts(error)))
+            self.end_if_last(task.target)
+        else:
+            task.start_over()
+            self.park(task)
+            self.delayed[task] = self.call_later(delay, self.resume, task)
+
+    def _cancel_delay(self, task: Task) -> None:
+        timer = self.delayed.pop(task, None)
+        if timer is not None:
+            self.reactor.timers.cancel(timer)
 
     def settle_signal(self, promise: Promise[None]) -> None:
         if not promise.done():

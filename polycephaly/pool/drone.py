@@ -25,6 +25,7 @@ from .config import (
     check_initializer,
     check_memory,
     check_report_waiting,
+    check_retries,
     check_start,
     check_timeout,
     check_work,
@@ -33,6 +34,7 @@ from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
 from .interfaces import State, TaskOptions
 from .machine import find_machine
+from .retry import Retry
 from .stacks import ANSWER_SECONDS, Stack, take_stacks
 from .status import held_memory, running_label
 from .waiting import Waiting
@@ -68,6 +70,9 @@ class Drone(DroneBase):
         The drone's working directory.
     initializer, initargs
         ``initializer(*initargs)`` runs in the drone before any task.
+    retries
+        A `Retry`: a task that raises one of its exceptions is run again. A number has no effect,
+        because no other drone can run the tasks if this one dies.
     timeout
         Seconds after which a running task is interrupted and rejected with `TimeoutError`.
     hang_timeout, report_waiting, max_memory, width
@@ -112,6 +117,7 @@ class Drone(DroneBase):
         cwd: str | os.PathLike[str] | None = None,
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
+        retries: int | Retry = 0,
         timeout: float | None = None,
         hang_timeout: float | None = None,
         report_waiting: float | None = 60.0,
@@ -134,7 +140,7 @@ class Drone(DroneBase):
             initargs=tuple(initargs),
             output=forward,
             width=check_at_least("width", width, 1),
-            task_options=TaskOptions(check_timeout(timeout), 0),
+            task_options=TaskOptions(check_timeout(timeout), check_retries(retries)),
             max_tasks=None,
             max_memory=check_memory(max_memory),
             max_queued=None,

@@ -25,10 +25,11 @@ from ..runtime.coroutines import is_coroutine_function
 from ..wire.functions import goes_by_reference
 from ..wire.pickling import MainSnapshot
 from .base import innermost_pool
-from .config import check_at_least, check_keep, check_timeout
+from .config import check_keep, check_retries, check_timeout
 from .directory import KeptTask
 from .flow_graph import record_failure, record_node
 from .interfaces import TaskOptions
+from .retry import Retry
 
 __all__ = ["flow"]
 
@@ -37,7 +38,7 @@ __all__ = ["flow"]
 def flow(fn: Callable[..., Any], /) -> Callable[..., Any]: ...
 @overload
 def flow(
-    *, timeout: float | None = None, retries: int | None = None, keep: bool = False
+    *, timeout: float | None = None, retries: int | Retry | None = None, keep: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 
 
@@ -46,7 +47,7 @@ def flow(
     /,
     *,
     timeout: float | None = None,
-    retries: int | None = None,
+    retries: int | Retry | None = None,
     keep: bool = False,
 ) -> Callable[..., Any]:
     """Make the calls of `fn` inside a pool's ``with`` block nodes of a graph.
@@ -108,8 +109,7 @@ def flow(
     options = None
     if timeout is not None or retries is not None:
         options = _Options(
-            check_timeout(timeout),
-            None if retries is None else check_at_least("retries", retries, 0),
+            check_timeout(timeout), None if retries is None else check_retries(retries)
         )
     if fn is None:
         return lambda fn: _flow(fn, options, keep)
@@ -140,10 +140,10 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
             cache.function, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
         )
         task.is_node = True
-        record_node(task.number, task.label, task.input_numbers, task)
+        record_node(task.call_number, task.label, task.input_numbers, task)
         # The task may have failed before it was known as a node.
         if task._exception is not None or task.cancelled():
-            record_failure(task.number, task._state)
+            record_failure(task.call_number, task._state)
         return task
 
     update_wrapper(call, fn, updated=("__dict__",) if isinstance(fn, FunctionType) else ())
@@ -154,7 +154,7 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
 
 class _Options(NamedTuple):
     timeout: float | None
-    retries: int | None
+    retries: int | Retry | None
 
     def completed_by(self, defaults: TaskOptions) -> TaskOptions:
         return TaskOptions(

@@ -204,7 +204,7 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
     todo: deque[Promise[Any] | int] = deque(promises)
 
     def number_of(promise: Any) -> int:
-        own: int = getattr(promise, "number", 0)
+        own: int = getattr(promise, "call_number", 0)
         return own or promise_numbers.setdefault(id(promise), -len(promise_numbers))
 
     while todo:

@@ -139,6 +139,9 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
             if task is None:  # given up as lost before the answer came
                 continue
             if status == WITHDRAWN:
+                if task.overrun is not None and not task.done():  # its time was over too early
+                    dispatcher.on_failed(task, task.overrun)
+                    continue
                 task.release_payload()
                 if not task.done():  # not cancelled by any thread, but no answer will come either
                     dispatcher.reactor.deliver(task.cancel)
@@ -151,6 +154,9 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
             task.status = status
             if task.retries and isinstance(payload, Received) and payload.is_slow_to_open():
                 task.recompute_payload = task.payload
+            if status == ERROR and task.retry is not None:
+                task.recompute_payload = task.payload
+                dispatcher.park(task)  # counts as not done until `on_failed`
             if status == VALUE and isinstance(task, KeptTask):
                 payload = dispatcher.directory.add(handle, task, payload)
             task.payload = payload
@@ -256,6 +262,10 @@ def settle(answered: Iterable[Task]) -> None:
             value, error = None, raised.with_traceback(_skip_own_frames(raised.__traceback__))
             with suppress(BaseException):
                 error.add_note(f"while unpickling the result of {task.definition.label}")
+        if error is not None and task.retry is not None and task.status == ERROR:
+            owner = task.dispatcher
+            owner.post(owner.on_failed, task, task.overrun or error)
+            continue
         settle_task(task, FINISHED, value, error)
 
 

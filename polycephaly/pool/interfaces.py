@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from ..promises.promise import Promise, Signal
 from ..wire.functions import FunctionRegistry
 from ..wire.output import Line, Listener
+from .retry import Retry
 
 __all__ = [
     "AssignedDrone",
@@ -38,7 +39,7 @@ class TaskOptions(NamedTuple):
     """The options of one task: the seconds that it may run, and how often it is run again."""
 
     timeout: float | None
-    retries: int
+    retries: int | Retry
 
 
 class EventLoop(Protocol):
@@ -112,6 +113,7 @@ class TaskOwner(Protocol):
     def post(self, callback: Callable[..., object], /, *args: Any) -> None: ...
     def submit_task(self, task: Any, /) -> None: ...
     def withdraw(self, task: Any, /) -> None: ...
+    def on_failed(self, task: Any, error: BaseException, /) -> None: ...
     def on_inputs_ready(self, task: Any, /) -> None: ...
     def note_waiting_thread(self, task: Any, /) -> None: ...
     def explain(self, error: BaseException, /) -> None: ...

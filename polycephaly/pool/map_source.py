@@ -24,6 +24,7 @@ from ..wire.functions import label
 from ..wire.pickling import BULKY_TYPES, capture
 from ..wire.placeholders import PicklingContext
 from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, ROWS, SMALL_TYPES, pack_calls
+from .retry import Retry
 from .task import Slice, Task
 
 if TYPE_CHECKING:
@@ -164,7 +165,12 @@ class Source(OneByOne):
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
         config = dispatcher.config
-        self.one_by_one = task_options.timeout is not None or config.max_tasks is not None
+        # A `Retry` repeats one call, so a slice must not fail with it.
+        self.one_by_one = (
+            task_options.timeout is not None
+            or config.max_tasks is not None
+            or isinstance(task_options.retries, Retry)
+        )
         self._definition = dispatcher.registry.define(fn)
 
     @property
@@ -340,7 +346,7 @@ class Source(OneByOne):
         calls = pack_calls(form, self._definition.single_use, rows)
         self._row_bytes = max(1.0, len(calls) / len(rows))
         task = self.latest_task = Slice(self._dispatcher, self._definition, calls, len(rows))
-        task.retries = self._options.retries
+        task.set_options(self._options)
         task.item, self._item = self._item, self._item + len(rows)
         self._dispatcher.submit_task(task)
         return task

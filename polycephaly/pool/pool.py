@@ -23,6 +23,7 @@ from .config import (
     check_memory,
     check_output,
     check_report_waiting,
+    check_retries,
     check_start,
     check_timeout,
 )
@@ -31,6 +32,7 @@ from .drone import Drone
 from .interfaces import TaskOptions
 from .machine import find_machine
 from .map_source import Source
+from .retry import Retry
 from .stacks import ANSWER_SECONDS, Stack, take_stacks
 from .status import describe_pool
 
@@ -70,7 +72,8 @@ class Pool(ExecutorBase):
         ``drone``, ``stream`` and ``tag``). Log records of drones are not output: they go to this
         process's loggers, each with its ``drone``.
     retries
-        How often a task is run again if its drone dies while running it.
+        How often a task is run again if its drone dies while running it, or a `Retry`, for tasks
+        that raise exceptions too.
     max_tasks
         Number of tasks after which a drone is replaced.
     max_memory
@@ -134,7 +137,7 @@ class Pool(ExecutorBase):
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
         output: str | Callable[[Line], object] = "forward",
-        retries: int = 0,
+        retries: int | Retry = 0,
         timeout: float | None = None,
         hang_timeout: float | None = None,
         report_waiting: float | None = 60.0,
@@ -164,7 +167,7 @@ class Pool(ExecutorBase):
             initargs=tuple(initargs),
             output=check_output(output),
             width=check_at_least("width", width, 1),
-            task_options=TaskOptions(check_timeout(timeout), check_at_least("retries", retries, 0)),
+            task_options=TaskOptions(check_timeout(timeout), check_retries(retries)),
             max_tasks=None if max_tasks is None else check_at_least("max_tasks", max_tasks, 1),
             max_memory=check_memory(max_memory),
             max_queued=None if max_queued is None else check_at_least("max_queued", max_queued, 1),

@@ -90,7 +90,7 @@ class TraceBuffer:
         if count > 1 and running < MIN_OWN_SPAN_SECONDS * count:
             times, calls = (started[:1], finished[-1:]), count
         else:
-            links = [(task.number, task.input_numbers) for task in tasks if task is not None]
+            links = [(task.call_number, task.input_numbers) for task in tasks if task is not None]
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         bytes_sent = first.weight * count
         name = short_name(first.definition.label)
@@ -197,7 +197,7 @@ class TraceBuffer:
             max(0.0, finished - started),
         )
         name = short_name(task.definition.label)
-        links = ((task.number, task.input_numbers),)
+        links = ((task.call_number, task.input_numbers),)
         self._add(
             Entry(
                 drone,
@@ -224,7 +224,7 @@ class TraceBuffer:
             if entry.drone == drone:
                 before = max(before, min(now, entry.finished[-1]))
         for task in tasks:
-            status = _failure_status(task) if task.done() else DIED
+            status = _failure_status(task) if task.done() or task.overrun else DIED
             started = 0.0 if task.definition.overlaps else before
             self._add_one(drone, task, Answer(started, now, now), task.count, status)
 
@@ -288,6 +288,6 @@ def _aggregate(folded: Aggregated, segment: list[Entry]) -> Aggregated:
 
 
 def _failure_status(task: Task) -> str:
-    if not task.done():
+    if not (task.done() or task.overrun):
         return ERROR
     return CANCELLED if task.cancelled() else TIMEOUT

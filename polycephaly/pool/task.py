@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pickle import dumps, loads
 from time import monotonic
@@ -43,7 +44,8 @@ from ..wire.placeholders import (
 from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, slice_calls
 from .flow_graph import record_failure
 from .inputs import Placeholders, cancel_upstream, propagate_failure, remove_settled_hooks
-from .interfaces import AssignedDrone, TaskOwner
+from .interfaces import AssignedDrone, TaskOptions, TaskOwner
+from .retry import Retry
 
 __all__ = ["Answer", "AnswerBatch", "Sending", "Slice", "Task"]
 
@@ -80,7 +82,11 @@ class Task(Promise[Any]):
     definition: RemoteFunction
     answer: Answer | AnswerBatch | None = None
     timeout: float | None = None  # seconds that the task may run
-    retries = 0  # how many more times the task is run if its drone dies
+    retries = 0  # how many more times the task may run again
+    retry: Retry | None = None  # if errors of the task are reasons to run again, too
+    first_number = 0  # of the first attempt, if the task runs again because of `retry`
+    # The time limit is over, and the task is to run again as soon as the drone has stopped it.
+    overrun: TimeoutError | None = None
     client_tag = ""  # tag of the submitting client, in a served pool (server/fairness.py)
     # The client's function, if a joined host may run the task (server/session.py).
     client_function: Any = None
@@ -94,7 +100,7 @@ class Task(Promise[Any]):
     # While the task waits: the promises to wait for, and the other values in `args`.
     inputs: Sequence[Any] = ()
     # The pickled arguments, kept if the value is stored on a node that may be lost, and `retries`
-    # allow that the value is computed again.
+    # allow that the value is computed again; or if the task has failed and may run again.
     recompute_payload: Any = None
     # If an input is stored on another node: the payload with open placeholders, and the inputs.
     unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None
@@ -113,6 +119,12 @@ class Task(Promise[Any]):
         self.number = next(_numbers)
         self.dispatcher = dispatcher
         self.queued = monotonic()
+
+    def set_options(self, task_options: TaskOptions) -> None:
+        self.timeout, retries = task_options
+        if isinstance(retries, Retry):
+            self.retry, retries = retries, retries.times
+        self.retries = retries
 
     def capture(
         self,
@@ -251,7 +263,7 @@ class Task(Promise[Any]):
         has failed and this task is rejected for that.
         """
         self.inputs = inputs if self.args is None else self.args
-        self.input_numbers = tuple([each.number for each in inputs if isinstance(each, Task)])
+        self.input_numbers = tuple([each.call_number for each in inputs if isinstance(each, Task)])
         self._countdown = iter(range(1, len(inputs)))
         on_settled = self._on_input_settled  # one object for all inputs
         for each in inputs:
@@ -362,7 +374,7 @@ class Task(Promise[Any]):
     ) -> bool:
         settled = super()._settle(state, result, exception, unless_running)
         if self.is_node and settled and (exception is not None or state != FINISHED):
-            record_failure(self.number, state)
+            record_failure(self.call_number, state)
         return settled
 
     def recompute_inputs(self, lost: Lost) -> None:
@@ -383,6 +395,39 @@ class Task(Promise[Any]):
                 for lazy, each in zip(remote, inputs, strict=True)
             ]
         )
+
+    # -- another attempt (`retry`): called while holding the reactor's lock ------------------------
+
+    def next_delay(self, error: BaseException) -> float | None:
+        """Return the seconds until the task, which failed with `error`, runs again, or None."""
+        return None if self.retry is None else self.retry.next_delay(error, self._attempts)
+
+    def start_over(self) -> None:
+        """Make the task ready to be queued again.
+
+        The task gets a new number: late messages and the status table name the attempt before.
+        """
+        self.first_number = self.call_number
+        self.number = next(_numbers)
+        self.retries -= 1
+        if self.recompute_payload is not None:
+            self.payload, self.recompute_payload = self.recompute_payload, None
+        self.sending = self.answer = self.overrun = None
+        self.runs_elsewhere = False
+        self.output = ""
+
+    def with_attempts(self, error: BaseException) -> BaseException:
+        """Return `error`, with a note that tells the number of attempts if there were several."""
+        if self.first_number:
+            with suppress(Exception):  # if the error accepts no notes
+                # Not by `add_note`: copies of an error share the list.
+                notes = getattr(error, "__notes__", ())
+                error.__notes__ = [*notes, f"failed {self._attempts} times; this is the last error"]
+        return error
+
+    @property
+    def _attempts(self) -> int:
+        return 1 if self.retry is None else self.retry.times - self.retries + 1
 
     def release_inputs(self) -> None:
         """Release the inputs and the arguments, because the task is settled."""
@@ -423,8 +468,13 @@ class Task(Promise[Any]):
         definition = getattr(self, "definition", None)
         return "a call" if definition is None else str(definition.label)
 
+    @property
+    def call_number(self) -> int:
+        """The number of the call, the same for all attempts."""
+        return self.first_number or self.number
+
     def _description(self) -> str:
-        return f"{self.label} #{self.number}"
+        return f"{self.label} #{self.call_number}"
 
     def running(self) -> bool:
         handle = self.handle

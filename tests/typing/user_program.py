@@ -87,6 +87,8 @@ def pools() -> None:
         assert_type(list(pool.map(name_of, range(3), timeout=5, ordered=False)), list[str])
         assert_type(pool.everywhere(os.getpid), list[poly.Promise[int]])
         assert_type(pool.options(timeout=5, retries=0), poly.Pool)
+        retry = poly.Retry(3, on=(OSError, ValueError), delay=0.5, factor=1.5, jitter=False)
+        assert_type(pool.options(retries=retry), poly.Pool)
         assert_type(pool.drones, list[poly.Drone])
         shared = assert_type(pool.share([1, 2, 3]), poly.Shared[list[int]])
         assert_type(shared.value, list[int])

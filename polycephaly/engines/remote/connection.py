@@ -27,7 +27,7 @@ from pickle import dumps
 from typing import Any
 
 from ...drone.forwarded import NO_SHARED_NAMES
-from ...errors import copy_error
+from ...errors import DroneDied, copy_error
 from ...pool.drone_handle import drain
 from ...pool.handlers import settle, settle_task
 from ...pool.interfaces import TaskOptions
@@ -35,7 +35,7 @@ from ...pool.task import Task
 from ...promises.promise import CANCELLED, FINISHED, Promise, reject
 from ...runtime.tuning import tuning
 from ...wire.functions import FunctionRegistry, KnownFunctions, RemoteFunction
-from ...wire.messages import FORGET, WITHDRAWN, Malformed
+from ...wire.messages import ERROR, FORGET, WITHDRAWN, Malformed
 from ...wire.output import Line
 from .keys import Card
 from .messages import (
@@ -134,7 +134,7 @@ class Connection(ServerConnection):
         task = task or Task(self)
         task.target = target  # a `RemoteHandle`
         task_options = task_options or self.task_options
-        task.timeout, task.retries = task_options
+        task.set_options(task_options)
         try:
             definition = self.registry.define(what)
             if definition.takes_function:
@@ -267,11 +267,24 @@ class Connection(ServerConnection):
 
     # -- in the loop -------------------------------------------------------------------------------
 
+    def on_failed(self, task: Task, error: BaseException) -> None:
+        """Send a task that has a `Retry` again after a delay, or reject the task with `error`."""
+        target_died = task.target is not None and isinstance(error, DroneDied)
+        delay = None if task.done() or target_died else task.next_delay(error)
+        if delay is None:
+            task.recompute_payload = task.leases = None
+            self._waiting.discard(task)
+            self.deliver(partial(reject, task, task.with_attempts(error)))
+        else:
+            task.start_over()
+            self.call_later(delay, partial(self.on_inputs_ready, task))
+
     def withdraw(self, task: Task) -> None:
         """Cancel `task` at the server."""
         self._waiting.discard(task)
         if self._remove_in_flight(task.number) is not None:
             self.send(pack_numbers(CANCEL, [task.number]))
+            task.leases = None
 
     def _close(self, cancel: str) -> None:
         self._closing = True
@@ -325,6 +338,12 @@ class Connection(ServerConnection):
             for number, status, payload, tail in read_results(frames):
                 task = self._remove_in_flight(number)
                 if task is not None:
+                    if task.retry is not None:
+                        if status == ERROR:
+                            task.recompute_payload = task.payload
+                            self._waiting.add(task)  # until `on_failed`
+                        else:
+                            task.leases = None
                     task.status, task.payload, task.output = status, payload, tail
                     self.deliver(
                         partial(settle_task, task, CANCELLED, None, None)
@@ -418,8 +437,11 @@ class Connection(ServerConnection):
                 payload = task.payload
                 if task.args is not None:
                     payload = dumps(task.args, 5) if task.args else b""
-                task.payload = b""
                 retries = None if task.retries == POOL_DEFAULT else task.retries
+                if task.retry is None:
+                    task.payload = b""
+                else:  # deaths are repeated from here, too
+                    retries = 0
                 target = 0 if task.target is None else task.target.number
                 kind = task.kind
                 if task.leases is not None:
@@ -428,7 +450,8 @@ class Connection(ServerConnection):
                         pack_shared_numbers([lease.number for lease in task.leases], payload),
                     )
                     held_leases.append(task.leases)
-                    task.leases = None
+                    if task.retry is None:
+                        task.leases = None
                 items.append(
                     Item(
                         task.number, definition.number, kind, payload, target, task.timeout, retries
