@@ -109,6 +109,12 @@ def test_wrong_input_is_refused_with_its_value(wrong, kind, message):
         Retry(**{"times": 1} | wrong)
 
 
+@pytest.mark.parametrize("wrong", [ValueError, 1.5, (ValueError,)])
+def test_what_is_neither_a_number_nor_a_policy_is_refused(wrong):
+    with pytest.raises(TypeError, match="retries is a whole number or a polycephaly.Retry, not "):
+        poly.flow(retries=wrong)
+
+
 # -- in a pool -------------------------------------------------------------------------------------
 
 TWICE = Retry(2, on=(OSError, TimeoutError), delay=1, factor=3, jitter=False)  # after 1 s and 3 s
@@ -230,6 +236,7 @@ def test_a_task_that_is_cancelled_before_its_failure_is_known_stays_cancelled(
     assert task.cancelled() and is_idle(dispatcher)
 
 
+@pytest.mark.guarantee("death-6")
 def test_a_pool_that_closes_waits_for_the_repetition(reactor, dispatcher, handle):
     task = give(dispatcher, abs, -1, retries=TWICE)
     dispatcher.close()
@@ -337,6 +344,7 @@ def test_an_input_is_there_when_its_task_has_succeeded(reactor, dispatcher, hand
 # -- time limits -----------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("death-6")
 def test_a_task_that_is_out_of_time_runs_again_when_it_has_stopped(reactor, dispatcher, handle):
     task = give(dispatcher, abs, -1, timeout=1, retries=TWICE)
     reactor.pass_(1)
@@ -446,6 +454,7 @@ def change_and_fail(path, array, numbers):
     return float(array.sum()), len(numbers)
 
 
+@pytest.mark.guarantee("death-6")
 @on_three_engines
 def test_a_task_that_fails_at_first_succeeds(engine, tmp_path):
     retry = poly.Retry(3, on=ConnectionError, **AT_ONCE)

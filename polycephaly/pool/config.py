@@ -113,7 +113,11 @@ def check_report_waiting(seconds: float | None) -> float | None:
 
 
 def check_retries(retries: int | Retry) -> int | Retry:
-    return retries if isinstance(retries, Retry) else check_at_least("retries", retries, 0)
+    if isinstance(retries, Retry):
+        return retries
+    if not isinstance(retries, int):
+        raise TypeError(f"retries is a whole number or a polycephaly.Retry, not {retries!r}")
+    return check_at_least("retries", retries, 0)
 
 
 def check_memory(limit: int | None) -> int | None:

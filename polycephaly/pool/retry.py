@@ -55,8 +55,9 @@ class Retry:
     A cancelled task is never repeated. Each repetition gets the arguments as they were at the call,
     and the whole time limit. After the last one, or an error that does not match, the promise has
     that error, with a note that gives the number of attempts. A task for a single drone runs again
-    only there, and so not after the death of that drone. Errors of pickling the arguments, or of
-    unpickling the result in this process, are not repeated.
+    only there, and so not after the death of that drone. A `map` sends its calls one by one, so
+    that each is repeated alone. Errors of pickling the arguments, or of unpickling the result in
+    this process, are not repeated.
 
     Examples
     --------
