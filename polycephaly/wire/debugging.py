@@ -14,11 +14,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 
 from ..promises.promise import waiting_threads
 
@@ -93,9 +91,12 @@ def waiting_debuggers() -> Iterator[tuple[str, socket.socket]]:
 
     Close the connections that you do not need.
     """
+    import glob
+    import tempfile
+
     for parent in {tempfile.gettempdir(), "/tmp"}:
-        for path in Path(parent).glob("polycephaly-*/**/*.d"):
+        for path in glob.glob("polycephaly-*/**/*.d", root_dir=parent, recursive=True):
             with suppress(OSError):
-                connection, name = _connect(str(path))
+                connection, name = _connect(f"{parent}/{path}")
                 if name:
                     yield name, connection
