@@ -199,6 +199,8 @@ def copy_error(error: BaseException) -> BaseException:
                     error.__cause__,
                     error.__suppress_context__,
                 )
+                if hasattr(twin, "__notes__"):  # otherwise a new note would be on both
+                    twin.__notes__ = [*twin.__notes__]
                 return twin
         except Exception:
             continue

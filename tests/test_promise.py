@@ -403,6 +403,14 @@ def test_a_long_chain_of_thens_settles():
     assert last.value == 100
 
 
+def test_a_copy_of_an_error_has_notes_of_its_own():
+    error = KeyError("x")
+    error.add_note("first")
+    copied = copy_error(error)
+    copied.add_note("second")
+    assert copied.__notes__ == ["first", "second"] and error.__notes__ == ["first"]
+
+
 def test_gather_may_give_errors_in_their_places():
     ps = [Promise() for _ in range(3)]
     everyone = poly.gather(*ps, return_exceptions=True)

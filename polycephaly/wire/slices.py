@@ -124,7 +124,12 @@ class Answers:
 
 def describe_item(args: Sequence[Any]) -> str:
     """Return the arguments of a call, shortened; "" if `tuning` says so."""
-    return ", ".join(map(_repr.repr, args)) if tuning.describe_items else ""
+    if not tuning.describe_items:
+        return ""
+    try:
+        return ", ".join(map(_repr.repr, args))
+    except Exception:  # an integer of too many digits, for example
+        return "<unprintable>"
 
 
 _repr = Repr()
