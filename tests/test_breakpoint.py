@@ -144,3 +144,75 @@ def test_what_pythonbreakpoint_says_is_kept(monkeypatch):
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
     with poly.Pool(1) as pool:
         assert pool.doit("breakpoint(); 3") == 3
+
+
+FAILED = """
+import polycephaly as poly
+
+def divide(a, b):
+    rest = a - b
+    return a / b
+
+with poly.Pool(1, name="lab", post_mortem=True) as pool:
+    first, second = pool.promise(divide, 7, 0), pool.promise(divide, 8, 0)
+    print(type(first.exception()), type(second.exception()), pool.doit(divide, 6, 3))
+    first.debug()
+    try:
+        second.debug()
+    except RuntimeError as error:
+        print(error)
+    third = pool.promise(divide, 9, 0)
+    print(type(third.exception()))
+    third.debug()
+    print("end" + "ed")
+"""
+
+
+def test_frames_of_a_failed_task_are_kept_for_a_debugger(tmp_path):
+    with Terminal(tmp_path, write(tmp_path, FAILED)) as terminal:
+        for number in (7, 9):
+            terminal.read_until("(Pdb) ")
+            terminal.type("p rest, b\n")
+            terminal.read_until(f"({number}, 0)")
+            terminal.read_until("(Pdb) ")
+            terminal.type("w\n")
+            assert "polycephaly/" not in terminal.read_until("(Pdb) ")
+            terminal.type("c\n" if number == 7 else "q\n")
+            if number == 7:
+                terminal.read_until("only those of a task that failed in a pool with post_mortem")
+        terminal.read_until("ended")
+        assert terminal.process.wait(30) == 0
+
+
+def test_kept_frames_may_be_attached_released_or_left():
+    with poly.Pool(2, name="lab", output="discard", post_mortem=True) as pool:
+        failed = pool.promise("x = 5; 1 / 0")
+        assert isinstance(failed.exception(), ZeroDivisionError)
+        with Terminal(tempfile.gettempdir(), *ATTACH) as terminal:
+            terminal.read_until("(Pdb) ")
+            terminal.type("p x\n")
+            terminal.read_until("5")
+            terminal.type("q\n")
+            assert terminal.process.wait(30) == 0
+        assert list(waiting_debuggers()) == []
+        with pytest.raises(ZeroDivisionError):
+            list(pool.map(lambda n: 1 / n, [*range(1, 2000), 0]))
+        (kept,) = waiting_debuggers()
+        kept[1].close()
+        drone = pool.drones[0]
+        pid = drone.pid
+        again = [drone.promise("1 / 0") for _ in range(3)]
+        for each in again:
+            each.exception()
+            each.release()
+            each.release()
+        assert drone.doit(os.getpid) == pid
+        with pytest.raises(RuntimeError, match="no frames are kept"):
+            again[0].debug()
+        assert isinstance(drone.promise("1 / 0").exception(), ZeroDivisionError)  # left
+
+
+@pytest.mark.parametrize("other", ["inline", "ray"])
+def test_frames_are_kept_by_local_drones_only(other):
+    with pytest.raises(ValueError, match=f"the engine is 'local', not '{other}'"):
+        poly.Pool(1, post_mortem=True, engine=other)

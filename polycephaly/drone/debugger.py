@@ -10,13 +10,14 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any, TextIO
 
+from ..runtime import fork_guard
 from ..wire import addresses
 from ..wire.chunks import DEBUG
-from ..wire.debugging import MAX_TEXT_BYTES, debug_address
+from ..wire.debugging import MAX_TEXT_BYTES, RELEASE, debug_address
 from ..wire.status_table import Slot
 from .console import STDERR, write_record
 
-__all__ = ["open_debugger"]
+__all__ = ["keep_frames", "open_debugger"]
 
 
 def open_debugger(frame: FrameType, directory: str, slot: Slot) -> pdb.Pdb:
@@ -35,33 +36,80 @@ def open_debugger(frame: FrameType, directory: str, slot: Slot) -> pdb.Pdb:
 
 def _wait_for_terminal(where: str, directory: str, session: ExitStack) -> tuple[TextIO, TextIO]:
     address = debug_address(directory, os.getpid())
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
+    with _listen(address) as listener:
         try:
-            listener.listen()
             print(
                 f"breakpoint at {where}. To debug it: polycephaly attach {addresses.own_name}",
                 file=sys.stderr,
             )
             write_record(STDERR, DEBUG, address)
-            while True:
-                connection = session.enter_context(listener.accept()[0])
-                with suppress(OSError):  # that process has ended, or has no such terminal
-                    connection.sendall(addresses.own_name.encode())
-                    path = connection.recv(MAX_TEXT_BYTES).decode()
-                    return (
-                        session.enter_context(open(path, opener=_open_terminal)),
-                        session.enter_context(open(path, "w", 1, opener=_open_terminal)),
-                    )
-                connection.close()
+            terminal = None
+            while terminal is None:
+                terminal = _accept(listener, session)
+            return terminal
         finally:
             os.unlink(address)
 
 
+def _listen(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _accept(listener: socket.socket, session: ExitStack) -> tuple[TextIO, TextIO] | None:
+    """Wait for a process, and open the terminal that it lends. None if it lends none.
+
+    Raises `EOFError` if the process releases the frames.
+    """
+    connection = session.enter_context(listener.accept()[0])
+    with suppress(OSError):  # that process has ended, or has no such terminal
+        connection.sendall(addresses.own_name.encode())
+        path = connection.recv(MAX_TEXT_BYTES).decode()
+        if path == RELEASE:
+            raise EOFError
+        return (
+            session.enter_context(open(path, opener=_open_terminal)),
+            session.enter_context(open(path, "w", 1, opener=_open_terminal)),
+        )
+    connection.close()
+    return None
+
+
 def _open_terminal(path: str, flags: int) -> int:
-    return os.open(
-        path, flags & ~os.O_TRUNC & ~os.O_CREAT | os.O_NOCTTY
-    )  # not as this process's own
+    flags &= ~(os.O_TRUNC | os.O_CREAT)
+    return os.open(path, flags | os.O_NOCTTY)  # not as the controlling terminal
+
+
+def keep_frames(error: BaseException, address: str) -> int:
+    """Fork a process that keeps the frames of `error` until they were debugged or released.
+
+    Return its process ID. The drone itself goes on.
+    """
+    with _listen(address) as listener:
+        pid = fork_guard.fork()
+        if pid:
+            return pid
+        try:
+            with ExitStack() as session:
+                try:
+                    terminal = None
+                    while terminal is None:
+                        terminal = _accept(listener, session)
+                finally:  # before the peer is told: then the drone may keep the next frames
+                    os.unlink(address)
+                    listener.close()
+                print(f"{addresses.own_name}: {error!r}", file=terminal[1])
+                debugger = _Debugger(*terminal, session)
+                debugger.reset()
+                debugger.interaction(None, error.__traceback__)
+        finally:
+            os._exit(0)
 
 
 class _Debugger(pdb.Pdb):

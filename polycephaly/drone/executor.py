@@ -244,6 +244,7 @@ class DroneExecutor:
             except BaseException as error:
                 self._current = 0
                 finished = monotonic()
+                self.keep_frames(number, error)
                 outcomes.add(number, ERROR, started, finished, outcomes.pack_error(error))
                 kept = outcomes.save_last()
             else:
@@ -289,6 +290,7 @@ class DroneExecutor:
                 self._current = 0
         except BaseException as error:
             self._current = 0
+            self.keep_frames(number, error)
             status, payload = ERROR, outcomes.pack_error(error)
             if task.keeps:  # interrupted while the value was stored
                 self._drone_store.drop(number)
@@ -311,6 +313,9 @@ class DroneExecutor:
             self._flush()
             self._receive(wait=False)
 
+    def keep_frames(self, number: int, error: BaseException) -> None:
+        """Keep the frames of a failed task, if the pool wants that."""
+
     def _end_slice(self, run: SliceRun) -> tuple[int, bytes, bytes | Serialized]:
         """Return status, head and payload for the unsent part of a slice.
 
@@ -321,6 +326,7 @@ class DroneExecutor:
             with self.socket_lock:
                 run.attribute_error()
             if run.error is not None:
+                self.keep_frames(run.number, run.error)
                 error, item = self._outcomes.pack_error(run.error), run.failed_item()
         with self.socket_lock:
             self._slice = None

@@ -59,6 +59,7 @@ class PoolConfig:
     hang_timeout: float | None
     report_waiting: float | None  # seconds
     on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
+    post_mortem: bool = False
 
 
 def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -315,6 +315,9 @@ class Dispatcher(DispatcherBase):
             raise
         self.wait_ended()
 
+    def frames_address(self, task: int) -> str | None:
+        return self.supervisor.engine.frames_address(task)
+
     def pending(self) -> int:
         of_drones = sum(
             len(each.in_flight) + len(each.dedicated) + len(each.preferred) for each in self.handles

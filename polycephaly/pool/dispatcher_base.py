@@ -101,6 +101,10 @@ class DispatcherBase(Tenant):
     def withdraw(self, task: Task) -> None:
         raise NotImplementedError
 
+    def frames_address(self, task: int) -> str | None:
+        """Return where the frames of a failed task are kept; None if they are not."""
+        raise NotImplementedError
+
     def explain(self, error: BaseException) -> None:
         raise NotImplementedError
 

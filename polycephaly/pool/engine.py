@@ -91,6 +91,10 @@ class Engine:
         """Return a handle of `obj` for many calls. Any thread may call this."""
         raise NotImplementedError
 
+    def frames_address(self, task: int) -> str | None:
+        """Return where the frames of a failed task are kept; None if they are not."""
+        return None
+
     def shared_memory(self) -> tuple[int | None, int | None]:
         """Return the bytes of shared memory in use, and their limit; None if the engine has none.
         Any thread may call this.

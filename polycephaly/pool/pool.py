@@ -90,6 +90,10 @@ class Pool(ExecutorBase):
         drone is not killed, because a wait and a hang look alike. None: never. See `Drone.waiting`.
     on_death
         "replace" a drone that died, or "break" the pool, as the standard library's executor does.
+    post_mortem
+        If True, the frames of a failed task are kept for `Promise.debug`, in a process that its
+        drone forks; the drone goes on. Each drone keeps those of one task at a time, the first,
+        until they were debugged or released, or the drone ends.
     engine
         "local"; "inline": each task runs in this process, in the order of the calls, for debuggers,
         coverage and tests (then ``start``, ``env`` and ``cwd`` are refused); or "ray": drones are
@@ -145,12 +149,18 @@ class Pool(ExecutorBase):
         max_memory: int | None = None,
         max_queued: int | None = None,
         on_death: str = "replace",
+        post_mortem: bool = False,
         engine: str = "local",
         **options: Any,
     ) -> None:
         if drones is not None and max_workers is not None:
             raise TypeError(f"drones={drones} and max_workers={max_workers} are the same: give one")
         drones = max_workers if drones is None else drones
+        if post_mortem and engine != "local":
+            raise ValueError(
+                "post_mortem=True keeps frames in forks of drones, for which the engine is "
+                f"'local', not {engine!r}"
+            )
         machine = find_machine(engine, options)
         size = check_at_least("drones", machine.default_size() if drones is None else drones, 1)
         name = name or f"pool-{next(_names)}"
@@ -173,6 +183,7 @@ class Pool(ExecutorBase):
             max_queued=None if max_queued is None else check_at_least("max_queued", max_queued, 1),
             hang_timeout=check_hang_timeout(hang_timeout),
             report_waiting=check_report_waiting(report_waiting),
+            post_mortem=bool(post_mortem),
             on_death=on_death,
         )
         machine.check(size)

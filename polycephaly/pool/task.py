@@ -11,6 +11,7 @@ immutable, they are pickled only then: they cannot change, so the delay is invis
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -444,6 +445,23 @@ class Task(Promise[Any]):
 
     def _cancel_on_interrupt(self) -> None:
         self.cancel()
+
+    def debug(self) -> None:
+        from ..wire.debugging import debug_frames
+
+        address = self.dispatcher.frames_address(self.number)
+        if address is None or self.exception() is None or not os.path.exists(address):
+            super().debug()
+        else:
+            debug_frames(address)
+
+    def release(self) -> None:
+        from ..wire.debugging import release_frames
+
+        address = self.dispatcher.frames_address(self.number)
+        if address is not None and self.exception() is not None:
+            with suppress(OSError):  # no frames are kept
+                release_frames(address)
 
     def _dependencies(self) -> Sequence[Promise[Any]]:
         return [each for each in self.inputs if isinstance(each, Promise) and not each.done()]

@@ -190,6 +190,12 @@ def misplaced_error(message: str) -> TypeError:
     return NeedsPlaceholder(message) if in_call else TypeError(message)
 
 
+_POST_MORTEM_CURE = (
+    "only those of a task that failed in a pool with post_mortem=True, one for each drone at a "
+    "time, until the pool ends"
+)
+
+
 class Promise(Future[T], Handle, Generic[T]):
     """A value that will exist later.
 
@@ -523,6 +529,22 @@ class Promise(Future[T], Handle, Generic[T]):
             return self.result()
         finally:
             del self  # see `result`
+
+    def debug(self) -> None:
+        """Debug the frames of the failed task by pdb, in the terminal of this process.
+
+        Returns when the session has ended; then the frames are released. See
+        ``Pool(post_mortem=True)``.
+
+        Raises
+        ------
+        RuntimeError
+            If no frames are kept, or this process is not in the foreground of a terminal.
+        """
+        raise RuntimeError(f"no frames are kept for {self!r}: {_POST_MORTEM_CURE}")
+
+    def release(self) -> None:
+        """Release the frames that are kept for `debug`, if there are any."""
 
     # -- settling and waiting ----------------------------------------------------------------------
 

@@ -20,7 +20,19 @@ from contextlib import closing, suppress
 
 from ..promises.promise import waiting_threads
 
-__all__ = ["DebugRequest", "debug_address", "lend_terminal", "waiting_debuggers"]
+__all__ = [
+    "RELEASE",
+    "DebugRequest",
+    "debug_address",
+    "debug_frames",
+    "frames_address",
+    "lend_terminal",
+    "release_frames",
+    "waiting_debuggers",
+]
+
+RELEASE = "release"
+"""In place of a terminal's path: the frames of a failed task are not needed any more."""
 
 MAX_TEXT_BYTES = 1024
 """Of the drone's name, and of the terminal's path."""
@@ -30,6 +42,29 @@ _terminal_lock = threading.Lock()  # one drone at a time uses this process's ter
 
 def debug_address(directory: str, pid: int) -> str:
     return f"{directory}/{pid}.d"
+
+
+def frames_address(directory: str, task: int) -> str:
+    """Return the address at which the frames of a failed task are kept."""
+    return f"{directory}/task-{task}.d"
+
+
+def debug_frames(address: str) -> None:
+    """Debug kept frames in this process's terminal, and release them at the end of the session.
+
+    Raises `OSError` if no frames are kept there, and `RuntimeError` without a terminal.
+    """
+    terminal = _own_terminal(at_prompt=True)
+    if terminal is None:
+        raise RuntimeError(
+            "this process is not in the foreground of a terminal: use `polycephaly attach` in one"
+        )
+    lend_terminal(_connect(address)[0], terminal)
+
+
+def release_frames(address: str) -> None:
+    """Release kept frames. Raises `OSError` if none are kept there."""
+    lend_terminal(_connect(address)[0], RELEASE)
 
 
 class DebugRequest:
@@ -52,11 +87,11 @@ class DebugRequest:
                 lend_terminal(connection, terminal)
 
 
-def _own_terminal() -> str | None:
-    """Return the path of the terminal that this process may read now.
+def _own_terminal(at_prompt: bool = False) -> str | None:
+    """Return the path of the terminal that this process may read now, or None.
 
     A process in the background may not. At an interactive prompt, the main thread itself reads,
-    unless that thread waits for a promise.
+    unless that thread waits for a promise, or (with `at_prompt`) is the caller.
     """
     try:
         if os.tcgetpgrp(0) != os.getpgrp():
@@ -64,8 +99,8 @@ def _own_terminal() -> str | None:
         terminal = os.ttyname(0)
     except OSError:
         return None
-    at_prompt = hasattr(sys, "ps1") and threading.main_thread().ident not in waiting_threads
-    return None if at_prompt else terminal
+    reads = hasattr(sys, "ps1") and threading.main_thread().ident not in waiting_threads
+    return None if reads and not at_prompt else terminal
 
 
 def _connect(address: str) -> tuple[socket.socket, str]:

@@ -36,6 +36,7 @@ from ...memory.references import RefTable
 from ...runtime import forked, parent_death
 from ...runtime.tuning import tuning
 from ...wire import addresses, endpoint
+from ...wire.debugging import frames_address
 from ...wire.fast_transport import FastTransport
 from ...wire.messages import HELLO, OPEN, PROTOCOL, Malformed, pack_numbers  # fmt: skip
 from ...wire.pickling import MainSnapshot, shared_snapshots
@@ -110,6 +111,8 @@ class LocalDrone(DroneExecutor):
             RefTable(arena, None, self._wake_main_thread),
             tail,
         )
+        self._post_mortem = spec.post_mortem
+        self._kept_frames: dict[int, str] = {}  # addresses, by the process that keeps the frames
         self._directory, self._identity = spec.directory, bytes.fromhex(order.identity)
         self._fast_transport = parent_death.close_in_child(FastTransport(fast_transport))
         self._bulk: zmq.Socket[bytes] | None = None
@@ -174,6 +177,22 @@ class LocalDrone(DroneExecutor):
         frame = sys._getframe(1)
         # The last call, because the debugger stops at the next line that is not of this package.
         open_debugger(frame, self._directory, self._status_slot).set_trace(frame)
+
+    def keep_frames(self, number: int, error: BaseException) -> None:
+        # One at a time: the frames of the first failed task stay.
+        if (
+            not self._post_mortem
+            or not isinstance(error, Exception)
+            or any(map(os.path.exists, self._kept_frames.values()))
+        ):
+            return
+        from ...drone.debugger import keep_frames
+
+        for keeper in list(self._kept_frames):
+            if os.waitpid(keeper, os.WNOHANG)[0]:
+                del self._kept_frames[keeper]
+        address = frames_address(self._directory, number)
+        self._kept_frames[keep_frames(error, address)] = address
 
     def disable(self) -> None:
         super().disable()

@@ -35,6 +35,7 @@ from ...runtime.system_limits import (
 from ...runtime.tuning import tuning
 from ...store.shared import Shared, share
 from ...wire.addresses import channel_address, record_exit
+from ...wire.debugging import frames_address
 from ...wire.fast_transport import FastTransport
 from ...wire.functions import FunctionRegistry
 from ...wire.output import OutputSource
@@ -125,6 +126,9 @@ class LocalEngine(Engine):
 
     def share(self, obj: Any) -> Shared[Any]:
         return share(obj, self._dispatcher.registry.snapshot, self._store)
+
+    def frames_address(self, task: int) -> str | None:
+        return frames_address(self._bulk.directory, task) if self._config.post_mortem else None
 
     def shared_memory(self) -> tuple[int | None, int | None]:
         used = 0
@@ -270,6 +274,7 @@ class LocalEngine(Engine):
             self._slots,
             parent_death.new_family(),
             self._inherited_args,
+            post_mortem=self._config.post_mortem,
         )
         try:
             return Launcher(self._config.start, spec, self._store, self._config.name)

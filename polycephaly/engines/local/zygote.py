@@ -101,6 +101,7 @@ class DroneSpec:
     # zygote.
     inherited_args: tuple[Any, ...] | bytes | None = None
     main: MainMaker | None = None  # of a bare zygote
+    post_mortem: bool = False
 
     def imports_main(self) -> bool:
         """Return True if each drone imports the main module, and then reports its own start."""

@@ -279,6 +279,9 @@ class Connection(ServerConnection):
             task.start_over()
             self.call_later(delay, partial(self.on_inputs_ready, task))
 
+    def frames_address(self, task: int) -> str | None:
+        return None
+
     def withdraw(self, task: Task) -> None:
         """Cancel `task` at the server."""
         self._waiting.discard(task)
