@@ -108,7 +108,7 @@ def test_without_a_terminal_one_is_attached():
         )
         assert run.returncode == 1 and b"no terminal" in run.stderr
         with Terminal(folder, *ATTACH, "other") as other:
-            other.read_until("0 drones of that name wait at a breakpoint(); waiting: lab.0")
+            other.read_until("0 drones of that name wait for a debugger; waiting: lab.0")
         with Terminal(folder, *ATTACH, "lab") as terminal:
             terminal.read_until("(Pdb) ")
             terminal.type("x = 8\n")
@@ -144,6 +144,50 @@ def test_what_pythonbreakpoint_says_is_kept(monkeypatch):
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
     with poly.Pool(1) as pool:
         assert pool.doit("breakpoint(); 3") == 3
+
+
+REPEATED = """
+import polycephaly as poly
+from polycephaly import green
+
+def work():
+    for i in range(3):
+        breakpoint()
+        x = i * 10
+    return x
+
+async def wait():
+    breakpoint()
+    await green.sleep(0.01)
+    return 42
+
+with poly.Pool(1) as pool:
+    print("waited", pool.doit(wait))
+    print("worked", pool.doit(work), pool.doit(work))
+"""
+
+
+def test_a_session_goes_on_at_further_breakpoints_of_its_task(tmp_path):
+    with Terminal(tmp_path, write(tmp_path, REPEATED)) as terminal:
+        terminal.read_until("(Pdb) ")
+        terminal.type("n\nn\n")  # it ends at the `await`
+        terminal.read_until("waited 42")
+        terminal.read_until("(Pdb) ")
+        terminal.type("b 8\n")  # the session stays open for it
+        for _ in range(2):
+            terminal.read_until("(Pdb) ")
+            terminal.type("c\n")
+        terminal.read_until("(Pdb) ")
+        terminal.type("p 'i', i\n")
+        terminal.read_until("('i', ")
+        assert terminal.read_until(")") in ("1", "2")
+        terminal.read_until("(Pdb) ")
+        terminal.type("import sys; sys.breakpointhook = print\n")
+        terminal.read_until("(Pdb) ")
+        terminal.type("cl 1\n")
+        terminal.read_until("(Pdb) ")
+        terminal.type("c\n")
+        terminal.read_until("worked 20 20")
 
 
 FAILED = """

@@ -12,7 +12,7 @@ import weakref
 from concurrent.futures import CancelledError
 
 import pytest
-from engines import on_each_engine, poly
+from engines import local_only, on_each_engine, poly
 from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
 
 from polycephaly.runtime.tuning import tuning
@@ -332,6 +332,37 @@ def test_results_that_are_taken_after_the_pool_has_ended_are_there(engine):
     assert sum(results) == 1200
 
 
+def test_results_are_in_order_if_a_thread_begins_to_read_while_the_pool_ends():
+    class Numbers:
+        def __len__(self):
+            return 3000
+
+        def __iter__(self):
+            for n in range(3000):
+                if n == 1000:  # in the thread that leaves the block
+                    reader.start()
+                time.sleep(0)  # lets the other thread run
+                yield n
+
+    with poly.Pool(2) as pool:
+        got = []
+        reader = threading.Thread(target=lambda: got.extend(results))
+        results = pool.map(double, Numbers())
+        assert reader.ident is None
+    reader.join()
+    assert got == [2 * n for n in range(3000)]
+
+
+def test_a_pool_ends_with_few_calls_of_an_unread_map_that_has_a_buffersize():
+    numbers = Counting(range(1000))
+    with poly.Pool(1) as pool:
+        results = pool.map(double, numbers, buffersize=4)
+        assert numbers.taken <= 5
+    assert numbers.taken <= 6
+    with pytest.raises(RuntimeError):
+        list(results)
+
+
 @pytest.mark.parametrize("take", [0, 1])
 def test_results_of_endless_inputs_are_not_there_after_the_pools_end(take):
     with poly.Pool(1) as pool:
@@ -418,6 +449,7 @@ def test_an_error_names_its_item(pool, short):
         assert said.startswith(f"in map(fail_at_3, ...){note}") and len(said) < 200
 
 
+@local_only  # `tuning` of a Ray drone is its own
 def test_items_are_described_without_harm(monkeypatch):
     assert describe_item((1, Unprintable())).startswith("1, <Unprintable ")
     assert len(describe_item((10**100_000,))) < 100  # an error, in some Pythons

@@ -32,19 +32,23 @@ def attach(name: str | None, drone: str | None) -> None:
         if not os.isatty(0):
             raise click.ClickException("the standard input is no terminal")
         waiting = list(waiting_debuggers())
-        wanted = {name, drone, f"{name}.{drone}"} - {None}
-        chosen = [
-            (each, connection)
-            for each, connection in waiting
-            if name is None or each in wanted or (drone is None and each.startswith(f"{name}."))
-        ]
+        chosen = [connection for each, connection in waiting if _is_meant(each, name, drone)]
         for _, connection in waiting:
-            if [connection] != [its for _, its in chosen]:
+            if chosen != [connection]:
                 connection.close()
         if len(chosen) != 1:
             names = ", ".join(sorted(each for each, _ in waiting)) or "none"
             raise click.ClickException(
-                f"{len(chosen)} drones of that name wait at a breakpoint(); waiting: {names}"
+                f"{len(chosen)} drones of that name wait for a debugger; waiting: {names}. "
+                "Give the name of one."
             )
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends by pdb's own commands
-        lend_terminal(chosen[0][1], os.ttyname(0))
+        lend_terminal(chosen[0], os.ttyname(0))
+
+
+def _is_meant(waiting: str, name: str | None, drone: str | None) -> bool:
+    if name is None:
+        return True
+    if drone is not None:
+        return waiting in (f"{name}.{drone}", drone) and waiting.startswith(f"{name}.")
+    return waiting == name or waiting.startswith(f"{name}.")

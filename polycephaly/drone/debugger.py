@@ -7,6 +7,7 @@ import pdb
 import socket
 import sys
 from contextlib import ExitStack, suppress
+from threading import get_ident
 from types import FrameType
 from typing import Any, TextIO
 
@@ -17,10 +18,10 @@ from ..wire.debugging import MAX_TEXT_BYTES, RELEASE, debug_address
 from ..wire.status_table import Slot
 from .console import STDERR, write_record
 
-__all__ = ["keep_frames", "open_debugger"]
+__all__ = ["Debugger", "keep_frames", "open_debugger"]
 
 
-def open_debugger(frame: FrameType, directory: str, slot: Slot) -> pdb.Pdb:
+def open_debugger(frame: FrameType, directory: str, slot: Slot) -> Debugger:
     """Wait until a process lends its terminal, and return a debugger that uses it.
 
     Raises `KeyboardInterrupt` if the task is cancelled meanwhile.
@@ -31,7 +32,7 @@ def open_debugger(frame: FrameType, directory: str, slot: Slot) -> pdb.Pdb:
         session.callback(slot.set_debugged, False)
         keyboard, screen = _wait_for_terminal(where, directory, session)
         print(f"{addresses.own_name}: {where}", file=screen)
-        return _Debugger(keyboard, screen, session.pop_all())
+        return Debugger(keyboard, screen, session.pop_all())
 
 
 def _wait_for_terminal(where: str, directory: str, session: ExitStack) -> tuple[TextIO, TextIO]:
@@ -54,6 +55,8 @@ def _wait_for_terminal(where: str, directory: str, session: ExitStack) -> tuple[
 def _listen(address: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
+        with suppress(FileNotFoundError):  # of a killed process with the same ID
+            os.unlink(address)
         listener.bind(address)
         listener.listen()
     except BaseException:
@@ -105,20 +108,33 @@ def keep_frames(error: BaseException, address: str) -> int:
                     os.unlink(address)
                     listener.close()
                 print(f"{addresses.own_name}: {error!r}", file=terminal[1])
-                debugger = _Debugger(*terminal, session)
+                debugger = Debugger(*terminal, session)
                 debugger.reset()
                 debugger.interaction(None, error.__traceback__)
         finally:
             os._exit(0)
 
 
-class _Debugger(pdb.Pdb):
-    """A session ends with `continue` without breakpoints, `quit`, or the task."""
+class Debugger(pdb.Pdb):
+    """A session ends with `continue` without breakpoints, `quit`, or the task.
+
+    For a coroutine, it ends at an `await` that suspends, because another thread may resume that.
+    """
 
     def __init__(self, keyboard: TextIO, screen: TextIO, session: ExitStack) -> None:
         super().__init__(stdin=keyboard, stdout=screen, skip=["polycephaly.*"])
         self._session = session
+        self._thread = get_ident()
         self._is_interrupted = False
+        self.is_open = True
+
+    def takes(self, thread: int) -> bool:
+        """Return whether another `breakpoint()` of that thread is to stop in this session."""
+        return self.is_open and thread == self._thread
+
+    def end(self) -> None:
+        self.is_open = False
+        self._session.close()
 
     def interaction(self, *args: Any, **kwargs: Any) -> None:
         super().interaction(*args, **kwargs)
@@ -131,16 +147,16 @@ class _Debugger(pdb.Pdb):
         except KeyboardInterrupt:  # the task was cancelled; pdb would prompt again
             self._is_interrupted = True
             self.set_continue()
-            self._session.close()
+            self.end()
 
     def set_continue(self) -> None:
         super().set_continue()
         if not self.breaks:
-            self._session.close()
+            self.end()
 
     def set_quit(self) -> None:
         super().set_quit()
-        self._session.close()
+        self.end()
 
     def get_stack(self, f: Any, t: Any) -> Any:
         """Return the frames of the task, without those of this package that run it."""
@@ -153,8 +169,9 @@ class _Debugger(pdb.Pdb):
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
         trace = super().dispatch_return(frame, arg)
         if frame.f_back is None or _is_ours(frame.f_back):
+            self.clear_all_breaks()
             super().set_continue()
-            self._session.close()
+            self.end()
         return trace
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, overload
-from weakref import WeakSet, ref
+from weakref import ref
 
 from ..promises.promise import Promise
 from ..runtime.progress import total_of
@@ -252,8 +252,8 @@ class DroneBase(TaskTarget):
 class ExecutorBase(TaskTarget, Executor):
     """Several drones, which code for the standard library's executors can use too."""
 
-    # Results of `map` that may not have been read yet.
-    _maps: WeakSet[Results[Any]] | None = None
+    # Results of `map` that may not have been read yet, by `id`. Each use is one atomic step.
+    _maps: dict[int, ref[Results[Any]]] | None = None
 
     def _drones(self) -> Sequence[TaskTarget]:
         raise NotImplementedError
@@ -403,10 +403,12 @@ class ExecutorBase(TaskTarget, Executor):
         Results
             An iterator for one thread at a time. In a coroutine, ``async for`` takes the results
             without blocking asyncio's loop or other green threads. The error of a call is raised in
-            place of its result, with a note that has the item's index and its shortened `repr`.
+            place of its result, with a note that has the item's index and, if the arguments are
+            small or the call is short, their shortened `repr`.
             After that, or after the iterator is closed, all calls in flight are cancelled. If no
-            result was taken when the pool ends, and an input has a length, the remaining calls are
-            sent then, and the results can be taken later.
+            result was taken when a local pool's block ends, and an input has a length, the
+            remaining calls are sent then, up to 100,000, unless `buffersize` or the pool's
+            `max_queued` is in the way. Their results can be taken after the block.
 
         Raises
         ------
@@ -441,8 +443,9 @@ class ExecutorBase(TaskTarget, Executor):
             progress,
             return_exceptions,
         )
-        if self._maps is not None:
-            self._maps.add(results)
+        maps, key = self._maps, id(results)
+        if maps is not None:
+            maps[key] = ref(results, lambda _: maps.pop(key, None))
         return results
 
     @overload
@@ -504,8 +507,9 @@ class ExecutorBase(TaskTarget, Executor):
         """Send the calls of each `map` that was not read yet, as the standard library does at the
         call.
         """
-        for results in list(self._maps or ()):
-            results.send_rest()
+        for each in list((self._maps or {}).values()):
+            if (results := each()) is not None:
+                results.send_rest()
 
     def _leave(self) -> None:
         _pools.set(tuple(each for each in _pools.get() if each() is not self))

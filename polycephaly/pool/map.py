@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Revers
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from threading import Lock
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ __all__ = ["Results", "start_map"]
 
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
 MAX_TIMER_SECONDS = 1.0
+MAX_CALLS_AT_END = 100_000
+"""Calls in flight up to which the end of a pool sends those of a map that was not read."""
 
 T = TypeVar("T")
 
@@ -52,8 +55,8 @@ class Results(chain[T]):
         self._generator.close()
 
     def send_rest(self) -> None:
-        """Send the remaining calls, because the pool ends: if no result was asked for, and the
-        inputs are finite.
+        """Send the remaining calls, at most `MAX_CALLS_AT_END`, because the pool ends: if no result
+        was asked for, an input has a length, and there is no `buffersize`.
         """
         self._stream.send_rest()
 
@@ -100,7 +103,7 @@ def _generate(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
     try:
         stream.send_ahead()
         yield values
-        stream.was_read = True
+        stream.begin_reading()
         while True:
             stream.send_ahead()
             tasks = stream.take_settled()
@@ -201,6 +204,8 @@ class _Ordered:
         progress: Progress | None,
     ) -> None:
         self.source = source
+        # The thread that ends the pool may send while another begins to read.
+        self._lock = Lock()
         self._buffersize = buffersize
         self._deadline = deadline  # of all waits (`time.monotonic`)
         self._progress = progress
@@ -216,6 +221,10 @@ class _Ordered:
 
     def send_ahead(self) -> None:
         """Send calls until as many are in flight as should be."""
+        with self._lock:
+            self._send_ahead()
+
+    def _send_ahead(self) -> None:
         max_calls = self._buffersize or self.source.calls_ahead()
         max_tasks = self.source.tasks_ahead()
         if self._closed:
@@ -232,22 +241,31 @@ class _Ordered:
                 # A whole slice later is better than a small one now, which would later leave room
                 # for another small one only.
                 return
-            task = self.source.send_next(min(best, room))
-            if task is None:
+            if not self._send(min(best, room)):
                 return
-            self._calls_in_flight += task.count
-            self._add(task)
-            self.source.latest_task = None
+
+    def _send(self, max_calls: int) -> bool:
+        """Send one task, of at most so many calls; return False if there is none."""
+        task = self.source.send_next(max_calls)
+        if task is None:
+            return False
+        self._calls_in_flight += task.count
+        self._add(task)
+        self.source.latest_task = None
+        return True
 
     def send_rest(self) -> None:
         source = self.source
-        while not (self.was_read or self._closed) and source.is_finite and source.has_room():
-            task = source.send_next(source.best_size())
-            if task is None:
+        with self._lock:
+            if self.was_read or self._closed or self._buffersize is not None:
                 return
-            self._calls_in_flight += task.count
-            self._add(task)
-            source.latest_task = None
+            while source.is_finite and source.has_room():
+                if self._calls_in_flight >= MAX_CALLS_AT_END or not self._send(source.best_size()):
+                    return
+
+    def begin_reading(self) -> None:
+        with self._lock:  # after `send_rest`, if that runs
+            self.was_read = True
 
     def take_settled(self) -> list[Task]:
         """Wait for the next settled task and return it, alone in a list; an empty list after the

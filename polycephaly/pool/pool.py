@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 from ..store.shared import Shared
 from ..timeline import Timeline
@@ -187,7 +186,7 @@ class Pool(ExecutorBase):
             on_death=on_death,
         )
         machine.check(size)
-        self._maps = WeakSet()
+        self._maps = {}
         self._machine, self._env = machine, env
         self._dispatcher = Dispatcher(config, machine.open)
         self._dispatcher.close_when_collected(self)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 
 from ..promises.promise import waiting_threads
+from ..runtime.fork_guard import OwnThread
 
 __all__ = [
     "RELEASE",
@@ -36,8 +37,18 @@ RELEASE = "release"
 
 MAX_TEXT_BYTES = 1024
 """Of the drone's name, and of the terminal's path."""
+NAME_TIMEOUT_SECONDS = 1.0
+"""For the drone's name. The drone may be talking with another process, or hang."""
 
 _terminal_lock = threading.Lock()  # one drone at a time uses this process's terminal
+
+
+def _renew_lock() -> None:
+    global _terminal_lock
+    _terminal_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def debug_address(directory: str, pid: int) -> str:
@@ -77,7 +88,7 @@ class DebugRequest:
     def handle(self) -> None:
         """Let the drone use this process's terminal, if there is one. Does not wait."""
         if _own_terminal() is not None:
-            threading.Thread(target=self._lend, name="polycephaly-debugged", daemon=True).start()
+            OwnThread("polycephaly-debugged", self._lend).start()
 
     def _lend(self) -> None:
         with _terminal_lock, suppress(OSError):  # another process may have attached
@@ -106,8 +117,11 @@ def _own_terminal(at_prompt: bool = False) -> str | None:
 def _connect(address: str) -> tuple[socket.socket, str]:
     connection = socket.socket(socket.AF_UNIX)
     try:
+        connection.settimeout(NAME_TIMEOUT_SECONDS)
         connection.connect(address)
-        return connection, connection.recv(MAX_TEXT_BYTES).decode()
+        name = connection.recv(MAX_TEXT_BYTES).decode()
+        connection.settimeout(None)
+        return connection, name
     except OSError:
         connection.close()
         raise
@@ -129,9 +143,9 @@ def waiting_debuggers() -> Iterator[tuple[str, socket.socket]]:
     import glob
     import tempfile
 
-    for parent in {tempfile.gettempdir(), "/tmp"}:
-        for path in glob.glob("polycephaly-*/**/*.d", root_dir=parent, recursive=True):
-            with suppress(OSError):
-                connection, name = _connect(f"{parent}/{path}")
+    for path in glob.glob(f"{tempfile.gettempdir()}/polycephaly-*/**/*.d", recursive=True):
+        with suppress(OSError):
+            if os.stat(path).st_uid == os.getuid():
+                connection, name = _connect(path)
                 if name:
                     yield name, connection

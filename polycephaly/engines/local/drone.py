@@ -17,9 +17,11 @@ import os
 import select
 import socket
 import sys
+import threading
 from contextlib import suppress
+from threading import get_ident
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -43,6 +45,9 @@ from ...wire.pickling import MainSnapshot, shared_snapshots
 from ...wire.status_table import StatusTable
 from .control_thread import HEARTBEAT_SECONDS, ControlThread
 from .zygote import DroneSpec, Order
+
+if TYPE_CHECKING:
+    from ...drone.debugger import Debugger
 
 __all__ = ["drone_main"]
 
@@ -112,6 +117,8 @@ class LocalDrone(DroneExecutor):
             tail,
         )
         self._post_mortem = spec.post_mortem
+        self._debugger: Debugger | None = None
+        self._debugger_lock = threading.Lock()  # one thread at a time waits for a terminal
         self._kept_frames: dict[int, str] = {}  # addresses, by the process that keeps the frames
         self._directory, self._identity = spec.directory, bytes.fromhex(order.identity)
         self._fast_transport = parent_death.close_in_child(FastTransport(fast_transport))
@@ -175,8 +182,13 @@ class LocalDrone(DroneExecutor):
         from ...drone.debugger import open_debugger
 
         frame = sys._getframe(1)
+        with self._debugger_lock:
+            debugger = self._debugger
+            if debugger is None or not debugger.takes(get_ident()):
+                debugger = open_debugger(frame, self._directory, self._status_slot)
+                self._debugger = debugger
         # The last call, because the debugger stops at the next line that is not of this package.
-        open_debugger(frame, self._directory, self._status_slot).set_trace(frame)
+        debugger.set_trace(frame)
 
     def keep_frames(self, number: int, error: BaseException) -> None:
         # One at a time: the frames of the first failed task stay.
