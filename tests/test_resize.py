@@ -340,3 +340,17 @@ def test_clients_change_the_number_of_drones_of_a_served_pool(tmp_path):
         assert remote.doit(abs, -1) == 1
         with pytest.raises(ValueError, match="drones must be at least 1, not 0"):
             remote.resize(0)
+
+
+def test_shrinking_and_growing_with_busy_drones_finds_room_each_time(tmp_path):
+    go = str(tmp_path / "go")
+    with poly.Pool(2, output="discard") as pool:
+        held = [pool.promise(hold_until, go)]
+        for _ in range(5):
+            held.append(pool.promise(hold_until, go))
+            wait_for(lambda: all(each.running() for each in held))
+            pool.resize(1)  # one of the two drones, which are busy, retires
+            pool.resize(2)
+        wait_for(lambda: len(pool.drones) == 2 and all(each.pid for each in pool.drones))
+        assert pool.doit(abs, -1) == 1
+        (tmp_path / "go").touch()

@@ -2,17 +2,20 @@
 in a time that the tests move (in_time.py), then each engine."""
 
 import abc
+import gc
 import os
 import pickle
 import signal
 import time
+import weakref
 from concurrent.futures import CancelledError
+from contextlib import ExitStack
 from pickle import dumps
 
 import numpy
 import pytest
 from engines import RAY, poly
-from faults import append, lines, wait_for
+from faults import append, hold_until, lines, wait_for
 from in_time import FakeReactor, dispatcher_of, give
 
 from polycephaly import DroneDied, Retry
@@ -595,3 +598,41 @@ def test_a_client_that_closes_waits_for_the_repetition_or_cancels_it(tmp_path):
             assert cancelled.cancel(running=False)
             remote.shutdown(cancel_futures=True)
         assert left.cancelled()
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_waiting_repetitions_are_cancelled_with_the_queue(tmp_path, served):
+    policy = poly.Retry(100, delay=0.0, jitter=False)
+    log = tmp_path / "log"
+
+    def fail_when_told():
+        append(str(log), "run")
+        hold_until(str(tmp_path / "go"))
+        raise KeyError("x")
+
+    with poly.Pool(1, output="discard") as local, ExitStack() as stack:
+        pool = local
+        if served:
+            card = str(tmp_path / "card.json")
+            stack.enter_context(poly.serve(local, "tcp://127.0.0.1:0", file=card))
+            pool = stack.enter_context(poly.connect(card))
+        failing = pool.options(retries=policy).promise(fail_when_told)
+        wait_for(lambda: log.exists())
+        pool.shutdown(wait=False, cancel_futures=True)
+        (tmp_path / "go").touch()
+        assert isinstance(failing.exception(30), KeyError)
+        assert log.read_text().count("run") == 1
+
+
+def test_a_cancelled_delay_gives_up_the_arguments(tmp_path):
+    card = str(tmp_path / "card.json")
+    with poly.Pool(1, output="discard") as local, ExitStack() as stack:
+        stack.enter_context(poly.serve(local, "tcp://127.0.0.1:0", file=card))
+        pool = stack.enter_context(poly.connect(card))
+        policy = poly.Retry(3, delay=1000)
+        promise = pool.options(retries=policy).promise("1 / 0")
+        wait_for(lambda: pool._connection._delayed)
+        dropped = weakref.ref(promise)
+        promise.cancel()
+        del promise
+        wait_for(lambda: gc.collect() is not None and dropped() is None)

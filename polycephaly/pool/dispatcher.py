@@ -468,7 +468,7 @@ class Dispatcher(DispatcherBase):
                 self.reactor.deliver(task.cancel)
             return
         for task in reversed(tasks):
-            if task.overrun is not None:  # its time was over before it began
+            if task.overrun is not None and not task.done():  # its time was over too early
                 self.on_failed(task, task.overrun)
                 continue
             task.sending = None
@@ -673,6 +673,7 @@ class Dispatcher(DispatcherBase):
         # A Ctrl-C in `_enqueue_dedicated` may have left a dedicated task without this flag.
         self.closing = self.dedicated_waiting = True
         if cancel:
+            self.has_cancelled = True
             for task in [*self.queue, *self.unqueued_tasks()]:
                 self.reactor.deliver(task.cancel)
             for handle in self.handles:

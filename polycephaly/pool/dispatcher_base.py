@@ -63,6 +63,7 @@ class DispatcherBase(Tenant):
         self.wants_tasks = self.dedicated_waiting = False
         self.has_ended = False
         self.closing = False
+        self.has_cancelled = False  # tasks that no drone has begun were cancelled at the end
         self.abandoned = False  # all drones are being killed
         self.end_check_due = False
         self.begun: Signal[None] = Signal()
@@ -237,7 +238,7 @@ class DispatcherBase(Tenant):
     def on_failed(self, task: Task, error: BaseException) -> None:
         """Run a task that has a `Retry` again after a delay, or reject the task with `error`."""
         target_died = task.target is not None and task.target.state is State.DEAD
-        is_over = task.done() or self.abandoned or target_died
+        is_over = task.done() or self.abandoned or self.has_cancelled or target_died
         delay = None if is_over else task.next_delay(error)
         if delay is None:
             task.payload, task.recompute_payload = b"", None

@@ -57,7 +57,8 @@ class Retry:
     that error, with a note that gives the number of attempts. A task for a single drone runs again
     only there, and so not after the death of that drone. A `map` sends its calls one by one, so
     that each is repeated alone. Errors of pickling the arguments, or of unpickling the result in
-    this process, are not repeated.
+    this process, are not repeated. A kept or stored value that is lost is computed again at most
+    as often as attempts are left, and for deaths only.
 
     Examples
     --------

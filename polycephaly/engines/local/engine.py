@@ -167,7 +167,9 @@ class LocalEngine(Engine):
         return bool(self._free_slots) and not self._zygote_lost
 
     def make_room(self, size: int) -> None:
-        more = range(self._slots, 2 * size)  # twice: until a drone has ended, another has begun
+        # Twice: until a drone has ended, another has begun. Many may be retiring after a `resize`.
+        used = self._slots - len(self._free_slots)
+        more = range(self._slots, max(2 * size, used + size))
         self._free_slots[:0] = reversed(more)
         self._slots += len(more)
 

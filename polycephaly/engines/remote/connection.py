@@ -33,6 +33,7 @@ from ...pool.handlers import settle, settle_task
 from ...pool.interfaces import TaskOptions
 from ...pool.task import Task
 from ...promises.promise import CANCELLED, FINISHED, Promise, reject
+from ...runtime.timers import Timer
 from ...runtime.tuning import tuning
 from ...wire.functions import FunctionRegistry, KnownFunctions, RemoteFunction
 from ...wire.messages import ERROR, FORGET, WITHDRAWN, Malformed
@@ -107,7 +108,8 @@ class Connection(ServerConnection):
         self._request_numbers = itertools.count(1)
         self._in_flight: dict[int, tuple[Task, int]] = {}  # unanswered tasks and their bytes
         self._in_flight_bytes = 0
-        self._waiting: set[Task] = set()  # tasks that wait for promises
+        self._waiting: set[Task] = set()  # tasks that wait for promises, or to be sent again
+        self._delayed: dict[Task, Timer] = {}  # those of `_waiting` that are sent after a delay
         self._handled_bytes: deque[int] = deque()  # of output, not acknowledged yet
         self._sent_functions = KnownFunctions()  # functions that the server has
         self._closing = self._recall_sent = False
@@ -270,14 +272,21 @@ class Connection(ServerConnection):
     def on_failed(self, task: Task, error: BaseException) -> None:
         """Send a task that has a `Retry` again after a delay, or reject the task with `error`."""
         target_died = task.target is not None and isinstance(error, DroneDied)
-        delay = None if task.done() or target_died else task.next_delay(error)
+        # An error of the task itself has the remote traceback as its cause.
+        is_refused = type(error) is RuntimeError and error.__cause__ is None
+        is_over = task.done() or target_died or is_refused or self._recall_sent
+        delay = None if is_over else task.next_delay(error)
         if delay is None:
             task.recompute_payload = task.leases = None
             self._waiting.discard(task)
             self.deliver(partial(reject, task, task.with_attempts(error)))
         else:
             task.start_over()
-            self.call_later(delay, partial(self.on_inputs_ready, task))
+            self._delayed[task] = self.call_later(delay, partial(self._send_again, task))
+
+    def _send_again(self, task: Task) -> None:
+        self._delayed.pop(task, None)
+        self.on_inputs_ready(task)
 
     def frames_address(self, task: int) -> str | None:
         return None
@@ -287,7 +296,11 @@ class Connection(ServerConnection):
         self._waiting.discard(task)
         if self._remove_in_flight(task.number) is not None:
             self.send(pack_numbers(CANCEL, [task.number]))
-            task.leases = None
+        timer = self._delayed.pop(task, None)
+        if timer is not None:
+            self.cancel_timer(timer)
+            task.payload, task.recompute_payload = b"", None
+        task.leases = None
 
     def _close(self, cancel: str) -> None:
         self._closing = True

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...pool.event_loop import EventLoop
 from ...promises.promise import Promise, Signal, fulfill, reject, settling_threads
+from ...runtime.timers import Timer
 from ...wire.endpoint import SocketSource
 from ...wire.messages import Malformed
 from .client_socket import ClientSocket
@@ -132,8 +133,11 @@ class ServerConnection:
         if not self.has_ended:
             self._socket.send(frames)
 
-    def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
-        self._loop.call_later(seconds, partial(self._run_guarded, callback))
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
+        return self._loop.call_later(seconds, partial(self._run_guarded, callback))
+
+    def cancel_timer(self, timer: Timer) -> None:
+        self._loop.timers.cancel(timer)
 
     def deliver(self, callback: Callable[[], object]) -> None:
         """Have `callback` called without the lock."""
