@@ -764,15 +764,18 @@ class Interleaving:
                 all(task.done() for task in self.all_tasks())
                 and all(fetched.done() for _, fetched in self.fetched)
                 and not any(handle.in_flight for handle in self.dispatcher.handles)
+                and (
+                    self.is_lone
+                    or self.dispatcher.refusal is not None
+                    or len(self.dispatcher.current_drones()) == self.dispatcher.size
+                )
             )
         )
-        if not self.is_lone and self.dispatcher.refusal is None:
-            assert len(self.dispatcher.current_drones()) == self.dispatcher.size
         for handle in self.dispatcher.handles:
             if handle.state is State.READY:
                 assert not (handle.in_flight or handle.unknown or handle.overlapping)
                 assert handle.load == 0.0
-                assert not handle.dedicated
+                assert all(task.done() for task in handle.dedicated)  # if it is unresponsive
         for key, fetched in self.fetched:
             if failed(fetched):
                 assert isinstance(fetched.exception(), Lost | Failed)
@@ -900,7 +903,7 @@ class Interleaving:
                 or (call["target"] is not None and call["target"].is_gone)
                 or call["inputs"]
                 or self.config["on_death"] != "replace"
-                or any(each.suspect_position for each in self.drones)  # it may have been its answer
+                or any("malformed" in each for each in self.history)  # it may have been its answer
             ), f"call {key}: {error}, but had not begun"
         else:
             assert isinstance(error, RuntimeError | CancelledError), error
