@@ -55,7 +55,7 @@ class Results(chain[T]):
         self._generator.close()
 
     def send_rest(self) -> None:
-        """Send the remaining calls, at most `MAX_CALLS_AT_END`, because the pool ends: if no result
+        """Send the remaining calls, at most 100,000, because the pool ends: if no result
         was asked for, an input has a length, and there is no `buffersize`.
         """
         self._stream.send_rest()

@@ -298,8 +298,9 @@ class Pool(ExecutorBase):
             ``width``;
 
             ``queued`` (tasks that no drone has been sent), ``waiting`` (tasks that wait for
-            promises or kept values among their arguments), ``in_flight`` (tasks that were sent to
-            drones and not answered) and, of these, ``running``;
+            promises or kept values among their arguments, or for another attempt: see `Retry`),
+            ``in_flight`` (tasks that were sent to drones and not answered) and, of these,
+            ``running``;
 
             ``tasks_done`` (calls that were answered, by a value or an error), ``tasks_failed``
             (calls that raised, exceeded a time limit or were lost with a drone; each try counts)
@@ -342,8 +343,8 @@ class Pool(ExecutorBase):
         background. If there are too many drones, idle ones end first, then the least loaded. They
         get no more tasks, give back those that they have not begun, and end after the running ones
         and those that were submitted to them alone. Values that only they keep are fetched first,
-        and names in their namespaces are lost, as after `refresh`. A `map` adapts the number of its
-        calls in flight.
+        and names in their namespaces are lost, as after `refresh`. A `map` of a local
+        pool adapts the number of its calls in flight.
 
         Returns when the new number is in force, without waiting for drones that start or end. In a
         callback of a promise, the new number is in force after the callback.

@@ -1,4 +1,4 @@
-"""What each drone does at this moment: `Stack`, and the requests for the frames of drones.
+"""Stacks of drones, taken while their tasks run: `Stack`, and the requests for the frames.
 
     Drone.stack ── post ──> StackRequests.send ──FRAMES──> the drone's control thread
     Drone.stack <── settled by StackRequests.on_answer <── FRAMES: plain data ──┘
@@ -33,7 +33,9 @@ ANSWER_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Stack:
-    """What a drone does at one moment: see `Drone.stack`. ``str()`` gives a text like a traceback.
+    """The activity of a drone at one moment: see `Drone.stack`.
+
+    ``str()`` gives a text like a traceback.
 
     Attributes
     ----------

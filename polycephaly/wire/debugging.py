@@ -1,12 +1,14 @@
 """How `breakpoint()` in a drone finds a terminal.
 
-drone    breakpoint() ──> listens at `<pid>.d` in its pool's directory
-└─> DEBUG in its output ──> DebugRequest ──> the controller connects, if
-it is in the foreground of a terminal
-the controller, or `polycephaly attach` <── name ── drone
-── path of its terminal ──> drone, which opens it for
-pdb, and closes the
-connection at the end
+    drone: breakpoint() ──listens at `<pid>.d`, in the directory of its pool
+                        └─DEBUG, in its output──> DebugRequest of the controller
+    the controller in a terminal, or `polycephaly attach` ──connects──> drone
+                                   <──────── the drone's name ──────── drone
+                                    ──── path of the terminal ───────> drone: opens it for pdb
+                                   <── end of the connection: the session has ended
+
+The frames of a failed task are debugged in the same way: `frames_address` is where their keeper
+listens.
 """
 
 from __future__ import annotations
