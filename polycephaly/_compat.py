@@ -18,6 +18,7 @@ from typing import Any
 __all__ = [
     "class_setstate",
     "clear_exit_handlers",
+    "current_frames",
     "detach_log_handlers",
     "disable_ray_auto_connect",
     "forget_dummy_thread",
@@ -32,6 +33,9 @@ __all__ = [
     "seed_numpy",
     "signal",
 ]
+
+current_frames = sys._current_frames
+"""The frame in which each native thread is, by its identity."""
 
 _FILE_NAME_INDEX = 10  # among the arguments of `CodeType`
 

@@ -87,6 +87,7 @@ from polycephaly.wire.messages import (
     LARGE,
     MIN_LARGE_BYTES,
     OPEN,
+    PROFILE,
     PROTOCOL,
     RANGE_RELEASED,
     RECALL,
@@ -242,6 +243,8 @@ def order_messages(first: int = UNLIKELY) -> list[Frames]:
         pack_numbers(RECALL),
         pack_numbers(OPEN),
         pack_numbers(FRAMES, (first,)),
+        pack_numbers(PROFILE, (first, 100)),
+        pack_numbers(PROFILE, (first, 0)),
         pack_numbers(STOP),
     ]
 
@@ -299,6 +302,7 @@ def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBOD
         pack_numbers(RETURNED, known),
         pack_numbers(RETURNED, range(UNLIKELY, UNLIKELY + 4)),
         pack_frames(UNLIKELY, report_of(one)),
+        pack_frames(UNLIKELY, {"frames": [["f", "x.py", 1]], "stacks": [[[0], 1]]}, PROFILE),
         pack_numbers(HELLO, (PROTOCOL, os.getpid())),
     ]
 

@@ -3,6 +3,7 @@
 import _thread
 import io
 import pickle
+import sys
 import threading
 from multiprocessing import spawn
 
@@ -90,6 +91,10 @@ def test_a_lock_knows_who_holds_it():
         thread.start()
         thread.join()
     assert not is_held_here() and elsewhere == [False]
+
+
+def test_the_frames_of_all_threads_are_known():
+    assert _compat.current_frames()[threading.get_ident()] is sys._getframe()
 
 
 def test_a_thread_that_threading_has_not_started_leaves_no_entry():

@@ -29,6 +29,7 @@ from typing import Any
 from .. import _compat
 from ..memory.references import RefTable, Serialized
 from ..promises import promise
+from ..runtime.sampler import MAX_HERTZ, SWITCH_SECONDS, StackSampler
 from ..timeline.event_log import EventLog, event_log
 from ..wire import placeholders
 from ..wire.messages import (
@@ -43,6 +44,7 @@ from ..wire.messages import (
     FRAMES,
     NOT_PACKED,
     PACKED,
+    PROFILE,
     RECALL,
     RELEASE_RANGE,
     RETURNED,
@@ -76,7 +78,7 @@ from ..wire.slices import (
 )
 from ..wire.status_table import Slot
 from .console import OutputTail, current_tag, disable_record_order, set_tag
-from .frames import frames_now
+from .frames import DRONE_DIR, frames_now, sampled_threads
 from .functions import LoadedFunction, define
 from .inbox import Calls, ReceivedTask
 from .overlap import Overlap
@@ -128,6 +130,7 @@ class DroneExecutor:
         self._stopping = False
         self._current = self._interrupt_target = 0
         self._pending_interrupts: set[int] = set()
+        self._sampler: StackSampler | None = None
         self._main_thread = threading.get_ident()
         self.socket_lock = threading.Lock()
         self._store = store
@@ -576,6 +579,25 @@ class DroneExecutor:
         )
         self._send(pack_frames(requests[0], report))
 
+    def _on_profile(self, frames: list[bytes]) -> None:
+        """Begin to sample the stacks of tasks, or end, and send the samples."""
+        match unpack_numbers(frames):
+            case request, hertz if hertz <= MAX_HERTZ:
+                sampler, self._sampler = self._sampler, None
+            case numbers:
+                raise Malformed(f"a request for a profile with the numbers {numbers}")
+        if sampler is not None:
+            sampler.stop()
+        if hertz:
+            with suppress(RuntimeError):  # no thread can be started; tasks go on
+                self._sampler = StackSampler(hertz, self._sampled_threads, SWITCH_SECONDS)
+        else:
+            report = {} if sampler is None else sampler.report(DRONE_DIR)
+            self._send(pack_frames(request, report, PROFILE))
+
+    def _sampled_threads(self) -> list[tuple[int, str]]:
+        return sampled_threads(self._main_thread if self._current else 0, __file__)
+
     def _on_stop(self, frames: list[bytes]) -> None:
         self._stopping = True
 
@@ -584,6 +606,7 @@ class DroneExecutor:
         RECALL: _on_recall,
         CANCEL: _on_cancel,
         FRAMES: _on_frames,
+        PROFILE: _on_profile,
         STOP: _on_stop,
     }
 

@@ -19,9 +19,10 @@ from itertools import islice, takewhile
 from types import CodeType, FrameType
 from typing import Any
 
+from .._compat import current_frames
 from ..promises import promise
 
-__all__ = ["frames_now"]
+__all__ = ["DRONE_DIR", "frames_now", "sampled_threads"]
 
 Entry = tuple[str, int, str, str]
 """File, line and function of a frame, and the text of the line if known, else ""."""
@@ -31,8 +32,8 @@ Place = tuple[str, int, str]
 MAX_FRAMES = 200
 """Innermost frames of one thread: a deep recursion would fill megabytes."""
 
-_DRONE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_PACKAGE_DIR = os.path.dirname(os.path.dirname(_DRONE_DIR)) + os.sep
+DRONE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE_DIR = os.path.dirname(os.path.dirname(DRONE_DIR)) + os.sep
 _LIBRARY_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _INSTALLED_DIRS = tuple(_LIBRARY_DIR + name + os.sep for name in ("site-packages", "dist-packages"))
 _RAY_DIR = f"-packages{os.sep}ray{os.sep}"  # where Ray's own threads run
@@ -68,7 +69,7 @@ def frames_now(
     with_threads
         False if the other native threads do not belong to the drone.
     """
-    frames = sys._current_frames()
+    frames = current_frames()
     tasks = {number: _entries(_green_frames(each, frames)) for number, each in overlapped.items()}
     places = {number: _place_of_green(each, frames) for number, each in overlapped.items()}
     if current > 0:
@@ -84,6 +85,20 @@ def frames_now(
     return {"current": current, "tasks": tasks, "threads": threads, "places": places}
 
 
+def sampled_threads(main: int, runner: str) -> list[tuple[int, str]]:
+    """Return the threads that run tasks now, each with the file of the functions that run them.
+
+    `main` runs the functions of the file `runner`; 0 if no task runs there. The owner of green
+    threads, if that is another thread, runs tasks beside each other (``width=``).
+    """
+    threads = [(main, runner)] if main else []
+    green: Any = sys.modules.get("polycephaly.green.scheduler")
+    scheduler = getattr(green, "scheduler", None)  # None if the module is being imported
+    if scheduler is not None and scheduler.owner not in (0, main):
+        threads.append((scheduler.owner, green.__file__))
+    return threads
+
+
 def _walk(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
@@ -93,7 +108,7 @@ def _walk(frame: FrameType | None) -> Iterator[FrameType]:
 def _task_frames(frame: FrameType | None, runner: CodeType) -> list[FrameType]:
     """Return the frames of the task, innermost first, without the outermost ones of the drone."""
     frames = list(takewhile(lambda each: each.f_code is not runner, _walk(frame)))
-    while frames and _file(frames[-1]).startswith(_DRONE_DIR):
+    while frames and _file(frames[-1]).startswith(DRONE_DIR):
         frames.pop()
     return frames
 

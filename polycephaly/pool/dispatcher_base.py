@@ -10,6 +10,7 @@ implemented by `Dispatcher`.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from ..errors import copy_error
 from ..promises.promise import Promise, Signal, fulfill, reject
 from ..runtime.timers import Timer
 from ..wire.functions import FunctionRegistry
+from ..wire.messages import PROFILE
 from ..wire.output import Listener
 from .config import PoolConfig
 from .drone_handle import DroneHandle
@@ -66,6 +68,9 @@ class DispatcherBase(Tenant):
         self.has_cancelled = False  # tasks that no drone has begun were cancelled at the end
         self.abandoned = False  # all drones are being killed
         self.end_check_due = False
+        self.profile_lock = threading.Lock()  # held during a profile: one at a time
+        self.profile_hertz = 0  # 0: no profile is being taken
+        self.profiled: list[DroneHandle] = []  # the drones that were told to sample
         self.begun: Signal[None] = Signal()
         self.ended: Signal[None] = Signal()
         self.record = TraceBuffer()
@@ -254,6 +259,12 @@ class DispatcherBase(Tenant):
         timer = self.delayed.pop(task, None)
         if timer is not None:
             self.reactor.timers.cancel(timer)
+
+    def profile(self, handle: DroneHandle) -> None:
+        """Have a drone that is up sample its tasks, if a profile is being taken."""
+        if self.profile_hertz:
+            self.profiled.append(handle)
+            handle.request_frames(PROFILE, self.profile_hertz)
 
     def settle_signal(self, promise: Promise[None]) -> None:
         if not promise.done():

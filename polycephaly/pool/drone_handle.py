@@ -278,13 +278,13 @@ class DroneHandle:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def request_frames(self) -> int:
-        """Ask the drone, if it is up, for its frames (drone/frames.py). Return the number of the
-        request.
+    def request_frames(self, kind: bytes = FRAMES, *values: int) -> int:
+        """Ask the drone, if it is up, for its frames (drone/frames.py), or, with the kind PROFILE,
+        for samples of them. Return the number of the request.
         """
         number = next(_frame_requests)
         if self.is_up():
-            self.send(pack_numbers(FRAMES, (number,)))
+            self.send(pack_numbers(kind, (number, *values)))
         return number
 
     def can_take(self, dedicated: bool = False) -> bool:

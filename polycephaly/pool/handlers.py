@@ -28,6 +28,7 @@ from ..wire.messages import (
     MIN_LARGE_BYTES,
     NOT_PACKED,
     PACKED,
+    PROFILE,
     PROTOCOL,
     RANGE_RELEASED,
     RESULTS,
@@ -81,6 +82,8 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         request, answer = unpack_frames(frames)
         dispatcher.stack_requests.on_answer(handle, request, answer)
         dispatcher.health_monitor.handle_frames(handle, request, answer)
+    elif kind == PROFILE:
+        dispatcher.stack_requests.on_answer(handle, *unpack_frames(frames))
     else:
         raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")
 

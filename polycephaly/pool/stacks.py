@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from traceback import FrameSummary, StackSummary
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from ..promises.promise import Signal, fulfill
@@ -25,7 +25,12 @@ from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .task import Task
 
-__all__ = ["ANSWER_SECONDS", "Stack", "StackRequest", "StackRequests", "read_report", "take_stacks"]
+__all__ = [
+    "ANSWER_SECONDS", "DroneRequest", "Stack", "StackRequest", "StackRequests", "read_report",
+    "take_stacks",
+]  # fmt: skip
+
+T = TypeVar("T")
 
 ANSWER_SECONDS = 2.0
 """By default, how long a drone may take to report its frames."""
@@ -144,8 +149,8 @@ class _Answer(NamedTuple):
     state: str  # if no task runs
 
 
-class StackRequest(Signal[_Answer | None]):
-    """A request for the frames of one drone. The value is None if the drone cannot be asked."""
+class DroneRequest(Signal[T | None]):
+    """A request to one drone. The value is None if the drone cannot be asked."""
 
     def __init__(self, dispatcher: DispatcherBase, handle: DroneHandle) -> None:
         super().__init__()
@@ -156,6 +161,27 @@ class StackRequest(Signal[_Answer | None]):
     def _help(self, deadline: float | None) -> None:
         self._reactor.drive(self, deadline)
 
+    def ask(self) -> int:
+        """Send the request. Return its number."""
+        raise NotImplementedError
+
+    def read(self, answer: dict[str, Any]) -> T:
+        """Return the value that an answer means. Raises `Malformed`."""
+        raise NotImplementedError
+
+
+class StackRequest(DroneRequest[_Answer]):
+    def ask(self) -> int:
+        return self.handle.request_frames()
+
+    def read(self, answer: dict[str, Any]) -> _Answer:
+        in_flight = self.handle.in_flight
+        current, frames, threads = read_report(answer)
+        tasks = {each: in_flight[each] for each in frames if each in in_flight}
+        return _Answer(
+            current, frames, threads, tasks, "between two tasks" if in_flight else "idle"
+        )
+
 
 class StackRequests:
     """The unanswered requests of one dispatcher. Needs the reactor's lock."""
@@ -163,11 +189,11 @@ class StackRequests:
     def __init__(self, dispatcher: DispatcherBase) -> None:
         self._dispatcher = dispatcher
         # Those that no thread waits for any more vanish.
-        self._pending: WeakValueDictionary[int, StackRequest] = WeakValueDictionary()
+        self._pending: WeakValueDictionary[int, DroneRequest[Any]] = WeakValueDictionary()
 
-    def send(self, request: StackRequest) -> None:
+    def send(self, request: DroneRequest[Any]) -> None:
         if request.handle.is_up():
-            self._pending[request.handle.request_frames()] = request
+            self._pending[request.ask()] = request
             request.was_sent = True
         else:
             self._dispatcher.reactor.deliver(partial(fulfill, request))
@@ -181,11 +207,7 @@ class StackRequests:
         """Settle the request of that number, if there is one. Raises `Malformed`."""
         request = self._pending.pop(number, None)
         if request is not None:
-            current, frames, threads = read_report(answer)
-            tasks = {each: handle.in_flight[each] for each in frames if each in handle.in_flight}
-            state = "between two tasks" if handle.in_flight else "idle"
-            value = _Answer(current, frames, threads, tasks, state)
-            self._dispatcher.reactor.deliver(partial(fulfill, request, value))
+            self._dispatcher.reactor.deliver(partial(fulfill, request, request.read(answer)))
 
 
 def read_report(

@@ -181,6 +181,7 @@ class Supervisor:
         """Handle the first message of a drone: send its initializer, if there is one."""
         if handle.state is not State.STARTING:
             return
+        self._dispatcher.profile(handle)
         if self._initializer is None:
             self._mark_ready(handle)
             return

@@ -12,7 +12,7 @@ as text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from .text import facts, table
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["page_of"]
+__all__ = ["data_of", "fill", "page_of"]
 
 MAX_ARROWS = 50_000  # a page could not show more
 
@@ -36,17 +36,24 @@ STATUSES = (DONE, RUNNING, ERROR, CANCELLED, TIMEOUT, DIED, SENT)
 
 def page_of(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> bytes:
     here = files(__package__)
-    data = json.dumps(contents(timeline), ensure_ascii=False, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
-    page = here.joinpath("page.html").read_text("utf-8")
     parts = {
         "title": escape(title),
         "style": here.joinpath("page.css").read_text("utf-8"),
         "script": here.joinpath("page.js").read_text("utf-8"),
         "bars": bars_of(bars) if bars else "",
-        "data": data,
+        "data": data_of(contents(timeline)),
     }
+    return fill(here.joinpath("page.html").read_text("utf-8"), parts)
+
+
+def data_of(contents: Any) -> str:
+    """Return JSON that can stand in a ``script`` element."""
+    text = json.dumps(contents, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def fill(page: str, parts: Mapping[str, str]) -> bytes:
+    """Return the page with each ``{{ name }}`` replaced by that part."""
     before, *rest = page.split("{{")
     whole = [before]
     for piece in rest:  # in one pass, so inserted text is not searched

@@ -14,6 +14,7 @@
     RETURNED  drone ->   numbers: tasks that have not started and will not start here
     OPEN      -> drone   connect the DEALER: a message waits that the fast transport cannot carry
     FRAMES    both ways  numbers (request,); reply: the request, JSON: where threads and tasks are
+    PROFILE   both ways  numbers (request, hertz): sample so often; 0: end, and reply as for FRAMES
     STOP      -> drone   finish the tasks received, then end
 
 A ROUTER adds the sender's identity in front of the frames.
@@ -50,7 +51,7 @@ HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = (
     b"O",
     b"S",
 )
-FRAMES = b"F"
+FRAMES, PROFILE = b"F", b"P"
 
 # Kinds of WORK items.
 DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)
@@ -112,8 +113,8 @@ def unpack_numbers(frames: Sequence[Any]) -> tuple[int, ...]:
     return unpack(f"<{len(body) // 8}Q", body)
 
 
-def pack_frames(request: int, answer: dict[str, Any]) -> list[bytes]:
-    return [FRAMES + struct_pack("<Q", request) + json.dumps(answer).encode()]
+def pack_frames(request: int, answer: dict[str, Any], kind: bytes = FRAMES) -> list[bytes]:
+    return [kind + struct_pack("<Q", request) + json.dumps(answer).encode()]
 
 
 def unpack_frames(frames: Sequence[Any]) -> tuple[int, dict[str, Any]]:

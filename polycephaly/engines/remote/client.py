@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
@@ -146,6 +146,13 @@ class RemotePool(ExecutorBase):
                 if not str(error).startswith("the drone has ended"):
                     raise
         return stacks
+
+    def profile(self, *, hertz: int = 200) -> NoReturn:
+        """Raise `RuntimeError`: only the process that serves the pool can profile its drones."""
+        raise RuntimeError(
+            f"pool {self._connection.name} is served by another process: use pool.profile() there, "
+            "or stacks() here for the lines at which its tasks are now"
+        )
 
     def stop(self, now: bool = False) -> None:
         """Ask the owner of the pool to end it. Return when the owner has been asked.

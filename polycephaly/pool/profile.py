@@ -1,0 +1,205 @@
+"""`Profile`: the functions in which the drones of a pool, and this process, spend their time.
+
+Profile.__enter__ ──PROFILE, hertz──> each drone: a thread samples its tasks (runtime/sampler.py)
+Profile.__exit__  ──PROFILE, 0──────> control thread, or main thread between tasks
+                  <──PROFILE: samples as JSON──┘   settled by `StackRequests.on_answer`
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any, Self
+
+from ..errors import Malformed
+from ..promises.combining import race
+from ..promises.promise import Signal, fulfill
+from ..runtime.sampler import MAX_HERTZ, StackSampler
+from ..timeline.flame import Samples, own_samples, page_of, speedscope_of
+from ..wire.messages import PROFILE
+from .config import check_at_least
+from .dispatcher import Dispatcher
+from .interfaces import State
+from .stacks import DroneRequest
+
+__all__ = ["Profile"]
+
+ANSWER_SECONDS = 5.0
+"""How long the drones may take to report their samples."""
+ENDED = "the drone ended before the block"
+TOP = 10
+"""Functions in the text of a profile."""
+
+
+class Profile:
+    """The functions in which the time of a ``with pool.profile()`` block went: see `Pool.profile`.
+
+    ``print(profile)`` shows the ten functions with most samples of their own.
+
+    Attributes
+    ----------
+    hertz : int
+        Samples a second.
+    samples : dict
+        By the name of each drone, and ``"controller"``: the number of samples of each stack, a
+        tuple of (function, file, line), outermost first. Empty before the end of the block.
+    missing : dict of str to str
+        The drones whose samples are missing, and why.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, hertz: int) -> None:
+        self.hertz = check_at_least("hertz", hertz, 1)
+        if hertz > MAX_HERTZ:
+            raise ValueError(f"hertz must be at most {MAX_HERTZ}, not {hertz}")
+        self.samples: dict[str, Samples] = {}
+        self.missing: dict[str, str] = {}
+        self._dispatcher = dispatcher
+
+    def __enter__(self) -> Self:
+        dispatcher = self._dispatcher
+        dispatcher.check_open()
+        if not dispatcher.profile_lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"a profile of {dispatcher.config.name} is being taken: one at a time"
+            )
+        try:
+            thread = threading.get_ident()
+            self._sampler = StackSampler(self.hertz, lambda: [(thread, "")])
+        except BaseException:
+            dispatcher.profile_lock.release()
+            raise
+        dispatcher.post(self._begin)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        dispatcher = self._dispatcher
+        asked: Signal[list[SamplesRequest]] = Signal()
+        try:
+            dispatcher.post(self._end, asked)
+            self._sampler.stop(wait=True)
+            self._collect(asked)
+        finally:
+            dispatcher.profile_lock.release()
+        self._add("controller", read_samples(self._sampler.report()))
+
+    # -- holding the reactor's lock ----------------------------------------------------------------
+
+    def _begin(self) -> None:
+        dispatcher = self._dispatcher
+        dispatcher.profile_hertz, dispatcher.profiled = self.hertz, []
+        for handle in dispatcher.handles:
+            if State.STARTING < handle.state < State.STOPPING:
+                dispatcher.profile(handle)  # the others follow when they are up
+
+    def _end(self, asked: Signal[list[SamplesRequest]]) -> None:
+        dispatcher = self._dispatcher
+        dispatcher.profile_hertz = 0
+        requests = [SamplesRequest(dispatcher, handle) for handle in dispatcher.profiled]
+        for request in requests:
+            dispatcher.stack_requests.send(request)
+        dispatcher.reactor.deliver(partial(fulfill, asked, requests))
+
+    # -- the thread of the block -------------------------------------------------------------------
+
+    def _collect(self, asked: Signal[list[SamplesRequest]]) -> None:
+        deadline = monotonic() + ANSWER_SECONDS
+        late = f"no answer within {ANSWER_SECONDS:g} s"
+        why = ENDED
+        try:
+            race(asked, self._dispatcher.ended).result(ANSWER_SECONDS)
+        except TimeoutError:
+            why = late
+        if not asked.done():
+            self.missing = {handle.name: why for handle in self._dispatcher.profiled}
+            return
+        for request in asked.result():
+            name = request.handle.name
+            try:
+                samples = request.result(max(0.0, deadline - monotonic()))
+            except TimeoutError:
+                self.missing[name] = late
+            else:
+                if samples is None:
+                    self.missing[name] = ENDED
+                else:
+                    self._add(name, samples)
+
+    def _add(self, name: str, samples: Samples) -> None:
+        self.samples.setdefault(name, Counter()).update(samples)
+
+    # -- what was found ----------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, title: str = "Profile") -> None:
+        """Write the profile to a file, in the format given by the suffix of its name.
+
+        Parameters
+        ----------
+        path
+            ``.html`` is a flame graph as a single page, ``.json`` a file for
+            https://www.speedscope.app.
+        title
+            Title of the page, or name of the profile.
+
+        Raises
+        ------
+        ValueError
+            For any other suffix.
+        OSError
+            If the file cannot be written.
+        """
+        path = Path(path)
+        match path.suffix.lower():
+            case ".html":
+                note = "".join(f"Without {each}: {why}. " for each, why in self.missing.items())
+                contents = page_of(self.samples, self._drones(), self.hertz, title, note)
+            case ".json":
+                contents = speedscope_of(self.samples, self.hertz, title)
+            case _:
+                raise ValueError(f"a profile is saved as .html or .json, not as {path.name!r}")
+        path.write_bytes(contents)
+
+    def _drones(self) -> list[str]:
+        return [name for name in self.samples if name != "controller"]
+
+    def __str__(self) -> str:
+        together: Samples = Counter()
+        for name in self._drones():
+            together.update(self.samples[name])
+        own, total = own_samples(together), together.total()
+        drones = len(self._drones())
+        lines = [f"Profile: {total:,} samples of {drones} drone{'s' * (drones != 1)}", ""]
+        lines += ["samples    share  function"] if own else ["No task was running."]
+        for (function, file), count in own.most_common(TOP):
+            lines.append(f"{count:7,}  {count / total:7.1%}  {function}{f'  {file}' * bool(file)}")
+        lines += [f"missing: {name}: {why}" for name, why in self.missing.items()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        total = sum(each.total() for each in self.samples.values())
+        return f"<Profile of {self._dispatcher.config.name}: {total} samples>"
+
+
+class SamplesRequest(DroneRequest[Samples]):
+    """A request to end sampling."""
+
+    def ask(self) -> int:
+        return self.handle.request_frames(PROFILE, 0)
+
+    def read(self, answer: dict[str, Any]) -> Samples:
+        return read_samples(answer)
+
+
+def read_samples(report: dict[str, Any]) -> Samples:
+    """Return the samples of a report of `StackSampler`. Raises `Malformed`."""
+    samples: Samples = Counter()
+    try:
+        frames = [(str(name), str(file), int(line)) for name, file, line in report["frames"]]
+        for stack, count in report["stacks"]:
+            samples[tuple(frames[index] for index in stack)] += int(count)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise Malformed(f"a report without samples: {error!r}") from error
+    return samples

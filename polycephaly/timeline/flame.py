@@ -1,0 +1,104 @@
+"""Samples of stacks as a flame graph (`flame.html`), as a speedscope file, and as a table.
+
+Names come from users. They are in the JSON of the page, where every ``<`` is escaped, and the
+script shows them as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from ..runtime.version import __version__
+from .page import data_of, fill
+from .picture import OTHERS_COLOUR, PALETTE
+
+__all__ = ["Frame", "Samples", "own_samples", "page_of", "speedscope_of"]
+
+Frame = tuple[str, str, int]
+"""Function, file and line."""
+Samples = Counter[tuple[Frame, ...]]
+"""Of one process: the number of samples of each stack, outermost frame first."""
+
+
+def own_samples(samples: Samples) -> Counter[tuple[str, str]]:
+    """Return how many samples each function, by name and file, was the innermost frame of."""
+    own: Counter[tuple[str, str]] = Counter()
+    for stack, count in samples.items():
+        own[stack[-1][:2]] += count
+    return own
+
+
+def _shared(
+    processes: Mapping[str, Samples],
+) -> tuple[list[Frame], dict[str, list[tuple[list[int], int]]]]:
+    """Return all frames, and the stacks of each process as indices of frames, with their counts."""
+    frames: dict[Frame, int] = {}
+    stacks = {
+        name: [
+            ([frames.setdefault(frame, len(frames)) for frame in stack], count)
+            for stack, count in samples.items()
+        ]
+        for name, samples in processes.items()
+    }
+    return list(frames), stacks
+
+
+def speedscope_of(processes: Mapping[str, Samples], hertz: int, title: str) -> bytes:
+    """Return a file for https://www.speedscope.app, with a profile of each process."""
+    frames, stacks = _shared(processes)
+    profiles = [
+        {
+            "type": "sampled",
+            "name": name,
+            "unit": "seconds",
+            "startValue": 0,
+            "endValue": sum(count for _, count in each) / hertz,
+            "samples": [stack for stack, _ in each],
+            "weights": [count / hertz for _, count in each],
+        }
+        for name, each in stacks.items()
+    ]
+    contents = {
+        "$schema": "https://www.speedscope.app/file-format-schema.json",
+        "exporter": f"polycephaly {__version__}",
+        "name": title,
+        "activeProfileIndex": 0,
+        "shared": {"frames": [_described(frame) for frame in frames]},
+        "profiles": profiles,
+    }
+    return json.dumps(contents).encode()
+
+
+def _described(frame: Frame) -> dict[str, Any]:
+    name, file, line = frame
+    return {"name": name, "file": file, "line": line} if file else {"name": name}
+
+
+def page_of(
+    processes: Mapping[str, Samples], drones: Iterable[str], hertz: int, title: str, note: str
+) -> bytes:
+    """Return the flame graphs of all `drones` together, and of each process, as one page."""
+    together: Samples = Counter()
+    for name in drones:
+        together += processes[name]
+    frames, stacks = _shared({"all drones": together, **processes})
+    here = files(__package__)
+    contents = {
+        "hertz": hertz,
+        "frames": frames,
+        "processes": [*stacks.items()],
+        "palette": PALETTE,
+        "other": OTHERS_COLOUR,
+    }
+    parts = {
+        "title": escape(title),
+        "note": escape(note),
+        "style": here.joinpath("page.css").read_text("utf-8"),
+        "data": data_of(contents),
+    }
+    return fill(here.joinpath("flame.html").read_text("utf-8"), parts)
