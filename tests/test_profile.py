@@ -69,7 +69,7 @@ def started(tmp_path):
 def profiled(pool, gate, tasks, enough=60):
     """A profile of tasks that run until there are so many samples of this process, and so, as many
     of theirs."""
-    with pool.profile() as profile:
+    with pool.profile(hertz=200) as profile:
         running = [pool.promise(*each) for each in tasks]
         wait_for(lambda: all(each.running() for each in running))
         wait_for(lambda: sum(profile._sampler._counts.values()) > enough)
@@ -94,7 +94,7 @@ def test_the_busy_function_is_on_top(gate, started):
         assert top == ("burns_inside", __file__) and count > samples.total() / 2
         stacks = {tuple(frame[0] for frame in stack) for stack in samples}
         assert ("two_levels", "beside", "burns", "burns_inside") in stacks
-        assert {stack[0] for stack in stacks} <= {"two_levels", "C code of a task"}
+        assert not any("/polycephaly/drone/" in stack[0][1] for stack in samples)
         assert str(profile).splitlines()[3].split()[2:] == ["burns_inside", __file__]
         assert any(
             "profiled" in [frame[0] for frame in stack] for stack in profile.samples["controller"]
@@ -202,7 +202,7 @@ def test_one_profile_of_a_pool_at_a_time_and_of_two_pools_at_once(gate):
         with one.profile():
             with (
                 other.profile(),
-                pytest.raises(RuntimeError, match="a profile of one is being"),
+                pytest.raises(RuntimeError, match="one is being profiled"),
                 one.profile(),
             ):
                 pass
@@ -298,7 +298,7 @@ class Page(html.parser.HTMLParser):
 
 
 def test_the_page_has_the_names_as_data_and_asks_for_nothing():
-    text = page_of(SAMPLES, ["p.0", "p.1"], 100, "<b>run</b>", "Without <p.9>: lost.").decode()
+    text = page_of(SAMPLES, 100, "<b>run</b>", "Without <p.9>: lost.").decode()
     page = Page(text)
     contents = json.loads(page.data)
     assert [name for name, _ in contents["processes"]] == ["all drones", *SAMPLES]
@@ -311,7 +311,7 @@ def test_the_page_has_the_names_as_data_and_asks_for_nothing():
 
 def test_the_script_of_the_page_draws_and_zooms(tmp_path):
     """In Node, with as much of a document as the script uses."""
-    text = page_of(SAMPLES, ["p.0", "p.1"], 100, "run", "").decode()
+    text = page_of(SAMPLES, 100, "run", "").decode()
     script = text[text.rindex("<script>") + len("<script>") : text.rindex("</script>")]
     (tmp_path / "page.js").write_text(
         "const data_ = " + json.dumps(Page(text).data) + ";\n" + STAND_IN + script + CHECKS

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -19,7 +20,7 @@ from ..errors import Malformed
 from ..promises.combining import race
 from ..promises.promise import Signal, fulfill
 from ..runtime.sampler import MAX_HERTZ, StackSampler
-from ..timeline.flame import Samples, own_samples, page_of, speedscope_of
+from ..timeline.flame import CONTROLLER, Samples, of_drones, own_samples, page_of, speedscope_of
 from ..wire.messages import PROFILE
 from .config import check_at_least
 from .dispatcher import Dispatcher
@@ -63,9 +64,7 @@ class Profile:
         dispatcher = self._dispatcher
         dispatcher.check_open()
         if not dispatcher.profile_lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"a profile of {dispatcher.config.name} is being taken: one at a time"
-            )
+            raise RuntimeError(f"{dispatcher.config.name} is being profiled: one profile at a time")
         try:
             thread = threading.get_ident()
             self._sampler = StackSampler(self.hertz, lambda: [(thread, "")])
@@ -84,7 +83,7 @@ class Profile:
             self._collect(asked)
         finally:
             dispatcher.profile_lock.release()
-        self._add("controller", read_samples(self._sampler.report()))
+        self.samples[CONTROLLER] = read_samples(self._sampler.report())
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 
@@ -108,28 +107,22 @@ class Profile:
     def _collect(self, asked: Signal[list[SamplesRequest]]) -> None:
         deadline = monotonic() + ANSWER_SECONDS
         late = f"no answer within {ANSWER_SECONDS:g} s"
-        why = ENDED
-        try:
+        with suppress(TimeoutError):
             race(asked, self._dispatcher.ended).result(ANSWER_SECONDS)
-        except TimeoutError:
-            why = late
         if not asked.done():
+            why = ENDED if self._dispatcher.has_ended else late
             self.missing = {handle.name: why for handle in self._dispatcher.profiled}
             return
         for request in asked.result():
-            name = request.handle.name
+            name, why = request.handle.name, ENDED
             try:
                 samples = request.result(max(0.0, deadline - monotonic()))
             except TimeoutError:
-                self.missing[name] = late
-            else:
-                if samples is None:
-                    self.missing[name] = ENDED
-                else:
-                    self._add(name, samples)
-
-    def _add(self, name: str, samples: Samples) -> None:
-        self.samples.setdefault(name, Counter()).update(samples)
+                samples, why = None, late
+            if samples is None:
+                self.missing[name] = why
+            else:  # drones that followed each other may have the same name
+                self.samples.setdefault(name, Counter()).update(samples)
 
     # -- what was found ----------------------------------------------------------------------------
 
@@ -155,32 +148,22 @@ class Profile:
         match path.suffix.lower():
             case ".html":
                 note = "".join(f"Without {each}: {why}. " for each, why in self.missing.items())
-                contents = page_of(self.samples, self._drones(), self.hertz, title, note)
+                contents = page_of(self.samples, self.hertz, title, note)
             case ".json":
                 contents = speedscope_of(self.samples, self.hertz, title)
             case _:
                 raise ValueError(f"a profile is saved as .html or .json, not as {path.name!r}")
         path.write_bytes(contents)
 
-    def _drones(self) -> list[str]:
-        return [name for name in self.samples if name != "controller"]
-
     def __str__(self) -> str:
-        together: Samples = Counter()
-        for name in self._drones():
-            together.update(self.samples[name])
-        own, total = own_samples(together), together.total()
-        drones = len(self._drones())
+        own = own_samples(of_drones(self.samples))
+        total, drones = own.total(), len(self.samples.keys() - {CONTROLLER})
         lines = [f"Profile: {total:,} samples of {drones} drone{'s' * (drones != 1)}", ""]
         lines += ["samples    share  function"] if own else ["No task was running."]
         for (function, file), count in own.most_common(TOP):
             lines.append(f"{count:7,}  {count / total:7.1%}  {function}{f'  {file}' * bool(file)}")
         lines += [f"missing: {name}: {why}" for name, why in self.missing.items()]
         return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        total = sum(each.total() for each in self.samples.values())
-        return f"<Profile of {self._dispatcher.config.name}: {total} samples>"
 
 
 class SamplesRequest(DroneRequest[Samples]):

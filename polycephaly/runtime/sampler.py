@@ -37,6 +37,7 @@ tasks would only be sampled after their end, that is, never.
 
 Frame = tuple[str, str, int]
 """Function, file and line."""
+Targets = Callable[[], Iterable[tuple[int, str]]]
 _Key = tuple[int, ...]  # id of the code and line, in turns, innermost first
 
 
@@ -61,12 +62,7 @@ class StackSampler:
         If no thread can be started.
     """
 
-    def __init__(
-        self,
-        hertz: int,
-        targets: Callable[[], Iterable[tuple[int, str]]],
-        switch_seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, hertz: int, targets: Targets, switch_seconds: float = 0.0) -> None:
         self._hertz, self._targets = hertz, targets
         self._counts: dict[_Key, int] = {}
         self._codes: dict[int, CodeType] = {}  # by id: hashing a code object takes long
@@ -89,14 +85,11 @@ class StackSampler:
             self._thread.join()
 
     def _run(self) -> None:
-        begun, seen = monotonic(), 0
-        while not self._running.acquire(
-            timeout=max(0.0, (seen + 1) / self._hertz - (monotonic() - begun))
-        ):
-            due = int((monotonic() - begun) * self._hertz)
-            if due > seen:
-                self._sample(due - seen)
-                seen = due
+        begun, seen, hertz = monotonic(), 0, self._hertz
+        while not self._running.acquire(timeout=max(0.0, begun + (seen + 1) / hertz - monotonic())):
+            due = max(seen + 1, int((monotonic() - begun) * hertz))
+            self._sample(due - seen)
+            seen = due
 
     def _sample(self, count: int) -> None:
         frames = current_frames()
@@ -116,8 +109,7 @@ class StackSampler:
             if code.co_filename == boundary:
                 return tuple(entries)
             number = id(code)
-            if number not in codes:
-                codes[number] = code
+            codes[number] = code
             entries += (number, frame.f_lineno or 0)
             frame = frame.f_back
         return () if boundary and frame is None else tuple(entries)
@@ -141,10 +133,8 @@ class StackSampler:
         stacks = []
         for key, count in list(self._counts.items()):
             stack = [
-                (code.co_qualname, code.co_filename, line)
-                for code, line in zip(
-                    map(self._codes.__getitem__, key[::2]), key[1::2], strict=True
-                )
+                (self._codes[code].co_qualname, self._codes[code].co_filename, line)
+                for code, line in zip(key[::2], key[1::2], strict=True)
             ]
             while outside and stack and stack[-1][1].startswith(outside):
                 stack.pop()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 from ..runtime.version import __version__
 from .page import data_of, fill
 from .picture import OTHERS_COLOUR, PALETTE
 
-__all__ = ["Frame", "Samples", "own_samples", "page_of", "speedscope_of"]
+__all__ = ["CONTROLLER", "Frame", "Samples", "of_drones", "own_samples", "page_of", "speedscope_of"]
 
+CONTROLLER = "controller"
+"""The name of this process."""
 Frame = tuple[str, str, int]
 """Function, file and line."""
 Samples = Counter[tuple[Frame, ...]]
@@ -31,6 +32,15 @@ def own_samples(samples: Samples) -> Counter[tuple[str, str]]:
     for stack, count in samples.items():
         own[stack[-1][:2]] += count
     return own
+
+
+def of_drones(processes: Mapping[str, Samples]) -> Samples:
+    """Return the samples of all processes but the controller."""
+    together: Samples = Counter()
+    for name, samples in processes.items():
+        if name != CONTROLLER:
+            together.update(samples)
+    return together
 
 
 def _shared(
@@ -68,25 +78,20 @@ def speedscope_of(processes: Mapping[str, Samples], hertz: int, title: str) -> b
         "exporter": f"polycephaly {__version__}",
         "name": title,
         "activeProfileIndex": 0,
-        "shared": {"frames": [_described(frame) for frame in frames]},
+        "shared": {
+            "frames": [
+                {"name": name, "file": file, "line": line} if file else {"name": name}
+                for name, file, line in frames
+            ]
+        },
         "profiles": profiles,
     }
     return json.dumps(contents).encode()
 
 
-def _described(frame: Frame) -> dict[str, Any]:
-    name, file, line = frame
-    return {"name": name, "file": file, "line": line} if file else {"name": name}
-
-
-def page_of(
-    processes: Mapping[str, Samples], drones: Iterable[str], hertz: int, title: str, note: str
-) -> bytes:
-    """Return the flame graphs of all `drones` together, and of each process, as one page."""
-    together: Samples = Counter()
-    for name in drones:
-        together += processes[name]
-    frames, stacks = _shared({"all drones": together, **processes})
+def page_of(processes: Mapping[str, Samples], hertz: int, title: str, note: str) -> bytes:
+    """Return the flame graphs of all drones together, and of each process, as one page."""
+    frames, stacks = _shared({"all drones": of_drones(processes), **processes})
     here = files(__package__)
     contents = {
         "hertz": hertz,

@@ -147,7 +147,7 @@ class RemotePool(ExecutorBase):
                     raise
         return stacks
 
-    def profile(self, *, hertz: int = 200) -> NoReturn:
+    def profile(self, *, hertz: int = 50) -> NoReturn:
         """Raise `RuntimeError`: only the process that serves the pool can profile its drones."""
         raise RuntimeError(
             f"pool {self._connection.name} is served by another process: use pool.profile() there, "
