@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..store.shared import Shared
 from ..timeline import Timeline
@@ -31,10 +31,12 @@ from .drone import Drone
 from .interfaces import TaskOptions
 from .machine import find_machine
 from .map_source import Source
-from .profile import Profile
 from .retry import Retry
 from .stacks import ANSWER_SECONDS, Stack, take_stacks
 from .status import describe_pool
+
+if TYPE_CHECKING:
+    from .profile import Profile
 
 __all__ = ["Pool"]
 
@@ -326,6 +328,8 @@ class Pool(ExecutorBase):
         >>> "work" in str(profile)  # profile.save("work.html") writes a flame graph
         True
         """
+        from .profile import Profile
+
         if self._dispatcher.supervisor.engine.name == "inline":
             raise RuntimeError("tasks of engine='inline' run in this process: use cProfile")
         return Profile(self._dispatcher, hertz)
