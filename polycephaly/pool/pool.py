@@ -283,8 +283,9 @@ class Pool(ExecutorBase):
 
         A thread in each drone looks at the stack of the running task `hertz` times a second. Drones
         that start during the block are sampled too. The samples of a drone that ends before the
-        block does are lost, and the attribute ``missing`` names the drone, as it does for a drone that does
-        not answer at the end within five seconds. The thread that enters the block is sampled too.
+        block does are lost. The attribute ``missing`` names the drone, as it does for a drone that
+        does not answer at the end within five seconds. The thread that enters the block is sampled
+        too.
 
         Parameters
         ----------
