@@ -198,10 +198,13 @@ class Supervisor:
         if promise._exception is None:
             self._mark_ready(handle)
         else:
-            self.stop(handle)
             self._count_failed_start(
                 pool_error(f"the initializer of {self._config.name} failed", promise._exception)
             )
+            # Now: another thread that gives a lone drone a task must find the reason, if the drone
+            # stops. If the pool is broken, the drone was killed.
+            if handle.state is State.PREPARING:
+                self.stop(handle)
 
     def _mark_ready(self, handle: DroneHandle) -> None:
         handle.state = State.READY
