@@ -250,8 +250,9 @@ def end_of(run):
     whether there is an error."""
     outcomes = SimpleNamespace(pack_error=lambda error: b"error")
     runner = SimpleNamespace(
-        socket_lock=threading.Lock(), _slice=run, _store=None, _outcomes=outcomes
-    )
+        socket_lock=threading.Lock(), _slice=run, _store=None, _outcomes=outcomes,
+        keep_frames=lambda number, error: None,
+    )  # fmt: skip
     _, head, answers = DroneExecutor._end_slice(runner, run)
     done, rest, state, _ = unpack_split(head + b".")
     unpacked = Answers(answers)
