@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,6 +160,7 @@ def securities(
     from ..demos.securities.parse import SourceError
     from ..demos.securities.site import LiveSite
     from ..demos.securities.source import loopback
+    from ..runtime.system_limits import usable_processors
 
     seconds = DEFAULT_LATENCY if latency is None else latency
     pool_options = {} if engine == "local" else {"engine": engine, "address": address, "retries": 3}
@@ -183,7 +183,8 @@ def securities(
     click.echo(report.summary(outcomes))
     click.echo(report.computing_legend(outcomes[0]))
     click.echo(f"\n{report.HEADER}")
-    for computation in experiments.compare_computing(loaded[0], _processors(), pool_options):
+    drones_for_computing = max(2, usable_processors())
+    for computation in experiments.compare_computing(loaded[0], drones_for_computing, pool_options):
         computations.append(computation)
         click.echo(report.computing_row(computation, baseline=computations[0]))
     click.echo(f"\n{report.CONCLUSION}")
@@ -197,10 +198,6 @@ def securities(
         click.echo("THE INDICATORS DIFFER")
     if not (same and report.equal(outcomes)):
         ctx.exit(1)
-
-
-def _processors() -> int:
-    return max(2, len(os.sched_getaffinity(0)))
 
 
 def _connect_to_ray(address: str | None) -> str:

@@ -44,10 +44,7 @@ def _wait_for_terminal(where: str, directory: str, session: ExitStack) -> tuple[
                 file=sys.stderr,
             )
             write_record(STDERR, DEBUG, address)
-            terminal = None
-            while terminal is None:
-                terminal = _accept(listener, session)
-            return terminal
+            return _accept(listener, session)
         finally:
             os.unlink(address)
 
@@ -65,23 +62,23 @@ def _listen(address: str) -> socket.socket:
     return listener
 
 
-def _accept(listener: socket.socket, session: ExitStack) -> tuple[TextIO, TextIO] | None:
-    """Wait for a process, and open the terminal that it lends. None if it lends none.
+def _accept(listener: socket.socket, session: ExitStack) -> tuple[TextIO, TextIO]:
+    """Wait for a process that lends its terminal, and open that.
 
-    Raises `EOFError` if the process releases the frames.
+    Raises `EOFError` if a process releases the frames.
     """
-    connection = session.enter_context(listener.accept()[0])
-    with suppress(OSError):  # that process has ended, or has no such terminal
-        connection.sendall(addresses.own_name.encode())
-        path = connection.recv(MAX_TEXT_BYTES).decode()
-        if path == RELEASE:
-            raise EOFError
-        return (
-            session.enter_context(open(path, opener=_open_terminal)),
-            session.enter_context(open(path, "w", 1, opener=_open_terminal)),
-        )
-    connection.close()
-    return None
+    while True:
+        connection = session.enter_context(listener.accept()[0])
+        with suppress(OSError):  # that process has ended, or has no such terminal
+            connection.sendall(addresses.own_name.encode())
+            path = connection.recv(MAX_TEXT_BYTES).decode()
+            if path == RELEASE:
+                raise EOFError
+            return (
+                session.enter_context(open(path, opener=_open_terminal)),
+                session.enter_context(open(path, "w", 1, opener=_open_terminal)),
+            )
+        connection.close()
 
 
 def _open_terminal(path: str, flags: int) -> int:
@@ -101,14 +98,12 @@ def keep_frames(error: BaseException, address: str) -> int:
         try:
             with ExitStack() as session:
                 try:
-                    terminal = None
-                    while terminal is None:
-                        terminal = _accept(listener, session)
+                    keyboard, screen = _accept(listener, session)
                 finally:  # before the peer is told: then the drone may keep the next frames
                     os.unlink(address)
                     listener.close()
-                print(f"{addresses.own_name}: {error!r}", file=terminal[1])
-                debugger = Debugger(*terminal, session)
+                print(f"{addresses.own_name}: {error!r}", file=screen)
+                debugger = Debugger(keyboard, screen, session)
                 debugger.reset()
                 debugger.interaction(None, error.__traceback__)
         finally:
@@ -170,8 +165,7 @@ class Debugger(pdb.Pdb):
         trace = super().dispatch_return(frame, arg)
         if frame.f_back is None or _is_ours(frame.f_back):
             self.clear_all_breaks()
-            super().set_continue()
-            self.end()
+            self.set_continue()
         return trace
 
 

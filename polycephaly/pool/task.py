@@ -33,6 +33,7 @@ from ..promises.promise import (
     outcome,
     reject,
 )
+from ..wire.debugging import debug_frames, release_frames
 from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
 from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, capture, join_payloads, pack
@@ -421,9 +422,7 @@ class Task(Promise[Any]):
         """Return `error`, with a note that tells the number of attempts if there were several."""
         if self.first_number:
             with suppress(Exception):  # if the error accepts no notes
-                # Not by `add_note`: copies of an error share the list.
-                notes = getattr(error, "__notes__", ())
-                error.__notes__ = [*notes, f"failed {self._attempts} times; this is the last error"]
+                error.add_note(f"failed {self._attempts} times; this is the last error")
         return error
 
     @property
@@ -447,8 +446,6 @@ class Task(Promise[Any]):
         self.cancel()
 
     def debug(self) -> None:
-        from ..wire.debugging import debug_frames
-
         address = self.dispatcher.frames_address(self.number)
         if address is None or self.exception() is None or not os.path.exists(address):
             super().debug()
@@ -456,8 +453,6 @@ class Task(Promise[Any]):
             debug_frames(address)
 
     def release(self) -> None:
-        from ..wire.debugging import release_frames
-
         address = self.dispatcher.frames_address(self.number)
         if address is not None and self.exception() is not None:
             with suppress(OSError):  # no frames are kept

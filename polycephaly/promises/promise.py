@@ -190,12 +190,6 @@ def misplaced_error(message: str) -> TypeError:
     return NeedsPlaceholder(message) if in_call else TypeError(message)
 
 
-_POST_MORTEM_CURE = (
-    "only those of a task that failed in a pool with post_mortem=True, one for each drone at a "
-    "time, until the pool ends"
-)
-
-
 class Promise(Future[T], Handle, Generic[T]):
     """A value that will exist later.
 
@@ -541,7 +535,10 @@ class Promise(Future[T], Handle, Generic[T]):
         RuntimeError
             If no frames are kept, or this process is not in the foreground of a terminal.
         """
-        raise RuntimeError(f"no frames are kept for {self!r}: {_POST_MORTEM_CURE}")
+        raise RuntimeError(
+            f"no frames are kept for {self!r}: only those of a task that failed in a pool with "
+            "post_mortem=True, one for each drone at a time, until the pool ends"
+        )
 
     def release(self) -> None:
         """Release the frames that are kept for `debug`, if there are any."""

@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 
+from ..runtime.sampler import Frame
 from ..runtime.version import __version__
 from .page import data_of, fill
 from .picture import OTHERS_COLOUR, PALETTE
 
-__all__ = ["CONTROLLER", "Frame", "Samples", "of_drones", "own_samples", "page_of", "speedscope_of"]
+__all__ = ["CONTROLLER", "Samples", "of_drones", "own_samples", "page_of", "speedscope_of"]
 
 CONTROLLER = "controller"
 """The name of this process."""
-Frame = tuple[str, str, int]
-"""Function, file and line."""
 Samples = Counter[tuple[Frame, ...]]
 """Of one process: the number of samples of each stack, outermost frame first."""
 

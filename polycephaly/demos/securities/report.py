@@ -49,10 +49,10 @@ def computing_row(computation: Computation, baseline: Computation) -> str:
     return _row(computation, computation.seconds, computation.seconds / baseline.seconds)
 
 
-def _row(what: Experiment | Computation, seconds: float, share: float) -> str:
+def _row(run: Experiment | Computation, seconds: float, share: float) -> str:
     bar = "#" * max(1, min(BAR_WIDTH, round(BAR_WIDTH * share)))
-    numbers = f"{what.drones:>7}{what.threads:>9}{seconds:>9.3f}{1 / share:>9.1f}x"
-    return f"{what.name:<12}{numbers}  {bar}"
+    numbers = f"{run.drones:>7}{run.threads:>9}{seconds:>9.3f}{1 / share:>9.1f}x"
+    return f"{run.name:<12}{numbers}  {bar}"
 
 
 def summary(outcomes: Sequence[ExperimentOutcome]) -> str:
@@ -90,12 +90,12 @@ def as_json(
     }
 
 
-def _timed(what: Experiment | Computation, seconds: float) -> dict[str, Any]:
+def _timed(run: Experiment | Computation, seconds: float) -> dict[str, Any]:
     return {
-        "name": what.name,
+        "name": run.name,
         "seconds": round(seconds, 6),
-        "drones": what.drones,
-        "threads": what.threads,
+        "drones": run.drones,
+        "threads": run.threads,
     }
 
 
