@@ -1,4 +1,4 @@
-"""`polycephaly stacks`: what each drone of a pool does at this moment, line by line."""
+"""`polycephaly stacks`: the task and the frames of each drone of a pool at this moment."""
 
 from __future__ import annotations
 

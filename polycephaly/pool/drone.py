@@ -35,7 +35,7 @@ from .drone_handle import DroneHandle
 from .interfaces import State, TaskOptions
 from .machine import find_machine
 from .retry import Retry
-from .stacks import ANSWER_SECONDS, Stack, take_stacks
+from .stacks import ANSWER_SECONDS, Stack
 from .status import held_memory, running_label
 from .waiting import Waiting
 
@@ -311,7 +311,7 @@ class Drone(DroneBase):
         return self._handle.waiting
 
     def stack(self, timeout: float = ANSWER_SECONDS) -> Stack:
-        """Return what the drone does at this moment: its task, and the frames of its threads.
+        """Return the drone's task and the frames of its threads at this moment.
 
         The task is not stopped. A drone in C code that holds its interpreter cannot answer; then
         the ``state`` of the `Stack` says so.
@@ -339,8 +339,7 @@ class Drone(DroneBase):
         True
         ("code 'import time; time.sleep(60)'", 'import time; time.sleep(60)')
         """
-        dispatcher = self._dispatcher
-        (stack,) = take_stacks(dispatcher, dispatcher.stack_requests, [self._handle], timeout)
+        (stack,) = self._dispatcher.stack_requests.take([self._handle], timeout)
         if stack is None:
             raise self._handle.closed_error()
         return stack

@@ -32,7 +32,7 @@ from .interfaces import TaskOptions
 from .machine import find_machine
 from .map_source import Source
 from .retry import Retry
-from .stacks import ANSWER_SECONDS, Stack, take_stacks
+from .stacks import ANSWER_SECONDS, Stack
 from .status import describe_pool
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class Pool(ExecutorBase):
         ]
 
     def stacks(self, timeout: float = ANSWER_SECONDS) -> list[Stack]:
-        """Return what each drone does at this moment. See `Drone.stack`.
+        """Return the task and the frames of each drone at this moment. See `Drone.stack`.
 
         Parameters
         ----------
@@ -274,7 +274,7 @@ class Pool(ExecutorBase):
         """
         dispatcher = self._dispatcher
         alive = [handle for handle in list(dispatcher.handles) if handle.alive]
-        stacks = take_stacks(dispatcher, dispatcher.stack_requests, alive, timeout)
+        stacks = dispatcher.stack_requests.take(alive, timeout)
         return [stack for stack in stacks if stack is not None]
 
     def profile(self, *, hertz: int = 50) -> Profile:

@@ -124,7 +124,7 @@ class Profile:
             else:  # drones that followed each other may have the same name
                 self.samples.setdefault(name, Counter()).update(samples)
 
-    # -- what was found ----------------------------------------------------------------------------
+    # -- the result --------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, title: str = "Profile") -> None:
         """Write the profile to a file, in the format given by the suffix of its name.

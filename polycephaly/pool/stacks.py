@@ -4,7 +4,7 @@
     Drone.stack <── settled by StackRequests.on_answer <── FRAMES: plain data ──┘
 
 The waiting thread builds the `Stack`, because that reads source files. A drone that does not answer
-in time is described by what the controller knows of it.
+in time is described as far as the controller knows its state.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from .drone_handle import DroneHandle
 from .task import Task
 
 __all__ = [
-    "ANSWER_SECONDS", "DroneRequest", "Stack", "StackRequest", "StackRequests", "read_report",
-    "take_stacks",
-]  # fmt: skip
+    "ANSWER_SECONDS",
+    "DroneRequest",
+    "Stack",
+    "StackRequest",
+    "StackRequests",
+    "read_report",
+]
 
 T = TypeVar("T")
 
@@ -184,7 +188,7 @@ class StackRequest(DroneRequest[_Answer]):
 
 
 class StackRequests:
-    """The unanswered requests of one dispatcher. Needs the reactor's lock."""
+    """The unanswered requests of one dispatcher. All methods but `take` need the reactor's lock."""
 
     def __init__(self, dispatcher: DispatcherBase) -> None:
         self._dispatcher = dispatcher
@@ -209,6 +213,18 @@ class StackRequests:
         if request is not None:
             self._dispatcher.reactor.deliver(partial(fulfill, request, request.read(answer)))
 
+    def take(self, handles: list[DroneHandle], timeout: float) -> list[Stack | None]:
+        """Ask all these drones at once, and return their stacks; None for a drone that has ended.
+
+        Waits, for `timeout` seconds at most.
+        """
+        check_timeout(timeout)
+        pending = [StackRequest(self._dispatcher, handle) for handle in handles]
+        for request in pending:
+            self._dispatcher.post(self.send, request)
+        deadline = monotonic() + timeout
+        return [_take(request, timeout, deadline) for request in pending]
+
 
 def read_report(
     report: dict[str, Any],
@@ -232,18 +248,6 @@ def _check(entries: Any) -> Sequence[Any]:
 
 
 # -- the threads that wait -------------------------------------------------------------------------
-
-
-def take_stacks(
-    dispatcher: DispatcherBase, requests: StackRequests, handles: list[DroneHandle], timeout: float
-) -> list[Stack | None]:
-    """Ask all these drones at once, and return their stacks; None for a drone that has ended."""
-    check_timeout(timeout)
-    pending = [StackRequest(dispatcher, handle) for handle in handles]
-    for request in pending:
-        dispatcher.post(requests.send, request)
-    deadline = monotonic() + timeout
-    return [_take(request, timeout, deadline) for request in pending]
 
 
 def _take(request: StackRequest, timeout: float, deadline: float) -> Stack | None:
@@ -275,7 +279,7 @@ def _stack(handle: DroneHandle, answer: _Answer) -> Stack:
 
 
 def _unanswered(request: StackRequest, timeout: float) -> Stack:
-    """Describe a drone that has not answered by what is known of it here."""
+    """Describe a drone that has not answered, as far as the controller knows its state."""
     handle = request.handle
     if request.was_sent:
         call = handle.system_call()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..pool.stacks import ANSWER_SECONDS, take_stacks
+from ..pool.stacks import ANSWER_SECONDS
 from ..pool.status import describe_identity
 from ..runtime import fork_guard
 from .session import find_drone
@@ -49,7 +49,7 @@ def _take_stack(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
 
     def run() -> None:  # waits, and reads source files
         try:
-            (stack,) = take_stacks(dispatcher, dispatcher.stack_requests, [handle], ANSWER_SECONDS)
+            (stack,) = dispatcher.stack_requests.take([handle], ANSWER_SECONDS)
         except Exception as error:
             reply(error=f"{type(error).__name__}: {error}")
             return

@@ -130,7 +130,7 @@ class RemotePool(ExecutorBase):
         return status
 
     def stacks(self) -> list[Stack]:
-        """Return what each drone does at this moment: see `Pool.stacks`.
+        """Return the task and the frames of each drone at this moment: see `Pool.stacks`.
 
         Drones of joined hosts are included. The server waits for at most two seconds for the answer
         of each drone.

@@ -95,7 +95,7 @@ class RemoteDrone(DroneBase):
         return None if fields is None else Waiting(**fields)
 
     def stack(self) -> Stack:
-        """Return what the drone does at this moment: see `Drone.stack`.
+        """Return the drone's task and its frames at this moment: see `Drone.stack`.
 
         The server waits for at most two seconds for the drone's answer.
 
