@@ -6,9 +6,11 @@ import glob
 import os
 import pickle
 import random
+import socket
 import stat
 import tempfile
 import threading
+from unittest import mock
 
 import pytest
 import zmq
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 import polycephaly as poly
 from polycephaly.engines.local import drone as image_main
 from polycephaly.engines.local.drone import LocalDrone
+from polycephaly.engines.local.launcher import Launcher
 from polycephaly.wire import messages
 from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.messages import (
@@ -210,6 +213,37 @@ def test_results_that_the_slot_no_longer_keeps_wait_for_room_before_they_go_to_z
     reader.join()
     del drone, slot
     table.close()
+
+
+def test_what_an_end_has_sent_is_received_though_it_closed_with_messages_unread():
+    mine, its = map(FastTransport, FastTransport.pair())
+    for each in (b"one", b"two"):
+        assert its.send([each])
+    assert mine.send([b"unread"])
+    its.close()
+    assert [mine.receive() for _ in range(3)] == [[b"one"], [b"two"], []]
+    mine.close()
+
+
+def test_reports_are_received_from_a_zygote_that_ended_with_orders_unread():
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher = Launcher.__new__(Launcher)
+    launcher._control = mine
+    its.send(b'{"pid": 1}')
+    mine.send(b"an order")
+    its.close()
+    assert launcher.reports() == [{"pid": 1}]
+    assert launcher.reports() is None
+    mine.close()
+
+
+def test_a_control_thread_that_fails_lets_no_other_thread_tell_what_was_sent():
+    drone = LocalDrone.__new__(LocalDrone)
+    drone.socket_lock, drone._waiting = threading.Lock(), False
+    drone._send_waiting_outcomes = mock.Mock(side_effect=OSError("no descriptor is left"))
+    with pytest.raises(OSError, match="no descriptor"):
+        drone.receive_if_free()
+    assert drone.socket_lock.locked()  # until the process has ended, which is next
 
 
 # -- with a pool

@@ -80,6 +80,10 @@ class FastTransport:
             packet = self._socket.recv(MAX_PACKET_BYTES + _PACKET_HEADER.size)
         except BlockingIOError:
             return None
+        except ConnectionResetError:
+            # Linux tells once that the other end was closed with messages unread. The messages that
+            # it had sent come next.
+            return self.receive()
         except OSError:
             return []
         if not packet:

@@ -343,13 +343,13 @@ class LocalDrone(DroneExecutor):
 
     def receive_if_free(self) -> None:
         if self.socket_lock.acquire(blocking=False):
-            try:
-                if not self._waiting:
-                    self._send_waiting_outcomes()
-                    self._cut_slice()
-                    self.receive_all()
-            finally:
-                self.socket_lock.release()
+            if not self._waiting:
+                self._send_waiting_outcomes()
+                self._cut_slice()
+                self.receive_all()
+            # Not released after an error, which ends the process: the main thread would mark
+            # outcomes as sent that were taken for the message that failed.
+            self.socket_lock.release()
 
     @property
     def epoll_fd(self) -> int:

@@ -200,6 +200,8 @@ class Launcher:
                 message = self._control.recv(MAX_ORDER_BYTES * 8, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return received
+            except ConnectionResetError:  # told once: the zygote had orders unread when it ended
+                continue
             except OSError:
                 return received or None
             if not message:
