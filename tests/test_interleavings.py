@@ -296,6 +296,7 @@ def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
     whole = work.Slice(SimpleNamespace(reactor=None), None, pack_calls(ITEMS, False, [1, 2]), 2)
     running, later = whole.split(1, 0)
     assert (running.count, later.count) == (1, 0)
+    assert running.queued == whole.queued  # in the timeline the drone may have ended it by now
     cut = split_head(1, 0, RUNNING) + pack_answers([1], False, None, None)
     for there, heard in ((whole, whole), (running, None)):
         dispatcher = SimpleNamespace(split=lambda *told: None)

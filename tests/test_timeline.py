@@ -90,7 +90,10 @@ def test_times_are_in_their_order_and_work_of_one_drone_does_not_overlap():
     for span in of_work(timeline):
         assert span.queued <= span.sent <= span.started <= span.finished <= span.received, span
     for drone in timeline.drones:
-        mine = sorted((s.started, s.finished) for s in of_work(timeline) if s.drone == drone)
+        # A span of many short tasks may contain another that came by itself between two of them.
+        mine = sorted(
+            (s.started, s.finished) for s in of_work(timeline) if s.drone == drone and s.number
+        )
         assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(mine))
 
 

@@ -684,6 +684,7 @@ class Slice(Task):
         running.retries = later.retries = self.retries
         running.answer_objects = self.answer_objects
         running.continues = True
+        running.queued = self.queued
         if self.item is not None:
             running.item, later.item = self.item + done, self.item + begun
         return running, later
