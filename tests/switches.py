@@ -33,6 +33,7 @@ from unittest import mock
 
 import pytest
 
+import polycephaly
 from polycephaly.promises import promise
 from polycephaly.runtime.tuning import tuning
 
@@ -213,7 +214,7 @@ def _where_it_may_switch(code: CodeType) -> set[int]:
 def at_random(seed: int) -> Iterator[None]:
     """All threads, and the processes that are forked meanwhile, switch at places of the package,
     chosen at random of those where CPython may switch."""
-    package = os.path.dirname(str(promise.__file__)) + os.sep
+    package = os.path.dirname(str(polycephaly.__file__)) + os.sep
     chance = Random(seed).random
 
     def traced(frame: FrameType, event: str, arg: object) -> Any:
