@@ -14,7 +14,7 @@ that has passed. If the first is before it was stopped, the second begins, and n
 stopped: the rest comes after the second.
 
 `at_random` is for all other tests: `pytest --switches 7` forces switches in whatever they run, at
-random places."""
+random places (but in `test_profile.py`: a profile and this both set the switch interval)."""
 
 import _thread
 import dis
