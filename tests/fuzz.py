@@ -64,6 +64,7 @@ from polycephaly.memory.references import Received, RefTable, Serialized, load, 
 from polycephaly.pool import task
 from polycephaly.pool.drone_handle import DroneHandle
 from polycephaly.pool.interfaces import State
+from polycephaly.pool.profile import read_samples
 from polycephaly.pool.stacks import read_report
 from polycephaly.timeline import event_log
 from polycephaly.wire import functions
@@ -257,6 +258,8 @@ def report_of(number: int) -> dict[str, Any]:
         "tasks": {number: frames},
         "threads": [["a thread", frames]],
         "places": {number: frames[0][:3]},
+        "frames": [["function", "file.py", 1]],
+        "stacks": [[[0], 1]],
     }
 
 
@@ -482,7 +485,8 @@ class Decoders:
 
     def _report(self, reply: tuple[int, dict[str, Any]] | None) -> None:
         if reply is not None:
-            self._strictly(read_report, reply[1])
+            for read in (read_report, read_samples):
+                self._strictly(read, reply[1], given=[repr(reply[1]).encode()])
 
     def _results(self, outcomes: list[Any]) -> None:
         for _, status, _, _, payload, _ in outcomes:

@@ -183,6 +183,6 @@ def read_samples(report: dict[str, Any]) -> Samples:
         frames = [(str(name), str(file), int(line)) for name, file, line in report["frames"]]
         for stack, count in report["stacks"]:
             samples[tuple(frames[index] for index in stack)] += int(count)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise Malformed(f"a report without samples: {error!r}") from error
     return samples

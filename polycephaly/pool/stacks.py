@@ -236,7 +236,7 @@ def read_report(
         frames = {int(number): _check(entries) for number, entries in report["tasks"].items()}
         threads = [(str(name), _check(entries)) for name, entries in report["threads"]]
         return int(report["current"]), frames, threads
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise Malformed(f"a report without the frames of tasks and threads: {error!r}") from error
 
 
