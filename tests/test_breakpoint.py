@@ -169,8 +169,11 @@ with poly.Pool(1) as pool:
 
 def test_a_session_goes_on_at_further_breakpoints_of_its_task(tmp_path):
     with Terminal(tmp_path, write(tmp_path, REPEATED)) as terminal:
-        terminal.read_until("(Pdb) ")
-        terminal.type("n\nn\n")  # it ends at the `await`
+        # It ends at the `await`. From CPython 3.13 on, it begins at the `breakpoint()` before that.
+        # A line too many would be for the next session, or be lost.
+        for _ in range(1 + (sys.version_info >= (3, 13))):
+            terminal.read_until("(Pdb) ")
+            terminal.type("n\n")
         terminal.read_until("waited 42")
         terminal.read_until("(Pdb) ")
         terminal.type("b 8\n")  # the session stays open for it
