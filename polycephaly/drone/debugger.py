@@ -117,7 +117,8 @@ class Debugger(pdb.Pdb):
     """
 
     def __init__(self, keyboard: TextIO, screen: TextIO, session: ExitStack) -> None:
-        super().__init__(stdin=keyboard, stdout=screen, skip=["polycephaly.*"])
+        # In bdb and pdb, CPython 3.13 would stop at a further `breakpoint()` of the task.
+        super().__init__(stdin=keyboard, stdout=screen, skip=["polycephaly.*", "bdb", "pdb"])
         self._session = session
         self._thread = get_ident()
         self._is_interrupted = False
