@@ -90,11 +90,15 @@ def test_times_are_in_their_order_and_work_of_one_drone_does_not_overlap():
     for span in of_work(timeline):
         assert span.queued <= span.sent <= span.started <= span.finished <= span.received, span
     for drone in timeline.drones:
-        # A span of many short tasks may contain another that came by itself between two of them.
-        mine = sorted(
-            (s.started, s.finished) for s in of_work(timeline) if s.drone == drone and s.number
-        )
-        assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(mine))
+        mine = [span for span in of_work(timeline) if span.drone == drone]
+        mine.sort(key=lambda span: (span.started, -span.finished))
+        before = mine[0]
+        for span in mine[1:]:
+            if before.finished <= span.started + 1e-6:
+                before = span
+                continue
+            # A span of many short tasks may contain one that was answered by itself.
+            assert not before.number and span.finished <= before.finished + 1e-6, (before, span)
 
 
 @pytest.mark.guarantee("log-5")

@@ -30,9 +30,10 @@ class Timeline(Contents):
 
     Notes
     -----
-    Any thread may use it. Calls of less than 0.1 ms that were answered together are one span. A
-    pool keeps about the last 30,000 spans. Of earlier ones `sums` has the totals, so tables are
-    exact however many calls there were.
+    Any thread may use it. Calls of less than 0.1 ms that were answered together are one span, from
+    the first to the last; a call between them that was answered by itself lies within that. A pool
+    keeps about the last 30,000 spans. Of earlier ones `sums` has the totals, so tables are exact
+    however many calls there were.
 
     Examples
     --------
