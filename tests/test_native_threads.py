@@ -189,6 +189,7 @@ def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
         ),  # its handler ends it: if not, it is no such thread
         ("libiomp5.so", "other", False, False),
         ("libomp.so.5", "python", False, False),
+        ("libzmq-2f02442c.so.5.2.5", "python", False, False),  # before it has named itself
         ("_polars_runtime.abi3.so", "polars-0", True, True),
         ("libgomp.so.1", "python", False, True),
     ],

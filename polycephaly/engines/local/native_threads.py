@@ -37,7 +37,8 @@ __all__ = ["UnsafeFork", "check_after_fork", "check_before_fork"]
 MAX_ASLEEP_CHECKS = 250
 """Checks in a row, a millisecond apart, after which a waiting thread counts as unknown."""
 _HARMLESS_NAMES = ("ZMQbg/", "jemalloc_bg_thd")
-_HARMLESS_LIBRARIES = ("libiomp5", "libomp")
+# ZeroMQ's threads give themselves their names, so one that was just started has not got it yet.
+_HARMLESS_LIBRARIES = ("libiomp5", "libomp", "libzmq")
 _PYTHON = "<Python>"
 _CPP_LIBRARIES = ("libstdc++", "libc++")
 _WORD_BYTES = struct.calcsize("P")
