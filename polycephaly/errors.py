@@ -199,8 +199,8 @@ def copy_error(error: BaseException) -> BaseException:
                     error.__cause__,
                     error.__suppress_context__,
                 )
-                if hasattr(twin, "__notes__"):  # otherwise a new note would be on both
-                    twin.__notes__ = [*twin.__notes__]
+                if hasattr(error, "__notes__"):  # in a list of its own: notes may be added to one
+                    twin.__notes__ = [*error.__notes__]
                 return twin
         except Exception:
             continue

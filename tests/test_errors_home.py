@@ -14,6 +14,8 @@ import pytest
 from engines import on_each_engine, poly
 from faults import wait_for
 
+from polycephaly.errors import copy_error
+
 pytestmark = on_each_engine
 
 
@@ -182,6 +184,16 @@ def test_it_is_raised_at_the_wait(pool):
 def test_notes_come_back(pool):
     error = pool.promise(raise_, ValueError("x"), "first note", "second note").exception()
     assert error.__notes__ == ["first note", "second note"]
+
+
+def test_a_copy_of_an_error_has_the_notes_in_a_list_of_its_own():
+    for kind in (ValueError, OfALibrary):
+        error = kind("x")
+        error.add_note("first")
+        twin = copy_error(error)
+        twin.add_note("second")
+        assert type(twin) is kind and twin.__notes__ == ["first", "second"]
+        assert error.__notes__ == ["first"]
 
 
 @pytest.mark.guarantee("error-1")

@@ -104,8 +104,6 @@ def _copy_for_promise(error: BaseException) -> BaseException:
     copied = copy_error(error).with_traceback(trace)
     with suppress(Exception):  # as in `copy_error`
         copied.__context__ = context
-        if copied is not error and hasattr(error, "__notes__"):
-            copied.__notes__ = list(error.__notes__)
     return copied
 
 
