@@ -82,8 +82,9 @@ def bench(
     The exit status is 1 if the measurement of one pool failed.
     """
     from ..demos.comparison import CONTENDERS, QUICK, SIZES
+    from ..runtime.system_limits import usable_processors
 
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_processors()
     workers = workers or min(cores, MAX_WORKERS)
     names = [name for name, contender in CONTENDERS.items() if contender.installed]
     failed: dict[str, str] = {}
