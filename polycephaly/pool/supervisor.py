@@ -201,8 +201,8 @@ class Supervisor:
             self._count_failed_start(
                 pool_error(f"the initializer of {self._config.name} failed", promise._exception)
             )
-            # Now: another thread that gives a lone drone a task must find the reason, if the drone
-            # stops. If the pool is broken, the drone was killed.
+            # Only after the count: if that breaks the pool, which kills the drone, a thread that
+            # gives a lone drone a task is told the reason.
             if handle.state is State.PREPARING:
                 self.stop(handle)
 
