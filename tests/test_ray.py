@@ -583,6 +583,24 @@ def test_a_drone_that_ray_has_lost_though_it_lives_runs_nothing_after_its_page_w
 
 
 @on_ray
+def test_a_drone_is_killed_before_ray_could_kill_the_zygotes_of_its_own_pools(monkeypatch):
+    import ray
+
+    from polycephaly.engines.ray import engine as module
+
+    calls = []
+    monkeypatch.setattr(module, "kill_owner", lambda folder: calls.append("the drone, by us"))
+    by_ray = ray.kill
+    monkeypatch.setattr(ray, "kill", lambda actor: (calls.append("by Ray"), by_ray(actor)))
+    drone = poly.Drone()
+    drone.doit(abs, -1)
+    waiting = drone.promise("import time; time.sleep(1000)")
+    drone.kill()
+    assert isinstance(waiting.exception(30), poly.DroneDied)
+    assert calls[:2] == ["the drone, by us", "by Ray"]
+
+
+@on_ray
 def test_the_switch_has_room_for_more_drones_than_it_may_have_calls():
     import ray
 
