@@ -394,6 +394,7 @@ class Interleaving:
             "hang_timeout": (None, 5.0)[choose(2)],
             "initializer": (None, brief)[choose(4) == 3],
             "on_death": ("replace", "replace", "replace", "break", "end")[choose(5)],
+            "resources": ((), (), (("db", 2),))[choose(3)],
         }
         self.is_lone = config["on_death"] == "end"  # a `Drone`, whose tasks are all for it alone
         if self.is_lone:
@@ -419,7 +420,10 @@ class Interleaving:
         if choose(3) == 2:
             retries, kinds = choose(3), (Failed, (Failed, TimeoutError), TimeoutError)[choose(3)]
             retry = Retry(retries, on=kinds, delay=(0, 0.5)[choose(2)], jitter=False)
-        options = TaskOptions((None, None, 0.5)[choose(3)], retry or retries)
+        priority, needs = 0, ()
+        if self.config["resources"]:
+            priority, needs = choose(3) - 1, ((), (), (("db", 1),), (("db", 2),))[choose(4)]
+        options = TaskOptions((None, None, 0.5)[choose(3)], retry or retries, priority, needs)
         target = self.dispatcher.supervisor.first if self.is_lone else None
         if target is None and choose(6) == 5 and self.dispatcher.handles:
             target = self.dispatcher.handles[choose(len(self.dispatcher.handles))]
@@ -472,7 +476,7 @@ class Interleaving:
         definition = self.dispatcher.registry.define(brief)
         self.names[definition.number] = "brief"
         task = Slice(self.dispatcher, definition, pack_calls(ITEMS, False, keys), len(keys))
-        task.retries = retries
+        task.set_options(TaskOptions(None, retries, self.choose(3) - 1))
         try:
             self.dispatcher.submit_task(task)
         except RuntimeError:
@@ -752,6 +756,18 @@ class Interleaving:
             assert abs(handle.load - sum(max(task.sending.estimate, 0) for task in known)) < 1e-9
             assert all(task.sending.handle is handle for task in in_flight)
 
+        held = [
+            amount
+            for handle in self.dispatcher.handles
+            for task in handle.in_flight.values()
+            for _, amount in task.resources
+        ]
+        for name, size in self.config["resources"]:
+            assert self.dispatcher.resources.free()[name] == size - sum(held) >= 0
+        if self.dispatcher.keeps_order:
+            priorities = [task.priority for task in self.dispatcher.queue]
+            assert priorities == sorted(priorities, reverse=True)
+
     # -- the end -----------------------------------------------------------------------------------
 
     def finish(self):
@@ -907,7 +923,8 @@ class Interleaving:
             ), f"call {key}: {error}, but had not begun"
         else:
             assert isinstance(error, RuntimeError | CancelledError), error
-            assert self.dispatcher.refusal is not None or call["inputs"]
+            released = call["target"] is not None and call["target"].is_gone  # before it was queued
+            assert self.dispatcher.refusal is not None or call["inputs"] or released
 
     def check_attempts(self, call, error):
         """A failed call was repeated as often as its `Retry` says."""

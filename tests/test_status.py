@@ -169,7 +169,7 @@ def test_all_engines_give_the_same_keys(any_engine, tmp_path):
 KEYS = {
     "name", "engine", "state", "reason", "pid", "host", "version", "address", "clients", "started",
     "size", "width", "queued", "waiting", "in_flight", "running", "tasks_done", "tasks_failed",
-    "tasks_cancelled", "shared_memory", "shared_memory_limit", "drones",
+    "tasks_cancelled", "resources", "shared_memory", "shared_memory_limit", "drones",
 }  # fmt: skip
 DRONE_KEYS = {
     "number", "name", "pid", "host", "state", "running", "seconds", "waiting", "memory",

@@ -19,6 +19,8 @@ from . import namespace
 from .config import (
     check_at_least,
     check_keep,
+    check_needs,
+    check_priority,
     check_retries,
     check_seconds,
     check_timeout,
@@ -144,7 +146,14 @@ class TaskTarget:
         """
         return wait_for(self._submit(work, args, kwargs))
 
-    def options(self, *, timeout: float | None = None, retries: int | Retry | None = None) -> Self:
+    def options(
+        self,
+        *,
+        timeout: float | None = None,
+        retries: int | Retry | None = None,
+        priority: int | None = None,
+        resources: Mapping[str, int] | None = None,
+    ) -> Self:
         """Return the same drone or pool with other options for its tasks.
 
         Parameters
@@ -156,6 +165,19 @@ class TaskTarget:
             How often a task is run again if its drone dies, or a `Retry`, for tasks that raise
             exceptions too. None: as before. A number has no effect on a lone drone, because no
             other drone can run its tasks.
+        priority
+            Of the tasks that wait for a drone, those with the largest number are sent first; 0 if
+            never given. Tasks that a drone has are not overtaken: it gets short ones for a few
+            milliseconds ahead. None: as before.
+        resources
+            How much a task needs of the pool's `resources`, as in ``{"db": 1}``: it is sent when
+            that much is free, and holds it until it is over. Tasks that need nothing may overtake
+            it. ``{}``: nothing. None: as before.
+
+        Raises
+        ------
+        ValueError
+            If a number is out of range, or the pool never has so much of a resource.
 
         Examples
         --------
@@ -170,6 +192,10 @@ class TaskTarget:
         other._task_options = TaskOptions(
             own.timeout if timeout is None else check_timeout(timeout),
             own.retries if retries is None else check_retries(retries),
+            own.priority if priority is None else check_priority(priority),
+            own.resources
+            if resources is None
+            else check_needs(resources, self._dispatcher.resource_sizes),
         )
         return other
 

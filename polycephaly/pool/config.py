@@ -24,8 +24,11 @@ __all__ = [
     "check_initializer",
     "check_keep",
     "check_memory",
+    "check_needs",
     "check_output",
+    "check_priority",
     "check_report_waiting",
+    "check_resources",
     "check_retries",
     "check_seconds",
     "check_start",
@@ -36,6 +39,7 @@ __all__ = [
 START_METHODS = ("fork", "spawn")
 MIN_HANG_TIMEOUT_SECONDS = 0.5
 MIN_MAX_MEMORY_BYTES = 1 << 20  # a smaller limit is a mistake
+MAX_PRIORITY = 1 << 30  # fits the message of a client
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class PoolConfig:
     report_waiting: float | None  # seconds
     on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
     post_mortem: bool = False
+    resources: tuple[tuple[str, int], ...] = ()  # names and sizes
 
 
 def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -119,6 +124,52 @@ def check_retries(retries: int | Retry) -> int | Retry:
     if not isinstance(retries, int):
         raise TypeError(f"retries is a whole number or a polycephaly.Retry, not {retries!r}")
     return check_at_least("retries", retries, 0)
+
+
+def check_priority(priority: int) -> int:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TypeError(f"priority is a whole number (a larger one comes first), not {priority!r}")
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise ValueError(
+            f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {priority}"
+        )
+    return priority
+
+
+def check_resources(resources: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
+    """Return names and amounts, sorted by name."""
+    if resources is None:
+        return ()
+    if not isinstance(resources, Mapping) or not all(isinstance(name, str) for name in resources):
+        raise TypeError(
+            f"resources maps names to whole numbers, as in {{'db': 2}}, not {resources!r}"
+        )
+    return tuple(
+        sorted(
+            (name, check_at_least(f"resources[{name!r}]", amount, 1))
+            for name, amount in resources.items()
+        )
+    )
+
+
+def check_needs(
+    resources: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """Return what a task needs, sorted by name, if a pool with these `sizes` ever has so much."""
+    needs = check_resources(resources)
+    for name, amount in needs:
+        if name not in sizes:
+            known = f"only {', '.join(map(repr, sizes))}" if sizes else "no resources"
+            raise ValueError(
+                f"the pool has no resource {name!r}, but {known}: "
+                f"Pool(resources={{{name!r}: {amount}}}) makes it"
+            )
+        if amount > sizes[name]:
+            raise ValueError(
+                f"a task that needs {amount} of the resource {name!r} would never run: the pool "
+                f"has {sizes[name]}"
+            )
+    return needs
 
 
 def check_memory(limit: int | None) -> int | None:

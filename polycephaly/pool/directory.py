@@ -347,7 +347,9 @@ class ObjectDirectory:
         ]
         if not missing:
             return True
-        best = self.best_holder(remote_objects)[0] if task.target is None else handle
+        # A task with resources was given the best of the drones that can take it now.
+        is_free = task.target is None and not task.resources
+        best = self.best_holder(remote_objects)[0] if is_free else handle
         if best is not None and best is not handle:
             self.dispatcher.prefer(task, best)
             return False

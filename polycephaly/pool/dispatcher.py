@@ -49,6 +49,7 @@ from .interfaces import AssignedDrone, State, TaskOptions
 from .leases import Leases
 from .locality import Locality
 from .reactor import lease_reactor
+from .resources import Resources, insert_in_order
 from .stacks import StackRequests
 from .stall_detection import StallDetector
 from .supervisor import Supervisor, pool_error
@@ -73,9 +74,12 @@ class Dispatcher(DispatcherBase):
     def __init__(self, config: PoolConfig, open_engine: Callable[[Dispatcher], Engine]) -> None:
         super().__init__(config)
         self.task_options = config.task_options
-        self._own_options = config.task_options if config.task_options != (None, 0) else None
+        self._own_options = config.task_options if config.task_options != TaskOptions() else None
         # If true, `submit` has more to check at each call.
         self.needs_checks = self._own_options is not None or config.max_queued is not None
+        self.resources = Resources(self, config.resources)
+        # A task has a priority or needs resources: the reactor's thread queues all tasks, in order.
+        self.keeps_order = False
         self._backlog = _Backlog(self)
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
@@ -89,7 +93,12 @@ class Dispatcher(DispatcherBase):
         self.backpressure: BackPressure | None = None  # None if queues have no limit
         self.stack_requests = StackRequests(self)
         self.supervisor = Supervisor(
-            self, self.cancellation, self.directory, self.locality, self.stack_requests
+            self,
+            self.cancellation,
+            self.directory,
+            self.locality,
+            self.resources,
+            self.stack_requests,
         )
         self.health_monitor = HealthMonitor(self, self.supervisor)
         has_begun = False
@@ -136,6 +145,8 @@ class Dispatcher(DispatcherBase):
             task = Task(self)
         if task_options is not None:
             task.set_options(task_options)
+            if task.priority or task.resources:
+                self.keeps_order = True
         try:
             definition = self.registry.define(work)
             if definition.takes_function:
@@ -177,29 +188,46 @@ class Dispatcher(DispatcherBase):
         """Queue a task that was made elsewhere. Raises the same errors as `submit`."""
         self._wait_for_room(None)
         self.check_open()
+        if task.priority:
+            self.keeps_order = True
         self._enqueue(task)
+
+    @property
+    def resource_sizes(self) -> dict[str, int]:
+        return self.resources.sizes
 
     def has_room(self) -> bool:
         return self.backpressure is None or self.backpressure.has_room(self._backlog)
 
-    def _enqueue(self, task: Task) -> None:
+    def _enqueue(self, task: Task) -> bool:
+        """Queue `task`. Return True if it is in `waiting` until the reactor's thread does so."""
+        if self.keeps_order:
+            self.waiting.add(task)
+            self.post(self._enqueue_in_order, task)
+            if self.has_ended:
+                self._reject_waiting()
+            return True
         target = task.target
         if target is not None:
             self._enqueue_dedicated(task, target)
-            return
+            return False
         # Read once: if the task is cancelled, another thread may clear the payload.
         payload = task.payload
         if type(payload) is PayloadWithRefs:
-            task.preferred_drone, task.bytes_to_move = self.directory.best_holder(
-                payload.remote_objects.values()
-            )
+            self._find_holder(task, payload)
         if task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
             self.locality.add(task, task.preferred_drone)
-            return
+            return False
         self.queue.append(task)
         self.wake_idle_drone(task)
         if self.has_ended:
             self.reject_all(self.queue)
+        return False
+
+    def _find_holder(self, task: Task, payload: PayloadWithRefs) -> None:
+        task.preferred_drone, task.bytes_to_move = self.directory.best_holder(
+            payload.remote_objects.values()
+        )
 
     def _enqueue_dedicated(self, task: Task, target: AssignedDrone) -> None:
         target.dedicated.append(task)
@@ -220,9 +248,8 @@ class Dispatcher(DispatcherBase):
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
-        if task._state == PENDING:
-            self._enqueue(task)
-        self.waiting.discard(task)
+        if task._state != PENDING or not self._enqueue(task):
+            self.waiting.discard(task)
         if self.closing:
             self.post(self._request_end_check)
         if task.target is not None and task.target.state is State.RETIRING:
@@ -344,6 +371,14 @@ class Dispatcher(DispatcherBase):
                     self.send(handle, handle.preferred, len(handle.preferred), now)
             if self.locality:
                 self.locality.update_has_tasks()
+        if self.resources:
+            self.resources.dispatch(now)
+            self._dispatch_queue(now)
+            self.resources.dispatch(now)  # the tasks that came behind those of the queue
+        else:
+            self._dispatch_queue(now)
+
+    def _dispatch_queue(self, now: float) -> None:
         queue = self.queue
         if len(queue) == 1:
             for handle in self.handles:
@@ -461,6 +496,18 @@ class Dispatcher(DispatcherBase):
             for each in followers:
                 self.reactor.deliver(each.cancel)
 
+    def _enqueue_in_order(self, task: Task) -> None:
+        """Queue `task`, which is in `waiting` until then, by its priority."""
+        if self.has_ended:  # rejected by the thread that submitted it, or by `_finish`
+            return
+        payload = task.payload
+        if type(payload) is PayloadWithRefs:
+            self._find_holder(task, payload)
+        if not task.done():
+            self._insert(task, first=False)
+        self.waiting.discard(task)
+        self.end_if_last(task.target)
+
     def requeue(self, tasks: list[Task]) -> None:
         """Put `tasks` back at the heads of their queues, in the same order."""
         if self.abandoned:  # no drone will take them
@@ -474,17 +521,29 @@ class Dispatcher(DispatcherBase):
             task.sending = None
             if task.done():  # by a thread that may have taken the task for begun
                 task.release_payload()
-            if task.target is not None:
-                task.target.dedicated.appendleft(task)
-                self.dedicated_waiting = True
-            elif task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
-                self.locality.put_back(task, task.preferred_drone)
-            else:
-                self.queue.appendleft(task)
+                self.end_if_last(task.target)
+                continue
+            self._insert(task, first=True)
+
+    def _insert(self, task: Task, *, first: bool) -> None:
+        """Queue `task` behind those of its priority, or `first` among them."""
+        if self.abandoned:
+            self.reactor.deliver(task.cancel)
+        elif task.target is not None and task.target.state is State.DEAD:
+            self.reject_later(task, task.target.closed_error)
+        elif task.resources:
+            self.resources.add(task, first=first)
+        elif task.target is not None:
+            insert_in_order(task.target.dedicated, task, first=first)
+            self.dedicated_waiting = True
+        elif task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
+            self.locality.insert(task, task.preferred_drone, first=first)
+        else:
+            insert_in_order(self.queue, task, first=first)
 
     def after_answer(self, handle: DroneHandle) -> None:
         """Update `handle` after an answer to one of its tasks in flight."""
-        if handle.dedicated or self.locality:
+        if handle.dedicated or self.locality or self.resources:
             self.dedicated_waiting = True
         if (
             handle.state is State.READY
@@ -560,7 +619,8 @@ class Dispatcher(DispatcherBase):
             self.end_if_last(target)
             if self.backpressure is not None:  # a cancelled task must not take up room
                 preferred = [each.preferred for each in self.handles]
-                for queue in [self.queue, *preferred] if target is None else [target.dedicated]:
+                queues = [self.queue, *preferred] if target is None else [target.dedicated]
+                for queue in [*queues, *self.resources.queues()]:
                     with suppress(ValueError):
                         queue.remove(task)
 
@@ -697,7 +757,7 @@ class Dispatcher(DispatcherBase):
         if self.abandoned:
             return False
         # Checked first, because a task that has left these sets is in a queue by then.
-        if self.waiting or self.parked:
+        if self.resources.have_tasks() or self.waiting or self.parked:
             return True
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it was queued
@@ -805,7 +865,8 @@ class _Backlog:
 
     def __len__(self) -> int:
         dispatcher = self._dispatcher
-        return len(dispatcher.queue) + len(dispatcher.locality) + len(dispatcher.delayed)
+        waiting = len(dispatcher.delayed) + len(dispatcher.resources)
+        return len(dispatcher.queue) + len(dispatcher.locality) + waiting
 
 
 def _load(handle: DroneHandle) -> float:

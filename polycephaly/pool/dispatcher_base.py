@@ -238,7 +238,7 @@ class DispatcherBase(Tenant):
             else:
                 task.payload = b""
                 self.reactor.deliver(partial(reject, task, copy_error(error)))
-        self.queue.extendleft(reversed(retried))
+        self.requeue(retried)
 
     def on_failed(self, task: Task, error: BaseException) -> None:
         """Run a task that has a `Retry` again after a delay, or reject the task with `error`."""

@@ -526,7 +526,7 @@ class DroneHandle:
 
     def remove_many_in_flight(self, numbers: list[int]) -> list[Task | None]:
         """Remove many tasks from flight, as `remove_in_flight` does."""
-        if self.bulk_unanswered or self.overlapping:
+        if self.bulk_unanswered or self.overlapping or self.dispatcher.resources.sizes:
             return [self.remove_in_flight(number) for number in numbers]
         in_flight = self.in_flight
         tasks = [in_flight.pop(number, None) for number in numbers]
@@ -561,6 +561,8 @@ class DroneHandle:
                 self.load -= sending.estimate
             if not self.in_flight:
                 self.load = 0.0
+            if task.resources:
+                self.dispatcher.resources.release(task)
         return task
 
     # -- output ------------------------------------------------------------------------------------

@@ -157,9 +157,9 @@ class _Options(NamedTuple):
     retries: int | Retry | None
 
     def completed_by(self, defaults: TaskOptions) -> TaskOptions:
-        return TaskOptions(
-            defaults.timeout if self.timeout is None else self.timeout,
-            defaults.retries if self.retries is None else self.retries,
+        return defaults._replace(
+            timeout=defaults.timeout if self.timeout is None else self.timeout,
+            retries=defaults.retries if self.retries is None else self.retries,
         )
 
 

@@ -7,7 +7,7 @@ DroneHandle ──> HandleOwner (a `Dispatcher`)  maps ──> TaskRunner  ┘ `
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ __all__ = [
     "EventLoop",
     "HandleOwner",
     "KeptValue",
+    "ResourceOwner",
     "State",
     "TaskOptions",
     "TaskOwner",
@@ -36,10 +37,16 @@ class State(IntEnum):
 
 
 class TaskOptions(NamedTuple):
-    """The options of one task: the seconds that it may run, and how often it is run again."""
+    """The options of one task.
 
-    timeout: float | None
-    retries: int | Retry
+    The seconds that it may run; how often it is run again; its priority; and how much it needs of
+    which resources, sorted by their names.
+    """
+
+    timeout: float | None = None
+    retries: int | Retry = 0
+    priority: int = 0
+    resources: tuple[tuple[str, int], ...] = ()
 
 
 class EventLoop(Protocol):
@@ -85,6 +92,14 @@ class ValueDirectory(Protocol):
     def on_store_lost(self, handle: Any, number: int, /) -> None: ...
 
 
+class ResourceOwner(Protocol):
+    """The interface of `Resources` for drone handles."""
+
+    sizes: dict[str, int]
+
+    def release(self, task: Any, /) -> None: ...
+
+
 class HandleOwner(Protocol):
     """The interface for drone handles."""
 
@@ -96,6 +111,8 @@ class HandleOwner(Protocol):
 
     @property
     def directory(self) -> ValueDirectory: ...
+    @property
+    def resources(self) -> ResourceOwner: ...
     @property
     def reactor(self) -> EventLoop: ...
     def post(self, callback: Callable[..., object], /, *args: Any) -> None: ...
@@ -127,6 +144,8 @@ class TaskRunner(TaskOwner, Protocol):
     task_options: TaskOptions
     ended: Signal[None]
 
+    @property
+    def resource_sizes(self) -> Mapping[str, int]: ...
     @property
     def refusal(self) -> BaseException | None: ...
     def check_open(self) -> None: ...

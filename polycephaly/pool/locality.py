@@ -26,6 +26,7 @@ from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, drain
 from .interfaces import AssignedDrone, State
+from .resources import insert_in_order
 from .task import Task
 
 __all__ = ["Locality"]
@@ -71,9 +72,13 @@ class Locality:
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 
-    def put_back(self, task: Task, handle: AssignedDrone) -> None:
-        """Put `task` back at the head of the queue that it was taken from."""
-        handle.preferred.appendleft(task)
+    def insert(self, task: Task, handle: AssignedDrone, *, first: bool) -> None:
+        """Queue `task` for `handle` behind those of its priority. If `first`, put it back at their
+        head.
+        """
+        if not first:
+            task.preferred_since = self._dispatcher.reactor.timers.now()
+        insert_in_order(handle.preferred, task, first=first)
         self._has_tasks = self._dispatcher.dedicated_waiting = True
 
     def update_has_tasks(self) -> None:

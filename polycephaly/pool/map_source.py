@@ -170,6 +170,7 @@ class Source(OneByOne):
             task_options.timeout is not None
             or config.max_tasks is not None
             or isinstance(task_options.retries, Retry)
+            or bool(task_options.resources)  # which each call holds only while it runs
         )
         self._definition = dispatcher.registry.define(fn)
 

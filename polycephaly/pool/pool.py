@@ -22,6 +22,7 @@ from .config import (
     check_memory,
     check_output,
     check_report_waiting,
+    check_resources,
     check_retries,
     check_start,
     check_timeout,
@@ -92,6 +93,10 @@ class Pool(ExecutorBase):
         drone is not killed, because a wait and a hang look alike. None: never. See `Drone.waiting`.
     on_death
         "replace" a drone that died, or "break" the pool, as the standard library's executor does.
+    resources
+        What is scarce on this machine and how much of it there is, as in ``{"db": 2, "gpu": 1}``:
+        `options` says what a task needs of it, and no more tasks run at a time than that allows.
+        With ``engine="ray"``, what Ray reserves for each drone.
     post_mortem
         If True, the frames of a failed task are kept for `Promise.debug`, in a process that its
         drone forks; the drone goes on. Each drone keeps those of one task at a time, the first,
@@ -102,9 +107,8 @@ class Pool(ExecutorBase):
         Ray actors, with copies of the contents of `__main__`, on any node of the cluster at
         ``address`` (as in Ray: "auto", "HOST:PORT", or None).
     **options
-        For Ray: ``address``, ``num_cpus``, ``num_gpus``, ``resources``, ``memory``,
-        ``runtime_env``, ``scheduling_strategy`` and the like, which are passed to Ray with each
-        drone.
+        For Ray: ``address``, ``num_cpus``, ``num_gpus``, ``memory``, ``runtime_env``,
+        ``scheduling_strategy`` and the like, which are passed to Ray with each drone.
 
     Raises
     ------
@@ -152,6 +156,7 @@ class Pool(ExecutorBase):
         max_queued: int | None = None,
         on_death: str = "replace",
         post_mortem: bool = False,
+        resources: Mapping[str, int] | None = None,
         engine: str = "local",
         **options: Any,
     ) -> None:
@@ -163,6 +168,8 @@ class Pool(ExecutorBase):
                 "post_mortem=True keeps frames in forks of drones, for which the engine is "
                 f"'local', not {engine!r}"
             )
+        if engine == "ray" and resources is not None:
+            options["resources"], resources = resources, None
         machine = find_machine(engine, options)
         size = check_at_least("drones", machine.default_size() if drones is None else drones, 1)
         name = name or f"pool-{next(_names)}"
@@ -186,6 +193,7 @@ class Pool(ExecutorBase):
             hang_timeout=check_hang_timeout(hang_timeout),
             report_waiting=check_report_waiting(report_waiting),
             post_mortem=bool(post_mortem),
+            resources=check_resources(resources),
             on_death=on_death,
         )
         machine.check(size)
@@ -359,13 +367,16 @@ class Pool(ExecutorBase):
             ``width``;
 
             ``queued`` (tasks that no drone has been sent), ``waiting`` (tasks that wait for
-            promises or kept values among their arguments, or for another attempt: see `Retry`),
+            promises or kept values among their arguments, for resources, or for another attempt:
+            see `Retry`),
             ``in_flight`` (tasks that were sent to drones and not answered) and, of these,
             ``running``;
 
             ``tasks_done`` (calls that were answered, by a value or an error), ``tasks_failed``
             (calls that raised, exceeded a time limit or were lost with a drone; each try counts)
             and ``tasks_cancelled``, since the pool was made;
+
+            ``resources``, a dict from each name to its ``size`` and how much is ``free``;
 
             ``shared_memory`` and ``shared_memory_limit`` (bytes, or None if the engine has none);
 

@@ -45,6 +45,7 @@ def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
         queued += len(handle.dedicated) + len(handle.preferred)
         in_flight += len(handle.in_flight)
         running += handle.overlapping or handle.last_started() in handle.in_flight
+    free = dispatcher.resources.free()
     engine = dispatcher.supervisor.engine
     shared_memory, shared_memory_limit = engine.shared_memory()
     return {
@@ -67,6 +68,10 @@ def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
         "tasks_done": dispatcher.tasks_done,
         "tasks_failed": dispatcher.record.failed,
         "tasks_cancelled": dispatcher.tasks_cancelled,
+        "resources": {
+            name: {"size": size, "free": free[name]}
+            for name, size in dispatcher.resource_sizes.items()
+        },
         "shared_memory": shared_memory,
         "shared_memory_limit": shared_memory_limit,
         "drones": describe_drones(dispatcher),

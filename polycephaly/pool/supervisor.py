@@ -33,6 +33,7 @@ from .drone_handle import DroneHandle, drain
 from .engine import Engine
 from .interfaces import AssignedDrone, State
 from .locality import Locality
+from .resources import Resources
 from .stacks import StackRequests
 from .task import Task
 
@@ -57,12 +58,14 @@ class Supervisor:
         cancellation: Cancellation,
         directory: ObjectDirectory,
         locality: Locality,
+        resources: Resources,
         stack_requests: StackRequests,
     ) -> None:
         self._dispatcher = dispatcher
         self._cancellation = cancellation
         self._directory = directory
         self._locality = locality
+        self._resources = resources
         self._stack_requests = stack_requests
         self._config = dispatcher.config
         self._numbers = itertools.count(1)
@@ -210,7 +213,7 @@ class Supervisor:
         handle.state = State.READY
         self._failed_starts = 0
         # No `|=`: between its read and its write another thread may set the flag.
-        if handle.dedicated or self._locality:
+        if handle.dedicated or self._locality or self._resources:
             self._dispatcher.dedicated_waiting = True
         self._dispatcher.end_check_due = True
         if handle.retire_when_ready:
@@ -323,13 +326,17 @@ class Supervisor:
             # Overlapped tasks are answered in any order, but begun in the order of sending.
             if task.position <= answered and not task.definition.overlaps:
                 continue
-            del in_flight[task.number]
+            handle.remove_in_flight(task.number)
             if task.position <= begun:
                 running = task
             # A malformed message may have been the answer of any task sent before.
             is_lost = task.position <= max(begun, handle.suspect_position)
             (lost if is_lost else not_begun).append(task)
-        dedicated = [*(task for task in not_begun if task.target), *drain(handle.dedicated)]
+        dedicated = [
+            *(task for task in not_begun if task.target),
+            *drain(handle.dedicated),
+            *self._resources.drain(handle),
+        ]
         error = _death(handle, running)
         self._dispatcher.requeue([task for task in not_begun if task.target is None])
         self._dispatcher.record.add_lost(handle.name, lost)
@@ -374,8 +381,9 @@ class Supervisor:
 
     def _give_up_late_results(self, handle: DroneHandle, error: DroneDied) -> None:
         """Give up the results that the dead drone had sent but that did not arrive in time."""
-        self._dispatcher.reject_or_retry(list(handle.in_flight.values()), error, may_retry=True)
-        handle.in_flight.clear()
+        lost = list(handle.in_flight.values())
+        handle.remove_many_in_flight(list(handle.in_flight))
+        self._dispatcher.reject_or_retry(lost, error, may_retry=True)
         self._remove(handle)
         self._dispatcher.end_check_due = True
 

@@ -85,6 +85,9 @@ class Task(Promise[Any]):
     answer: Answer | AnswerBatch | None = None
     timeout: float | None = None  # seconds that the task may run
     retries = 0  # how many more times the task may run again
+    priority = 0  # a task of a larger one is sent first
+    # How much the task needs of which resources, sorted by name: see resources.py.
+    resources: tuple[tuple[str, int], ...] = ()
     retry: Retry | None = None  # if errors of the task are reasons to run again, too
     first_number = 0  # of the first attempt, if the task runs again because of `retry`
     # The time limit is over, and the task is to run again as soon as the drone has stopped it.
@@ -123,7 +126,7 @@ class Task(Promise[Any]):
         self.queued = monotonic()
 
     def set_options(self, task_options: TaskOptions) -> None:
-        self.timeout, retries = task_options
+        self.timeout, retries, self.priority, self.resources = task_options
         if isinstance(retries, Retry):
             self.retry, retries = retries, retries.times
         self.retries = retries
@@ -682,6 +685,7 @@ class Slice(Task):
             for start, stop in ((done, begun), (begun, self.count))
         )
         running.retries = later.retries = self.retries
+        running.priority = later.priority = self.priority
         running.answer_objects = self.answer_objects
         running.continues = True
         running.queued = self.queued

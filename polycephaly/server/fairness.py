@@ -2,13 +2,15 @@
 
     the pool's queue   a1 a2 a3 a4 ... b1 c1      ── order ──>      a1 b1 c1 a2 a3 a4 ...
 
-A client with one call waits for at most one queued call of each other client. The order of one
-client's calls stays. Tasks that the pool's owner submitted count as those of one more client.
+A client with one call waits for at most one queued call of each other client with the same
+priority. The order of one client's calls stays. Tasks that the pool's owner submitted count as
+those of one more client.
 """
 
 from __future__ import annotations
 
 from itertools import zip_longest
+from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -49,12 +51,13 @@ class FairOrder:
             for task in [*queue]:
                 tasks_by_client.setdefault(task.client_tag, []).append(task)
             if len(tasks_by_client) > 1:
-                ordered = (
+                ordered = [
                     task
                     for each in zip_longest(*tasks_by_client.values())
                     for task in each
                     if task is not None
-                )
+                ]
+                ordered.sort(key=attrgetter("priority"), reverse=True)  # stable
                 for index, task in enumerate(ordered):
                     if queue[index] is not task:
                         queue[index] = task

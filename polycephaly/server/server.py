@@ -545,7 +545,8 @@ class Server:
             on_output if properties.get("output") else _discard
         )
         self._clients[identity] = client
-        self._send(identity, pack_hello(size, name=self.name))
+        resources = self._dispatcher.resource_sizes
+        self._send(identity, pack_hello(size, name=self.name, resources=resources))
 
     def _submit_call(
         self, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]]
@@ -556,6 +557,11 @@ class Server:
             raise RuntimeError(
                 f"the shared value is in the memory of {socket.gethostname()}, and this drone runs "
                 "on a joined host: use a drone of that machine"
+            )
+        if item.resources:
+            raise ValueError(
+                f"the pool's resources are those of {socket.gethostname()}, and this drone runs on "
+                "a joined host: use a drone of that machine"
             )
         return self._joined_hosts.submit_call(function, item)
 

@@ -22,9 +22,11 @@ from ..engines.remote.messages import (
     Item,
     Result,
     read_definition,
+    read_json,
     read_shared_numbers,
 )
 from ..errors import copy_error
+from ..pool.config import check_needs
 from ..pool.drone_handle import DroneHandle
 from ..pool.interfaces import State, TaskOptions
 from ..promises.promise import Promise
@@ -168,11 +170,15 @@ def submit_call(
     """
     handle = find_drone(dispatcher, item.target) if item.target else None
     task_options = None
-    if item.timeout is not None or item.retries is not None:
+    if item.timeout is not None or item.retries is not None or item.priority or item.resources:
         defaults = dispatcher.task_options
         task_options = TaskOptions(
             item.timeout or defaults.timeout,
             defaults.retries if item.retries is None else item.retries,
+            item.priority,
+            check_needs(read_json([b"", item.resources]), dispatcher.resource_sizes)
+            if item.resources
+            else (),
         )
     # Set the label before the call is recorded, and each time: a refresh makes new definitions.
     dispatcher.registry.define(function.forwarded).label = function.label

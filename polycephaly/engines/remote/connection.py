@@ -61,6 +61,7 @@ from .messages import (
     pack_definition,
     pack_hello,
     pack_json,
+    pack_needs,
     pack_numbers,
     pack_shared_numbers,
     pack_shared_value,
@@ -70,6 +71,7 @@ from .messages import (
     read_lines,
     read_numbers,
     read_results,
+    read_sizes,
 )
 from .server_connection import ServerConnection
 from .shared import Lease, pickling_call
@@ -99,6 +101,7 @@ class Connection(ServerConnection):
         self.queue: deque[Task] = deque()
         self.task_options = TaskOptions(None, POOL_DEFAULT)
         self.name = ""  # the pool's name
+        self.resource_sizes: dict[str, int] = {}
         self.drones = 0
         self.refusal: BaseException | None = None  # why new tasks are refused, or None
         self.registry = FunctionRegistry(NO_SHARED_NAMES, None)
@@ -373,6 +376,7 @@ class Connection(ServerConnection):
             if incompatibility is not None:
                 raise Malformed(incompatibility)
             self.name = str(properties.get("name"))
+            self.resource_sizes = read_sizes(properties.get("resources"))
             self.on_connected()
             self._send_alive()
         elif kind == RUNNING:
@@ -470,7 +474,15 @@ class Connection(ServerConnection):
                         task.leases = None
                 items.append(
                     Item(
-                        task.number, definition.number, kind, payload, target, task.timeout, retries
+                        task.number,
+                        definition.number,
+                        kind,
+                        payload,
+                        target,
+                        task.timeout,
+                        retries,
+                        task.priority,
+                        pack_needs(task.resources),
                     )
                 )
                 self._in_flight[task.number] = task, len(payload)

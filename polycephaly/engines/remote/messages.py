@@ -39,7 +39,7 @@ __all__ = [
     "read_shared_numbers", "read_shared_value", "read_work",
 ]  # fmt: skip
 
-PROTOCOL = 5  # protocols 3 and 4 pickled other names of modules, classes and functions
+PROTOCOL = 6  # protocols 3 and 4 pickled other names of modules, classes and functions
 
 # Between a client and its server:
 #
@@ -109,9 +109,9 @@ LINE_OVERHEAD_BYTES = 64
 """Bytes that a line of OUTPUT counts for, in addition to its text."""
 
 _HELLO = Struct("<HBBI")
-_ITEM = Struct("<QQBQdiQ")
+_ITEM = Struct("<QQBQdiiHQ")
 """Number, definition, kind, target drone (0: any), time limit in seconds (nan: as the pool),
-retries (-1: as the pool), bytes of the payload.
+retries (-1: as the pool), priority, bytes of the resources' JSON, of these and the payload.
 """
 _RESULT = Struct("<QBHQ")
 """Number; status; bytes of the output tail; bytes of the payload and the tail after it."""
@@ -133,6 +133,8 @@ class Item(NamedTuple):
     target: int = 0
     timeout: float | None = None
     retries: int | None = None
+    priority: int = 0
+    resources: bytes = b""  # what the call needs, as JSON
 
 
 class Hello(NamedTuple):
@@ -277,18 +279,42 @@ def pack_work(items: Sequence[Item]) -> list[bytes]:
     head = b"".join(
         _ITEM.pack(
             number, definition, kind, target, math.nan if timeout is None else timeout,
-            -1 if retries is None else retries, len(payload),
+            -1 if retries is None else retries, priority, len(needs), len(needs) + len(payload),
         )
-        for number, definition, kind, payload, target, timeout, retries in items
+        for number, definition, kind, payload, target, timeout, retries, priority, needs in items
     )  # fmt: skip
-    return [WORK, head, *_to_chunks([item.payload for item in items])]
+    body = [part for item in items for part in (item.resources, item.payload)]
+    return [WORK, head, *_to_chunks(body)]
 
 
 def read_work(frames: Sequence[bytes]) -> Iterator[Item]:
     for head, payload in _read_items(_ITEM, frames):
-        number, definition, kind, target, timeout, retries, _ = head
-        task_options = timeout if timeout > 0 else None, retries if retries >= 0 else None
-        yield Item(number, definition, kind, payload, target, *task_options)
+        number, definition, kind, target, timeout, retries, priority, needs, size = head
+        if needs > size:
+            raise Malformed("a call whose resources are longer than its payload")
+        yield Item(
+            number,
+            definition,
+            kind,
+            payload[needs:] if needs else payload,
+            target,
+            timeout if timeout > 0 else None,
+            retries if retries >= 0 else None,
+            priority,
+            bytes(payload[:needs]),
+        )
+
+
+def pack_needs(needs: tuple[tuple[str, int], ...]) -> bytes:
+    """Pack what a call needs of a pool's resources."""
+    return json.dumps(dict(needs)).encode() if needs else b""
+
+
+def read_sizes(sizes: Any) -> dict[str, int]:
+    """Check the sizes of a pool's resources, or what a call needs. Raise `Malformed`."""
+    if not isinstance(sizes, dict) or not all(type(size) is int for size in sizes.values()):
+        raise Malformed("resources without sizes")
+    return sizes
 
 
 def pack_results(results: Sequence[Result]) -> list[bytes]:

@@ -1,0 +1,338 @@
+"""Who comes first: priorities, and resources that are scarce."""
+
+import time
+
+import pytest
+from faults import append, hold_until, lines, wait_for
+from in_time import FakeReactor, dispatcher_of
+from scripted_drones import brief, lasting
+
+import polycephaly as poly
+from polycephaly.errors import DroneDied
+from polycephaly.pool.interfaces import TaskOptions
+from polycephaly.pool.retry import Retry
+from polycephaly.promises.promise import Promise
+from polycephaly.server.fairness import FairOrder
+from polycephaly.wire.functions import RemoteFunction
+
+DB = (("db", 1),)
+
+
+@pytest.fixture
+def reactor(monkeypatch):
+    """With calls of unknown length, of which a drone is given one at a time."""
+    monkeypatch.setattr(RemoteFunction, "record_duration", lambda *args: None)
+    return FakeReactor()
+
+
+def submit(dispatcher, key, priority=0, resources=(), *, inputs=(), target=None, **options):
+    task_options = TaskOptions(priority=priority, resources=resources, **options)
+    return dispatcher.submit(lasting, (key, *inputs), {}, target, task_options)
+
+
+def running(dispatcher):
+    """The keys of the calls in flight, by drone."""
+    dispatcher.reactor.turn()
+    in_flight = [task for handle in dispatcher.handles for task in handle.in_flight.values()]
+    return [task.args[0] for task in in_flight]
+
+
+def end_one(dispatcher):
+    """The first call in flight ends. Its key."""
+    handle = next(each for each in dispatcher.handles if each.in_flight)
+    task = next(iter(handle.in_flight.values()))
+    handle.answers(task)
+    return task.args[0]
+
+
+def end_all(dispatcher):
+    dispatcher.reactor.turn()
+    ended = []
+    while any(handle.in_flight for handle in dispatcher.handles):
+        ended.append(end_one(dispatcher))
+    return ended
+
+
+# -- priorities ------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("pool-13")
+def test_of_what_waits_the_highest_priority_is_sent_first_and_equals_in_order(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    for key, priority in enumerate((0, 0, -1, 5, 3, 5, 0, -1)):
+        submit(dispatcher, key, priority)
+    # The first was sent at once: until then no other was known.
+    assert end_all(dispatcher) in ([0, 3, 5, 4, 1, 6, 2, 7], [3, 5, 4, 0, 1, 6, 2, 7])
+
+
+def test_what_was_queued_before_the_first_priority_is_overtaken_too(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    plain = [dispatcher.submit(lasting, (key,), {}) for key in range(3)]
+    assert running(dispatcher) == [0]
+    submit(dispatcher, 9, 1)
+    dispatcher.submit(lasting, (3,), {})
+    assert end_all(dispatcher) == [0, 9, 1, 2, 3]
+    assert all(task.done() for task in plain)
+
+
+def test_what_was_given_back_comes_first_among_its_equals_only(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    submit(dispatcher, 0, retries=1)
+    assert running(dispatcher) == [0]
+    submit(dispatcher, 1)
+    submit(dispatcher, 2, 1)
+    dispatcher.handles[0].dies()
+    (fresh,) = dispatcher.handles
+    fresh.starts()
+    fresh.says_hello()
+    assert end_all(dispatcher) == [2, 0, 1]
+
+
+def test_the_priority_of_a_call_for_one_drone_is_among_the_calls_for_that_drone(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    (handle,) = dispatcher.handles
+    for key, priority in enumerate((0, 0, 1)):
+        submit(dispatcher, key, priority, target=handle)
+        reactor.turn()
+    assert end_all(dispatcher) == [0, 2, 1]
+
+
+def test_a_call_whose_input_comes_late_is_queued_by_its_priority(reactor):
+    dispatcher, late = dispatcher_of(reactor, 1), Promise()
+    submit(dispatcher, 0)
+    assert running(dispatcher) == [0]
+    submit(dispatcher, 1)
+    submit(dispatcher, 2, 1, inputs=[late])
+    reactor.turn()
+    late.set_result(7)
+    assert end_all(dispatcher) == [0, 2, 1]
+
+
+def test_clients_take_turns_within_a_priority(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    submit(dispatcher, "running")
+    reactor.turn()
+    for key, priority in (("a1", 0), ("a2", 0), ("a3", 0), ("b1", 0), ("b2", 1)):
+        submit(dispatcher, key, priority).client_tag = key[0]
+    reactor.turn()
+    FairOrder(dispatcher)._order()
+    assert end_all(dispatcher) == ["running", "b2", "a1", "b1", "a2", "a3"]
+
+
+def test_a_cancelled_call_and_a_closed_pool_leave_nothing_behind(reactor):
+    dispatcher = dispatcher_of(reactor, 1, resources=DB)
+    tasks = [submit(dispatcher, key, key % 3, DB * (key % 2)) for key in range(8)]
+    tasks[5].cancel()  # before it is queued
+    reactor.turn()
+    tasks[3].cancel()
+    tasks[4].cancel()
+    dispatcher.close()
+    assert sorted(end_all(dispatcher)) == [0, 1, 2, 6, 7]
+    assert dispatcher.pending() == 0 and not dispatcher.resources
+
+
+# -- resources -------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("pool-13")
+def test_no_more_run_at_once_than_the_resource_allows_and_others_overtake(reactor):
+    dispatcher = dispatcher_of(reactor, 4, resources=(("db", 2),))
+    for key in range(4):
+        submit(dispatcher, key, resources=DB)
+    for key in range(4, 7):
+        submit(dispatcher, key)
+    assert sorted(running(dispatcher)) == [0, 1, 4, 5]
+    assert dispatcher.resources.free() == {"db": 0}
+    ended = end_all(dispatcher)
+    assert sorted(ended) == list(range(7)) and dispatcher.resources.free() == {"db": 2}
+
+
+def test_what_waits_for_a_resource_keeps_its_place_when_that_is_free(reactor):
+    dispatcher = dispatcher_of(reactor, 1, resources=DB)
+    for key, resources in enumerate(((), DB, (), DB, ())):
+        submit(dispatcher, key, resources=resources)
+        reactor.turn()
+    assert end_all(dispatcher) == [0, 1, 2, 3, 4]
+
+
+def test_the_highest_priority_gets_the_resource_first(reactor):
+    dispatcher = dispatcher_of(reactor, 2, resources=DB)
+    for key, priority in enumerate((0, 0, 1)):
+        submit(dispatcher, key, priority, DB)
+        reactor.turn()
+    assert end_all(dispatcher) == [0, 2, 1]
+
+
+def test_a_call_that_needs_several_takes_all_or_none(reactor):
+    sizes = (("db", 1), ("gpu", 1))
+    dispatcher = dispatcher_of(reactor, 3, resources=sizes)
+    submit(dispatcher, 0, resources=DB)
+    submit(dispatcher, 1, resources=sizes)
+    submit(dispatcher, 2, resources=(("gpu", 1),))
+    assert sorted(running(dispatcher)) == [0, 2]
+    assert end_all(dispatcher)[-1] == 1
+
+
+@pytest.mark.parametrize("retries", [0, Retry(1, on=DroneDied, delay=0, jitter=False)])
+def test_what_is_lost_with_a_drone_frees_its_resource(reactor, retries):
+    dispatcher = dispatcher_of(reactor, 2, resources=DB)
+    first = submit(dispatcher, 0, resources=DB, retries=retries)
+    assert running(dispatcher) == [0]
+    submit(dispatcher, 1, resources=DB)
+    reactor.turn()
+    next(each for each in dispatcher.handles if each.in_flight).dies()
+    reactor.turn()
+    assert end_all(dispatcher) == ([1] if retries == 0 else [1, 0])
+    assert isinstance(first.exception(), DroneDied) is (retries == 0)
+
+
+def test_a_cancelled_call_holds_the_resource_until_its_drone_has_stopped_it(reactor):
+    dispatcher = dispatcher_of(reactor, 2, resources=DB)
+    first = submit(dispatcher, 0, resources=DB)
+    second = submit(dispatcher, 1, resources=DB)
+    assert running(dispatcher) == [0]
+    assert first.cancel()
+    assert running(dispatcher) == [0] and not second.running()
+    end_one(dispatcher)  # the drone tells that it was stopped
+    assert running(dispatcher) == [1]
+
+
+def test_what_only_a_drone_may_run_dies_with_it(reactor):
+    dispatcher = dispatcher_of(reactor, 2, resources=DB)
+    first, second = dispatcher.handles
+    submit(dispatcher, 0, resources=DB, target=second)
+    assert running(dispatcher) == [0]
+    waiting = submit(dispatcher, 1, resources=DB, target=first)
+    reactor.turn()
+    first.dies()
+    assert isinstance(waiting.exception(), DroneDied)
+    late = None
+    with pytest.raises(DroneDied):
+        late = submit(dispatcher, 2, resources=DB, target=first)
+    assert late is None and dispatcher.resources.free() == {"db": 0}
+
+
+def test_a_pool_that_ends_rejects_what_waits_for_a_resource(reactor):
+    dispatcher = dispatcher_of(reactor, 1, resources=DB)
+    running_task, waiting = (submit(dispatcher, key, resources=DB) for key in range(2))
+    reactor.turn()
+    dispatcher.kill()
+    reactor.turn()
+    assert waiting.cancelled()
+    dispatcher.handles[0].dies()
+    assert running_task.exception() is not None and dispatcher.has_ended
+
+
+def test_a_call_after_the_end_is_rejected(reactor, monkeypatch):
+    dispatcher = dispatcher_of(reactor, 1, resources=DB)
+    submit(dispatcher, 0, 1)
+    end_all(dispatcher)
+    dispatcher.close()
+    reactor.turn()
+    dispatcher.handles[0].dies()
+    assert dispatcher.has_ended
+    monkeypatch.setattr(dispatcher, "check_open", lambda: None)  # it was open when that was checked
+    task = submit(dispatcher, 1, 1)
+    assert isinstance(task.exception(), RuntimeError)
+
+
+# -- what users see --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "told"),
+    [
+        ({"gpu": 1}, ValueError, "has no resource 'gpu', but only 'db'"),
+        ({"db": 3}, ValueError, "would never run: the pool has 2"),
+        ({"db": 0}, ValueError, "must be at least 1, not 0"),
+        ({"db": 0.5}, TypeError, "whole number, not 0.5"),
+        ({"db": True}, TypeError, "whole number, not True"),
+        ("db", TypeError, "as in {'db': 2}, not 'db'"),
+    ],
+)
+def test_resources_that_never_are_free_are_refused_at_the_call(wrong, error, told):
+    with (
+        poly.Pool(1, resources={"db": 2}, engine="inline") as pool,
+        pytest.raises(error, match=told),
+    ):
+        pool.options(resources=wrong)
+
+
+@pytest.mark.parametrize("wrong", [1.5, "1", True, 1 << 40])
+def test_what_is_no_priority_is_refused(wrong):
+    with (
+        poly.Pool(1, engine="inline") as pool,
+        pytest.raises((TypeError, ValueError), match="priority"),
+    ):
+        pool.options(priority=wrong)
+
+
+def test_a_pool_without_resources_says_how_to_have_some():
+    with (
+        poly.Pool(1, engine="inline") as pool,
+        pytest.raises(ValueError, match=r"no resources: Pool\(resources=\{'db': 1\}\) makes it"),
+    ):
+        pool.options(resources={"db": 1})
+
+
+def test_options_are_added_up():
+    with poly.Pool(1, resources={"db": 2}, engine="inline") as pool:
+        given = pool.options(priority=2).options(resources={"db": 1}).options(timeout=3)
+        assert given._task_options == TaskOptions(3, 0, 2, DB)
+        assert given.options(resources={}, priority=0)._task_options == TaskOptions(3)
+        assert given.promise(abs, -1).value == 1
+        assert list(given.map(abs, [-1, -2])) == [1, 2]
+
+
+def test_a_lone_drone_takes_priorities():
+    with poly.Drone(engine="inline") as drone:
+        assert drone.options(priority=1).promise(abs, -1).value == 1
+
+
+def test_brief_calls_with_resources_go_one_by_one(reactor):
+    dispatcher = dispatcher_of(reactor, 2, resources=DB)
+    tasks = [
+        dispatcher.submit(brief, (key,), {}, None, TaskOptions(resources=DB)) for key in range(3)
+    ]
+    reactor.turn()
+    assert [task.args[0] for task in tasks if task.sending] == [0]
+    tasks[0].definition.seconds = 1e-5
+    assert end_all(dispatcher) == [0, 1, 2]
+
+
+# -- with processes --------------------------------------------------------------------------------
+
+
+def held_for_a_moment(path):
+    """How many run at this moment, this one among them."""
+    append(path, "+")
+    most = sum(1 if line == "+" else -1 for line in lines(path))
+    time.sleep(0.05)
+    append(path, "-")
+    return most
+
+
+def test_clients_have_priorities_and_share_the_resources_of_a_served_pool(tmp_path):
+    path, gate, card = (str(tmp_path / name) for name in ("path", "gate", "pool.json"))
+    with (
+        poly.Pool(3, resources={"db": 2}) as pool,
+        poly.serve(pool, file=card),
+        poly.connect(card) as remote,
+    ):
+        with pytest.raises(ValueError, match="would never run: the pool has 2"):
+            remote.options(resources={"db": 3})
+        theirs = remote.options(resources={"db": 1})
+        ours = pool.options(resources={"db": 1})
+        calls = [each.promise(held_for_a_moment, path) for each in (ours, theirs) * 4]
+        assert max(poly.gather(*calls).result()) <= 2
+        assert list(theirs.map(abs, range(-5, 0))) == [5, 4, 3, 2, 1]
+        assert pool.status()["resources"] == {"db": {"size": 2, "free": 2}}
+        assert remote.status()["resources"] == {"db": {"size": 2, "free": 2}}
+        held = [pool.promise(hold_until, gate) for _ in range(3)]
+        wait_for(lambda: all(each.running() for each in held))
+        for key, priority in (("low", -1), ("usual", 0), ("high", 1)):
+            remote.options(priority=priority).promise(append, path + "2", key)
+        wait_for(lambda: pool.status()["queued"] == 3)
+        pool.resize(1)
+        append(gate, "")
+    assert lines(path + "2") == ["high", "usual", "low"]
