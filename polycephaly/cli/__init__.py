@@ -1,7 +1,7 @@
 """The `polycephaly` command.
 
     start ──> daemon (forks, reports the start) ──> serving: a named pool, until its end ──> journal
-    list, ps, top, stacks, doit, logs, resize, stop, join ──> reach: connect ──> tables: show it
+    list, ps, top, doit, stacks, dashboard, logs, resize, stop, join ──> reach ──> tables: show it
     bench, demo ──> pools of their own
 
 Each subcommand is a module of this package that imports its dependencies when it runs, so that
@@ -19,6 +19,7 @@ from ..runtime.version import __version__
 from .attach import attach
 from .bench import bench
 from .completion import completion
+from .dashboard import dashboard
 from .demo import demo
 from .doit import doit
 from .join import join
@@ -71,6 +72,7 @@ for command in (
     ps,
     top,
     stacks,
+    dashboard,
     doit,
     logs,
     resize,

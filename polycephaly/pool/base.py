@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextvars import ContextVar
+from importlib import import_module
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, overload
 from weakref import ref
@@ -27,7 +28,7 @@ from .config import (
     check_work,
 )
 from .directory import KeptTask
-from .interfaces import TaskOptions, TaskRunner
+from .interfaces import LivePage, TaskOptions, TaskRunner
 from .map import Results, start_map
 from .map_source import OneByOne
 from .retry import Retry
@@ -280,6 +281,7 @@ class ExecutorBase(TaskTarget, Executor):
 
     # Results of `map` that may not have been read yet, by `id`. Each use is one atomic step.
     _maps: dict[int, ref[Results[Any]]] | None = None
+    _dashboard: LivePage | None = None
 
     def _drones(self) -> Sequence[TaskTarget]:
         raise NotImplementedError
@@ -473,6 +475,48 @@ class ExecutorBase(TaskTarget, Executor):
         if maps is not None:
             maps[key] = ref(results, lambda _: maps.pop(key, None))
         return results
+
+    def dashboard(self, port: int = 0, *, host: str = "127.0.0.1") -> LivePage:
+        """Serve a live page of this pool, from a thread of this process.
+
+        The page has the timeline as it grows; for each drone its task, memory and processor time,
+        its stack at a click, and buttons to interrupt and kill; and ``/metrics`` for Prometheus.
+
+        Parameters
+        ----------
+        port
+            Port to listen at. 0: a free one.
+        host
+            Address to listen at. What goes over the network is not encrypted, so other machines
+            should come by a tunnel (``ssh -L``).
+
+        Returns
+        -------
+        Dashboard
+            Has the ``url``, with a token that is the only key to the page, and `close`; also a
+            context manager. While one is open, the pool has no other, and this call returns it.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If starlette or uvicorn is missing: ``pip install 'polycephaly[dashboard]'``.
+        OSError
+            If the port is in use.
+
+        Examples
+        --------
+        >>> import polycephaly as poly
+        >>> with poly.Pool(2) as pool, pool.dashboard() as page:
+        ...     page.url.startswith("http://127.0.0.1:")
+        True
+        """
+        pool = self.__dict__.get("_original", self)  # which `options` have copied
+        if pool._dashboard is None or pool._dashboard.closed:
+            # Loaded by name: a layer above this one, which few programs need.
+            package = import_module("polycephaly.integrations.dashboard")
+            pool._dashboard = package.Dashboard(pool, port, host)
+        page: LivePage = pool._dashboard
+        return page
 
     @overload
     def submit(

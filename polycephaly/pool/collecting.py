@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from ..timeline.entries import Aggregated
 from ..timeline.spans import RUNNING, SENT, Span, short_name
 from ..timeline.timeline import Timeline
+from .record import Cursor
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-__all__ = ["take_timeline"]
+__all__ = ["take_news", "take_timeline"]
 
 
 def take_timeline(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
@@ -29,6 +31,19 @@ def take_timeline(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
     timeline = Timeline(under_way, list(record.drones), waiting=len(dispatcher.queue))
     timeline.add_record(folded, entries, list(record.threads), record.threads_lost)
     return timeline if only is None else timeline.of_drone(only)
+
+
+def take_news(dispatcher: Dispatcher, cursor: Cursor) -> tuple[Timeline, Cursor]:
+    """Return what was recorded since `cursor`, the tasks that are under way, and the next cursor.
+
+    Any thread may call it, also when the dispatcher has ended.
+    """
+    now, record = monotonic(), dispatcher.record
+    entries, threads, cursor = record.since(cursor)
+    before = {entry.drone: entry.finished[-1] for entry in entries}
+    timeline = Timeline(_under_way(dispatcher, before, now), list(record.drones))
+    timeline.add_record(Aggregated(), entries, threads)
+    return timeline, cursor
 
 
 def _under_way(dispatcher: Dispatcher, before: Mapping[str, float], now: float) -> Iterator[Span]:

@@ -200,6 +200,10 @@ class DroneHandle:
         """
         return 0
 
+    def processor_seconds(self) -> float | None:
+        """Return the processor time of the drone so far, or None if it is not known here."""
+        return None
+
     def take_output(self) -> OutputItems:
         """Take the output that has arrived."""
         return []

@@ -21,6 +21,7 @@ __all__ = [
     "EventLoop",
     "HandleOwner",
     "KeptValue",
+    "LivePage",
     "ResourceOwner",
     "State",
     "TaskOptions",
@@ -135,6 +136,21 @@ class TaskOwner(Protocol):
     def note_waiting_thread(self, task: Any, /) -> None: ...
     def explain(self, error: BaseException, /) -> None: ...
     def frames_address(self, task: int, /) -> str | None: ...
+
+
+class LivePage(Protocol):
+    """A page that shows a pool as it works: a `Dashboard` of integrations/dashboard.
+
+    `url` is its address, with the token that is its only key.
+    """
+
+    url: str
+
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> LivePage: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 class TaskRunner(TaskOwner, Protocol):

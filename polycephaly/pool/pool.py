@@ -11,7 +11,7 @@ from ..store.shared import Shared
 from ..timeline import Timeline
 from ..wire.output import Line
 from .base import ExecutorBase
-from .collecting import take_timeline
+from .collecting import take_news, take_timeline
 from .config import (
     PoolConfig,
     check_at_least,
@@ -32,6 +32,7 @@ from .drone import Drone
 from .interfaces import TaskOptions
 from .machine import find_machine
 from .map_source import Source
+from .record import Cursor
 from .retry import Retry
 from .stacks import ANSWER_SECONDS, Stack
 from .status import describe_pool
@@ -350,6 +351,9 @@ class Pool(ExecutorBase):
         """
         return take_timeline(self._dispatcher)
 
+    def _news(self, cursor: Cursor) -> tuple[Timeline, Cursor]:
+        return take_news(self._dispatcher, cursor)
+
     def status(self) -> dict[str, Any]:
         """Return the state of the pool as plain data that JSON can hold; also after the end.
 
@@ -382,9 +386,11 @@ class Pool(ExecutorBase):
 
             ``drones``, a list with one dict for each drone: ``number``, ``name``, ``pid``,
             ``host``; ``state`` ("starting", "idle", "busy", "retiring" or "unresponsive: why");
-            ``running`` (as `Drone.running`); ``seconds`` since that task was sent, or since the
+            ``running`` (as `Drone.running`) and ``item`` (its index in a `map`, or None);
+            ``seconds`` since that task was sent, or since the
             last answer (or None); ``waiting`` (None, or the attributes of a `Waiting` and its
-            ``seconds``); ``memory`` (as `Drone.memory`); ``tasks_done``.
+            ``seconds``); ``memory`` (as `Drone.memory`); ``processor`` (seconds of processor time
+            so far, or None if not known here); ``tasks_done``.
 
         Examples
         --------

@@ -31,7 +31,7 @@ from ..wire.messages import CALL_SLICE, VALUE
 from ..wire.messages import ERROR as FAILED
 from .task import Answer, Task
 
-__all__ = ["TraceBuffer"]
+__all__ = ["Cursor", "TraceBuffer"]
 
 _definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", "kind", "answer"))
 
@@ -39,6 +39,10 @@ OTHER_FUNCTIONS = "(others)"
 MIN_OWN_SPAN_SECONDS = 100e-6  # shorter calls share one span
 MAX_KEPT_THREAD_SPANS = 10_000
 MAX_KEPT_CPU_TIMES = 1000
+
+
+Cursor = tuple[int, int]
+"""How many entries and spans of green threads a reader of a `TraceBuffer` has got."""
 
 
 class TraceBuffer:
@@ -50,12 +54,14 @@ class TraceBuffer:
     def __init__(self) -> None:
         self._segment: list[Entry] = []
         self._size = 0
-        self._state: tuple[Aggregated, tuple[list[Entry], ...]] = Aggregated(), (self._segment,)
+        # The aggregate, how many entries are in it, and the segments after it.
+        self._state: tuple[Aggregated, int, tuple[list[Entry], ...]]
+        self._state = Aggregated(), 0, (self._segment,)
         self._slice_ends: dict[
             str, float
         ] = {}  # time up to which slices of a drone have been recorded
         self.threads: deque[Span] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
-        self.threads_lost = 0
+        self.threads_added = self.threads_lost = 0
         self.drones: dict[str, None] = {}  # the names of all drones so far
         self.failed = 0  # calls that ended with an error, or with their drone
         # Seconds of processor time of tasks that are about to be answered, by number.
@@ -237,11 +243,12 @@ class TraceBuffer:
             self._start_segment()
 
     def _start_segment(self) -> None:
-        folded, segments = self._state
+        folded, count, segments = self._state
         if len(segments) >= tuning.trace_segments:
-            folded, segments = _aggregate(folded, segments[0]), segments[1:]
+            oldest, *rest = segments
+            folded, count, segments = _aggregate(folded, oldest), count + len(oldest), tuple(rest)
         self._segment, self._size = [], 0
-        self._state = folded, (*segments, self._segment)
+        self._state = folded, count, (*segments, self._segment)
 
     def add_events(self, drone: str, data: bytes, clock_offset: float) -> None:
         """Record the events of a drone's green threads, and the cost of its next answers.
@@ -255,13 +262,32 @@ class TraceBuffer:
         self._cpu.update(cpu)
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - MAX_KEPT_THREAD_SPANS)
         self.threads.extend(spans_of(events, drone))
+        self.threads_added += len(events)
 
     # -- any thread --------------------------------------------------------------------------------
 
     def snapshot(self) -> tuple[Aggregated, list[Entry]]:
         """Return the aggregate and the entries at this moment."""
-        folded, segments = self._state
+        folded, _, segments = self._state
         return folded, [entry for segment in segments for entry in segment[:]]
+
+    def since(self, cursor: Cursor) -> tuple[list[Entry], list[Span], Cursor]:
+        """Return the entries and spans of green threads since `cursor`, and a cursor for the next
+        call. Those that are not kept any more are left out.
+        """
+        _, count, segments = self._state
+        entries: list[Entry] = []
+        for segment in segments:
+            part = segment[:]
+            entries += part[max(0, cursor[0] - count) :]
+            count += len(part)
+        added = self.threads_added
+        while True:
+            threads = list(self.threads)
+            if added == (now := self.threads_added):
+                break
+            added = now  # some were added meanwhile
+        return entries, threads[max(0, len(threads) - (added - cursor[1])) :], (count, added)
 
 
 def _aggregate(folded: Aggregated, segment: list[Entry]) -> Aggregated:

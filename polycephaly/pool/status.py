@@ -110,9 +110,11 @@ def _describe_activity(handle: DroneHandle) -> dict[str, Any]:
     return {
         "state": drone_state(handle),
         "running": running_label(handle),
+        "item": None if running is None else running.item,
         "seconds": None if since is None else max(0.0, monotonic() - since),
         "waiting": None if waiting is None else waiting.as_dict() | {"seconds": waiting.seconds},
         "memory": held_memory(handle),
+        "processor": handle.processor_seconds(),
         "tasks_done": handle.tasks_done,
     }
 

@@ -12,6 +12,7 @@ __all__ = [
     "boot_id",
     "descendants",
     "memory_of",
+    "processor_seconds_of",
     "processor_times",
     "start_time_of",
     "state_of",
@@ -105,6 +106,12 @@ def processor_times(pid: int, thread: str) -> tuple[float, float]:
     except (OSError, ValueError):  # ended, or a kernel that does not count waiting
         ticks = sum(int(field) for field in _stat(f"{pid}/task/{thread}")[11:13])
         return ticks / _TICKS_PER_SECOND, 0.0
+
+
+def processor_seconds_of(pid: int) -> float | None:
+    """Return the processor time of a process so far; None if it has ended."""
+    ticks = [int(field) for field in _stat(str(pid))[11:13]]
+    return sum(ticks) / _TICKS_PER_SECOND if ticks else None
 
 
 def system_call_of(pid: int, thread: str) -> str | None:

@@ -109,6 +109,11 @@ class AdminService:
                 self._run_in_thread(
                     reply, partial(self._timeline, client, joined_hosts.timelines())
                 )
+            elif kind == "news":
+                cursor = _read_cursor(request.get("cursor"))
+                self._run_in_thread(
+                    reply, partial(self._compute, client, partial(self._news, cursor))
+                )
             elif kind == "refresh":
                 self._run_in_thread(reply, self._pool.refresh)
             elif kind == "resize":
@@ -133,6 +138,10 @@ class AdminService:
             return pack_timeline(timeline)
 
         return self._compute(client, compute)
+
+    def _news(self, cursor: tuple[int, int]) -> dict[str, Any]:
+        timeline, cursor = self._pool._news(cursor)
+        return {"timeline": pack_timeline(timeline), "cursor": cursor}
 
     def _compute(
         self, client: Client, compute: Callable[[], dict[str, Any]]
@@ -194,3 +203,9 @@ class AdminService:
         thread = fork_guard.OwnThread("polycephaly-request", run)
         self._reply_threads.add(thread)
         thread.start()
+
+
+def _read_cursor(cursor: Any) -> tuple[int, int]:
+    if not isinstance(cursor, list) or [*map(type, cursor)] != [int, int]:
+        raise Malformed("a request for news without a cursor")
+    return cursor[0], cursor[1]

@@ -1,33 +1,36 @@
-"""A timeline as a single page: `page.html`, `page.css` and `page.js`, with the spans as JSON.
+"""A timeline as a single page: `page.html`, `page.css` and `chart.js`, with the spans as JSON.
 
 Names come from users. They are in the JSON, where every ``<`` is escaped, and the script shows them
-as text.
+as text. A chart may grow by more parts (integrations/dashboard).
 
-    columns  one entry for each span: row, lane, name, status, calls, bytes sent, bytes received,
-             note (indices, numbers); queued, sent, started, finished, received, processor time
+    rows     drone and green thread ("": the drone itself)
+    spans    one entry for each: row, name, status, calls, bytes sent, bytes received, note
+             (indices, numbers); queued, sent, started, finished, received, processor time
              (µs; null: unknown)
+    running  the same, of spans that will have another end
+    lives    of green threads: row, from, to;  waits  row, and since when tasks are on their way
     arrows   pairs of spans: a node of a graph took a value from another node
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from .bottleneck import bottleneck_of
-from .picture import Bar, colours
-from .rows import rows
-from .spans import CANCELLED, DIED, DONE, ERROR, RUNNING, SENT, TIMEOUT
+from .picture import OTHERS_COLOUR, PALETTE, Bar, colours
+from .spans import CANCELLED, DIED, DONE, ERROR, RUNNING, SENT, TIMEOUT, Span
 from .svg import bars_of
 from .text import facts, table
 
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["data_of", "fill", "page_of"]
+__all__ = ["STATUSES", "data_of", "fill", "page_of", "part_of"]
 
 MAX_ARROWS = 50_000  # a page could not show more
 
@@ -39,7 +42,8 @@ def page_of(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> bytes:
     parts = {
         "title": escape(title),
         "style": here.joinpath("page.css").read_text("utf-8"),
-        "script": here.joinpath("page.js").read_text("utf-8"),
+        "script": here.joinpath("chart.js").read_text("utf-8")
+        + here.joinpath("page.js").read_text("utf-8"),
         "bars": bars_of(bars) if bars else "",
         "data": data_of(contents(timeline)),
     }
@@ -63,67 +67,91 @@ def fill(page: str, parts: Mapping[str, str]) -> bytes:
 
 
 def contents(timeline: Contents) -> dict[str, Any]:
-    start, duration = timeline.start, max(timeline.end - timeline.start, 1e-9)
-    palette = colours(timeline)
-    names = {name: index for index, name in enumerate(palette)}
-    notes: dict[str, int] = {"": 0}
-    all_rows = rows(timeline)
-    columns: dict[str, list[Any]] = {
-        name: []
-        for name in (
-            "row", "lane", "name", "status", "calls", "there", "back", "note",
-            "queued", "sent", "started", "finished", "received", "cpu",
-        )
-    }  # fmt: skip
-    places: dict[int, int] = {}  # index of each span in the columns, by its number
-    needs: list[tuple[int, Iterable[int]]] = []
-    add = [column.append for column in columns.values()]
+    return {
+        "part": part_of(timeline, timeline.start, colours(timeline)),
+        "statuses": STATUSES,
+        "palette": [*PALETTE, OTHERS_COLOUR],
+        "facts": facts(timeline),
+        "bottleneck": bottleneck_of(timeline),
+        "length": round(max(timeline.end - timeline.start, 1e-9) * 1e6),
+        "table": table(timeline),
+    }
+
+
+def part_of(timeline: Contents, start: float, names: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the part of a chart for `timeline`, with times since `start`.
+
+    Functions get their colours in the order of `names`, then in that of their first spans.
+    """
+    # Green threads stand below their drones in the order of their starts.
+    threads = sorted((each for each in timeline.spans if each.thread), key=_started)
+    rows = {(drone, ""): index for index, drone in enumerate(timeline.drones)}
+    for span in threads:
+        rows.setdefault((span.drone, span.thread), len(rows))
+    numbers = {name: index for index, name in enumerate(names)}
+    notes: dict[str, int] = {}
+    places: dict[int, int] = {}  # index of a task's span, by its number
+    needs: list[tuple[int, int]] = []
+    spans, running = Columns(), Columns()
+    waits: dict[int, int] = {}
+    lives = []
 
     def at(moment: float | None) -> int | None:
         return None if moment is None else round((moment - start) * 1e6)
 
-    for number, row in enumerate(all_rows):
-        for lane, spans in enumerate(row.lanes):
-            for span in spans:
-                if span.number:
-                    places[span.number] = len(columns["row"])
-                if span.needed:
-                    needs.append((len(columns["row"]), dict.fromkeys(span.needed)))
-                values = (
-                    number, lane, names[span.name], STATUSES.index(span.status), span.calls,
-                    span.bytes_sent, span.bytes_received, notes.setdefault(span.note, len(notes)),
-                    at(span.queued), at(span.sent),
-                    at(span.started), at(span.finished), at(span.received),
-                    None if span.cpu is None else round(span.cpu * 1e6),
-                )  # fmt: skip
-                for append, value in zip(add, values, strict=True):
-                    append(value)
+    for span in timeline.spans:
+        row = rows[span.drone, span.thread]
+        if span.whole:
+            lives.append((row, at(span.started), at(span.finished)))
+            continue
+        if span.started is None:
+            waits[row] = min(at(span.sent) or 0, waits.get(row, sys.maxsize))
+            continue
+        columns = running if span.status == RUNNING else spans
+        if span.number:
+            places[span.number] = spans.count
+        needs += [(number, spans.count) for number in dict.fromkeys(span.needed)]
+        columns.add(
+            row,
+            numbers.setdefault(span.name, len(numbers)),
+            STATUSES.index(span.status),
+            span.calls,
+            span.bytes_sent,
+            span.bytes_received,
+            notes.setdefault(span.note, len(notes)),
+            *map(at, (span.queued, span.sent, span.started, span.finished, span.received)),
+            None if span.cpu is None else round(span.cpu * 1e6),
+        )
     return {
-        "facts": facts(timeline),
-        "bottleneck": bottleneck_of(timeline),
-        "length": round(duration * 1e6),
-        "statuses": STATUSES,
-        "names": [{"name": name, "colour": colour} for name, colour in palette.items()],
-        "rows": [
-            {
-                "drone": row.drone,
-                "thread": row.thread,
-                "lanes": max(1, len(row.lanes)),
-                "busy": round(row.busy / duration, 4),
-                "lives": [[at(span.started), at(span.finished)] for span in row.lives],
-                "waits": at(
-                    min((span.sent for span in row.sent if span.sent is not None), default=None)
-                ),
-            }
-            for row in all_rows
-        ],
+        "rows": [*rows],
+        "names": [*numbers],
         "notes": [*notes],
-        "spans": columns,
-        "arrows": [
-            (places[source], target)
-            for target, needed in needs
-            for source in needed
-            if source in places
-        ][:MAX_ARROWS],
-        "table": table(timeline),
+        "spans": spans.columns,
+        "running": running.columns,
+        "lives": lives,
+        "waits": [*waits.items()],
+        "arrows": [(places[one], other) for one, other in needs[:MAX_ARROWS] if one in places],
     }
+
+
+class Columns:
+    """Spans as columns, which JSON holds in half of the bytes."""
+
+    NAMES = (
+        "row", "name", "status", "calls", "there", "back", "note",
+        "queued", "sent", "started", "finished", "received", "cpu",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {name: [] for name in self.NAMES}
+        self._appends = [column.append for column in self.columns.values()]
+        self.count = 0
+
+    def add(self, *values: Any) -> None:
+        self.count += 1
+        for append, value in zip(self._appends, values, strict=True):
+            append(value)
+
+
+def _started(span: Span) -> float:
+    return span.started or 0.0

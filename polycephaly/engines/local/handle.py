@@ -16,6 +16,7 @@ from ...runtime import parent_death
 from ...runtime.procfs import (
     descendants,
     memory_of,
+    processor_seconds_of,
     processor_times,
     state_of,
     system_call_of,
@@ -186,6 +187,9 @@ class LocalHandle(DroneHandle):
 
     def memory(self, enough: int) -> int:
         return 0 if self.pid is None else memory_of(self.pid, enough)
+
+    def processor_seconds(self) -> float | None:
+        return None if self.pid is None else processor_seconds_of(self.pid)
 
     def take_output(self) -> OutputItems:
         heard = self._merge.read([stream for stream in self.streams if stream.open])

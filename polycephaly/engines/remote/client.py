@@ -119,6 +119,11 @@ class RemotePool(ExecutorBase):
         """
         return unpack_timeline(self._connection.request("timeline").result())
 
+    def _news(self, cursor: tuple[int, int]) -> tuple[Timeline, tuple[int, int]]:
+        news = self._connection.request("news", cursor=cursor).result()
+        entries, threads = news["cursor"]
+        return unpack_timeline(news["timeline"]), (entries, threads)
+
     def status(self) -> dict[str, Any]:
         """Return the state of the pool as plain data that JSON can hold: see `Pool.status`.
 

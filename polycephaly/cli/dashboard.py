@@ -1,0 +1,44 @@
+"""`polycephaly dashboard`: a live page of a pool."""
+
+from __future__ import annotations
+
+import time
+import webbrowser
+
+import click
+
+from .reach import complete_pool, connect_to, one_line_errors
+
+LOOK_SECONDS = 2.0  # between two looks whether the pool still answers
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  polycephaly dashboard lab
+  polycephaly dashboard lab --port 8800 --open
+
+\b
+The page shows what the drones do as they do it. Whoever has its address, which contains
+a token, may also interrupt tasks and kill drones. /metrics at the same address, with the
+token, is for Prometheus. Needs: pip install 'polycephaly[dashboard]'
+"""
+)
+@click.argument("name", shell_complete=complete_pool)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0: a free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
+def dashboard(name: str, port: int, host: str, opens: bool) -> None:
+    """Serve a live page of pool NAME, until Ctrl-C or the end of the pool."""
+    with one_line_errors(), connect_to(name) as pool:
+        try:
+            page = pool.dashboard(port, host=host)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(str(error)) from error
+        with page:
+            click.echo(page.url)
+            if opens:
+                webbrowser.open(page.url)
+            while True:
+                time.sleep(LOOK_SECONDS)
+                pool.status()

@@ -1,0 +1,101 @@
+"""The server of a live page, in a thread of this process."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import weakref
+from html import escape
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ...runtime import fork_guard, parent_death
+
+if TYPE_CHECKING:
+    from ...engines.remote.client import RemotePool
+    from ...pool.pool import Pool
+
+__all__ = ["Dashboard"]
+
+MISSING = "the live page needs starlette and uvicorn: pip install 'polycephaly[dashboard]'"
+START_SECONDS = 10.0
+
+
+class Dashboard:
+    """A live page of a pool, made by `Pool.dashboard`.
+
+    The page is served until `close`, the end of a ``with`` block or of the program, or until the
+    pool is collected; also after the end of the pool.
+
+    Attributes
+    ----------
+    url : str
+        The address of the page. Its token is the only key: who has it may see what the tasks are
+        called and where they are, and interrupt and kill drones.
+    """
+
+    url: str
+
+    def __init__(self, pool: Pool | RemotePool, port: int, host: str) -> None:
+        try:
+            import uvicorn
+
+            from .app import make_app
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(MISSING, name=error.name) from error
+        token = secrets.token_urlsafe(16)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = parent_death.close_in_child(
+            socket.create_server((host, port), family=family)
+        )
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/?token={token}"
+        find_pool = weakref.ref(pool, self._on_collected)
+        config = uvicorn.Config(
+            make_app(find_pool, token),
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = fork_guard.OwnThread("polycephaly-dashboard", self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+    def _on_collected(self, pool: object) -> None:
+        self._server.should_exit = True
+
+    def close(self) -> None:
+        """Stop serving the page. May be called more than once, from any thread."""
+        self._server.should_exit = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._socket.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._server.should_exit or not self._thread.is_alive()
+
+    def __enter__(self) -> Dashboard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Dashboard at {self.url}{', closed' * self.closed}>"
+
+    def _repr_html_(self) -> str:
+        return f'<a href="{escape(self.url)}" target="_blank">{escape(self.url)}</a>'

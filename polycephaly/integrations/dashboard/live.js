@@ -1,0 +1,154 @@
+
+// The page of a pool that runs: asks for what is new, and follows the present.
+
+const POLL_MILLISECONDS = 1000, FRAME_MILLISECONDS = 33;
+const MAX_SPANS = 100000, KEPT_SPANS = 60000;  // of more spans, the oldest are forgotten
+const COLUMNS = ["drone", "pid", "host", "state", "task", "item", "for", "memory", "processor", "done", ""];
+const token = new URLSearchParams(location.search).get("token");
+let cursor = [0, 0], start = null;  // what the page has; the time 0 of the chart, by the pool's clock
+let ahead = null;  // µs that the time of the chart is ahead of `performance.now()`
+let following = true, before = null, shownDrone = null;
+const get = id => document.getElementById(id);
+
+function ask(path, given = {}, method = "GET") {
+  return fetch(`${path}?${new URLSearchParams(given)}`, { method, headers: { Authorization: `Bearer ${token}` } });
+}
+async function poll() {
+  const began = performance.now();
+  try {
+    const answer = await ask("data", { entries: cursor[0], threads: cursor[1], ...(start === null ? {} : { start }) });
+    if (!answer.ok) throw new Error(await answer.text());
+    take(await answer.json());
+    tell("");
+    if (shownDrone !== null) await showStack(shownDrone);
+  } catch (error) {
+    tell(`${error.message}. What is below is old.`);
+  }
+  // At most a fifth of the time, however long the answer takes to make.
+  setTimeout(poll, Math.max(POLL_MILLISECONDS, 4 * (performance.now() - began)));
+}
+function tell(trouble) {
+  get("trouble").textContent = trouble;
+  get("trouble").hidden = !trouble;
+}
+function take(news) {
+  if (news.end !== null) {
+    start = news.start;
+    ahead = Math.max(ahead ?? -Infinity, news.end - 1000 * performance.now());
+  }
+  cursor = news.cursor;
+  if (settled > MAX_SPANS) forget(settled - KEPT_SPANS);
+  add(news.part);
+  showStatus(news.status);
+}
+function forget(number) {
+  while (count > settled) removeRunning(--count);
+  for (const name in spans) spans[name].splice(0, number);
+  count = settled -= number;
+  data.from = spans.started.reduce((least, each) => Math.min(least, each), Infinity);
+  data.arrows = data.arrows.map(pair => pair.map(each => each - number)).filter(([from]) => from >= 0);
+  for (const row of rows)
+    Object.assign(row, { from: [[]], ends: [-Infinity], busy: 0, until: data.from, before: null, lives: row.lives.filter(([, to]) => to > data.from) });
+  placeAll(0);
+}
+
+// -- the present ----------------------------------------------------------------------------------
+
+let drawnAt = 0;
+function follow(moment) {
+  if (ahead !== null && moment - drawnAt >= FRAME_MILLISECONDS) {
+    data.length = Math.max(data.length, ahead + 1000 * performance.now());
+    if (following) {
+      const wide = 1e6 * get("window").value;
+      view.from = Math.max(data.from, data.length - wide);
+      view.to = Math.max(data.length, view.from + 1e6);
+      draw();
+    }
+    drawnAt = moment;
+  }
+  requestAnimationFrame(follow);
+}
+function setFollowing(on) {
+  following = on;
+  get("live").setAttribute("aria-pressed", on);
+}
+for (const act of ["wheel", "pointerdown", "keydown", "dblclick"])
+  canvas.addEventListener(act, event => { if (!event.shiftKey) setFollowing(false); }, { passive: true });
+for (const button of document.querySelectorAll("[data-act]")) button.addEventListener("click", () => setFollowing(false));
+get("live").addEventListener("click", () => setFollowing(true));
+get("window").addEventListener("change", () => setFollowing(true));
+get("keep").addEventListener("click", () => { location.href = `timeline.html?token=${encodeURIComponent(token)}&save`; });
+
+// -- numbers and drones ---------------------------------------------------------------------------
+
+const many = number => number.toLocaleString("en");
+function showStatus(status) {
+  const now = performance.now();
+  const rate = before && now > before.now ? (status.tasks_done - before.status.tasks_done) / (now - before.now) * 1000 : 0;
+  get("facts").textContent = [
+    `${status.engine} pool`, status.state + (status.reason ? `: ${status.reason}` : ""), `on ${status.host}, pid ${status.pid}`,
+    ...(status.address ? [`${status.address}, ${status.clients} clients`] : []), `polycephaly ${status.version}`,
+  ].join(", ");
+  const numbers = [
+    ["queued", status.queued], ["waiting", status.waiting], ["in flight", status.in_flight], ["running", status.running],
+    ["done", status.tasks_done], ["a second", rate < 10 ? Number(rate.toFixed(1)) : Math.round(rate)], ["failed", status.tasks_failed], ["cancelled", status.tasks_cancelled],
+    ...Object.entries(status.resources).map(([name, each]) => [`${name} free`, `${each.free} of ${each.size}`]),
+  ].map(([name, value]) => [name, typeof value === "number" ? many(value) : value]);
+  if (status.shared_memory !== null) numbers.push(["shared memory", bytes(status.shared_memory)]);
+  get("numbers").replaceChildren(...numbers.map(([name, value]) => {
+    const group = document.createElement("div");
+    group.append(element("dt", name), element("dd", value));
+    return group;
+  }));
+  showDrones(status.drones, now);
+  before = { status, now };
+}
+const shown = new Map();  // rows of the table, by the numbers of drones
+function showDrones(drones, now) {
+  const earlier = new Map((before ? before.status.drones : []).map(drone => [drone.number, drone]));
+  const numbers = new Set(drones.map(drone => drone.number));
+  for (const [number, row] of shown) if (!numbers.has(number)) { row.remove(); shown.delete(number); }
+  for (const drone of drones) {
+    let row = shown.get(drone.number);
+    if (!row) { row = get("drones").tBodies[0].insertRow(); shown.set(drone.number, row); fillRow(row, drone.name); }
+    const was = earlier.get(drone.number), used = was && typeof drone.processor === "number" && typeof was.processor === "number"
+      ? Math.round(100 * Math.max(0, drone.processor - was.processor) / (now - before.now) * 1000) + " %" : "";
+    const texts = [
+      drone.name, drone.pid ?? "", drone.host, drone.state + (drone.waiting ? `, ${drone.waiting.reason}` : ""), drone.running ?? "", drone.item ?? "",
+      drone.running && drone.seconds !== null ? seconds(1e6 * drone.seconds) : "", drone.memory === null ? "" : bytes(drone.memory), used, many(drone.tasks_done),
+    ];
+    texts.forEach((text, index) => { if (row.cells[index].textContent !== String(text)) row.cells[index].textContent = text; });
+    row.cells[4].title = drone.running ?? "";
+    row.className = drone.state.startsWith("unresponsive") || drone.waiting ? "alarm" : "";
+  }
+}
+function fillRow(row, name) {
+  for (const _ of COLUMNS) row.insertCell();
+  const acts = [
+    ["stack", () => showStack(name)],
+    ["interrupt", () => act("interrupt", name)],
+    ["kill", () => { if (confirm(`Kill ${name}? Its running task is lost.`)) act("kill", name); }],
+  ];
+  for (const [label, run] of acts) {
+    const button = element("button", label);
+    button.addEventListener("click", run);
+    row.cells[COLUMNS.length - 1].append(button);
+  }
+}
+async function act(path, drone) {
+  const answer = await ask(path, { drone }, "POST");
+  if (!answer.ok) tell(await answer.text());
+}
+async function showStack(drone) {
+  const answer = await ask("stack", { drone });
+  shownDrone = drone;
+  get("stack").querySelector("pre").textContent = await answer.text();
+  if (!get("stack").open) get("stack").showModal();
+}
+get("stack").addEventListener("close", () => { shownDrone = null; });
+
+for (const name of COLUMNS) get("drones").tHead.rows[0].append(element("th", name));
+readTheme();
+add(page.part);
+requestAnimationFrame(follow);
+poll();
