@@ -492,7 +492,7 @@ class ExecutorBase(TaskTarget, Executor):
 
         Returns
         -------
-        Dashboard
+        LivePage
             Has the ``url``, with a token that is the only key to the page, and `close`; also a
             context manager. While one is open, the pool has no other, and this call returns it.
 

@@ -139,16 +139,27 @@ class TaskOwner(Protocol):
 
 
 class LivePage(Protocol):
-    """A page that shows a pool as it works: a `Dashboard` of integrations/dashboard.
+    """A live page of a pool: see `Pool.dashboard`. The class is in integrations/dashboard.
 
-    `url` is its address, with the token that is its only key.
+    The page is served until `close`, the end of a ``with`` block or of the program, or until the
+    pool is collected; also after the end of the pool.
+
+    Attributes
+    ----------
+    url : str
+        The address of the page. Its token is the only key: who has it may see what the tasks are
+        called and where they are, and interrupt and kill drones.
     """
 
     url: str
 
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether the page is served no more."""
+
+    def close(self) -> None:
+        """Stop serving the page. May be called more than once, from any thread."""
+
     def __enter__(self) -> LivePage: ...
     def __exit__(self, *error: object) -> None: ...
 

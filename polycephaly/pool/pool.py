@@ -497,4 +497,6 @@ class Pool(ExecutorBase):
         from .html import drone_table
 
         handles = [] if self._dispatcher.has_ended else list(self._dispatcher.handles)
-        return drone_table(repr(self), handles)
+        timeline = self.timeline
+        picture = timeline._repr_html_() if timeline else ""
+        return drone_table(repr(self), handles) + picture

@@ -8,6 +8,8 @@ from .contents import Contents
 
 __all__ = ["Timeline"]
 
+MAX_NOTEBOOK_BYTES = 1 << 21  # of a picture: a notebook keeps all outputs
+
 
 class Timeline(Contents):
     """The work of drones and green threads at one moment, with its times.
@@ -98,6 +100,19 @@ class Timeline(Contents):
         from .text import text
 
         return text(self, width)
+
+    def _repr_html_(self) -> str:
+        """Return the picture for a notebook, or the text if the picture would be too large."""
+        from base64 import b64encode
+        from html import escape
+
+        from .svg import svg_of
+
+        picture = svg_of(self, "Timeline") if self else b""
+        if not 0 < len(picture) <= MAX_NOTEBOOK_BYTES:
+            return f"<pre>{escape(str(self))}</pre>"
+        source = f"data:image/svg+xml;base64,{b64encode(picture).decode()}"
+        return f'<img alt="{escape(self.bottleneck)}" src="{source}">'
 
     def __str__(self) -> str:
         return self.text()

@@ -19,23 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["Dashboard"]
 
 MISSING = "the live page needs starlette and uvicorn: pip install 'polycephaly[dashboard]'"
-START_SECONDS = 10.0
 
 
 class Dashboard:
-    """A live page of a pool, made by `Pool.dashboard`.
-
-    The page is served until `close`, the end of a ``with`` block or of the program, or until the
-    pool is collected; also after the end of the pool.
-
-    Attributes
-    ----------
-    url : str
-        The address of the page. Its token is the only key: who has it may see what the tasks are
-        called and where they are, and interrupt and kill drones.
-    """
-
-    url: str
+    """The `LivePage` of a pool."""
 
     def __init__(self, pool: Pool | RemotePool, port: int, host: str) -> None:
         try:
@@ -73,11 +60,10 @@ class Dashboard:
         self._server.should_exit = True
 
     def close(self) -> None:
-        """Stop serving the page. May be called more than once, from any thread."""
         self._server.should_exit = True
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._socket.close()
+        parent_death.close(self._socket)
 
     @property
     def closed(self) -> bool:

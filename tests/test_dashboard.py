@@ -1,0 +1,320 @@
+"""The live page of a pool: who may see it, what it shows, and that it ends."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from faults import hold_until, wait_for
+
+import polycephaly as poly
+from polycephaly.integrations.dashboard.metrics import metrics_of
+from polycephaly.pool.record import TraceBuffer
+from polycephaly.runtime.tuning import tuning
+from polycephaly.timeline.entries import Entry
+
+testclient = pytest.importorskip("starlette.testclient", reason="starlette is not installed")
+CHROMIUM = Path("/usr/bin/chromium")
+
+STATUS = {
+    "name": 'a "lab"\n', "engine": "local", "state": "open", "reason": None, "pid": 1, "host": "h",
+    "version": "1", "address": None, "clients": 0, "started": 0.0, "size": 2, "width": 1,
+    "queued": 3, "waiting": 0, "in_flight": 1, "running": 1, "tasks_done": 7, "tasks_failed": 2,
+    "tasks_cancelled": 0, "resources": {"db": {"size": 2, "free": 1}}, "shared_memory": None,
+    "shared_memory_limit": None,
+    "drones": [
+        {"name": "d0", "number": 1, "state": "busy", "memory": 4096, "processor": 1.5},
+        {"name": "d1", "number": 2, "state": "unresponsive: it hangs", "memory": None},
+    ],
+}  # fmt: skip
+
+
+class FakeDrone:
+    name = "d0"
+    _handle = None
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def stack(self) -> str:
+        return "d0 (pid 1): idle"
+
+    def interrupt(self) -> None:
+        self.told.append("interrupt")
+
+    def kill(self) -> None:
+        self.told.append("kill")
+
+
+class FakePool:
+    def __init__(self) -> None:
+        self.drones = [FakeDrone()]
+        self.closed: Exception | None = None
+        self.timeline = poly.Timeline()
+
+    def status(self) -> dict[str, Any]:
+        if self.closed is not None:
+            raise self.closed
+        return STATUS
+
+    def _news(self, cursor: tuple[int, int]) -> tuple[poly.Timeline, tuple[int, int]]:
+        assert cursor == (4, 5)
+        span = poly.timeline.Span("f", "d0", 10.0, 11.0)
+        return poly.Timeline([span], ["d0", "d1"]), (6, 7)
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    return FakePool()
+
+
+@pytest.fixture
+def client(pool: FakePool) -> Any:
+    from polycephaly.integrations.dashboard.app import make_app
+
+    app = make_app(lambda: pool, "key")  # type: ignore[arg-type,return-value]
+    return testclient.TestClient(app, headers={"Authorization": "Bearer key"})
+
+
+# -- who may see it --------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("remote-13")
+@pytest.mark.parametrize("path", ["/", "/data", "/metrics", "/stack?drone=d0", "/nothing"])
+@pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer kez"}, {"Authorization": "key "}])
+def test_a_stranger_without_the_token_sees_nothing(client, pool, path, given):
+    client.headers.pop("Authorization")
+    for method in ("GET", "POST", "HEAD"):
+        answer = client.request(method, path, headers=given)
+        assert answer.status_code == 403
+        assert not answer.content or answer.text.startswith("The token is missing or wrong")
+
+
+def test_a_stranger_can_neither_interrupt_nor_kill(client, pool):
+    client.headers.pop("Authorization")
+    for path in ("/interrupt?drone=d0", "/kill?drone=d0&token=kez"):
+        assert client.post(path).status_code == 403
+    assert pool.drones[0].told == []
+
+
+def test_the_token_may_stand_in_the_address(client):
+    client.headers.pop("Authorization")
+    assert client.get("/metrics?token=key").status_code == 200
+
+
+# -- what it answers -------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("remote-13")
+def test_the_page_needs_nothing_from_elsewhere(client):
+    answer = client.get("/")
+    assert answer.status_code == 200 and "<canvas" in answer.text
+    assert "http:" not in answer.text and "https:" not in answer.text
+    assert "a &quot;lab&quot;" in answer.text
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert answer.headers["Referrer-Policy"] == "no-referrer"
+
+
+def test_news_come_with_a_cursor_for_the_next_ones(client):
+    news = client.get("/data?entries=4&threads=5&start=9.5").json()
+    assert news["cursor"] == [6, 7] and news["status"]["tasks_done"] == 7
+    assert (news["start"], news["end"]) == (9.5, 1_500_000)
+    assert news["part"]["rows"] == [["d0", ""], ["d1", ""]]
+    assert news["part"]["spans"]["started"] == [500_000]
+
+
+@pytest.mark.parametrize("wrong", ["", "entries=4", "entries=x&threads=5"])
+def test_a_cursor_that_is_none_is_refused(client, wrong):
+    assert client.get(f"/data?{wrong}").status_code == 400
+
+
+def test_drones_are_interrupted_and_killed_by_their_names(client, pool):
+    assert client.get("/stack?drone=d0").text == "d0 (pid 1): idle"
+    assert client.post("/interrupt?drone=d0").status_code == 204
+    assert client.post("/kill?drone=d0").status_code == 204
+    assert pool.drones[0].told == ["interrupt", "kill"]
+    gone = client.post("/kill?drone=d9")
+    assert gone.status_code == 404 and "no drone 'd9' any more" in gone.text
+    assert client.get("/kill?drone=d0").status_code == 405  # a link cannot kill
+
+
+def test_a_pool_that_is_gone_is_told(client, pool):
+    pool.closed = ConnectionError("the server has ended")
+    answer = client.get("/data?entries=4&threads=5")
+    assert (answer.status_code, answer.text) == (410, "the server has ended")
+
+
+def test_the_timeline_so_far_can_be_kept(client, pool):
+    pool.timeline = poly.Timeline([poly.timeline.Span("f", "d0", 10.0, 11.0)])
+    assert "Timeline of a" in client.get("/timeline.html").text
+    assert client.get("/timeline.html?save").headers["Content-Disposition"] == "attachment"
+
+
+def test_metrics_are_in_the_format_of_prometheus():
+    lines = metrics_of(STATUS).splitlines()
+    assert 'polycephaly_tasks_done_total{pool="a \\"lab\\"\\n"} 7' in lines
+    assert 'polycephaly_resource_free{pool="a \\"lab\\"\\n",resource="db"} 1' in lines
+    assert 'polycephaly_drones{pool="a \\"lab\\"\\n",state="unresponsive"} 1' in lines
+    assert sum("drone_memory_bytes{" in line for line in lines) == 1  # that of d1 is not known
+    assert not any("shared_memory" in line for line in lines)
+    for line in lines:
+        assert line.startswith(("# HELP polycephaly_", "# TYPE polycephaly_", "polycephaly_"))
+    kinds = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(kinds) == len(set(kinds))
+
+
+# -- what was recorded since -----------------------------------------------------------------------
+
+
+def test_a_reader_gets_each_entry_once_and_misses_only_what_is_not_kept(monkeypatch):
+    monkeypatch.setattr(tuning, "trace_spans", 40)
+    monkeypatch.setattr(tuning, "trace_segments", 4)
+    record, cursor = TraceBuffer(), (0, 0)
+    got: list[str] = []
+    for number in range(200):
+        once = (float(number),)
+        record._add(
+            Entry("d", f"f{number}", "done", 1, once * 2, once * 2, once, once, 0.0, 1.0, 0, 0)
+        )
+        if number % 7 == 0 and not 60 <= number < 160:
+            entries, _, cursor = record.since(cursor)
+            got += [entry.name for entry in entries]
+            assert record.since(cursor)[0] == []
+    numbers = [int(name[1:]) for name in got]
+    assert numbers == sorted(set(numbers)) and numbers[-1] == 196
+    missing = set(range(197)) - set(numbers)
+    assert missing and missing <= set(range(57, 130))  # while it did not look
+
+
+# -- with processes --------------------------------------------------------------------------------
+
+
+def part_of(page: Any, path: str) -> httpx.Response:
+    split = urlsplit(page.url)
+    token = split.query.removeprefix("token=")
+    return httpx.get(
+        f"http://{split.netloc}/{path}", headers={"Authorization": f"Bearer {token}"}, timeout=30
+    )
+
+
+def test_a_page_shows_a_pool_until_it_is_closed(tmp_path):
+    gate = str(tmp_path / "gate")
+    with poly.Pool(2, name="lab") as pool:
+        page = pool.dashboard()
+        assert pool.dashboard() is page and pool.options(timeout=60).dashboard() is page
+        held = pool.promise(hold_until, gate)
+        wait_for(held.running)
+        news = part_of(page, "data?entries=0&threads=0").json()
+        assert news["status"]["running"] == 1 and news["part"]["running"]["name"] == [0]
+        busy = next(each for each in news["status"]["drones"] if each["running"] == "hold_until")
+        assert busy["processor"] is not None
+        stack = part_of(page, f"stack?drone={busy['name']}").text
+        assert "in hold_until" in stack and "time.sleep" in stack
+        Path(gate).touch()
+        held.result()
+        pool.refresh()  # drones that are forked while the page is served
+        address = urlsplit(page.url)
+        page.close()
+        page.close()
+        assert page.closed and "closed" in repr(page)
+        with pytest.raises(OSError), socket.create_connection((address.hostname, address.port)):
+            pass
+        with pool.dashboard() as other:
+            assert other is not page
+            assert part_of(other, "metrics").status_code == 200
+        assert pool.doit(abs, -1) == 1
+
+
+def test_a_page_does_not_keep_its_pool(tmp_path):
+    pool = poly.Pool(1)
+    page = pool.dashboard()
+    del pool
+    wait_for(lambda: page.closed)
+
+
+def test_a_served_pool_has_a_page_in_its_clients_too(tmp_path):
+    card = str(tmp_path / "pool.json")
+    with (
+        poly.Pool(1, name="lab") as pool,
+        poly.serve(pool, file=card),
+        poly.connect(card) as remote,
+    ):
+        remote.doit(abs, -1)
+        with remote.dashboard() as page:
+            news = part_of(page, "data?entries=0&threads=0").json()
+            assert news["status"]["tasks_done"] == 1 and len(news["part"]["spans"]["row"]) == 1
+            entries, threads = news["cursor"]
+            again = part_of(page, f"data?entries={entries}&threads={threads}").json()
+            assert again["part"]["spans"]["row"] == []
+            assert part_of(page, "stack?drone=lab.0").text.startswith("lab.0 (pid ")
+        with remote.dashboard() as page:
+            remote.shutdown()
+            assert part_of(page, "data?entries=0&threads=0").status_code == 410
+
+
+def test_without_its_packages_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
+    with (
+        poly.Pool(1, engine="inline") as pool,
+        pytest.raises(ModuleNotFoundError, match=r"pip install 'polycephaly\[dashboard\]'"),
+    ):
+        pool.dashboard()
+
+
+# -- in a browser ----------------------------------------------------------------------------------
+
+
+@pytest.mark.script
+@pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no chromium")
+def test_the_page_in_a_browser_follows_the_pool_and_kills_at_a_click(tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    complaints: list[str] = []
+    with poly.Pool(2, name="lab", resources={"db": 1}) as pool, pool.dashboard() as live:
+        pool.doit(time.sleep, 0.01)
+        with sync_api.sync_playwright() as playwright:
+            browser = playwright.chromium.launch(
+                executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+            )
+            page = browser.new_page(viewport={"width": 1200, "height": 800})
+            page.on("console", lambda said: complaints.append(f"{said.type}: {said.text}"))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            origin = live.url.partition("/?")[0]
+            page.on(
+                "request",
+                lambda asked: (
+                    None if asked.url.startswith(origin) else complaints.append(asked.url)
+                ),
+            )
+            page.on("dialog", lambda dialog: dialog.accept())
+            page.goto(live.url)
+
+            def comes_true(expression: str, given: Any = None) -> None:
+                # Not `wait_for_function`, which the page's policy does not let in.
+                wait_for(lambda: page.evaluate(f"given => {expression}", given))
+
+            comes_true("settled === 1 && rows.length === 2")
+            assert page.locator("#legend button").all_inner_texts() == ["sleep"]
+            held = pool.promise(time.sleep, 1000)
+            comes_true("count > settled")
+            comes_true("spans.finished[settled] > given", page.evaluate("spans.finished[settled]"))
+            assert "1 of 1" in page.locator("#numbers").inner_text()
+            row = page.locator("#drones tbody tr", has_text="busy")
+            row.get_by_text("stack").click()
+            comes_true("get('stack').innerText.includes('sleep')")
+            page.get_by_text("close").click()
+            row.get_by_text("kill").click()
+            assert isinstance(held.exception(), poly.DroneDied)
+            comes_true("get('numbers').innerText.includes('failed\\n1')")
+            assert page.evaluate("following")
+            page.locator("#chart").hover()
+            page.mouse.wheel(0, -200)
+            comes_true("!following")
+            page.locator("#live").click()
+            comes_true("following")
+            browser.close()
+    assert not complaints
