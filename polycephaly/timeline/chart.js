@@ -262,7 +262,12 @@ function drawTransport(i, start, drawn, middle) {
 function drawSpan(i, x, y, wide, high) {
   const { cpu, started, finished, status, name } = spans;
   const dim = chosen >= 0 && name[i] !== chosen ? 0.15 : 1;
-  pen.fillStyle = data.names[name[i]].colour;
+  if (wide < 3 && i !== hovered) {  // one box: there may be a hundred thousand
+    pen.globalAlpha = 0.75 * dim;
+    pen.fillStyle = NORMAL_STATUSES.includes(status[i]) ? data.names[name[i]].colour : theme.alarm;
+    pen.fillRect(x, y, wide, high);
+    return;
+  }
   if (cpu[i] === null) {
     pen.globalAlpha = 1;
     pen.fillStyle = theme.paper;  // over the lines
