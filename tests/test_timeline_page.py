@@ -124,7 +124,8 @@ def test_the_combined_demo_zooms_and_tells_what_is_under_the_pointer(combined, o
 
     thread = next(top for drone, thread, top in rows if thread)
     [item] = page.evaluate(
-        "[...Array(count).keys()].filter(i => rows[spans.row[i]].thread).slice(0, 1)"
+        "[...Array(count).keys()].filter(i => spans.row[i] === rows.findIndex(row => row.thread))"
+        ".slice(0, 1)"
         ".map(i => { show(spans.started[i], spans.finished[i]); return label(i); })"
     )
     assert item.startswith("Site.load_letter('")

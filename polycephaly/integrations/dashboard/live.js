@@ -58,7 +58,6 @@ let drawnAt = 0;
 function follow(moment) {
   if (ahead !== null && moment - drawnAt >= FRAME_MILLISECONDS) {
     data.length = Math.max(data.length, ahead + 1000 * performance.now());
-    for (let i = settled; i < count; i++) spans.finished[i] = data.length;  // what runs, until an answer says otherwise
     if (following) {
       const wide = 1e6 * get("window").value;
       view.from = Math.max(data.from, data.length - wide);
