@@ -252,3 +252,21 @@ def test_a_shutdown_in_a_callback_is_an_error_there_and_the_work_is_done(tmp_pat
     assert [p.exception(10) for p in work] == [None] * 10
     pool.shutdown()
     assert len(errors) == 1
+
+
+# -- dask ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["scheduler", "pool"])
+def test_a_graph_of_dask_runs_on_the_drones(how):
+    dask = pytest.importorskip("dask", reason="dask is not installed")
+    pids = [dask.delayed(os.getpid)() for _ in range(8)]
+    with poly.Pool(2) as pool:
+        settings = (
+            {"scheduler": pool} if how == "scheduler" else {"scheduler": "processes", "pool": pool}
+        )
+        with dask.config.set(settings):
+            assert set(dask.compute(*pids)) <= {drone.pid for drone in pool.drones}
+            failing = dask.delayed(int)("no number")
+            with pytest.raises(ValueError, match="no number"):
+                failing.compute()

@@ -286,6 +286,11 @@ class ExecutorBase(TaskTarget, Executor):
     def _drones(self) -> Sequence[TaskTarget]:
         raise NotImplementedError
 
+    @property
+    def _max_workers(self) -> int:
+        """The number of drones. Dask looks for it under this name of the standard library."""
+        return self._dispatcher.size
+
     @overload
     def everywhere(self, work: str, /) -> list[Promise[Any]]: ...
     @overload

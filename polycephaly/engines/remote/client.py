@@ -108,7 +108,7 @@ class RemotePool(ExecutorBase):
         """
         check_at_least("drones", drones, 1)
         self._connection.request("resize", drones=drones).result()
-        self._connection.drones = drones
+        self._connection.size = drones
 
     @property
     def timeline(self) -> Timeline:
@@ -192,7 +192,7 @@ class RemotePool(ExecutorBase):
         connection = self._connection
         if connection.refusal is not None:
             return f"<RemotePool at {connection.address}, closed>"
-        drones = f"{connection.drones} drone{'s' * (connection.drones != 1)}"
+        drones = f"{connection.size} drone{'s' * (connection.size != 1)}"
         return f"<RemotePool {connection.name} at {connection.address}: {drones}>"
 
 

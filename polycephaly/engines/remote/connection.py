@@ -102,7 +102,7 @@ class Connection(ServerConnection):
         self.task_options = TaskOptions(None, POOL_DEFAULT)
         self.name = ""  # the pool's name
         self.resource_sizes: dict[str, int] = {}
-        self.drones = 0
+        self.size = 0
         self.refusal: BaseException | None = None  # why new tasks are refused, or None
         self.registry = FunctionRegistry(NO_SHARED_NAMES, None)
         self._pending_requests: dict[int, Promise[Any]] = {}
@@ -370,7 +370,7 @@ class Connection(ServerConnection):
                         else partial(settle, [task])
                     )
         elif kind == HELLO:
-            incompatibility, self.drones, properties = read_hello(
+            incompatibility, self.size, properties = read_hello(
                 frames, "the server", "this client"
             )
             if incompatibility is not None:
