@@ -84,17 +84,17 @@ class Shell:
             process.communicate()
 
     @contextmanager
-    def pool(self, *words: object) -> Iterator[Card]:
-        """One in the background, named lab."""
-        self.say("start", "lab", "--daemonize", *words)
-        card = self.card()
+    def pool(self, *words: object, name: str = "lab") -> Iterator[Card]:
+        """One in the background."""
+        self.say("start", *([name] if name != "default" else []), "--daemonize", *words)
+        card = self.card(name)
         try:
             yield card
         finally:
             end(card)
 
-    def card(self) -> Card:
-        return Card.read(self.runtime / "polycephaly" / "lab.json")
+    def card(self, name: str = "lab") -> Card:
+        return Card.read(self.runtime / "polycephaly" / f"{name}.json")
 
 
 def end(card: Card) -> None:
@@ -173,6 +173,28 @@ def test_the_number_of_drones_can_be_changed(shell: Shell) -> None:
         assert len(shell.say("doit", "lab", "-e", "1").splitlines()) == 3
         assert "0 is not in the range x>=1" in shell.run("resize", "lab", "0").stderr
     assert shell.complaint("resize", "lab", "2").startswith("Error: no pool named 'lab' is running")
+
+
+def test_without_a_name_the_pool_is_the_one_that_start_makes_without_a_name(shell: Shell) -> None:
+    with shell.pool("-n", "1", name="default"):
+        assert shell.say("doit", "6 * 7") == "42\n"
+        assert "default.0" in shell.say("ps")
+        assert shell.say("stacks").startswith("default.0 (pid ")
+        assert "default serves 1 drone" in shell.say("logs")
+        assert shell.run("stop").returncode == 0
+    assert shell.complaint("ps").startswith("Error: no pool named 'default' is running")
+
+
+def test_running_tasks_are_interrupted_and_drones_replaced_from_the_shell(shell: Shell) -> None:
+    with shell.pool("-n", "2"):
+        shell.say("doit", "lab", "-e", "old = 1")
+        with shell.running("doit", "lab", "import time; time.sleep(1000)") as sleeping:
+            wait_for(lambda: "sleep" in shell.say("ps", "lab"))
+            assert shell.complaint("interrupt", "lab", "lab.7").endswith("lab.0, lab.1")
+            assert shell.say("interrupt", "lab") == ""
+            assert "KeyboardInterrupt" in sleeping.communicate()[1]
+        assert shell.say("refresh", "lab") == ""
+        assert shell.say("doit", "lab", "'old' in globals()") == "False\n"
 
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])

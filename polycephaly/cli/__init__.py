@@ -1,7 +1,7 @@
 """The `polycephaly` command.
 
     start ──> daemon (forks, reports the start) ──> serving: a named pool, until its end ──> journal
-    list, ps, top, doit, stacks, dashboard, logs, resize, stop, join ──> reach ──> tables: show it
+    list, ps, top, stacks, dashboard, doit, logs, stop, ... ──> reach: connect ──> tables: show it
     bench, demo ──> pools of their own
 
 Each subcommand is a module of this package that imports its dependencies when it runs, so that
@@ -22,9 +22,11 @@ from .completion import completion
 from .dashboard import dashboard
 from .demo import demo
 from .doit import doit
+from .interrupt import interrupt
 from .join import join
 from .listing import list_pools, ps
 from .logs import logs
+from .refresh import refresh
 from .resize import resize
 from .stacks import stacks
 from .start import start
@@ -75,6 +77,8 @@ for command in (
     dashboard,
     doit,
     logs,
+    interrupt,
+    refresh,
     resize,
     attach,
     stop,

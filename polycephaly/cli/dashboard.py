@@ -7,7 +7,7 @@ import webbrowser
 
 import click
 
-from .reach import complete_pool, connect_to, one_line_errors
+from .reach import POOL_NAME, connect_to, one_line_errors
 
 LOOK_SECONDS = 2.0  # between two looks whether the pool still answers
 
@@ -24,7 +24,7 @@ a token, may also interrupt tasks and kill drones. /metrics at the same address,
 token, is for Prometheus. Needs: pip install 'polycephaly[dashboard]'
 """
 )
-@click.argument("name", shell_complete=complete_pool)
+@POOL_NAME
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0: a free one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")

@@ -37,7 +37,7 @@ Exit status: 0 after success; 1 after an error; n after sys.exit(n) in the code;
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("name", shell_complete=complete_pool)
+@click.argument("name", required=False, shell_complete=complete_pool)
 @click.argument("code", nargs=-1, metavar="[CODE|-] [ARGS]...")
 @click.option(
     "-f",
@@ -54,14 +54,14 @@ Exit status: 0 after success; 1 after an error; n after sys.exit(n) in the code;
     help="Print a JSON object with value, output and error; with -e a list of these.",
 )
 def doit(
-    name: str,
+    name: str | None,
     code: tuple[str, ...],
     file: Path | None,
     timeout: float | None,
     everywhere: bool,
     in_json: bool,
 ) -> None:
-    """Run CODE, or a file, in a drone of pool NAME.
+    """Run CODE, or a file, in a drone of pool NAME, or of "default" if only CODE is given.
 
     The code runs in the __main__ of any free drone, and names that it defines stay there. Its
     output appears here, line by line. The value of a last expression is printed as at Python's
@@ -71,6 +71,9 @@ def doit(
 
     from ..drone.program import Program
 
+    if name is not None and not code and file is None:
+        code, name = (name,), None
+    name = name or "default"
     if file is not None:
         with one_line_errors():
             program = Program(file.read_text(encoding="utf-8-sig"), str(file), [str(file), *code])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import complete_pool, connect_to, one_line_errors
+from .reach import POOL_NAME, connect_to, one_line_errors
 from .tables import Column, as_json, duration, mebibytes, show
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ for a minute). MEMORY is the memory that the drone and its own processes hold fo
 themselves, without memory that is shared with the pool's process.
 """
 )
-@click.argument("name", shell_complete=complete_pool)
+@POOL_NAME
 @JSON
 def ps(name: str, in_json: bool) -> None:
     """Show the state of the drones of pool NAME."""

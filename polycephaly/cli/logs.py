@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from .reach import complete_pool, one_line_errors
+from .reach import POOL_NAME, one_line_errors
 
 if TYPE_CHECKING:
     from ..engines.remote.keys import Card
@@ -27,7 +27,7 @@ Examples:
   polycephaly logs lab -f           continues until the pool ends, or Ctrl-C
 """
 )
-@click.argument("name", shell_complete=complete_pool)
+@POOL_NAME
 @click.option(
     "-n",
     "--lines",

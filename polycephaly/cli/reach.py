@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from ..engines.remote.client import RemotePool
     from ..wire.output import Line
 
-__all__ = ["complete_pool", "connect_to", "error_text", "one_line_errors", "parse_size"]
+__all__ = [
+    "POOL_NAME",
+    "complete_pool",
+    "connect_to",
+    "error_text",
+    "one_line_errors",
+    "parse_size",
+]
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 
@@ -35,6 +42,10 @@ def complete_pool(
         ]
     except OSError:
         return []
+
+
+POOL_NAME = click.argument("name", default="default", shell_complete=complete_pool)
+"""The name of a pool; that of ``polycephaly start`` without a name, if none is given."""
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:

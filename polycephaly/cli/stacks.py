@@ -11,7 +11,7 @@ import sys
 import click
 
 from .listing import JSON, status_of
-from .reach import complete_pool, connect_to, one_line_errors
+from .reach import POOL_NAME, connect_to, one_line_errors
 from .tables import as_json, printable
 
 INTERPRETER_DIR = os.path.dirname(sys.executable)  # of a virtual environment that is not activated
@@ -29,7 +29,7 @@ frames of the task and of other threads. No task is stopped. A drone in C code t
 holds its interpreter cannot answer; --native shows where it is.
 """
 )
-@click.argument("name", shell_complete=complete_pool)
+@POOL_NAME
 @click.option("--native", is_flag=True, help="Run py-spy dump --native on each drone instead.")
 @JSON
 def stacks(name: str, native: bool, in_json: bool) -> None:

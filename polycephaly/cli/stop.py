@@ -17,15 +17,15 @@ Examples:
   polycephaly stop lab --now        running tasks are interrupted
 """
 )
-@click.argument("names", shell_complete=complete_pool, nargs=-1, required=True, metavar="NAME...")
+@click.argument("names", shell_complete=complete_pool, nargs=-1, metavar="[NAME]...")
 @click.option("--now", is_flag=True, help="Do not wait for running tasks.")
 def stop(names: tuple[str, ...], now: bool) -> None:
-    """End pools and their drones.
+    """End pools and their drones; the pool "default" if there is no NAME.
 
     Processes that the drones have started end too. The command returns when the pools have ended.
     Ctrl-C ends only the command.
     """
-    for name in names:
+    for name in names or ("default",):
         _stop(name, now)
 
 

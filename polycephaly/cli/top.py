@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .listing import DRONES, drone_row
-from .reach import complete_pool, connect_to, one_line_errors
+from .reach import POOL_NAME, connect_to, one_line_errors
 from .tables import duration, grid, mebibytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ Examples:
 Keys: q or Ctrl-C ends the command. For a single report, or for programs, use polycephaly ps.
 """
 )
-@click.argument("name", shell_complete=complete_pool)
+@POOL_NAME
 @click.option(
     "--every",
     type=click.FloatRange(0.05, 3600),

@@ -370,9 +370,7 @@ class Connection(ServerConnection):
                         else partial(settle, [task])
                     )
         elif kind == HELLO:
-            incompatibility, self.size, properties = read_hello(
-                frames, "the server", "this client"
-            )
+            incompatibility, self.size, properties = read_hello(frames, "the server", "this client")
             if incompatibility is not None:
                 raise Malformed(incompatibility)
             self.name = str(properties.get("name"))
