@@ -42,6 +42,37 @@ def test_it_is_clean_under_mypy_strict(tmp_path: Path) -> None:
     )
 
 
+WRONG = """import polycephaly as poly
+
+
+def half(number: int) -> float:
+    return number / 2
+
+
+with poly.Pool(1) as pool:
+    pool.submit(half, 3)
+    pool.submit(half, number=3)
+    pool.submit(half, "three")
+    pool.submit(half)
+    pool.promise(half, pool.promise(abs, -1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_the_arguments_of_submit_are_checked(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed: pip install 'polycephaly[dev]'")
+    program = tmp_path / "wrong.py"
+    program.write_text(WRONG)
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", program],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [line.split(":")[1] for line in found.stdout.splitlines() if ": error: " in line]
+    assert lines == ["11", "12"], found.stdout
+
+
 def test_it_runs(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "error", PROGRAM],

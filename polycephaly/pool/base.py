@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from importlib import import_module
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, overload
+from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
 from weakref import ref
 
 from ..promises.promise import Promise
@@ -36,6 +36,7 @@ from .retry import Retry
 __all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "innermost_pool", "wait_for"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class TaskTarget:
@@ -525,16 +526,17 @@ class ExecutorBase(TaskTarget, Executor):
 
     @overload
     def submit(
-        self, fn: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any
+        self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Promise[T]: ...
     @overload
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]: ...
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Promise[Any]:
         """Run ``fn(*args, **kwargs)`` on a drone: the standard library's name for `promise`.
 
         As in the standard library, a program that ends without an error first finishes all tasks of
-        a pool on which `submit` was called.
+        a pool on which `submit` was called, and type checkers compare the arguments with the
+        parameters of `fn`. `promise` takes promises and handles in their places, too.
         """
         if not callable(fn):
             check_work(fn, args, kwargs)
