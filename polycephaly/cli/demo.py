@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,8 @@ def securities(
             raise click.BadParameter(f"no such directory: {file.parent}", param_hint=option)
     if plot_file is not None:
         _check_plot(plot_file)
+    if find_spec("httpx") is None:
+        raise click.ClickException("the demo needs httpx: pip install 'polycephaly[demo]'")
 
     from ..demos.securities import experiments, report
     from ..demos.securities.parse import SourceError
