@@ -210,3 +210,16 @@ def test_shared_memory_in_use_is_counted():
         assert pool.status()["shared_memory_limit"] > 8 << 20
         del shared
     assert pool.status()["shared_memory"] == 0
+
+
+def test_ps_and_top_show_who_is_who():
+    def name_of(pid):
+        with open(f"/proc/{pid}/comm") as comm:
+            return comm.read().strip()
+
+    with poly.Pool(1, name="lab") as pool:
+        [drone] = pool.drones
+        assert name_of(drone.pid) == "lab.0"
+        assert name_of(pool.doit(os.getppid)) == "zygote"
+    with poly.Drone(name="a name that is too long") as drone:
+        assert name_of(drone.pid) == "a name that is too long"[:15]

@@ -40,6 +40,7 @@ from ... import _compat
 from ...memory.arena import Arena
 from ...runtime import parent_death
 from ...runtime.connections import replace_connections
+from ...runtime.procfs import set_process_name
 from ...wire.addresses import channel_address, record_exit
 from ...wire.pickling import MainSnapshot
 from ...wire.status_table import StatusTable
@@ -167,6 +168,7 @@ class _Zygote:
         with suppress(OSError):
             os.setsid()
         parent_death.become_subreaper()
+        set_process_name("zygote")
         reset_inherited_state()
         # Only a fork has the controller's connections; a bare zygote has none of these.
         if spec.main is None:
@@ -266,6 +268,7 @@ class _Zygote:
         status = 1
         try:
             parent_death.die_with_parent(zygote)
+            set_process_name(order.name)
             os.setsid()
             parent_death.become_subreaper()
             signal.set_wakeup_fd(-1)
