@@ -221,5 +221,5 @@ def test_ps_and_top_show_who_is_who():
     with poly.Pool(1, name="lab") as pool:
         assert name_of(pool.doit(os.getpid)) == "lab.0"
         assert name_of(pool.doit(os.getppid)) == "zygote"
-    with poly.Drone(name="a name that is too long") as drone:
-        assert name_of(drone.doit(os.getpid)) == "a name that is too long"[:15]
+    with poly.Drone(name="a-name-that-is-too-long") as drone:
+        assert name_of(drone.doit(os.getpid)) == "a-name-that-is-too-long"[:15]
