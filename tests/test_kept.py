@@ -675,7 +675,7 @@ def test_killed_at_random_every_value_is_right_or_lost(retries):
             # The error of a promise holds the frames it went through, and `check` holds the
             # promise. The last errors may arrive, and with them such cycles, at any time.
             gc.collect()
-            return nothing_is_kept(pool) and not arena._range_refs and arena.used() == 0
+            return nothing_is_kept(pool) and not arena.range_refs and arena.used() == 0
 
         wait_for(nothing_is_used)
 

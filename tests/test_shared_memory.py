@@ -844,7 +844,7 @@ def test_any_view_of_a_view_keeps_it(kind):
 
 def live_keeps(pool):
     """What this image has or looks at in the pool's arena."""
-    return [key for key in arena_of(pool)._range_refs if key]
+    return [key for key in arena_of(pool).range_refs if key]
 
 
 def test_of_many_arrays_in_one_value_one_keeps_all_and_the_last_lets_go(impatient):
@@ -1786,7 +1786,7 @@ def what_is_used(pool):
     lent = [
         (link.number, link.state, len(link.ref_table.lent)) for link in pool._dispatcher.handles
     ]
-    return {"used": arena.used(), "regions": regions, "keeps": arena._range_refs, "lent": lent}
+    return {"used": arena.used(), "regions": regions, "keeps": arena.range_refs, "lent": lent}
 
 
 @pytest.mark.parametrize("turn", range(SOAKS))

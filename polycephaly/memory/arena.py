@@ -87,10 +87,10 @@ class Arena:
         self.fd = os.memfd_create("polycephaly-arena", os.MFD_CLOEXEC) if fd is None else fd
         self.ended = False
         self._open_fds = [self.fd]
-        self._pid = os.getpid()
-        self._process_generation = 0
-        self._range_refs: dict[int, tuple[int, int]] = {}
-        self._mapped: dict[int, weakref.ref[Mapping]] = {}
+        self.pid = os.getpid()
+        self.process_generation = 0
+        self.range_refs: dict[int, tuple[int, int]] = {}
+        self.mapped: dict[int, weakref.ref[Mapping]] = {}
         self.request_cleanup: Callable[[], object] = lambda: None
         """Called when a block was returned, or when ranges are kept for a forked child.
 
@@ -108,11 +108,11 @@ class Arena:
         ancestor. In a drone `request_cleanup` does nothing, and neither does `warn`, because the
         controller sees which way results come.
         """
-        self._pid = os.getpid()
-        self._process_generation += 1
+        self.pid = os.getpid()
+        self.process_generation += 1
         self.request_cleanup = lambda: None
         self._warned = True
-        self._range_refs.clear()
+        self.range_refs.clear()
 
     def warn(self, error: Exception) -> None:
         """Warn, once, that large values take another path."""
@@ -137,18 +137,18 @@ class Arena:
         Does nothing in a forked child, because the pages are its parent's.
         """
         marker = object()
-        # Prevents closing from here on: see `_close_if_unused`.
-        self._range_refs[id(marker)] = (0, 0)
-        if self._open_fds and os.getpid() == self._pid:
+        # Prevents closing from here on: see `close_if_unused`.
+        self.range_refs[id(marker)] = (0, 0)
+        if self._open_fds and os.getpid() == self.pid:
             _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, offset, _whole_pages(length))
-        self._close_if_unused(id(marker))
+        self.close_if_unused(id(marker))
 
     def clear(self, start: int, end: int) -> None:
         """Free the memory from `start` to `end`, except ranges there that this process uses.
 
         Called for the region of a dead drone, and for the whole arena at its end.
         """
-        kept = sorted(each for each in list(self._range_refs.values()) if start <= each[0] < end)
+        kept = sorted(each for each in list(self.range_refs.values()) if start <= each[0] < end)
         for offset, length in kept:
             if offset > start:
                 self.punch_hole(start, offset - start)
@@ -162,7 +162,7 @@ class Arena:
         Ranges in use here stay until they are released.
         """
         # Prevents a range reference that ends now from closing the arena in the meantime.
-        self._range_refs[0] = (0, 0)
+        self.range_refs[0] = (0, 0)
         self.ended = True
         # A child that user code forked may read these ranges for ever.
         for range_ref in (forked := _pop_ranges_of(self)):
@@ -170,20 +170,20 @@ class Arena:
         self.clear(0, MAX_REGIONS * REGION_BYTES)
         forked.clear()
         release_ended_forks()
-        self._close_if_unused(0)
+        self.close_if_unused(0)
 
-    def _close_if_unused(self, key: int = -1) -> None:
+    def close_if_unused(self, key: int = -1) -> None:
         """Remove a range reference; if the arena has ended and none is left, close the descriptor.
 
         The check and `pop` are straight-line code, in which CPython never switches threads. So a
         thread that entered its marker before is seen, and a thread that does so later finds no open
         descriptor.
         """
-        self._range_refs.pop(key, None)
-        if self._open_fds and os.getpid() != self._pid:
+        self.range_refs.pop(key, None)
+        if self._open_fds and os.getpid() != self.pid:
             return
         try:
-            fd = self._open_fds.pop() if self.ended and not self._range_refs else None
+            fd = self._open_fds.pop() if self.ended and not self.range_refs else None
         except IndexError:
             return
         if fd is not None:
@@ -198,7 +198,7 @@ _arenas: dict[int, weakref.ref[Arena]] = {}
 class RangeRef:
     """A range that stays unchanged for as long as this object lives."""
 
-    __slots__ = ("__weakref__", "_process_generation", "arena", "length", "offset", "permanent")
+    __slots__ = ("__weakref__", "arena", "length", "offset", "permanent", "process_generation")
 
     def __init__(self, arena: Arena, offset: int, length: int) -> None:
         self.arena = arena
@@ -207,8 +207,8 @@ class RangeRef:
         # If true, the end of this object frees nothing: another process owns the range, or a child
         # that user code forked may still read it.
         self.permanent = False
-        self._process_generation = arena._process_generation
-        arena._range_refs[id(self)] = (offset, length)
+        self.process_generation = arena.process_generation
+        arena.range_refs[id(self)] = (offset, length)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Free the range, in any thread and at any point of its code.
@@ -220,16 +220,16 @@ class RangeRef:
         if finalizing():
             return
         arena = self.arena
-        arena._range_refs.pop(id(self), None)
+        arena.range_refs.pop(id(self), None)
         if not self.permanent and self.belongs_to_this_process():
             if arena.ended:
                 arena.punch_hole(self.offset, self.length)
             else:
                 self._release()
-        arena._close_if_unused()
+        arena.close_if_unused()
 
     def belongs_to_this_process(self) -> bool:
-        return self._process_generation == self.arena._process_generation
+        return self.process_generation == self.arena.process_generation
 
     def _release(self) -> None:
         """Return the range: a `Segment` to its `Store`, an `ObjectRef` to the lender."""
@@ -272,7 +272,7 @@ def view(range_ref: RangeRef) -> memoryview:
     except OSError:
         return memoryview(_read(arena.fd, range_ref.offset, range_ref.length))
     mapping.range_ref = range_ref
-    mapped, key = arena._mapped, id(mapping)
+    mapped, key = arena.mapped, id(mapping)
     mapped[key] = weakref.ref(mapping, lambda _: mapped.pop(key, None))
     return memoryview(mapping)
 
@@ -336,9 +336,9 @@ def _before_fork() -> None:
     release_ended_forks()
     me = os.getpid()  # inherited ranges are kept by the process that lent them
     arenas = [
-        arena for ref in list(_arenas.values()) if (arena := ref()) is not None and arena._pid == me
+        arena for ref in list(_arenas.values()) if (arena := ref()) is not None and arena.pid == me
     ]
-    mapped = [ref() for arena in arenas for ref in list(arena._mapped.values())]
+    mapped = [ref() for arena in arenas for ref in list(arena.mapped.values())]
     range_refs = [each.range_ref for each in mapped if each is not None]
     held = [each for each in range_refs if each.belongs_to_this_process()]
     pipe = -1, -1

@@ -70,7 +70,7 @@ class Segment(RangeRef):
         super().__init__(store.arena, block.offset, length)
 
     def _release(self) -> None:
-        self._store._returned.append(self._block)
+        self._store.returned.append(self._block)
         self.arena.request_cleanup()
 
 
@@ -79,12 +79,12 @@ class Store:
 
     def __init__(self, arena: Arena, number: int) -> None:
         self.arena = arena
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._top = number * REGION_BYTES
         self._end = self._top + REGION_BYTES if number < MAX_REGIONS else self._top
         self._free: dict[int, deque[_Block]] = {}  # by size; warm blocks on the right
         self._warm_bytes = 0  # bytes of memory in the free blocks
-        self._returned: deque[_Block] = deque()
+        self.returned: deque[_Block] = deque()
         self._lock = threading.Lock()
         self._lock_owner = 0  # the thread that holds the lock
 
@@ -93,7 +93,7 @@ class Store:
 
         Raises `Full` if the ceiling would be exceeded, and `OSError` if the system refuses.
         """
-        if os.getpid() != self._pid:  # a forked child: this region is its parent's
+        if os.getpid() != self.pid:  # a forked child: this region is its parent's
             raise Full("the pool belongs to another process")
         places: list[tuple[int, int]] = []
         size = 0
@@ -162,8 +162,8 @@ class Store:
 
     def _reclaim_blocks(self) -> None:
         now = monotonic()
-        while self._returned:
-            block = self._returned.popleft()
+        while self.returned:
+            block = self.returned.popleft()
             block.idle_since = now
             free = self._free.setdefault(block.capacity, deque())
             if self._warm_bytes + block.resident_bytes > self.arena.ceiling // 8:
@@ -235,7 +235,7 @@ class Store:
             self._lock.release()
 
     def has_idle_memory(self) -> bool:
-        return self._warm_bytes > 0 or bool(self._returned) or has_running_forks()
+        return self._warm_bytes > 0 or bool(self.returned) or has_running_forks()
 
     def _free_pages(self, block: _Block) -> None:
         block.mapping = None

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from ..promises.promise import Promise
 from ..runtime.progress import total_of
@@ -37,6 +37,9 @@ __all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "innermost_pool", "wait_fo
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_pages: WeakKeyDictionary[TaskRunner, LivePage] = WeakKeyDictionary()
+"""The live pages, by the dispatchers of their pools."""
 
 
 class TaskTarget:
@@ -282,7 +285,6 @@ class ExecutorBase(TaskTarget, Executor):
 
     # Results of `map` that may not have been read yet, by `id`. Each use is one atomic step.
     _maps: dict[int, ref[Results[Any]]] | None = None
-    _dashboard: LivePage | None = None
 
     def _drones(self) -> Sequence[TaskTarget]:
         raise NotImplementedError
@@ -516,12 +518,12 @@ class ExecutorBase(TaskTarget, Executor):
         ...     page.url.startswith("http://127.0.0.1:")
         True
         """
-        pool = self.__dict__.get("_original", self)  # which `options` have copied
-        if pool._dashboard is None or pool._dashboard.closed:
+        page = _pages.get(self._dispatcher)
+        if page is None or page.closed:
             # Loaded by name: a layer above this one, which few programs need.
             package = import_module("polycephaly.integrations.dashboard")
-            pool._dashboard = package.Dashboard(pool, port, host)
-        page: LivePage = pool._dashboard
+            pool = self.__dict__.get("_original", self)  # which `options` have copied
+            page = _pages[self._dispatcher] = package.Dashboard(pool, port, host)
         return page
 
     @overload

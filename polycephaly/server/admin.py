@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engines.remote.messages import REPLY, pack_json
+from ..pool.collecting import take_news
 from ..pool.status import IDENTITY_FIELDS, describe_identity
 from ..promises.promise import Promise
 from ..runtime import fork_guard
@@ -140,7 +141,7 @@ class AdminService:
         return self._compute(client, compute)
 
     def _news(self, cursor: tuple[int, int]) -> dict[str, Any]:
-        timeline, cursor = self._pool._news(cursor)
+        timeline, cursor = take_news(self._dispatcher, cursor)
         return {"timeline": pack_timeline(timeline), "cursor": cursor}
 
     def _compute(
