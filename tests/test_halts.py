@@ -9,10 +9,11 @@ import math
 import pytest
 from in_time import FakeReactor, dispatcher_of, give
 
-from polycephaly.pool.cancellation import GRACE_STEPS
+from polycephaly.pool.cancellation import GRACE_STEPS, STACK_SECONDS
+from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State
 from polycephaly.runtime.tuning import tuning
-from polycephaly.wire.messages import CANCEL
+from polycephaly.wire.messages import CANCEL, FRAMES, pack_frames
 
 GRACE = tuning.grace_seconds
 STEP = GRACE / GRACE_STEPS
@@ -62,7 +63,7 @@ def about(*times):
 def test_a_limit_strikes_at_its_time_and_not_before(reactor, alone):
     work = run(alone, timeout=3.0)
     reactor.pass_(3.0 - A_MOMENT)
-    assert not work.done() and not alone.sent_to_it
+    assert not work.done() and not alone.got(CANCEL)
     reactor.pass_(A_MOMENT)
     assert isinstance(work.exception(), TimeoutError) and alone.got(CANCEL) == [work.number]
     assert alone.looks == [3.0] and alone.timer_at == math.inf and not alone.deadlines
@@ -72,6 +73,49 @@ def test_the_error_names_the_call_the_limit_and_the_drone(reactor, alone):
     work = run(alone, timeout=0.25)
     reactor.pass_(0.25)
     assert str(work.exception()) == "abs ran for more than 0.25 s on pool.0"
+
+
+FRAMES_OF_A_TASK = [["file.py", 3, "inner", "wait()"], ["file.py", 9, "outer", "inner()"]]
+
+
+def tells_its_frames(handle, work):
+    [request] = handle.got(FRAMES)
+    tasks = {work.number: FRAMES_OF_A_TASK}
+    answer = {"current": work.number, "tasks": tasks, "threads": [], "places": {}}
+    handle_message(handle.dispatcher, handle, pack_frames(request, answer))
+    handle.dispatcher.reactor.turn()
+
+
+def test_the_frames_at_which_the_limit_struck_are_the_cause_of_the_error(reactor, alone):
+    work = run(alone, timeout=3.0)
+    reactor.pass_(3.0 - STACK_SECONDS - A_MOMENT)
+    assert not alone.got(FRAMES)
+    reactor.pass_(2 * A_MOMENT)
+    tells_its_frames(alone, work)
+    assert not work.done() and not alone.got(CANCEL)
+    reactor.pass_(STACK_SECONDS)
+    lines = str(work.exception().__cause__).splitlines()
+    assert [line.strip() for line in lines if "File" in line] == [
+        'File "file.py", line 9, in outer',
+        'File "file.py", line 3, in inner',
+    ]
+    assert not alone.limit_stacks
+
+
+def test_a_limit_does_not_wait_for_frames(reactor, alone):
+    work = run(alone, timeout=3.0)
+    reactor.pass_(3.0)
+    assert isinstance(work.exception(), TimeoutError) and work.exception().__cause__ is None
+    tells_its_frames(alone, work)  # too late
+    assert work.exception().__cause__ is None
+
+
+def test_a_limit_shorter_than_the_time_for_frames_has_them_too(reactor, alone):
+    work = run(alone, timeout=STACK_SECONDS / 2)
+    reactor.turn()
+    tells_its_frames(alone, work)
+    reactor.pass_(STACK_SECONDS)
+    assert work.exception().__cause__ is not None
 
 
 def test_time_in_the_queue_does_not_count(reactor, alone):
@@ -91,7 +135,7 @@ def test_what_is_answered_in_time_is_not_halted(together, reactor, alone):
     reactor.pass_(2.9)
     alone.answers(work, 1, together)
     reactor.pass_(10)
-    assert work.value == 1 and not alone.sent_to_it and not alone.kills
+    assert work.value == 1 and not alone.got(CANCEL) and not alone.kills
     assert not alone.deadlines and not reactor.timers.heap
 
 
@@ -119,17 +163,16 @@ def test_what_was_cancelled_is_not_halted_again_by_its_limit(reactor, alone):
 
 def test_the_first_of_several_limits_sets_the_timer_and_each_the_next(reactor, wide):
     works = [run(wide, timeout, overlapped) for timeout in (1.0, 2.5, 4.0)]
-    assert (
-        wide.timer_at == reactor.now + 1.0 and len(reactor.timers.heap) == 2
-    )  # with that of the watch
+    assert wide.timer_at == reactor.now + 1.0 - STACK_SECONDS
+    assert len(reactor.timers.heap) == 2  # with that of the watch
     wide.answers(works[0])
     reactor.pass_(2.0)
-    assert wide.looks == [1.0] and wide.timer_at == reactor.now + 0.5
+    assert wide.timer_at == reactor.now + 0.5 - STACK_SECONDS
     assert list(wide.deadlines) == [work.number for work in works[1:]]
     wide.answers(works[1])
     wide.answers(works[2])
     reactor.pass_(10)
-    assert wide.looks == [1.0, 2.5] and wide.timer_at == math.inf and not wide.sent_to_it
+    assert not wide.looks and wide.timer_at == math.inf and not wide.sent_to_it
 
 
 def test_of_several_limits_only_those_that_are_over_strike(reactor, wide):
@@ -156,7 +199,7 @@ def test_a_timer_that_another_comes_before_is_called_off(reactor, wide):
     for work in [run(wide, 5.0, overlapped), run(wide, 2.0, overlapped)]:
         wide.answers(work)
     reactor.pass_(20.0)
-    assert wide.looks == [2.0]
+    assert not wide.looks and wide.timer_at == math.inf
 
 
 def test_limits_beside_a_long_one_leave_no_timers(reactor, wide):

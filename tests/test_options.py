@@ -11,6 +11,8 @@ from engines import local_only, on_each_engine, poly
 from faults import append, lines, wait_for
 from scripts import Script
 
+from polycephaly.pool.interfaces import TaskOptions
+
 pytestmark = on_each_engine
 
 
@@ -38,6 +40,21 @@ def test_a_time_limit_of_one_promise_does_not_touch_its_neighbours(nobody_is_kil
                 each.result(20)
         assert [p.value for p in others] == [0.01] * 50
         assert {drone.pid for drone in pool.drones} == drones
+
+
+def test_the_error_of_a_time_limit_has_the_lines_at_which_it_struck(
+    nobody_is_killed_for_being_slow,
+):
+    def deep():
+        time.sleep(1000)
+
+    def outer():
+        deep()
+
+    with poly.Pool(1) as pool:
+        error = pool.options(timeout=0.5).promise(outer).exception()
+    text = str(error.__cause__)
+    assert text.index(".outer\n") < text.index(".deep\n") < text.index("time.sleep(1000)")
 
 
 @pytest.mark.guarantee("promise-4")
@@ -166,7 +183,7 @@ def test_options_hold_for_each_call_of_a_map(tmp_path):
 def test_options_are_added_up_and_everything_else_is_the_pools():
     with poly.Pool(2, name="mine") as pool:
         both = pool.options(timeout=3).options(retries=2)
-        assert both._task_options == (3, 2) and pool._task_options is None
+        assert both._task_options == TaskOptions(3, 2) and pool._task_options is None
         assert [d.pid for d in both.drones] == [d.pid for d in pool.drones]
         assert repr(both) == repr(pool)
         assert sorted(p.value for p in both.everywhere(os.getpid)) == sorted(

@@ -14,6 +14,9 @@ answered in time is not stopped.
 
 While a drone is debugged, its deadlines are postponed by a whole time limit.
 
+Shortly before a deadline the drone is asked for its frames. If they have come by then, they are the
+cause of the `TimeoutError`.
+
 A drone that is killed loses its state, so the grace period must not pass just because the machine
 stood still: it consists of GRACE_STEPS steps, and a pause counts as one step, however long.
 """
@@ -23,24 +26,28 @@ from __future__ import annotations
 from functools import partial
 from math import inf
 
+from .._compat import remote_traceback_type
 from ..promises.promise import reject
 from ..runtime.tuning import tuning
 from ..wire.messages import CANCEL, pack_numbers
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .interfaces import AssignedDrone
+from .stacks import StackRequest, StackRequests, frames_of
 from .task import Task
 
 __all__ = ["Cancellation"]
 
 GRACE_STEPS = 10  # steps between an interrupt and a kill
+STACK_SECONDS = 0.05  # between the request for a task's frames and the task's deadline
 
 
 class Cancellation:
     """The cancellation and the time limits of one pool's tasks."""
 
-    def __init__(self, dispatcher: DispatcherBase) -> None:
+    def __init__(self, dispatcher: DispatcherBase, stack_requests: StackRequests) -> None:
         self._dispatcher = dispatcher
+        self._stack_requests = stack_requests
 
     def set_deadlines(self, handle: DroneHandle, batch: list[Task], now: float) -> None:
         """Set the deadlines of tasks that were just sent to `handle`."""
@@ -48,14 +55,23 @@ class Cancellation:
         # deadlines are over.
         if not handle.overlapping:
             handle.deadlines.clear()
+            handle.limit_stacks.clear()
         for task in batch:
             if task.timeout is not None:
                 handle.deadlines[task.number] = now + task.timeout
         self._set_timer(handle)
 
     def _set_timer(self, handle: DroneHandle) -> None:
-        """Set the timer for the earliest deadline, unless an earlier timer is set."""
-        first = min(handle.deadlines.values(), default=inf)
+        """Set the timer for the earliest deadline, or for the request for frames before it, unless
+        an earlier timer is set.
+        """
+        first = min(
+            (
+                deadline - STACK_SECONDS * (number not in handle.limit_stacks)
+                for number, deadline in handle.deadlines.items()
+            ),
+            default=inf,
+        )
         if first < handle.timer_at:
             self.cancel_timer(handle)
             handle.timer_at = first
@@ -70,6 +86,16 @@ class Cancellation:
 
     def _check_deadlines(self, handle: DroneHandle) -> None:
         handle.timer, handle.timer_at = None, inf
+        now = self._dispatcher.reactor.timers.now()
+        if any(deadline <= now for deadline in handle.deadlines.values()):
+            self._reject_overdue(handle)
+        for number, deadline in handle.deadlines.items():
+            if deadline - STACK_SECONDS <= now and number not in handle.limit_stacks:
+                handle.limit_stacks[number] = request = StackRequest(self._dispatcher, handle)
+                self._stack_requests.send(request)
+        self._set_timer(handle)
+
+    def _reject_overdue(self, handle: DroneHandle) -> None:
         handle.catch_up()
         now = self._dispatcher.reactor.timers.now()
         for number, deadline in list(handle.deadlines.items()):
@@ -82,14 +108,15 @@ class Cancellation:
             elif deadline <= now:
                 del handle.deadlines[number]
                 self._reject_timed_out(handle, task)
-        self._set_timer(handle)
 
     def _reject_timed_out(self, handle: DroneHandle, task: Task) -> None:
         error = TimeoutError(
             f"{task.definition.label} ran for more than {task.timeout} s on {handle.name}"
         )
+        request = handle.limit_stacks.pop(task.number, None)
         if task.next_delay(error) is None:
-            self._dispatcher.reactor.deliver(partial(reject, task, task.with_attempts(error)))
+            last = task.with_attempts(error)
+            self._dispatcher.reactor.deliver(partial(_reject_with_frames, task, last, request))
         else:  # when the drone has stopped it, so that it does not run twice at the same time
             task.overrun = error
         self.interrupt(handle, task)
@@ -123,3 +150,12 @@ class Cancellation:
         else:  # other live tasks run beside it and would die too, so they finish first
             handle.hung.add(number)
             self._schedule_check(handle, number, GRACE_STEPS)
+
+
+def _reject_with_frames(task: Task, error: BaseException, request: StackRequest | None) -> None:
+    """Reject `task`, after the lock is released: reading source files takes time."""
+    frames = None if request is None else frames_of(request, task.number)
+    if frames:
+        text = "".join(frames.format())
+        error.__cause__ = remote_traceback_type()(f'\n"""\n{text}"""')
+    reject(task, error)

@@ -87,11 +87,11 @@ class Dispatcher(DispatcherBase):
         self.owner_callback: object = None
         self.directory = ObjectDirectory(self)
         self.locality = Locality(self, self.directory)
-        self.cancellation = Cancellation(self)
         self.leases = Leases(self)
         self.stall_detector = StallDetector(self)
         self.backpressure: BackPressure | None = None  # None if queues have no limit
         self.stack_requests = StackRequests(self)
+        self.cancellation = Cancellation(self, self.stack_requests)
         self.supervisor = Supervisor(
             self,
             self.cancellation,

@@ -127,6 +127,7 @@ class DroneHandle:
         self._release_report_scheduled = False
         self._defined = KnownFunctions(self._schedule_release_report)
         self.deadlines: dict[int, float] = {}  # of the tasks with a time limit, by task number
+        self.limit_stacks: dict[int, Any] = {}  # requests for their frames; see cancellation.py
         self.timer: Timer | None = None  # checks the deadlines at `timer_at`
         self.timer_at = inf
         self.unresponsive: str | None = None  # why there is no heartbeat; None while there is one
@@ -556,6 +557,7 @@ class DroneHandle:
                 self.bulk_unanswered -= 1
             if task.timeout is not None:
                 self.deadlines.pop(number, None)
+                self.limit_stacks.pop(number, None)
             if task.definition.overlaps:
                 self.overlapping -= 1
                 self.hung.discard(number)

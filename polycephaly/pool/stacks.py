@@ -31,6 +31,7 @@ __all__ = [
     "Stack",
     "StackRequest",
     "StackRequests",
+    "frames_of",
     "read_report",
 ]
 
@@ -224,6 +225,13 @@ class StackRequests:
             self._dispatcher.post(self.send, request)
         deadline = monotonic() + timeout
         return [_take(request, timeout, deadline) for request in pending]
+
+
+def frames_of(request: StackRequest, number: int) -> StackSummary | None:
+    """Return the frames of the task of that number, or None if the drone has not told them."""
+    answer = request.result() if request.done() else None
+    frames = None if answer is None else answer.frames.get(number)
+    return None if frames is None else _read(frames)
 
 
 def read_report(
