@@ -282,6 +282,70 @@ def test_a_pool_or_a_promise_that_crossed_a_fork_says_so(tmp_path):
     )
 
 
+def test_a_pool_that_was_not_used_before_a_fork_starts_anew_in_each_child():
+    """As under `gunicorn --preload`: the program is loaded, and then each worker is forked."""
+    assert (
+        output_of(
+            """
+        import os, threading
+        import polycephaly as poly
+        pool = poly.Pool(2, name="web")
+        limited = pool.options(timeout=60)
+        drone = poly.Drone()
+        parents = {drone.pid for drone in pool.drones}
+
+        def worker():
+            print(repr(pool), flush=True)
+            values = []
+            threads = [
+                threading.Thread(target=lambda: values.append(each.doit(abs, -1)))
+                for each in (pool, limited) * 4
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert values == [1] * 8 and list(pool.map(abs, range(-3, 0))) == [3, 2, 1]
+            assert limited.share([1]).value == [1]
+            ours = {drone.pid for drone in pool.drones}
+            assert len(ours) == 2 and not ours & parents
+            try:
+                drone.doit("1")
+            except RuntimeError as error:
+                assert "belongs to another process" in str(error)
+            with pool:
+                assert pool.doit(os.getppid) != os.getpid()
+            print("served", flush=True)
+
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                worker()
+                os._exit(0)
+            os.waitpid(child, 0)
+        print(pool.doit(abs, -5), parents == {drone.pid for drone in pool.drones})
+        child = os.fork()
+        if child == 0:
+            pool.shutdown()  # used by now, by another process: nothing to do here
+            os._exit(0)
+        print(os.waitpid(child, 0)[1])
+    """,
+            python_args=("-W", "ignore::DeprecationWarning"),  # it forks by itself
+        )
+        == "<Pool web: 0 drones, 0 busy, 0 tasks>\nserved\n" * 2 + "5 True\n0\n"
+    )
+
+
+def test_a_child_that_leaves_the_block_of_an_unused_pool_starts_no_drones():
+    with poly.Pool(1) as pool:
+        child = os.fork()
+        if child == 0:
+            pool.__exit__(None, None, None)
+            os._exit(len(os.listdir(f"/proc/{os.getpid()}/task")) - 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert pool.doit(abs, -1) == 1
+
+
 def test_a_drone_that_starts_drones_gives_no_warning_either():
     done = run_script(
         """

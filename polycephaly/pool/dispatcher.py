@@ -20,6 +20,7 @@ docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for t
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class Dispatcher(DispatcherBase):
 
     def __init__(self, config: PoolConfig, open_engine: Callable[[Dispatcher], Engine]) -> None:
         super().__init__(config)
+        self.open_engine = open_engine
         self.task_options = config.task_options
         self._own_options = config.task_options if config.task_options != TaskOptions() else None
         # If true, `submit` has more to check at each call.
@@ -790,7 +792,18 @@ class Dispatcher(DispatcherBase):
         if not self.handles and not self.has_ended:
             self._end()
 
+    def _was_used(self) -> bool:
+        """Return whether a task was ever submitted."""
+        counts = self.tasks_done, self.tasks_cancelled, self.record.failed
+        ready = [handle for handle in self.handles if handle.state >= State.READY]
+        return any(counts) or any(
+            (self.queue, self.waiting, self.parked, *(each.in_flight for each in ready))
+        )
+
     def disable_in_child(self) -> None:
+        if self.refusal is None and self.config.on_death != "end" and not self._was_used():
+            self.handles = []  # those of the parent
+            self.__class__ = _Unused
         self.refusal = RuntimeError(
             f"{self.config.name} belongs to another process, of which this one is a fork: make a "
             "Pool or Drone in the process that uses it, after the fork (a web server that loads "
@@ -855,6 +868,26 @@ class Dispatcher(DispatcherBase):
                 f"{message}: the controller process defined this name after the snapshot from "
                 f"which the drone was started; {cure}, or push the name",
             )
+
+
+class _Unused(Dispatcher):
+    """In a forked child, the dispatcher of a pool that the parent has made and not used: a web
+    server, say, that loads the program before it forks. The first task starts a new one here.
+    """
+
+    def check_open(self) -> None:
+        with _restarting:
+            if type(self) is _Unused:
+                fresh = Dispatcher(self.config, self.open_engine)
+                fresh.finalizer = self.finalizer
+                # From here on this object, which the pool and its `options` hold, is the fresh one
+                # under another address. Other threads that use it are in this method.
+                self.__dict__ = fresh.__dict__
+                self.__class__ = Dispatcher  # type: ignore[assignment]
+        self.begun.result()
+
+
+_restarting = threading.Lock()
 
 
 class _Backlog:
