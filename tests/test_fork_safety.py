@@ -292,7 +292,8 @@ def test_a_pool_that_was_not_used_before_a_fork_starts_anew_in_each_child():
         pool = poly.Pool(2, name="web")
         limited = pool.options(timeout=60)
         drone = poly.Drone()
-        parents = {drone.pid for drone in pool.drones}
+        foreigners = pool.drones
+        parents = {drone.pid for drone in foreigners}
 
         def worker():
             print(repr(pool), flush=True)
@@ -309,10 +310,13 @@ def test_a_pool_that_was_not_used_before_a_fork_starts_anew_in_each_child():
             assert limited.share([1]).value == [1]
             ours = {drone.pid for drone in pool.drones}
             assert len(ours) == 2 and not ours & parents
-            try:
-                drone.doit("1")
-            except RuntimeError as error:
-                assert "belongs to another process" in str(error)
+            for foreign in (drone, *foreigners):
+                try:
+                    foreign.doit("1")
+                except RuntimeError as error:
+                    assert "belongs to another process" in str(error)
+                else:
+                    print("a drone of the parent took a task")
             with pool:
                 assert pool.doit(os.getppid) != os.getpid()
             print("served", flush=True)

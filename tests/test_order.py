@@ -131,6 +131,17 @@ def test_a_cancelled_call_and_a_closed_pool_leave_nothing_behind(reactor):
     assert dispatcher.pending() == 0 and not dispatcher.resources
 
 
+def test_tasks_that_are_still_to_be_queued_take_up_room(reactor):
+    dispatcher = dispatcher_of(reactor, 1, max_queued=2)
+    submit(dispatcher, 0, 1)
+    reactor.turn()
+    assert dispatcher.has_room()
+    submit(dispatcher, 1, 1)
+    submit(dispatcher, 2, 1)
+    assert not dispatcher.has_room()  # though the reactor has queued neither
+    assert end_all(dispatcher) == [0, 1, 2] and dispatcher.has_room()
+
+
 # -- resources -------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,7 @@ class Dispatcher(DispatcherBase):
         self.resources = Resources(self, config.resources)
         # A task has a priority or needs resources: the reactor's thread queues all tasks, in order.
         self.keeps_order = False
+        self.unordered: set[Task] = set()  # those of `waiting` that it has to queue
         self._backlog = _Backlog(self)
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
@@ -204,6 +205,7 @@ class Dispatcher(DispatcherBase):
     def _enqueue(self, task: Task) -> bool:
         """Queue `task`. Return True if it is in `waiting` until the reactor's thread does so."""
         if self.keeps_order:
+            self.unordered.add(task)
             self.waiting.add(task)
             self.post(self._enqueue_in_order, task)
             if self.has_ended:
@@ -500,6 +502,7 @@ class Dispatcher(DispatcherBase):
 
     def _enqueue_in_order(self, task: Task) -> None:
         """Queue `task`, which is in `waiting` until then, by its priority."""
+        self.unordered.discard(task)
         if self.has_ended:  # rejected by the thread that submitted it, or by `_finish`
             return
         payload = task.payload
@@ -801,15 +804,20 @@ class Dispatcher(DispatcherBase):
         )
 
     def disable_in_child(self) -> None:
-        if self.refusal is None and self.config.on_death != "end" and not self._was_used():
-            self.handles = []  # those of the parent
-            self.__class__ = _Unused
+        starts_anew = (
+            self.refusal is None and self.config.on_death != "end" and not self._was_used()
+        )
         self.refusal = RuntimeError(
             f"{self.config.name} belongs to another process, of which this one is a fork: make a "
             "Pool or Drone in the process that uses it, after the fork (a web server that loads "
             "the program before it forks has a hook for that: post_fork of gunicorn, postfork of "
             "uWSGI, worker_process_init of Celery)"
         )
+        if starts_anew:
+            for handle in self.handles:
+                handle.state, handle.death = State.DEAD, self.refusal
+            self.handles = []
+            self.__class__ = _Unused
 
     def abandon(self, reason: str = "") -> None:
         """Kill every drone now; their tasks are lost, with errors that give `reason`."""
@@ -898,8 +906,13 @@ class _Backlog:
 
     def __len__(self) -> int:
         dispatcher = self._dispatcher
-        waiting = len(dispatcher.delayed) + len(dispatcher.resources)
-        return len(dispatcher.queue) + len(dispatcher.locality) + waiting
+        return (
+            len(dispatcher.queue)
+            + len(dispatcher.locality)
+            + len(dispatcher.delayed)
+            + len(dispatcher.resources)
+            + len(dispatcher.unordered)
+        )
 
 
 def _load(handle: DroneHandle) -> float:

@@ -140,7 +140,9 @@ def insert_in_order(queue: deque[Task], task: Task, *, first: bool = False) -> N
     """Insert `task` behind the tasks of the same or a higher priority; if `first`, only behind
     those of a higher one.
     """
-    if first:
+    if first and (not queue or queue[0].priority <= task.priority):
+        queue.appendleft(task)
+    elif first:
         queue.insert(bisect_left(queue, -task.priority, key=_descending), task)
     elif not queue or queue[-1].priority >= task.priority:
         queue.append(task)
