@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from polycephaly.integrations.dashboard.metrics import metrics_of
 from polycephaly.pool.record import TraceBuffer
 from polycephaly.runtime.tuning import tuning
 from polycephaly.timeline.entries import Entry
+from polycephaly.timeline.event_log import EventLog, LoggedEvent
 
 testclient = pytest.importorskip("starlette.testclient", reason="starlette is not installed")
 CHROMIUM = Path("/usr/bin/chromium")
@@ -85,7 +90,9 @@ def client(pool: FakePool) -> Any:
 
 
 @pytest.mark.guarantee("remote-13")
-@pytest.mark.parametrize("path", ["/", "/data", "/metrics", "/stack?drone=d0", "/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/", "/data", "/metrics", "/stack?drone=d0", "/timeline.html", "/no"]
+)
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer kez"}, {"Authorization": "key "}])
 def test_a_stranger_without_the_token_sees_nothing(client, pool, path, given):
     client.headers.pop("Authorization")
@@ -128,7 +135,9 @@ def test_news_come_with_a_cursor_for_the_next_ones(client):
     assert news["part"]["spans"]["started"] == [500_000]
 
 
-@pytest.mark.parametrize("wrong", ["", "entries=4", "entries=x&threads=5"])
+@pytest.mark.parametrize(
+    "wrong", ["", "entries=4", "entries=x&threads=5", "entries=4&threads=5&start=nan"]
+)
 def test_a_cursor_that_is_none_is_refused(client, wrong):
     assert client.get(f"/data?{wrong}").status_code == 400
 
@@ -145,8 +154,16 @@ def test_drones_are_interrupted_and_killed_by_their_names(client, pool):
 
 def test_a_pool_that_is_gone_is_told(client, pool):
     pool.closed = ConnectionError("the server has ended")
-    answer = client.get("/data?entries=4&threads=5")
-    assert (answer.status_code, answer.text) == (410, "the server has ended")
+    for path in ("/", "/data?entries=4&threads=5", "/metrics", "/timeline.html"):
+        answer = client.get(path)
+        assert (answer.status_code, answer.text) == (410, "the server has ended")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/timeline.html", "/no", "/data", "/stack"])
+def test_all_answers_have_the_policy(client, path):
+    policy = client.get(path).headers
+    assert "default-src 'none'" in policy["Content-Security-Policy"]
+    assert (policy["Referrer-Policy"], policy["Cache-Control"]) == ("no-referrer", "no-store")
 
 
 def test_the_timeline_so_far_can_be_kept(client, pool):
@@ -191,6 +208,17 @@ def test_a_reader_gets_each_entry_once_and_misses_only_what_is_not_kept(monkeypa
     assert missing and missing <= set(range(57, 130))  # while it did not look
 
 
+def test_a_reader_gets_each_call_of_a_green_thread_once():
+    record, cursor = TraceBuffer(), (0, 0)
+    log = EventLog()
+    for number in range(3):
+        log.events.append(LoggedEvent(1, "thread", f"f{number}", 1.0, 2.0))
+        record.add_events("d", log.pop_packed(), 0.0)
+        _, threads, cursor = record.since(cursor)
+        assert [span.name for span in threads] == [f"f{number}"]
+    assert record.since(cursor)[1] == []
+
+
 # -- with processes --------------------------------------------------------------------------------
 
 
@@ -230,11 +258,51 @@ def test_a_page_shows_a_pool_until_it_is_closed(tmp_path):
         assert pool.doit(abs, -1) == 1
 
 
-def test_a_page_does_not_keep_its_pool(tmp_path):
+def test_a_page_does_not_keep_its_pool():
     pool = poly.Pool(1)
     page = pool.dashboard()
     del pool
     wait_for(lambda: page.closed)
+
+
+def test_a_page_leaves_the_logs_of_another_server_alone():
+    def state():
+        loggers = map(logging.getLogger, ("uvicorn", "uvicorn.access", "uvicorn.error"))
+        return [(each.level, each.propagate, [*each.handlers]) for each in loggers]
+
+    uvicorn = pytest.importorskip("uvicorn")
+    uvicorn.Config(lambda: None)  # as a program's own server does
+    before = state()
+    with poly.Pool(1) as pool, pool.dashboard():
+        assert state() == before
+
+
+def test_a_page_is_closed_while_a_drone_does_not_answer(capfd):
+    with poly.Pool(1, name="lab") as pool, pool.dashboard() as page:
+        os.kill(pool.drones[0].pid, signal.SIGSTOP)
+        answers: list[httpx.Response] = []
+        asked = threading.Thread(target=lambda: answers.append(part_of(page, "stack?drone=lab.0")))
+        asked.start()
+        wait_for(lambda: sum(t.name == "polycephaly-dashboard" for t in threading.enumerate()) > 1)
+        page.close()
+        asked.join()
+        assert answers[0].status_code in (200, 503)
+        os.kill(pool.drones[0].pid, signal.SIGCONT)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_two_threads_get_one_page():
+    with poly.Pool(1) as pool:
+        pages: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: pages.append(pool.dashboard())) for _ in range(4)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert len(set(map(id, pages))) == 1
+        pages[0].close()
 
 
 def test_a_served_pool_has_a_page_in_its_clients_too(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import webbrowser
 
 import click
 
@@ -16,7 +15,7 @@ LOOK_SECONDS = 2.0  # between two looks whether the pool still answers
     epilog="""\b
 Examples:
   polycephaly dashboard lab
-  polycephaly dashboard lab --port 8800 --open
+  polycephaly dashboard lab --port 8800
 
 \b
 The page shows what the drones do as they do it. Whoever has its address, which contains
@@ -27,8 +26,7 @@ token, is for Prometheus. Needs: pip install 'polycephaly[dashboard]'
 @POOL_NAME
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0: a free one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
-def dashboard(name: str, port: int, host: str, opens: bool) -> None:
+def dashboard(name: str, port: int, host: str) -> None:
     """Serve a live page of pool NAME, until Ctrl-C or the end of the pool."""
     with one_line_errors(), connect_to(name) as pool:
         try:
@@ -37,8 +35,6 @@ def dashboard(name: str, port: int, host: str, opens: bool) -> None:
             raise click.ClickException(str(error)) from error
         with page:
             click.echo(page.url)
-            if opens:
-                webbrowser.open(page.url)
             while True:
                 time.sleep(LOOK_SECONDS)
                 pool.status()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextvars import ContextVar
 from importlib import import_module
+from threading import Lock
 from types import TracebackType
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
 from weakref import WeakKeyDictionary, ref
@@ -40,6 +41,7 @@ P = ParamSpec("P")
 
 _pages: WeakKeyDictionary[TaskRunner, LivePage] = WeakKeyDictionary()
 """The live pages, by the dispatchers of their pools."""
+_pages_lock = Lock()
 
 
 class TaskTarget:
@@ -495,14 +497,15 @@ class ExecutorBase(TaskTarget, Executor):
         port
             Port to listen at. 0: a free one.
         host
-            Address to listen at. What goes over the network is not encrypted, so other machines
-            should come by a tunnel (``ssh -L``).
+            Address to listen at, and that of ``url``. What goes over the network is not encrypted,
+            so other machines should come by a tunnel (``ssh -L``).
 
         Returns
         -------
         LivePage
             Has the ``url``, with a token that is the only key to the page, and `close`; also a
-            context manager. While one is open, the pool has no other, and this call returns it.
+            context manager. While one is open, the pool has no other, and this call returns it. It
+            does not keep the pool: hold that in a variable.
 
         Raises
         ------
@@ -518,12 +521,13 @@ class ExecutorBase(TaskTarget, Executor):
         ...     page.url.startswith("http://127.0.0.1:")
         True
         """
-        page = _pages.get(self._dispatcher)
-        if page is None or page.closed:
-            # Loaded by name: a layer above this one, which few programs need.
-            package = import_module("polycephaly.integrations.dashboard")
-            pool = self.__dict__.get("_original", self)  # which `options` have copied
-            page = _pages[self._dispatcher] = package.Dashboard(pool, port, host)
+        # Loaded by name: a layer above this one, which few programs need.
+        package = import_module("polycephaly.integrations.dashboard")
+        pool = self.__dict__.get("_original", self)  # which `options` have copied
+        with _pages_lock:
+            page = _pages.get(self._dispatcher)
+            if page is None or page.closed:
+                page = _pages[self._dispatcher] = package.Dashboard(pool, port, host)
         return page
 
     @overload

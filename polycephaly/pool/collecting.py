@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,7 @@ def take_timeline(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
     now = monotonic()
     record = dispatcher.record
     folded, entries = record.snapshot()
-    # The end of the last recorded task of each drone.
-    before = {entry.drone: entry.finished[-1] for entry in entries}
-    under_way = list(_under_way(dispatcher, before, now))
+    under_way = list(_under_way(dispatcher, now))
     timeline = Timeline(under_way, list(record.drones), waiting=len(dispatcher.queue))
     timeline.add_record(folded, entries, list(record.threads), record.threads_lost)
     return timeline if only is None else timeline.of_drone(only)
@@ -40,13 +38,13 @@ def take_news(dispatcher: Dispatcher, cursor: Cursor) -> tuple[Timeline, Cursor]
     """
     now, record = monotonic(), dispatcher.record
     entries, threads, cursor = record.since(cursor)
-    before = {entry.drone: entry.finished[-1] for entry in entries}
-    timeline = Timeline(_under_way(dispatcher, before, now), list(record.drones))
+    timeline = Timeline(_under_way(dispatcher, now), list(record.drones))
     timeline.add_record(Aggregated(), entries, threads)
     return timeline, cursor
 
 
-def _under_way(dispatcher: Dispatcher, before: Mapping[str, float], now: float) -> Iterator[Span]:
+def _under_way(dispatcher: Dispatcher, now: float) -> Iterator[Span]:
+    before = dispatcher.record.last_finished
     for handle in list(dispatcher.handles):
         for task in list(handle.in_flight.values()):
             sending = task.sending

@@ -159,10 +159,10 @@ def check_needs(
     needs = check_resources(resources)
     for name, amount in needs:
         if name not in sizes:
-            known = f"only {', '.join(map(repr, sizes))}" if sizes else "no resources"
+            known = f"has {', '.join(map(repr, sizes))}" if sizes else "has none"
             raise ValueError(
-                f"the pool has no resource {name!r}, but {known}: "
-                f"Pool(resources={{{name!r}: {amount}}}) makes it"
+                f"there is no resource {name!r} here: the pool {known}. A local pool has what its "
+                f"maker gives it, as in Pool(resources={{{name!r}: {amount}}})"
             )
         if amount > sizes[name]:
             raise ValueError(

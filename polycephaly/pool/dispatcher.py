@@ -82,7 +82,8 @@ class Dispatcher(DispatcherBase):
         self.resources = Resources(self, config.resources)
         # A task has a priority or needs resources: the reactor's thread queues all tasks, in order.
         self.keeps_order = False
-        self.unordered: set[Task] = set()  # those of `waiting` that it has to queue
+        # Those of `waiting` that it has to queue, and that no drone has to run.
+        self.unordered: set[Task] = set()
         self._backlog = _Backlog(self)
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
@@ -178,7 +179,7 @@ class Dispatcher(DispatcherBase):
     def _wait_for_room(self, target: DroneHandle | None) -> None:
         if self.backpressure is not None:
             self.backpressure.wait(
-                self._backlog if target is None else target.dedicated,
+                self._backlog if target is None else target.backlog,
                 lambda: self.refusal is not None,
             )
 
@@ -205,7 +206,7 @@ class Dispatcher(DispatcherBase):
     def _enqueue(self, task: Task) -> bool:
         """Queue `task`. Return True if it is in `waiting` until the reactor's thread does so."""
         if self.keeps_order:
-            self.unordered.add(task)
+            (self if task.target is None else task.target).unordered.add(task)
             self.waiting.add(task)
             self.post(self._enqueue_in_order, task)
             if self.has_ended:
@@ -242,7 +243,8 @@ class Dispatcher(DispatcherBase):
             self.reject_all(target.dedicated, target.closed_error())
 
     def prefer(self, task: Task, handle: AssignedDrone) -> None:
-        self.locality.add(task, handle)
+        task.preferred_drone = handle
+        self.locality.insert(task, handle, first=False)
 
     def schedule_health_check(self) -> None:
         self.health_monitor.schedule_check()
@@ -502,7 +504,7 @@ class Dispatcher(DispatcherBase):
 
     def _enqueue_in_order(self, task: Task) -> None:
         """Queue `task`, which is in `waiting` until then, by its priority."""
-        self.unordered.discard(task)
+        (self if task.target is None else task.target).unordered.discard(task)
         if self.has_ended:  # rejected by the thread that submitted it, or by `_finish`
             return
         payload = task.payload
@@ -899,7 +901,7 @@ _restarting = threading.Lock()
 
 
 class _Backlog:
-    """The tasks that any drone may run."""
+    """The tasks that any drone may run, for back-pressure. `len` gives their number."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -910,8 +912,8 @@ class _Backlog:
             len(dispatcher.queue)
             + len(dispatcher.locality)
             + len(dispatcher.delayed)
-            + len(dispatcher.resources)
             + len(dispatcher.unordered)
+            + dispatcher.resources.count(None)
         )
 
 

@@ -121,7 +121,9 @@ class DispatcherBase(Tenant):
         raise NotImplementedError
 
     def prefer(self, task: Task, handle: AssignedDrone) -> None:
-        """Queue `task` for the drone that has its kept values. Any thread may call this."""
+        """Queue `task` for the drone that has its kept values. Called while holding the reactor's
+        lock.
+        """
         raise NotImplementedError
 
     def stop_if_retired(self, handle: AssignedDrone) -> None:

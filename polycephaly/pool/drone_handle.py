@@ -101,6 +101,8 @@ class DroneHandle:
         self.in_flight: dict[int, Task] = {}
         self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
         self.preferred: deque[Task] = deque()  # tasks whose kept values this drone has
+        self.unordered: set[Task] = set()  # tasks for `dedicated` that were not queued yet
+        self.backlog = Backlog(self)
         self.packing: set[int] = set()  # kept values that it was asked to pickle
         # Kept values without references, of which the drone has to be informed: numbers, claims.
         self._dropped: deque[tuple[int, int]] = deque()
@@ -601,6 +603,18 @@ class DroneHandle:
                     self._in_stack = False
                 if before or not fatal:
                     self.stderr.append(before)
+
+
+class Backlog:
+    """The tasks that only one drone may run, for back-pressure. `len` gives their number."""
+
+    def __init__(self, handle: DroneHandle) -> None:
+        self._handle = handle
+
+    def __len__(self) -> int:
+        handle = self._handle
+        waiting = handle.dispatcher.resources.count(handle)
+        return len(handle.dedicated) + len(handle.unordered) + waiting
 
 
 def drain(queue: deque[T]) -> list[T]:

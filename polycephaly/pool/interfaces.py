@@ -68,6 +68,7 @@ class AssignedDrone(Protocol):
     in_flight: dict[int, Any]
     dedicated: deque[Any]
     preferred: deque[Any]
+    unordered: set[Any]
     packing: set[int]
 
     @property
@@ -99,6 +100,7 @@ class ResourceOwner(Protocol):
     sizes: dict[str, int]
 
     def release(self, task: Any, /) -> None: ...
+    def count(self, target: Any, /) -> int: ...
 
 
 class HandleOwner(Protocol):

@@ -80,6 +80,8 @@ class Locality:
             task.preferred_since = self._dispatcher.reactor.timers.now()
         insert_in_order(handle.preferred, task, first=first)
         self._has_tasks = self._dispatcher.dedicated_waiting = True
+        if handle.state >= State.RETIRING:
+            self._dispatcher.post(self.release, handle)
 
     def update_has_tasks(self) -> None:
         """Find out whether any tasks are left."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from ..runtime.tuning import tuning
@@ -61,7 +61,10 @@ class TraceBuffer:
             str, float
         ] = {}  # time up to which slices of a drone have been recorded
         self.threads: deque[Span] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
-        self.threads_added = self.threads_lost = 0
+        self.threads_lost = 0
+        # How many were, or are just being, added to `threads`, and how many were.
+        self._threads_begun = self._threads_added = 0
+        self.last_finished: dict[str, float] = {}  # the end of each drone's latest recorded task
         self.drones: dict[str, None] = {}  # the names of all drones so far
         self.failed = 0  # calls that ended with an error, or with their drone
         # Seconds of processor time of tasks that are about to be answered, by number.
@@ -225,10 +228,8 @@ class TraceBuffer:
         Their start is not known. The end of the drone's last recorded task is the earliest
         possible, and is used.
         """
-        before, now = 0.0, monotonic()
-        for entry in self.snapshot()[1]:
-            if entry.drone == drone:
-                before = max(before, min(now, entry.finished[-1]))
+        now = monotonic()
+        before = min(now, self.last_finished.get(drone, 0.0))
         for task in tasks:
             status = _failure_status(task) if task.done() or task.overrun else DIED
             started = 0.0 if task.definition.overlaps else before
@@ -236,6 +237,7 @@ class TraceBuffer:
 
     def _add(self, entry: Entry) -> None:
         self._segment.append(entry)
+        self.last_finished[entry.drone] = entry.finished[-1]
         self._size += len(entry.started)
         if entry.status not in (DONE, CANCELLED):
             self.failed += entry.calls * len(entry.started)
@@ -261,8 +263,9 @@ class TraceBuffer:
             self._cpu.clear()
         self._cpu.update(cpu)
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - MAX_KEPT_THREAD_SPANS)
+        self._threads_begun += len(events)
         self.threads.extend(spans_of(events, drone))
-        self.threads_added += len(events)
+        self._threads_added = self._threads_begun
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -281,12 +284,12 @@ class TraceBuffer:
             part = segment[:]
             entries += part[max(0, cursor[0] - count) :]
             count += len(part)
-        added = self.threads_added
         while True:
+            added = self._threads_added
             threads = list(self.threads)
-            if added == (now := self.threads_added):
+            if added == self._threads_begun:
                 break
-            added = now  # some were added meanwhile
+            sleep(0)  # some are just being added
         return entries, threads[max(0, len(threads) - (added - cursor[1])) :], (count, added)
 
 

@@ -7,8 +7,8 @@
 A drone holds the resources of a task from sending on, until the task has left flight: was answered,
 given back, or lost with the drone. A cancelled task holds them until its drone has stopped it.
 
-While a task waits for resources, tasks behind it that need none are sent before it. All methods are
-called while holding the reactor's lock.
+While a task waits for resources, tasks behind it that need others, or none, are sent before it. All
+methods are called while holding the reactor's lock, unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Resources:
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
+    def count(self, target: DroneHandle | None) -> int:
+        """Return how many tasks wait that only `target` may run, or, if None, any drone."""
+        # A copy, because other threads call this.
+        return sum(len(queue) for key, queue in list(self._queues.items()) if key[1] is target)
+
     def queues(self) -> list[deque[Task]]:
         return list(self._queues.values())
 
@@ -55,36 +60,40 @@ class Resources:
     def dispatch(self, now: float) -> None:
         """Send the tasks whose resources are free, but none before a task that comes first in the
         pool's queue.
+
+        A task that only lacks resources claims those that it needs: no task behind it gets them.
         """
+        while self._send_one(now):
+            pass
+        for key in [key for key, queue in self._queues.items() if not queue]:
+            del self._queues[key]
+
+    def _send_one(self, now: float) -> bool:
         dispatcher = self._dispatcher
-        blocked: set[tuple[object, object]] = set()
-        while True:
-            ready = [
-                (key, queue)
-                for key, queue in self._queues.items()
-                if key not in blocked and self._has_live_head(queue) and self._are_free(queue[0])
-            ]
-            if not ready:
-                break
-            key, queue = min(ready, key=lambda each: _place(each[1][0]))
+        heads = [queue for queue in self._queues.values() if self._has_live_head(queue)]
+        claimed: set[str] = set()
+        for queue in sorted(heads, key=lambda queue: _place(queue[0])):
             task = queue[0]
+            names = {name for name, _ in task.resources}
             handle = None if self._comes_later(task) else self._taker(task)
-            if handle is None:
-                blocked.add(key)
+            if handle is None or names & claimed:
+                continue
+            if not self._are_free(task):
+                claimed |= names
                 continue
             one = deque([queue.popleft()])
             dispatcher.parked.discard(task)
             for name, amount in task.resources:
                 self._free[name] -= amount
-            if not dispatcher.send(handle, one, 1, now):
-                for name, amount in task.resources:
-                    self._free[name] += amount
-                if one:  # otherwise the task has just been cancelled, or waits for kept values
-                    queue.appendleft(task)
-                    dispatcher.park(task)
-                    blocked.add(key)
-        for key in [key for key, queue in self._queues.items() if not queue]:
-            del self._queues[key]
+            if dispatcher.send(handle, one, 1, now):
+                return True
+            for name, amount in task.resources:
+                self._free[name] += amount
+            if not one:  # just cancelled, or it waits for kept values
+                return True
+            queue.appendleft(task)
+            dispatcher.park(task)
+        return False
 
     def have_tasks(self) -> bool:
         """Return whether a task waits that is not settled yet."""
@@ -118,20 +127,22 @@ class Resources:
         return all(self._free[name] >= amount for name, amount in task.resources)
 
     def _taker(self, task: Task) -> DroneHandle | None:
-        """Return the drone that may be sent `task` now and has its kept values, or else the least
-        to do.
+        """Return a drone that can begin `task` at once: the one with its kept values, if possible.
+
+        A task that waited in a drone would hold its resources idly.
         """
         dispatcher = self._dispatcher
         takers = [
             handle
             for handle in dispatcher.handles
             if (task.target is None or task.target is handle)
+            and (not handle.in_flight or handle.overlapping)
             and handle.can_take(dedicated=task.target is not None)
             and handle.tasks_left(dispatcher.config.max_tasks) > 0
         ]
         return min(
             takers,
-            key=lambda each: (each is not task.preferred_drone, each.load + each.unknown),
+            key=lambda each: (each is not task.preferred_drone, each.overlapping),
             default=None,
         )
 

@@ -117,8 +117,8 @@ def processor_seconds_of(pid: int) -> float | None:
 
 def set_process_name(name: str) -> None:
     """Have ps, top and htop show this process as `name`, of which the kernel keeps 15 bytes."""
-    with suppress(OSError), open("/proc/self/comm", "w") as comm:
-        comm.write(name)
+    with suppress(OSError), open("/proc/self/comm", "wb") as comm:
+        comm.write(name.encode("utf-8", "replace"))
 
 
 def system_call_of(pid: int, thread: str) -> str | None:

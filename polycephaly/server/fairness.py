@@ -9,6 +9,7 @@ those of one more client.
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import zip_longest
 from operator import attrgetter
 from time import monotonic
@@ -25,7 +26,7 @@ PAUSE_FACTOR = 20
 
 
 class FairOrder:
-    """Reorders the dispatcher's queue."""
+    """Reorders the dispatcher's queues."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -40,27 +41,31 @@ class FairOrder:
             self._dispatcher.post(self._order)
 
     def _order(self) -> None:
-        """Reorder the queue, holding the reactor's lock.
+        """Reorder the queues, holding the reactor's lock.
 
         Until the dispatcher has ended, other threads only append to the queue and take nothing.
         """
         started_at, dispatcher = monotonic(), self._dispatcher
         if not dispatcher.has_ended:
-            queue = dispatcher.queue
-            tasks_by_client: dict[str, list[Task]] = {}
-            for task in [*queue]:
-                tasks_by_client.setdefault(task.client_tag, []).append(task)
-            if len(tasks_by_client) > 1:
-                ordered = [
-                    task
-                    for each in zip_longest(*tasks_by_client.values())
-                    for task in each
-                    if task is not None
-                ]
-                ordered.sort(key=attrgetter("priority"), reverse=True)  # stable
-                for index, task in enumerate(ordered):
-                    if queue[index] is not task:
-                        queue[index] = task
+            for queue in (dispatcher.queue, *dispatcher.resources.queues()):
+                _take_turns(queue)
         now = monotonic()
         self._not_before = now + PAUSE_FACTOR * (now - started_at)
         self._is_posted = False
+
+
+def _take_turns(queue: deque[Task]) -> None:
+    tasks_by_client: dict[str, list[Task]] = {}
+    for task in [*queue]:
+        tasks_by_client.setdefault(task.client_tag, []).append(task)
+    if len(tasks_by_client) > 1:
+        ordered = [
+            task
+            for each in zip_longest(*tasks_by_client.values())
+            for task in each
+            if task is not None
+        ]
+        ordered.sort(key=attrgetter("priority"), reverse=True)  # stable
+        for index, task in enumerate(ordered):
+            if queue[index] is not task:
+                queue[index] = task

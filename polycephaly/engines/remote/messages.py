@@ -109,7 +109,7 @@ LINE_OVERHEAD_BYTES = 64
 """Bytes that a line of OUTPUT counts for, in addition to its text."""
 
 _HELLO = Struct("<HBBI")
-_ITEM = Struct("<QQBQdiiHQ")
+_ITEM = Struct("<QQBQdiiIQ")
 """Number, definition, kind, target drone (0: any), time limit in seconds (nan: as the pool),
 retries (-1: as the pool), priority, bytes of the resources' JSON, of these and the payload.
 """

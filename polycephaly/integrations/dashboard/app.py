@@ -12,26 +12,31 @@ Every request needs the token: in the URL, or in the header ``Authorization: Bea
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ...runtime import fork_guard
 from ...timeline.page import STATUSES, data_of, fill, page_of, part_of
 from ...timeline.picture import OTHERS_COLOUR, PALETTE
 from ...timeline.timeline import Timeline
 from .metrics import CONTENT_TYPE, metrics_of
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from ...engines.remote.client import RemotePool
     from ...pool.pool import Pool
@@ -40,6 +45,7 @@ __all__ = ["make_app"]
 
 NO_TOKEN = "The token is missing or wrong: use the whole address that the program has printed.\n"
 GONE = "the pool is gone"
+CLOSED = "the page is being closed"
 POLICY = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -53,31 +59,82 @@ POLICY = {
 def make_app(find_pool: Callable[[], Pool | RemotePool | None], token: str) -> ASGIApp:
     """Return the application. `find_pool` returns None when the pool was collected."""
     views = _Views(find_pool)
-    # Functions, not coroutines: each runs in a thread of its own, and may wait.
     routes = [
-        Route("/", views.page),
-        Route("/data", views.data),
-        Route("/stack", views.stack),
-        Route("/interrupt", views.interrupt, methods=["POST"]),
-        Route("/kill", views.kill, methods=["POST"]),
-        Route("/timeline.html", views.timeline),
-        Route("/metrics", views.metrics),
+        Route("/", _in_own_thread(views.page)),
+        Route("/data", _in_own_thread(views.data)),
+        Route("/stack", _in_own_thread(views.stack)),
+        Route("/interrupt", _in_own_thread(views.interrupt), methods=["POST"]),
+        Route("/kill", _in_own_thread(views.kill), methods=["POST"]),
+        Route("/timeline.html", _in_own_thread(views.timeline)),
+        Route("/metrics", _in_own_thread(views.metrics)),
     ]
-    return _OnlyWithToken(Starlette(routes=routes), token)
+    gone = dict.fromkeys((ConnectionError, RuntimeError, TimeoutError), _tell_gone)
+    return _OnlyWithToken(Starlette(routes=routes, exception_handlers=gone), token)
+
+
+def _in_own_thread(view: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint for a view that may wait. Its thread is no reason not to fork, as those
+    of Starlette would be.
+    """
+
+    async def endpoint(request: Request) -> Response:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Response] = loop.create_future()
+
+        def settle(response: Response | None, error: Exception | None) -> None:
+            if answer.done():  # the page is being closed
+                return
+            if error is not None:
+                answer.set_exception(error)
+            elif response is not None:
+                answer.set_result(response)
+
+        def run() -> None:
+            response = error = None
+            try:
+                response = view(request)
+            except Exception as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(settle, response, error)
+
+        fork_guard.OwnThread("polycephaly-dashboard", run).start()
+        return await answer
+
+    return endpoint
+
+
+def _tell_gone(request: Request, error: Exception) -> Response:
+    return PlainTextResponse(str(error), 410)
 
 
 class _OnlyWithToken:
-    """Refuses requests without the token, before anything of them is looked at."""
+    """Refuses requests without the token, before anything of them is looked at. Adds the policy to
+    all answers.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def send_with_policy(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                MutableHeaders(scope=message).update(POLICY)
+            await send(message)
+
+        app = self._app
         if scope["type"] != "http" or not self._has_token(scope):
-            await PlainTextResponse(NO_TOKEN, 403, POLICY)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            app = PlainTextResponse(NO_TOKEN, 403)
+        try:
+            await app(scope, receive, send_with_policy)
+        except asyncio.CancelledError:
+            if not begun:
+                await PlainTextResponse(CLOSED, 503)(scope, receive, send_with_policy)
 
     def _has_token(self, scope: Scope) -> bool:
         given = [
@@ -119,24 +176,20 @@ class _Views:
                 }
             ),
         }
-        return HTMLResponse(
-            fill(here.joinpath("live.html").read_text("utf-8"), parts), headers=POLICY
-        )
+        return HTMLResponse(fill(here.joinpath("live.html").read_text("utf-8"), parts))
 
     def data(self, request: Request) -> Response:
         pool = self._pool()
         try:
             cursor = int(request.query_params["entries"]), int(request.query_params["threads"])
-            start = (
-                float(request.query_params["start"]) if "start" in request.query_params else None
-            )
+            given = request.query_params.get("start")
+            start = None if given is None else float(given)
+            if start is not None and not isfinite(start):
+                raise ValueError
         except (KeyError, ValueError):
             raise HTTPException(400, "entries, threads and start are numbers") from None
-        try:
-            timeline, cursor = pool._news(cursor)
-            status = pool.status()
-        except (ConnectionError, RuntimeError) as error:  # of the pool that served it
-            raise HTTPException(410, str(error)) from None
+        timeline, cursor = pool._news(cursor)
+        status = pool.status()
         start, end = timeline.start if start is None else start, timeline.end
         return JSONResponse(
             {
@@ -145,8 +198,7 @@ class _Views:
                 "start": start,
                 "end": round((end - start) * 1e6) if timeline else None,
                 "part": part_of(timeline, start),
-            },
-            headers=POLICY,
+            }
         )
 
     def stack(self, request: Request) -> Response:
@@ -155,7 +207,7 @@ class _Views:
         lines = [*getattr(drone._handle, "stderr", ())]  # only a local pool has them
         if lines:
             text += "\n\nlast lines on stderr:\n" + "\n".join(lines)
-        return PlainTextResponse(text, headers=POLICY)
+        return PlainTextResponse(text)
 
     def interrupt(self, request: Request) -> Response:
         self._drone(request).interrupt()
@@ -167,12 +219,9 @@ class _Views:
 
     def _drone(self, request: Request) -> Any:
         name = request.query_params.get("drone")
-        try:
-            for drone in self._pool().drones:
-                if drone.name == name:
-                    return drone
-        except (ConnectionError, RuntimeError) as error:
-            raise HTTPException(410, str(error)) from None
+        for drone in self._pool().drones:
+            if drone.name == name:
+                return drone
         raise HTTPException(404, f"the pool has no drone {name!r} any more")
 
     def timeline(self, request: Request) -> Response:
@@ -180,7 +229,7 @@ class _Views:
         name = str(pool.status()["name"])
         saved = {"Content-Disposition": "attachment"} if "save" in request.query_params else {}
         page = page_of(pool.timeline, f"Timeline of {name}")
-        return HTMLResponse(page, headers={"Cache-Control": "no-store", **saved})
+        return HTMLResponse(page, headers=saved)
 
     def metrics(self, request: Request) -> Response:
         return PlainTextResponse(metrics_of(self._pool().status()), media_type=CONTENT_TYPE)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dashboard"]
 
+MAX_CONNECTIONS = 64
 MISSING = "the live page needs starlette and uvicorn: pip install 'polycephaly[dashboard]'"
 
 
@@ -32,12 +33,6 @@ class Dashboard:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(MISSING, name=error.name) from error
         token = secrets.token_urlsafe(16)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = parent_death.close_in_child(
-            socket.create_server((host, port), family=family)
-        )
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/?token={token}"
         find_pool = weakref.ref(pool, self._on_collected)
         config = uvicorn.Config(
             make_app(find_pool, token),
@@ -45,16 +40,27 @@ class Dashboard:
             http="h11",
             ws="none",
             lifespan="off",
-            log_level="warning",
-            access_log=False,
+            log_config=None,  # the program may have a server of its own, with its own logs
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=1,
         )
+        # It would have the token. As an argument, this would be for all servers of the program.
+        config.access_log = False
         self._server = uvicorn.Server(config)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = parent_death.close_in_child(
+            socket.create_server((host, port), family=family)
+        )
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/?token={token}"
         self._thread = fork_guard.OwnThread("polycephaly-dashboard", self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            parent_death.close(self._socket)
 
     def _on_collected(self, pool: object) -> None:
         self._server.should_exit = True
@@ -63,7 +69,6 @@ class Dashboard:
         self._server.should_exit = True
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        parent_death.close(self._socket)
 
     @property
     def closed(self) -> bool:

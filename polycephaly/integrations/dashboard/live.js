@@ -49,6 +49,10 @@ function forget(number) {
   data.arrows = data.arrows.map(pair => pair.map(each => each - number)).filter(([from]) => from >= 0);
   for (const row of rows)
     Object.assign(row, { from: [[]], ends: [-Infinity], busy: 0, until: data.from, before: null, lives: row.lives.filter(([, to]) => to > data.from) });
+  const notes = data.notes, used = new Map();
+  spans.note = spans.note.map(note => find(used, notes[note], () => {}));
+  data.notes = [...used.keys()];
+  numbers.note = used;
   placeAll(0);
 }
 
@@ -125,7 +129,7 @@ function showDrones(drones, now) {
 function fillRow(row, name) {
   for (const _ of COLUMNS) row.insertCell();
   const acts = [
-    ["stack", () => showStack(name)],
+    ["stack", () => { shownDrone = name; showStack(name); }],
     ["interrupt", () => act("interrupt", name)],
     ["kill", () => { if (confirm(`Kill ${name}? Its running task is lost.`)) act("kill", name); }],
   ];
@@ -140,9 +144,9 @@ async function act(path, drone) {
   if (!answer.ok) tell(await answer.text());
 }
 async function showStack(drone) {
-  const answer = await ask("stack", { drone });
-  shownDrone = drone;
-  get("stack").querySelector("pre").textContent = await answer.text();
+  const text = await (await ask("stack", { drone })).text();
+  if (shownDrone !== drone) return;  // closed, or another was asked for, meanwhile
+  get("stack").querySelector("pre").textContent = text;
   if (!get("stack").open) get("stack").showModal();
 }
 get("stack").addEventListener("close", () => { shownDrone = null; });
