@@ -56,8 +56,9 @@ class DispatcherBase(Tenant):
         # Receivers of tagged output in place of `output`, by tag.
         self.output_listeners: dict[str, Listener] = {}
         self.queue: deque[Task] = deque()
-        self.waiting: set[Task] = set()  # tasks that wait for promises among their arguments
-        # For kept values, or leased to another process, or failed and to be run again.
+        # Tasks that wait for promises among their arguments, or to be queued by the reactor.
+        self.waiting: set[Task] = set()
+        # For kept values or resources, or leased to another process, or failed and to be run again.
         self.parked: set[Task] = set()
         self.delayed: dict[Task, Timer] = {}  # those of `parked` that run again after a delay
         self.handles: list[DroneHandle] = []
