@@ -5,7 +5,8 @@
                               └─────────────────────┘
 
 A task with a `target` waits in that drone's `dedicated` queue, one that needs resources in
-resources.py, one whose kept values a drone has in locality.py. All others wait in `queue`. A drone receives up to `tuning.batch_seconds` of known short tasks at once, but only one task at a
+resources.py, and one whose kept values a drone has in locality.py. All others wait in `queue`. A
+drone receives up to `tuning.batch_seconds` of known short tasks at once, but only one task at a
 time if the task is long or its length is not known yet. If a drone turns out to be busy with tasks
 behind the running one while another drone is idle, the tasks that have not begun are recalled.
 
