@@ -185,6 +185,14 @@ def test_without_a_name_the_pool_is_the_one_that_start_makes_without_a_name(shel
     assert shell.complaint("ps").startswith("Error: no pool named 'default' is running")
 
 
+def test_a_pool_from_the_shell_has_resources(shell: Shell) -> None:
+    with shell.pool("-n", "1", "--resource", "db=2", "--resource", "gpu=1"):
+        status = json.loads(shell.say("ps", "lab", "--json"))
+        assert status["resources"] == {"db": {"size": 2, "free": 2}, "gpu": {"size": 1, "free": 1}}
+    wrong = shell.run("start", "lab", "--resource", "db=no")
+    assert wrong.returncode == 2 and "'db=no' is not a resource and its size" in wrong.stderr
+
+
 def test_running_tasks_are_interrupted_and_drones_replaced_from_the_shell(shell: Shell) -> None:
     with shell.pool("-n", "2"):
         shell.say("doit", "lab", "-e", "old = 1")

@@ -42,6 +42,18 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     return f"tcp://{host}:{port}"
 
 
+def _resources(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> dict[str, int] | None:
+    sizes = {}
+    for value in values:
+        name, _, size = value.partition("=")
+        if not name or not size.isdecimal() or int(size) < 1:
+            raise click.BadParameter(f"{value!r} is not a resource and its size, such as db=2")
+        sizes[name] = int(size)
+    return sizes or None
+
+
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 
@@ -126,6 +138,14 @@ def drone_options(command: _Command) -> _Command:
     metavar="HOST:PORT",
     callback=_address,
     help="Listen at this address, for other hosts too. Port 0: any free port.",
+)
+@click.option(
+    "--resource",
+    "resources",
+    multiple=True,
+    metavar="NAME=N",
+    callback=_resources,
+    help="Let tasks with options(resources=...) use N of NAME at a time. Repeatable.",
 )
 @drone_options
 def start(
