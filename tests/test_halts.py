@@ -99,7 +99,7 @@ def test_the_frames_at_which_the_limit_struck_are_the_cause_of_the_error(reactor
         'File "file.py", line 9, in outer',
         'File "file.py", line 3, in inner',
     ]
-    assert not alone.limit_stacks
+    assert not alone.frame_requests
 
 
 def test_a_limit_does_not_wait_for_frames(reactor, alone):

@@ -209,6 +209,48 @@ def test_a_call_with_resources_is_sent_where_it_begins_at_once(reactor):
     assert end_all(dispatcher) == [0, 1, 2]
 
 
+def test_a_stream_of_short_calls_does_not_keep_a_call_with_resources_waiting_for_ever(reactor):
+    """A drone is sent the next ones before it is idle, which it therefore never is."""
+    dispatcher = dispatcher_of(reactor, 1, resources=DB)
+    (handle,) = dispatcher.handles
+    dispatcher.registry.define(brief).seconds = 1e-4
+    stream = [dispatcher.submit(brief, (key,), {}) for key in range(3)]
+    reactor.turn()
+    waiting = submit(dispatcher, "db", resources=DB)
+    for key in range(3, 200):
+        stream.append(dispatcher.submit(brief, (key,), {}))
+        handle.answers(next(iter(handle.in_flight.values())))
+        if waiting.sending:
+            break
+    assert key < 20
+    end_all(dispatcher)
+    assert all(each.done() for each in (waiting, *stream))
+
+
+def test_when_a_call_that_claims_a_resource_is_cancelled_the_next_one_is_sent(reactor):
+    dispatcher = dispatcher_of(reactor, 3, resources=(("db", 2),))
+    submit(dispatcher, "first", resources=DB)
+    reactor.turn()
+    much = submit(dispatcher, "much", resources=(("db", 2),))
+    submit(dispatcher, "little", resources=DB)
+    assert running(dispatcher) == ["first"]
+    much.cancel()
+    assert running(dispatcher) == ["first", "little"]
+
+
+def test_a_call_that_does_not_overlap_goes_to_a_drone_that_is_idle(reactor):
+    async def overlapped(key):
+        return key
+
+    dispatcher = dispatcher_of(reactor, 2, width=4, resources=DB)
+    dispatcher.submit(overlapped, (0,), {})
+    reactor.turn()
+    busy = next(each for each in dispatcher.handles if each.in_flight)
+    task = submit(dispatcher, 1, resources=DB)
+    reactor.turn()
+    assert task.sending and task.sending.handle is not busy
+
+
 def test_clients_take_turns_at_a_resource_too(reactor):
     dispatcher = dispatcher_of(reactor, 1, resources=DB)
     submit(dispatcher, "running", resources=DB)

@@ -616,7 +616,7 @@ def test_what_a_call_needed_is_an_arrow_in_the_trace_and_on_the_page(tmp_path):
     arrows = [(event["ph"], event["id"]) for event in events if event.get("cat") == "flow"]
     pairs = [(first, second), (first, last), (second, last)]
     assert sorted(arrows) == sorted((ph, f"{a.number} {b.number}") for a, b in pairs for ph in "sf")
-    assert len(contents(pool.timeline)["arrows"]) == 3
+    assert len(contents(pool.timeline)["part"]["arrows"]) == 3
 
 
 def naps(_):

@@ -5,11 +5,12 @@
     timeout= is over ─────────────────┘          │ still running after `grace_seconds`
                                                  └──> the drone is killed and replaced
 
-A drone has at most one timer, for the earliest deadline of its tasks; that timer sets the next one.
+A drone has at most one timer, for the earliest deadline of its tasks, or for the request for frames
+before that; the timer sets the next one.
 An earlier deadline replaces the timer. All methods are called while holding the reactor's lock.
 
 If this process did not run for a while (Ctrl-Z, a suspended machine), its timers are due before it
-has read the answers that came meanwhile. Therefore these are read first, and a task that was
+has read the answers that came meanwhile. Therefore the answers are read first, and a task that was
 answered in time is not stopped.
 
 While a drone is debugged, its deadlines are postponed by a whole time limit.
@@ -55,7 +56,7 @@ class Cancellation:
         # deadlines are over.
         if not handle.overlapping:
             handle.deadlines.clear()
-            handle.limit_stacks.clear()
+            handle.frame_requests.clear()
         for task in batch:
             if task.timeout is not None:
                 handle.deadlines[task.number] = now + task.timeout
@@ -67,7 +68,7 @@ class Cancellation:
         """
         first = min(
             (
-                deadline - STACK_SECONDS * (number not in handle.limit_stacks)
+                deadline - STACK_SECONDS * (number not in handle.frame_requests)
                 for number, deadline in handle.deadlines.items()
             ),
             default=inf,
@@ -90,8 +91,8 @@ class Cancellation:
         if any(deadline <= now for deadline in handle.deadlines.values()):
             self._reject_overdue(handle)
         for number, deadline in handle.deadlines.items():
-            if deadline - STACK_SECONDS <= now and number not in handle.limit_stacks:
-                handle.limit_stacks[number] = request = StackRequest(self._dispatcher, handle)
+            if deadline - STACK_SECONDS <= now and number not in handle.frame_requests:
+                handle.frame_requests[number] = request = StackRequest(self._dispatcher, handle)
                 self._stack_requests.send(request)
         self._set_timer(handle)
 
@@ -105,6 +106,7 @@ class Cancellation:
             elif deadline <= now and handle.is_debugged():
                 assert task.timeout is not None
                 handle.deadlines[number] = now + task.timeout
+                handle.frame_requests.pop(number, None)
             elif deadline <= now:
                 del handle.deadlines[number]
                 self._reject_timed_out(handle, task)
@@ -113,7 +115,7 @@ class Cancellation:
         error = TimeoutError(
             f"{task.definition.label} ran for more than {task.timeout} s on {handle.name}"
         )
-        request = handle.limit_stacks.pop(task.number, None)
+        request = handle.frame_requests.pop(task.number, None)
         if task.next_delay(error) is None:
             last = task.with_attempts(error)
             self._dispatcher.reactor.deliver(partial(_reject_with_frames, task, last, request))

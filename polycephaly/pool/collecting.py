@@ -44,6 +44,9 @@ def take_news(dispatcher: Dispatcher, cursor: Cursor) -> tuple[Timeline, Cursor]
 
 
 def _under_way(dispatcher: Dispatcher, now: float) -> Iterator[Span]:
+    """Yield a span for each task in flight. When a task began is not known: the end of the drone's
+    last recorded task is taken, or the sending.
+    """
     before = dispatcher.record.last_finished
     for handle in list(dispatcher.handles):
         for task in list(handle.in_flight.values()):

@@ -81,10 +81,11 @@ class Dispatcher(DispatcherBase):
         # If true, `submit` has more to check at each call.
         self.needs_checks = self._own_options is not None or config.max_queued is not None
         self.resources = Resources(self, config.resources)
-        # A task has a priority or needs resources: the reactor's thread queues all tasks, in order.
+        # Set for good by the first task with a priority or resources: from then on the reactor's
+        # thread queues all tasks, in order.
         self.keeps_order = False
-        # Those of `waiting` that it has to queue, and that no drone has to run.
-        self.unordered: set[Task] = set()
+        # Those of `waiting` that it has yet to queue. A drone has a set for tasks of its own.
+        self.to_enqueue: set[Task] = set()
         self._backlog = _Backlog(self)
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
@@ -193,7 +194,7 @@ class Dispatcher(DispatcherBase):
         """Queue a task that was made elsewhere. Raises the same errors as `submit`."""
         self._wait_for_room(None)
         self.check_open()
-        if task.priority:
+        if task.priority:  # such tasks need no resources: see map_source.py
             self.keeps_order = True
         self._enqueue(task)
 
@@ -205,9 +206,11 @@ class Dispatcher(DispatcherBase):
         return self.backpressure is None or self.backpressure.has_room(self._backlog)
 
     def _enqueue(self, task: Task) -> bool:
-        """Queue `task`. Return True if it is in `waiting` until the reactor's thread does so."""
+        """Queue `task`. Return True if the reactor's thread will do that: until then the task is in
+        `waiting`.
+        """
         if self.keeps_order:
-            (self if task.target is None else task.target).unordered.add(task)
+            (self if task.target is None else task.target).to_enqueue.add(task)
             self.waiting.add(task)
             self.post(self._enqueue_in_order, task)
             if self.has_ended:
@@ -369,6 +372,9 @@ class Dispatcher(DispatcherBase):
         self.supervisor.begin()
 
     def dispatch(self, now: float) -> None:
+        """Send what drones can take: first the tasks for one drone, then those with resources and
+        those of the queue, by priority.
+        """
         if self.dedicated_waiting:
             self.dedicated_waiting = False
             for handle in self.handles:
@@ -380,12 +386,13 @@ class Dispatcher(DispatcherBase):
                 self.locality.update_has_tasks()
         if self.resources:
             self.resources.dispatch(now)
-            self._dispatch_queue(now)
+            self._dispatch_queue(now, self.resources.reserved)
             self.resources.dispatch(now)  # the tasks that came behind those of the queue
         else:
             self._dispatch_queue(now)
 
-    def _dispatch_queue(self, now: float) -> None:
+    def _dispatch_queue(self, now: float, reserved: AssignedDrone | None = None) -> None:
+        """Send tasks of the queue, but none to the drone that is `reserved`."""
         queue = self.queue
         if len(queue) == 1:
             for handle in self.handles:
@@ -393,7 +400,9 @@ class Dispatcher(DispatcherBase):
                     self.send(handle, queue, 1, now)
                     return
         while queue:
-            takers = [handle for handle in self.handles if handle.can_take()]
+            takers = [
+                handle for handle in self.handles if handle.can_take() and handle is not reserved
+            ]
             if not takers:
                 return
             takers.sort(key=_load)
@@ -504,8 +513,8 @@ class Dispatcher(DispatcherBase):
                 self.reactor.deliver(each.cancel)
 
     def _enqueue_in_order(self, task: Task) -> None:
-        """Queue `task`, which is in `waiting` until then, by its priority."""
-        (self if task.target is None else task.target).unordered.discard(task)
+        """Queue `task` by its priority, and take it out of `waiting`."""
+        (self if task.target is None else task.target).to_enqueue.discard(task)
         if self.has_ended:  # rejected by the thread that submitted it, or by `_finish`
             return
         payload = task.payload
@@ -517,7 +526,9 @@ class Dispatcher(DispatcherBase):
         self.end_if_last(task.target)
 
     def requeue(self, tasks: list[Task]) -> None:
-        """Put `tasks` back at the heads of their queues, in the same order."""
+        """Put `tasks` back into their queues, in the same order, before other tasks of their
+        priorities.
+        """
         if self.abandoned:  # no drone will take them
             for task in tasks:
                 self.reactor.deliver(task.cancel)
@@ -534,7 +545,9 @@ class Dispatcher(DispatcherBase):
             self._insert(task, first=True)
 
     def _insert(self, task: Task, *, first: bool) -> None:
-        """Queue `task` behind those of its priority, or `first` among them."""
+        """Queue `task` behind the tasks of its priority; if `first`, before them. Reject or cancel
+        it if its drone or the pool has ended.
+        """
         if self.abandoned:
             self.reactor.deliver(task.cancel)
         elif task.target is not None and task.target.state is State.DEAD:
@@ -616,6 +629,7 @@ class Dispatcher(DispatcherBase):
         self.waiting.discard(task)
         self.parked.discard(task)
         self._cancel_delay(task)
+        self.resources.on_withdrawn(task)
         if not task.is_withdrawn:
             task.is_withdrawn = True
             self.tasks_cancelled += task.count
@@ -765,7 +779,7 @@ class Dispatcher(DispatcherBase):
         if self.abandoned:
             return False
         # Checked first, because a task that has left these sets is in a queue by then.
-        if self.resources.have_tasks() or self.waiting or self.parked:
+        if self.resources.have_unsettled_tasks() or self.waiting or self.parked:
             return True
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it was queued
@@ -820,7 +834,7 @@ class Dispatcher(DispatcherBase):
             for handle in self.handles:
                 handle.state, handle.death = State.DEAD, self.refusal
             self.handles = []
-            self.__class__ = _Unused
+            self.__class__ = _StartsAnew
 
     def abandon(self, reason: str = "") -> None:
         """Kill every drone now; their tasks are lost, with errors that give `reason`."""
@@ -881,18 +895,18 @@ class Dispatcher(DispatcherBase):
             )
 
 
-class _Unused(Dispatcher):
-    """In a forked child, the dispatcher of a pool that the parent has made and not used: a web
-    server, say, that loads the program before it forks. The first task starts a new one here.
+class _StartsAnew(Dispatcher):
+    """In a forked child: the dispatcher of a pool that the parent has made and never used, as a web
+    server may that loads the program and then forks. The first task makes a new dispatcher here.
     """
 
     def check_open(self) -> None:
         with _restarting:
-            if type(self) is _Unused:
+            if type(self) is _StartsAnew:
                 fresh = Dispatcher(self.config, self.open_engine)
                 fresh.finalizer = self.finalizer
-                # From here on this object, which the pool and its `options` hold, is the fresh one
-                # under another address. Other threads that use it are in this method.
+                # The pool, and those that `options` has made of it, hold this object, which shares
+                # all state with `fresh` from here on. Threads that submit wait for `_restarting`.
                 self.__dict__ = fresh.__dict__
                 self.__class__ = Dispatcher  # type: ignore[assignment]
         self.begun.result()
@@ -913,7 +927,7 @@ class _Backlog:
             len(dispatcher.queue)
             + len(dispatcher.locality)
             + len(dispatcher.delayed)
-            + len(dispatcher.unordered)
+            + len(dispatcher.to_enqueue)
             + dispatcher.resources.count(None)
         )
 

@@ -196,8 +196,8 @@ class DispatcherBase(Tenant):
     # -- holding the reactor's lock ----------------------------------------------------------------
 
     def park(self, task: Task) -> None:
-        """Park `task` until `resume(task)`, because a kept value is not available yet, or another
-        process has leased the task.
+        """Count `task` as parked: it waits for kept values, resources or another attempt, or is
+        leased to another process.
 
         The task may be in `waiting` too, until `on_inputs_ready` returns.
         """

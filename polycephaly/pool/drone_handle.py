@@ -101,7 +101,7 @@ class DroneHandle:
         self.in_flight: dict[int, Task] = {}
         self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
         self.preferred: deque[Task] = deque()  # tasks whose kept values this drone has
-        self.unordered: set[Task] = set()  # tasks for `dedicated` that were not queued yet
+        self.to_enqueue: set[Task] = set()  # tasks for `dedicated` that were not queued yet
         self.backlog = Backlog(self)
         self.packing: set[int] = set()  # kept values that it was asked to pickle
         # Kept values without references, of which the drone has to be informed: numbers, claims.
@@ -129,7 +129,7 @@ class DroneHandle:
         self._release_report_scheduled = False
         self._defined = KnownFunctions(self._schedule_release_report)
         self.deadlines: dict[int, float] = {}  # of the tasks with a time limit, by task number
-        self.limit_stacks: dict[int, Any] = {}  # requests for their frames; see cancellation.py
+        self.frame_requests: dict[int, Any] = {}  # requests for their frames; see cancellation.py
         self.timer: Timer | None = None  # checks the deadlines at `timer_at`
         self.timer_at = inf
         self.unresponsive: str | None = None  # why there is no heartbeat; None while there is one
@@ -559,7 +559,7 @@ class DroneHandle:
                 self.bulk_unanswered -= 1
             if task.timeout is not None:
                 self.deadlines.pop(number, None)
-                self.limit_stacks.pop(number, None)
+                self.frame_requests.pop(number, None)
             if task.definition.overlaps:
                 self.overlapping -= 1
                 self.hung.discard(number)
@@ -614,7 +614,7 @@ class Backlog:
     def __len__(self) -> int:
         handle = self._handle
         waiting = handle.dispatcher.resources.count(handle)
-        return len(handle.dedicated) + len(handle.unordered) + waiting
+        return len(handle.dedicated) + len(handle.to_enqueue) + waiting
 
 
 def drain(queue: deque[T]) -> list[T]:

@@ -68,7 +68,7 @@ class AssignedDrone(Protocol):
     in_flight: dict[int, Any]
     dedicated: deque[Any]
     preferred: deque[Any]
-    unordered: set[Any]
+    to_enqueue: set[Any]
     packing: set[int]
 
     @property

@@ -10,7 +10,8 @@ Segments that are dropped are added up by drone and function, so tables are exac
 there were.
 
 No lock is needed: a reader reads one attribute, `_state`, which is replaced as a whole, and a
-segment is only appended to.
+segment is only appended to. `since` reads the spans of green threads again if some were just being
+added.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MAX_KEPT_CPU_TIMES = 1000
 
 
 Cursor = tuple[int, int]
-"""How many entries and spans of green threads a reader of a `TraceBuffer` has got."""
+"""How many entries, and how many spans of green threads, a reader of a `TraceBuffer` has got."""
 
 
 class TraceBuffer:
@@ -62,7 +63,7 @@ class TraceBuffer:
         ] = {}  # time up to which slices of a drone have been recorded
         self.threads: deque[Span] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
         self.threads_lost = 0
-        # How many were, or are just being, added to `threads`, and how many were.
+        # How many spans were added to `threads`. The second is smaller while some are being added.
         self._threads_begun = self._threads_added = 0
         self.last_finished: dict[str, float] = {}  # the end of each drone's latest recorded task
         self.drones: dict[str, None] = {}  # the names of all drones so far
@@ -275,8 +276,8 @@ class TraceBuffer:
         return folded, [entry for segment in segments for entry in segment[:]]
 
     def since(self, cursor: Cursor) -> tuple[list[Entry], list[Span], Cursor]:
-        """Return the entries and spans of green threads since `cursor`, and a cursor for the next
-        call. Those that are not kept any more are left out.
+        """Return the entries, and the spans of green threads, added since `cursor`, and the cursor
+        for the next call. Those that are not kept any more are left out.
         """
         _, count, segments = self._state
         entries: list[Entry] = []

@@ -4,11 +4,12 @@
                                                                           │
                                         free again <──left flight, for any reason
 
-A drone holds the resources of a task from sending on, until the task has left flight: was answered,
-given back, or lost with the drone. A cancelled task holds them until its drone has stopped it.
+A task holds its resources from its sending until it has left flight: was answered, given back, or
+lost with the drone. A cancelled task holds them until its drone has stopped it.
 
-While a task waits for resources, tasks behind it that need others, or none, are sent before it. All
-methods are called while holding the reactor's lock, unless they say otherwise.
+While a task waits for resources, tasks behind it that need others, or none, are sent before it.
+Those that need the same ones wait, even if enough is free for them: see `dispatch`. All methods are
+called while holding the reactor's lock, unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
+from .interfaces import AssignedDrone, State
 from .task import Task
 
 __all__ = ["Resources", "insert_in_order"]
@@ -31,15 +33,20 @@ class Resources:
         self._dispatcher = dispatcher
         self.sizes = dict(sizes)
         self._free = dict(sizes)
-        # By what a task needs, and the only drone that may run it. Each queue is in order.
+        # By what the tasks need, and the only drone that may run them, or None. Each queue is
+        # ordered by priority.
         self._queues: dict[tuple[object, object], deque[Task]] = {}
+        # The drone that the first waiting task will get as soon as it is idle: it is sent nothing
+        # from the pool's queue meanwhile.
+        self.reserved: AssignedDrone | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
     def count(self, target: DroneHandle | None) -> int:
-        """Return how many tasks wait that only `target` may run, or, if None, any drone."""
-        # A copy, because other threads call this.
+        """Return how many tasks wait that only `target` may run, or, if None, any drone. Any thread
+        may call this.
+        """
         return sum(len(queue) for key, queue in list(self._queues.items()) if key[1] is target)
 
     def queues(self) -> list[deque[Task]]:
@@ -50,18 +57,18 @@ class Resources:
         return dict(self._free)
 
     def add(self, task: Task, *, first: bool = False) -> None:
-        """Let `task` wait behind those of its priority, or `first` among them."""
-        dispatcher = self._dispatcher
+        """Let `task` wait behind the tasks of its priority; if `first`, before them."""
         queue = self._queues.setdefault((task.resources, task.target), deque())
         insert_in_order(queue, task, first=first)
-        dispatcher.park(task)
-        dispatcher.dedicated_waiting = True
+        self._dispatcher.park(task)
+        self._request_dispatch()
 
     def dispatch(self, now: float) -> None:
-        """Send the tasks whose resources are free, but none before a task that comes first in the
-        pool's queue.
+        """Send tasks whose resources are free. One that any drone may run is not sent before the
+        head of the pool's queue if that comes earlier, by priority and call.
 
-        A task that only lacks resources claims those that it needs: no task behind it gets them.
+        A task whose turn it is, and whose resources are not free, claims them: no task behind it
+        gets any of these. Otherwise tasks that need little would overtake it for ever.
         """
         while self._send_one(now):
             pass
@@ -69,17 +76,25 @@ class Resources:
             del self._queues[key]
 
     def _send_one(self, now: float) -> bool:
+        """Send the first task that can be sent. Return whether a task has left its queue, so that
+        another try may succeed.
+        """
         dispatcher = self._dispatcher
-        heads = [queue for queue in self._queues.values() if self._has_live_head(queue)]
+        self.reserved = None
+        heads = [queue for queue in self._queues.values() if self._drop_settled(queue)]
         claimed: set[str] = set()
         for queue in sorted(heads, key=lambda queue: _place(queue[0])):
             task = queue[0]
             names = {name for name, _ in task.resources}
-            handle = None if self._comes_later(task) else self._taker(task)
-            if handle is None or names & claimed:
+            handle = self._taker(task)
+            if self._comes_later(task):
                 continue
-            if not self._are_free(task):
-                claimed |= names
+            if names & claimed or not self._are_free(task):
+                if handle is not None or task.target is None:
+                    claimed |= names
+                continue
+            if handle is None:
+                self.reserved = self.reserved or task.target or self._next_taker()
                 continue
             one = deque([queue.popleft()])
             dispatcher.parked.discard(task)
@@ -89,15 +104,14 @@ class Resources:
                 return True
             for name, amount in task.resources:
                 self._free[name] += amount
-            if not one:  # just cancelled, or it waits for kept values
+            if not one:  # the task was just cancelled, or waits for kept values
                 return True
             queue.appendleft(task)
             dispatcher.park(task)
         return False
 
-    def have_tasks(self) -> bool:
-        """Return whether a task waits that is not settled yet."""
-        return any(self._has_live_head(queue) for queue in self._queues.values())
+    def have_unsettled_tasks(self) -> bool:
+        return any(self._drop_settled(queue) for queue in self._queues.values())
 
     def drain(self, handle: DroneHandle) -> list[Task]:
         """Take the tasks that only `handle` may run, which has died."""
@@ -110,9 +124,18 @@ class Resources:
         """Note that `task` has left flight."""
         for name, amount in task.resources:
             self._free[name] += amount
+        self._request_dispatch()
+
+    def on_withdrawn(self, task: Task) -> None:
+        """Note that `task` was cancelled: others may have waited for what it claimed."""
+        if task.resources:
+            self._request_dispatch()
+
+    def _request_dispatch(self) -> None:
+        # The reactor then calls `Dispatcher.dispatch`, though the pool's queue may be empty.
         self._dispatcher.dedicated_waiting = True
 
-    def _has_live_head(self, queue: deque[Task]) -> bool:
+    def _drop_settled(self, queue: deque[Task]) -> bool:
         """Drop settled tasks from the head; return False if no others are left."""
         while queue and queue[0].done():
             self._dispatcher.parked.discard(queue.popleft())
@@ -136,7 +159,7 @@ class Resources:
             handle
             for handle in dispatcher.handles
             if (task.target is None or task.target is handle)
-            and (not handle.in_flight or handle.overlapping)
+            and (not handle.in_flight or (task.definition.overlaps and handle.overlapping))
             and handle.can_take(dedicated=task.target is not None)
             and handle.tasks_left(dispatcher.config.max_tasks) > 0
         ]
@@ -146,10 +169,21 @@ class Resources:
             default=None,
         )
 
+    def _next_taker(self) -> DroneHandle | None:
+        """Return the drone that has least to do, as far as that is known."""
+        ready = [
+            handle
+            for handle in self._dispatcher.handles
+            if handle.state is State.READY and not handle.unresponsive
+        ]
+        return min(
+            ready, key=lambda each: (each.unknown, each.overlapping, each.load), default=None
+        )
+
 
 def insert_in_order(queue: deque[Task], task: Task, *, first: bool = False) -> None:
     """Insert `task` behind the tasks of the same or a higher priority; if `first`, only behind
-    those of a higher one.
+    those of a higher priority.
     """
     if first and (not queue or queue[0].priority <= task.priority):
         queue.appendleft(task)

@@ -1,15 +1,16 @@
-"""A timeline as a single page: `page.html`, `page.css` and `chart.js`, with the spans as JSON.
+"""A timeline as a single page: `page.html`, `page.css`, `chart.js` and `page.js`, with JSON.
 
 Names come from users. They are in the JSON, where every ``<`` is escaped, and the script shows them
-as text. A chart may grow by more parts (integrations/dashboard).
+as text. The live page (integrations/dashboard) adds more parts to a chart.
 
     rows     drone and green thread ("": the drone itself)
-    spans    one entry for each: row, name, status, calls, bytes sent, bytes received, note
-             (indices, numbers); queued, sent, started, finished, received, processor time
+    names, notes  what the numbers in the columns of these names mean
+    spans    a column for each of: row, name, status, calls, bytes sent (`there`), bytes received
+             (`back`), note; queued, sent, started, finished, received, processor time
              (µs; null: unknown)
-    running  the same, of spans that will have another end
+    running  the same, of tasks that still run: the next part replaces them
     lives    of green threads: row, from, to;  waits  row, and since when tasks are on their way
-    arrows   pairs of spans: a node of a graph took a value from another node
+    arrows   pairs of spans of this part: the second took the value of the first
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def part_of(timeline: Contents, start: float, names: Iterable[str] = ()) -> dict
             waits[row] = min(at(span.sent) or 0, waits.get(row, sys.maxsize))
             continue
         columns = running if span.status == RUNNING else spans
-        if span.number:
+        if span.number:  # running ones have none
             places[span.number] = spans.count
         needs += [(number, spans.count) for number in dict.fromkeys(span.needed)]
         columns.add(
@@ -130,7 +131,9 @@ def part_of(timeline: Contents, start: float, names: Iterable[str] = ()) -> dict
         "running": running.columns,
         "lives": lives,
         "waits": [*waits.items()],
-        "arrows": [(places[one], other) for one, other in needs[:MAX_ARROWS] if one in places],
+        "arrows": [
+            (places[giver], taker) for giver, taker in needs[:MAX_ARROWS] if giver in places
+        ],
     }
 
 

@@ -1,10 +1,10 @@
 """What the server of a live page answers.
 
     GET  /                the page
-    GET  /data            the pool's state, and the part of the chart since a cursor
-    GET  /stack           the task and the frames of a drone
-    POST /interrupt       the task that a drone runs;  /kill  the drone
-    GET  /timeline.html   the timeline so far, as a page to keep
+    GET  /data?entries=&threads=[&start=]   the pool's state, and the chart's part since a cursor
+    GET  /stack?drone=    the task and the frames of a drone
+    POST /interrupt?drone=, /kill?drone=
+    GET  /timeline.html[?save]   the timeline so far, as a page to keep
     GET  /metrics         for Prometheus
 
 Every request needs the token: in the URL, or in the header ``Authorization: Bearer TOKEN``.
@@ -68,13 +68,13 @@ def make_app(find_pool: Callable[[], Pool | RemotePool | None], token: str) -> A
         Route("/timeline.html", _in_own_thread(views.timeline)),
         Route("/metrics", _in_own_thread(views.metrics)),
     ]
-    gone = dict.fromkeys((ConnectionError, RuntimeError, TimeoutError), _tell_gone)
-    return _OnlyWithToken(Starlette(routes=routes, exception_handlers=gone), token)
+    errors = dict.fromkeys((ConnectionError, RuntimeError, TimeoutError), _tell_error)
+    return _OnlyWithToken(Starlette(routes=routes, exception_handlers=errors), token)
 
 
 def _in_own_thread(view: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint for a view that may wait. Its thread is no reason not to fork, as those
-    of Starlette would be.
+    """Return an endpoint that runs `view`, which may block, in a new thread. Unlike the threads of
+    Starlette, that one does not stand in the way of a fork.
     """
 
     async def endpoint(request: Request) -> Response:
@@ -104,13 +104,13 @@ def _in_own_thread(view: Callable[[Request], Response]) -> Callable[[Request], A
     return endpoint
 
 
-def _tell_gone(request: Request, error: Exception) -> Response:
+def _tell_error(request: Request, error: Exception) -> Response:
     return PlainTextResponse(str(error), 410)
 
 
 class _OnlyWithToken:
-    """Refuses requests without the token, before anything of them is looked at. Adds the policy to
-    all answers.
+    """Refuses requests without the token, before looking at anything else in them. Adds the headers
+    of `POLICY` to all answers.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:

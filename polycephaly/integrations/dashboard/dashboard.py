@@ -44,7 +44,8 @@ class Dashboard:
             limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=1,
         )
-        # It would have the token. As an argument, this would be for all servers of the program.
+        # The access log would have the token. `access_log=False` as an argument would switch off
+        # those of all servers of the program.
         config.access_log = False
         self._server = uvicorn.Server(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -5,9 +5,10 @@ const POLL_MILLISECONDS = 1000, FRAME_MILLISECONDS = 33;
 const MAX_SPANS = 100000, KEPT_SPANS = 60000;  // of more spans, the oldest are forgotten
 const COLUMNS = ["drone", "pid", "host", "state", "task", "item", "for", "memory", "processor", "done", ""];
 const token = new URLSearchParams(location.search).get("token");
-let cursor = [0, 0], start = null;  // what the page has; the time 0 of the chart, by the pool's clock
+let cursor = [0, 0];  // how much the page has got
+let start = null;  // seconds: time 0 of the chart, by the pool's clock
 let ahead = null;  // µs that the time of the chart is ahead of `performance.now()`
-let following = true, before = null, shownDrone = null;
+let following = true, lastPoll = null, stackDrone = null;
 const get = id => document.getElementById(id);
 
 function ask(path, given = {}, method = "GET") {
@@ -20,11 +21,11 @@ async function poll() {
     if (!answer.ok) throw new Error(await answer.text());
     take(await answer.json());
     tell("");
-    if (shownDrone !== null) await showStack(shownDrone);
+    if (stackDrone !== null) await showStack(stackDrone);
   } catch (error) {
     tell(`${error.message}. What is below is old.`);
   }
-  // At most a fifth of the time, however long the answer takes to make.
+  // Polling takes at most a fifth of the time, however long an answer takes.
   setTimeout(poll, Math.max(POLL_MILLISECONDS, 4 * (performance.now() - began)));
 }
 function tell(trouble) {
@@ -76,8 +77,8 @@ function setFollowing(on) {
   following = on;
   get("live").setAttribute("aria-pressed", on);
 }
-for (const act of ["wheel", "pointerdown", "keydown", "dblclick"])
-  canvas.addEventListener(act, event => { if (!event.shiftKey) setFollowing(false); }, { passive: true });
+for (const name of ["wheel", "pointerdown", "keydown", "dblclick"])  // shift and wheel scroll the rows
+  canvas.addEventListener(name, event => { if (!event.shiftKey) setFollowing(false); }, { passive: true });
 for (const button of document.querySelectorAll("[data-act]")) button.addEventListener("click", () => setFollowing(false));
 get("live").addEventListener("click", () => setFollowing(true));
 get("window").addEventListener("change", () => setFollowing(true));
@@ -85,10 +86,10 @@ get("keep").addEventListener("click", () => { location.href = `timeline.html?tok
 
 // -- numbers and drones ---------------------------------------------------------------------------
 
-const many = number => number.toLocaleString("en");
+const grouped = number => number.toLocaleString("en");
 function showStatus(status) {
   const now = performance.now();
-  const rate = before && now > before.now ? (status.tasks_done - before.status.tasks_done) / (now - before.now) * 1000 : 0;
+  const rate = lastPoll && now > lastPoll.now ? (status.tasks_done - lastPoll.status.tasks_done) / (now - lastPoll.now) * 1000 : 0;
   get("facts").textContent = [
     `${status.engine} pool`, status.state + (status.reason ? `: ${status.reason}` : ""), `on ${status.host}, pid ${status.pid}`,
     ...(status.address ? [`${status.address}, ${status.clients} clients`] : []), `polycephaly ${status.version}`,
@@ -97,7 +98,7 @@ function showStatus(status) {
     ["queued", status.queued], ["waiting", status.waiting], ["in flight", status.in_flight], ["running", status.running],
     ["done", status.tasks_done], ["a second", rate < 10 ? Number(rate.toFixed(1)) : Math.round(rate)], ["failed", status.tasks_failed], ["cancelled", status.tasks_cancelled],
     ...Object.entries(status.resources).map(([name, each]) => [`${name} free`, `${each.free} of ${each.size}`]),
-  ].map(([name, value]) => [name, typeof value === "number" ? many(value) : value]);
+  ].map(([name, value]) => [name, typeof value === "number" ? grouped(value) : value]);
   if (status.shared_memory !== null) numbers.push(["shared memory", bytes(status.shared_memory)]);
   get("numbers").replaceChildren(...numbers.map(([name, value]) => {
     const group = document.createElement("div");
@@ -105,21 +106,21 @@ function showStatus(status) {
     return group;
   }));
   showDrones(status.drones, now);
-  before = { status, now };
+  lastPoll = { status, now };
 }
 const shown = new Map();  // rows of the table, by the numbers of drones
 function showDrones(drones, now) {
-  const earlier = new Map((before ? before.status.drones : []).map(drone => [drone.number, drone]));
+  const earlier = new Map((lastPoll ? lastPoll.status.drones : []).map(drone => [drone.number, drone]));
   const numbers = new Set(drones.map(drone => drone.number));
   for (const [number, row] of shown) if (!numbers.has(number)) { row.remove(); shown.delete(number); }
   for (const drone of drones) {
     let row = shown.get(drone.number);
     if (!row) { row = get("drones").tBodies[0].insertRow(); shown.set(drone.number, row); fillRow(row, drone.name); }
     const was = earlier.get(drone.number), used = was && typeof drone.processor === "number" && typeof was.processor === "number"
-      ? Math.round(100 * Math.max(0, drone.processor - was.processor) / (now - before.now) * 1000) + " %" : "";
+      ? Math.round(100 * Math.max(0, drone.processor - was.processor) / (now - lastPoll.now) * 1000) + " %" : "";
     const texts = [
       drone.name, drone.pid ?? "", drone.host, drone.state + (drone.waiting ? `, ${drone.waiting.reason}` : ""), drone.running ?? "", drone.item ?? "",
-      drone.running && drone.seconds !== null ? seconds(1e6 * drone.seconds) : "", drone.memory === null ? "" : bytes(drone.memory), used, many(drone.tasks_done),
+      drone.running && drone.seconds !== null ? seconds(1e6 * drone.seconds) : "", drone.memory === null ? "" : bytes(drone.memory), used, grouped(drone.tasks_done),
     ];
     texts.forEach((text, index) => { if (row.cells[index].textContent !== String(text)) row.cells[index].textContent = text; });
     row.cells[4].title = drone.running ?? "";
@@ -129,9 +130,9 @@ function showDrones(drones, now) {
 function fillRow(row, name) {
   for (const _ of COLUMNS) row.insertCell();
   const acts = [
-    ["stack", () => { shownDrone = name; showStack(name); }],
-    ["interrupt", () => act("interrupt", name)],
-    ["kill", () => { if (confirm(`Kill ${name}? Its running task is lost.`)) act("kill", name); }],
+    ["stack", () => { stackDrone = name; showStack(name); }],
+    ["interrupt", () => send("interrupt", name)],
+    ["kill", () => { if (confirm(`Kill ${name}? Its running task is lost.`)) send("kill", name); }],
   ];
   for (const [label, run] of acts) {
     const button = element("button", label);
@@ -139,17 +140,17 @@ function fillRow(row, name) {
     row.cells[COLUMNS.length - 1].append(button);
   }
 }
-async function act(path, drone) {
+async function send(path, drone) {
   const answer = await ask(path, { drone }, "POST");
   if (!answer.ok) tell(await answer.text());
 }
 async function showStack(drone) {
   const text = await (await ask("stack", { drone })).text();
-  if (shownDrone !== drone) return;  // closed, or another was asked for, meanwhile
+  if (stackDrone !== drone) return;  // closed, or another was asked for, meanwhile
   get("stack").querySelector("pre").textContent = text;
   if (!get("stack").open) get("stack").showModal();
 }
-get("stack").addEventListener("close", () => { shownDrone = null; });
+get("stack").addEventListener("close", () => { stackDrone = null; });
 
 for (const name of COLUMNS) get("drones").tHead.rows[0].append(element("th", name));
 readTheme();

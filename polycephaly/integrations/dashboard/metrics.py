@@ -14,18 +14,18 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTERS = {
     "tasks_done": "Calls that were answered, by a value or an error.",
-    "tasks_failed": "Calls that raised, exceeded a time limit or were lost with a drone.",
+    "tasks_failed": "Calls that failed, were too late or were lost with a drone, by attempts.",
     "tasks_cancelled": "Calls that were cancelled.",
 }
 _GAUGES = {
-    "queued": "Tasks that no drone has been sent.",
+    "queued": "Tasks that are ready and not yet sent to a drone.",
     "waiting": "Tasks that wait for inputs, resources or another attempt.",
     "in_flight": "Tasks that were sent and not answered.",
     "running": "Tasks that run.",
     "size": "Number of drones that the pool should have.",
     "clients": "Clients of a served pool.",
     "shared_memory": "Bytes of shared memory.",
-    "shared_memory_limit": "Bytes that shared memory may have.",
+    "shared_memory_limit": "Most bytes of shared memory that the pool may use.",
 }
 _OF_DRONES = {
     "memory": ("drone_memory_bytes", "Bytes that a drone holds for itself."),
@@ -36,7 +36,7 @@ Sample = tuple[dict[str, Any], Any]
 
 
 def metrics_of(status: dict[str, Any]) -> str:
-    """Return the metrics for `Pool.status()`. Values that are not known are left out."""
+    """Return the metrics in `status`, the dict of `Pool.status`, without unknown values."""
     lines: list[str] = []
     pool = {"pool": status["name"]}
 
