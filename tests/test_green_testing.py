@@ -121,9 +121,7 @@ def test_what_sleeps_on_when_the_block_ends_sleeps_for_what_is_left():
         slept = green.spawn(green.sleep, 1000.05)
         green.run(testing.all_waiting)
         clock.advance(1000)
-    began = time.monotonic()
     slept.result(30)
-    assert time.monotonic() - began < 20
     assert green.run(green.sleep, 0) is None
 
 
