@@ -38,7 +38,6 @@ class ProcessPoolExecutor(poly.Pool):
             output=as_it_is,
             on_death="break",
         )
-        self._max_workers = self._dispatcher.config.size
 
     @property
     def _processes(self) -> dict[int, Process]:

@@ -312,10 +312,14 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
 def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
     dispatcher = Mock(
         has_ended=False,
-        queue=deque(Mock(client_tag=tag, number=n) for n, tag in enumerate("aaaabab" + "c" * 100)),
+        queue=deque(
+            Mock(client_tag=tag, number=n, priority=0)
+            for n, tag in enumerate("aaaabab" + "c" * 100)
+        ),
+        resources=Mock(queues=lambda: ()),
     )
     dispatcher.post.side_effect = lambda act: (
-        dispatcher.queue.append(Mock(client_tag="late", number=-1)),
+        dispatcher.queue.append(Mock(client_tag="late", number=-1, priority=0)),
         act(),
     )
     works, turns = [*dispatcher.queue], FairOrder(dispatcher)
