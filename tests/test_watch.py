@@ -279,8 +279,9 @@ def test_what_does_not_respond_is_killed_after_hang_timeout_and_the_pool_goes_on
         with pytest.raises(
             poly.DroneDied,
             match=r"not respond for [\d.]+ s: the process holds.*while running sleep_holding",
-        ):
+        ) as caught:
             hung.result(30)
+        assert "in sleep_holding_the_gil" in caught.value.stack
         assert [p.value for p in behind] == list(range(5))
         stopped = pool.promise(spin_for_ever, started)
         wait_for(lambda: len(lines(started)) == 2)

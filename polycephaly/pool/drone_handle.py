@@ -159,6 +159,10 @@ class DroneHandle:
         """Kill the drone at once, with its running tasks. Their errors give `kill_reason`."""
         raise NotImplementedError
 
+    def abort(self, kill_reason: str) -> None:
+        """Kill the drone, which writes where its threads are before it ends, if the engine can."""
+        self.kill(kill_reason)
+
     def last_started(self) -> int:
         """Return the number of the task begun last, as far as known, or 0. Any thread may call
         it.

@@ -208,7 +208,7 @@ class HealthMonitor:
             )
         hang_timeout = self._hang_timeout
         if hang_timeout is not None and inactive >= hang_timeout and not handle.kill_reason:
-            handle.kill(f"the drone did not respond for {inactive:.1f} s: {handle.unresponsive}")
+            handle.abort(f"the drone did not respond for {inactive:.1f} s: {handle.unresponsive}")
 
     def _mark_responsive(self, handle: DroneHandle) -> None:
         """Note that the drone responds again. Its dedicated tasks may have waited for that."""

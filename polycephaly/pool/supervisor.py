@@ -431,7 +431,7 @@ def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
         )
     reason = (
         f", because {handle.kill_reason}"
-        if handle.kill_reason and code in (None, -signal.SIGKILL)
+        if handle.kill_reason and code in (None, -signal.SIGKILL, -signal.SIGABRT)
         else ""
     )
     message = f"drone {handle.name} (pid {handle.pid}) {end}{reason}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 # Messages read from ZeroMQ after a drone's death. Those behind them count as in transit.
 MAX_DRAINED_MESSAGES = 1000
 RETRY_INTERVAL_SECONDS = 0.002  # until a full fast transport is tried again
+ABORT_SECONDS = 0.5  # for a drone to write its stack before SIGKILL
 
 _STALL_REASONS = {
     "T": "the process is stopped by a signal",
@@ -119,6 +121,11 @@ class LocalHandle(DroneHandle):
     def kill(self, kill_reason: str = "") -> None:
         self.kill_reason = self.kill_reason or kill_reason
         self.launcher.kill(self.number)
+
+    def abort(self, kill_reason: str) -> None:
+        self.kill_reason = self.kill_reason or kill_reason
+        self.launcher.kill(self.number, signal.SIGABRT)
+        self.dispatcher.call_later(ABORT_SECONDS, self.kill)
 
     def is_up(self) -> bool:
         return self.alive and self.fast_transport is not None

@@ -172,10 +172,10 @@ class Launcher:
             )
         socket.send_fds(self._control, [message], ends)
 
-    def kill(self, number: int) -> None:
-        """Have the drone's parent send SIGKILL, so that no other process with its pid is hit."""
+    def kill(self, number: int, with_signal: int = signal.SIGKILL) -> None:
+        """Have the drone's parent send the signal, so that no other process with its pid is hit."""
         with suppress(OSError):
-            self._control.send(json.dumps({"kill": number}).encode())
+            self._control.send(json.dumps({"kill": number, "signal": with_signal}).encode())
 
     def kill_zygote(self) -> None:
         """Kill the zygote; the kernel then ends its drones.

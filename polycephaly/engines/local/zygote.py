@@ -1,7 +1,7 @@
 """The zygote: a copy of the controller process, or a bare interpreter, that forks the drones.
 
     reactor ──Order, with stdout, stderr and fast transport──> zygote ──fork──> drone
-    reactor ──kill (a number), goodbye───────────────────────> zygote ──SIGKILL──> drone
+    reactor ──kill (a number, a signal), goodbye─────────────> zygote ──signal──> drone
     reactor <──ready, started, failed, exited── zygote <──SIGCHLD── drone
     reactor <──started, if the drone imports the main module── drone
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -234,7 +235,7 @@ class _Zygote:
             if "goodbye" in order:
                 self._said_goodbye = self._owner_gone = True
             elif "kill" in order:
-                self._kill(order["kill"])
+                self._kill(order["kill"], order["signal"])
             else:
                 self._start(Order(**order), fds)
         finally:
@@ -257,11 +258,16 @@ class _Zygote:
         if not self._spec.imports_main():
             self._report(started=order.number, pid=pid)
 
-    def _kill(self, number: int) -> None:
-        """Send SIGKILL to drone `number`, unless the drone has been reaped."""
+    def _kill(self, number: int, with_signal: int) -> None:
+        """Send the signal to drone `number`, unless the drone has been reaped."""
         for pid, drone_number in self._drones.items():
-            if drone_number == number:
-                os.kill(pid, signal.SIGKILL)  # safe: the pid of an unreaped child is not reused
+            if drone_number == number:  # safe: the pid of an unreaped child is not reused
+                if with_signal == signal.SIGABRT:
+                    # No core file: writing a large image takes long. Of 1 byte, because a limit of
+                    # 0 does not hold for a program that takes core files from the kernel.
+                    with suppress(OSError):
+                        resource.prlimit(pid, resource.RLIMIT_CORE, (1, 1))
+                os.kill(pid, with_signal)
 
     def _drone_main(self, order: Order, stream_fds: list[int], zygote: int) -> NoReturn:
         """Run a drone to its end, in the forked child."""
