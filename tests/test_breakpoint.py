@@ -1,6 +1,7 @@
 """`breakpoint()` in a drone opens pdb in the controller's terminal, or in one that is attached."""
 
 import os
+import pdb
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from faults import wait_for
 from terminal import Terminal
 
 import polycephaly as poly
+from polycephaly.drone.pdb_import import replace_set_trace
 from polycephaly.wire.debugging import waiting_debuggers
 
 
@@ -96,11 +98,15 @@ def test_at_a_prompt_that_waits_for_the_task(tmp_path):
 ATTACH = ("-m", "polycephaly", "attach")
 
 
-def test_without_a_terminal_one_is_attached():
+STOPS = ("breakpoint()", "import pdb; pdb.set_trace()", "from pdb import set_trace; set_trace()")
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_without_a_terminal_one_is_attached(stop):
     lines = []
     folder = tempfile.gettempdir()
     with poly.Pool(1, name="lab", output=lines.append) as pool:
-        promise = pool.promise("x = 5; breakpoint(); x + 1")
+        promise = pool.promise(f"x = 5; {stop}; x + 1")
         wait_for(lambda: lines)
         assert lines[0].text.endswith("To debug it: polycephaly attach lab.0")
         run = subprocess.run(
@@ -116,6 +122,12 @@ def test_without_a_terminal_one_is_attached():
             terminal.type("c\n")
             assert terminal.process.wait(30) == 0
         assert promise.value == 9
+
+
+def test_a_set_trace_of_a_loaded_pdb_is_replaced(monkeypatch):
+    monkeypatch.setattr(pdb, "set_trace", pdb.set_trace)
+    replace_set_trace(print)
+    assert pdb.set_trace is print
 
 
 @pytest.mark.parametrize("attached", [False, True])

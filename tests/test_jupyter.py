@@ -64,8 +64,8 @@ class Notebook:
         self.client.wait_for_ready(timeout=TIMEOUT)
         self.cells = {}
 
-    def start(self, code):
-        cell = Cell(self.client.execute(code, allow_stdin=False))
+    def start(self, code, asks=False):
+        cell = Cell(self.client.execute(code, allow_stdin=asks))
         self.cells[cell.id] = cell
         return cell
 
@@ -84,6 +84,13 @@ class Notebook:
         cell = self.start(code)
         self.listen_until(lambda: cell.idle)
         return cell
+
+    def answer(self, line):
+        """Answers the running cell's `input`, and gives its prompt."""
+        message = self.client.get_stdin_msg(timeout=TIMEOUT)
+        if line is not None:
+            self.client.input(line)
+        return message["content"]["prompt"]
 
     def close(self, **how):
         self.client.stop_channels()
@@ -195,6 +202,40 @@ def test_an_interrupt_breaks_the_wait_and_cancels_the_work(notebook):
     assert notebook.run("[pool.doit('1') for _ in range(4)]").out == "[1, 1, 1, 1]"
     assert notebook.run("[d.pid for d in pool.drones] == before").out == "True"
     notebook.run("tuning.grace_seconds = 1.0")
+
+
+def test_a_breakpoint_asks_in_the_cell_one_drone_at_a_time(notebook):
+    notebook.run("def work(n):\n    m = n + 1\n    breakpoint()\n    return m")
+    cell = notebook.start("list(pool.map(work, [40, 40]))", asks=True)
+    for _ in range(2):
+        assert notebook.answer("p 'm is', m") == "ipdb> "
+        assert notebook.answer("m = 7") == "ipdb> "
+        assert notebook.answer("c") == "ipdb> "
+    notebook.listen_until(lambda: cell.idle)
+    assert cell.out == "[7, 7]" and cell.stdout.count("('m is', 41)") == 2
+
+
+def test_frames_of_a_failed_task_are_debugged_in_the_cell(notebook):
+    notebook.run("careful = poly.Pool(1, post_mortem=True)\ndef divide(a): return a / 0")
+    notebook.run("failed = careful.promise(divide, 1234)\nfailed.exception()")
+    cell = notebook.start("failed.debug()", asks=True)
+    assert notebook.answer("p a + 1") == "ipdb> "
+    assert notebook.answer("q") == "ipdb> "
+    notebook.listen_until(lambda: cell.idle)
+    assert "1235" in cell.stdout and not cell.error
+    notebook.run("careful.shutdown()")
+
+
+def test_an_interrupt_at_the_debuggers_prompt_ends_the_session(notebook):
+    cell = notebook.start("pool.doit('breakpoint()')", asks=True)
+    assert notebook.answer(None) == "ipdb> "
+    notebook.manager.interrupt_kernel()
+    notebook.listen_until(lambda: cell.idle)
+    assert cell.error.startswith("KeyboardInterrupt")
+    cell = notebook.start("[input('name? '), pool.doit('1')]", asks=True)  # nobody else reads
+    assert notebook.answer("me") == "name? "
+    notebook.listen_until(lambda: cell.idle)
+    assert cell.out == "['me', 1]"
 
 
 def test_an_error_is_shown_with_its_remote_traceback(notebook):

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf
+from traceback import format_exception_only
 
 from .._compat import remote_traceback_type
 from ..promises.promise import reject
@@ -158,6 +159,7 @@ def _reject_with_frames(task: Task, error: BaseException, request: StackRequest 
     """Reject `task`, after the lock is released: reading source files takes time."""
     frames = None if request is None else frames_of(request, task.number)
     if frames:
-        text = "".join(frames.format())
+        first = "Traceback (most recent call last):\n"
+        text = "".join([first, *frames.format(), *format_exception_only(error)])
         error.__cause__ = remote_traceback_type()(f'\n"""\n{text}"""')
     reject(task, error)

@@ -2,7 +2,7 @@
 
     drone: breakpoint() ──listens at `<pid>.d`, in the directory of its pool
                         └─DEBUG, in its output──> DebugRequest of the controller
-    the controller in a terminal, or `polycephaly attach` ──connects──> drone
+    the controller in a terminal or a notebook, or `polycephaly attach` ──connects──> drone
                                    <──────── the drone's name ──────── drone
                                     ──── path of the terminal ───────> drone: opens it for pdb
                                    <── end of the connection: the session has ended
@@ -22,6 +22,7 @@ from contextlib import closing, suppress
 
 from ..promises.promise import waiting_threads
 from ..runtime.fork_guard import OwnThread
+from .cell_terminal import cell_terminal, is_cell_running
 
 __all__ = [
     "RELEASE",
@@ -67,6 +68,9 @@ def debug_frames(address: str) -> None:
 
     Raises `OSError` if no frames are kept there, and `RuntimeError` without a terminal.
     """
+    if is_cell_running():
+        _lend_cell(address)
+        return
     terminal = _own_terminal(at_prompt=True)
     if terminal is None:
         raise RuntimeError(
@@ -88,16 +92,28 @@ class DebugRequest:
         self._address = address
 
     def handle(self) -> None:
-        """Let the drone use this process's terminal, if there is one. Does not wait."""
-        if _own_terminal() is not None:
+        """Let the drone use this process's terminal, or the running cell, if there is one.
+
+        Does not wait.
+        """
+        if is_cell_running() or _own_terminal() is not None:
             OwnThread("polycephaly-debugged", self._lend).start()
 
     def _lend(self) -> None:
         with _terminal_lock, suppress(OSError):  # another process may have attached
+            if is_cell_running():
+                _lend_cell(self._address)
+                return
             terminal = _own_terminal()
             if terminal is not None:
                 connection, _ = _connect(self._address)
                 lend_terminal(connection, terminal)
+
+
+def _lend_cell(address: str) -> None:
+    connection, _ = _connect(address)
+    with closing(connection), cell_terminal() as terminal:
+        lend_terminal(connection, terminal)
 
 
 def _own_terminal(at_prompt: bool = False) -> str | None:

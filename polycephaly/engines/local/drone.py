@@ -32,6 +32,7 @@ from ...drone.executor import DroneExecutor, log_malformed
 from ...drone.logs import install_log_forwarding
 from ...drone.notebook import replace_kernel_input
 from ...drone.overlap import Overlap
+from ...drone.pdb_import import replace_set_trace
 from ...memory.arena import Arena
 from ...memory.blocks import Store
 from ...memory.references import RefTable
@@ -107,6 +108,7 @@ class LocalDrone(DroneExecutor):
         faulthandler.enable(file=2)
         if not os.environ.get("PYTHONBREAKPOINT"):
             sys.breakpointhook = self._open_debugger
+        replace_set_trace(self._open_debugger)
         store = Store(arena, order.number)
         super().__init__(
             order.name,
