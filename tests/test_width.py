@@ -109,6 +109,24 @@ def test_plain_work_and_code_strings_go_along_in_the_same_pool():
         assert [p.value for p in promises] == list(range(60))
 
 
+@pytest.mark.parametrize(
+    "submit", [lambda pool: pool.doit(abs, -1), lambda pool: [*pool.map(abs, [1])]]
+)
+def test_a_pool_for_plain_functions_says_once_that_they_are_run_one_by_one(submit, caplog):
+    with poly.Pool(1, width=4, name="wide") as pool:
+        pool.everywhere(abs, -1)
+        pool.doit("1 + 1")
+        assert not caplog.messages
+        submit(pool)
+        submit(pool)
+    assert [each[:40] for each in caplog.messages] == ["a drone of wide runs abs one call at a t"]
+    caplog.clear()
+    with poly.Pool(1, width=4) as pool:
+        pool.doit(echo, 1)
+        submit(pool)
+    assert not caplog.messages
+
+
 def test_large_results_come_home():
     with poly.Pool(1, width=3) as pool:
         assert [len(p.value) for p in [pool.promise(echo, bytes(3_000_000)) for _ in range(4)]] == [

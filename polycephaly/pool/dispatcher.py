@@ -35,7 +35,8 @@ from ..promises.combining import race
 from ..promises.promise import CANCELLED, PENDING, Promise, Signal, reject
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.tuning import tuning
-from ..wire.messages import CANCEL, RECALL, pack_numbers
+from ..wire.functions import RemoteFunction
+from ..wire.messages import CANCEL, DEFINE_CODE, RECALL, pack_numbers
 from ..wire.pickling import main_namespace
 from ..wire.placeholders import PayloadWithRefs
 from ..wire.slices import FAILED, RUNNING
@@ -80,6 +81,8 @@ class Dispatcher(DispatcherBase):
         self._own_options = config.task_options if config.task_options != TaskOptions() else None
         # If true, `submit` has more to check at each call.
         self.needs_checks = self._own_options is not None or config.max_queued is not None
+        # Until the first function: a pool for plain functions needs no width.
+        self.checks_width = config.width > 1
         self.resources = Resources(self, config.resources)
         # Set for good by the first task with a priority or resources: from then on the reactor's
         # thread queues all tasks, in order.
@@ -155,6 +158,8 @@ class Dispatcher(DispatcherBase):
                 self.keeps_order = True
         try:
             definition = self.registry.define(work)
+            if self.checks_width and target is None:
+                self.check_width(definition)
             if definition.takes_function:
                 args = (work, *args)
             inputs = task.capture(definition, args, kwargs, self.registry)
@@ -177,6 +182,20 @@ class Dispatcher(DispatcherBase):
             task.cancel()
             raise
         return task
+
+    def check_width(self, definition: RemoteFunction) -> None:
+        """Warn if the first function of a pool with a width is not one that overlaps."""
+        if definition.kind != DEFINE_CODE:
+            self.checks_width = False
+            if not definition.overlaps:
+                log.warning(
+                    "a drone of %s runs %s one call at a time, because it is a plain function: "
+                    "width=%s is for coroutine functions (async def); more plain functions at "
+                    "once need more drones, or green.map within a task",
+                    self.config.name,
+                    definition.label,
+                    self.width,
+                )
 
     def _wait_for_room(self, target: DroneHandle | None) -> None:
         if self.backpressure is not None:

@@ -173,6 +173,8 @@ class Source(OneByOne):
             or bool(task_options.resources)  # which each call holds only while it runs
         )
         self._definition = dispatcher.registry.define(fn)
+        if dispatcher.checks_width:
+            dispatcher.check_width(self._definition)
 
     @property
     def label(self) -> str:
