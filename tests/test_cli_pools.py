@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -21,8 +22,10 @@ from typing import Any
 
 import pytest
 from faults import wait_for
+from rich.console import Console
 
 import polycephaly as poly
+from polycephaly.cli.top import Rates, _render
 from polycephaly.engines.remote.keys import Card
 
 ROOT = Path(__file__).parents[1]
@@ -548,6 +551,12 @@ def test_python_finds_the_pool_by_the_same_name(
         assert pool.submit(pow, 2, 5).result() == 32
 
 
+STATUS = {
+    "name": "lab", "pid": 1, "host": "h", "started": 0.0, "clients": 1, "queued": 0,
+    "tasks_done": 3,
+}  # fmt: skip
+DRONE = {"pid": 2, "host": "h", "state": "busy", "seconds": 1.0, "running": "work", "waiting": None}
+
 # -- list, ps, top ---------------------------------------------------------------------------------
 
 
@@ -733,6 +742,8 @@ def test_top_leaves_the_terminal_as_it_was(lab: Shell, how: str, status: int) ->
         read_until(master, b"lab.1")
         read_until(master, b"lab.1")  # it goes on
         assert termios.tcgetattr(slave) != before
+        os.write(master, b"xm")  # an unknown key, and the order
+        read_until(master, b"CPU")
         if how == "q":
             os.write(master, b"q")
         else:
@@ -740,6 +751,33 @@ def test_top_leaves_the_terminal_as_it_was(lab: Shell, how: str, status: int) ->
         read_until(master, b"\x1b[?1049l")  # back from the other screen
         assert process.wait() == status
         assert termios.tcgetattr(slave) == before
+
+
+def test_top_puts_first_the_drones_that_use_most() -> None:
+    rates, now = Rates(), [100.0]
+
+    def picture(order: str, *drones: tuple[float | None, int, int]) -> list[str]:
+        """The names and shares of drones that have used so much processor, memory, and tasks."""
+        status = STATUS | {
+            "drones": [
+                DRONE | {"number": n, "name": f"lab.{n}"}
+                | dict(zip(("processor", "memory", "tasks_done"), drone, strict=True))
+                for n, drone in enumerate(drones)
+            ]
+        }  # fmt: skip
+        rates.update(status, now[0])
+        console = Console(width=100, height=24, file=io.StringIO())
+        console.print(_render(status, rates, order, console.size))
+        lines = [line.split() for line in console.file.getvalue().splitlines() if "lab." in line]
+        return [f"{line[0]} {line[7]}" if "%" in line[7] else line[0] for line in lines]
+
+    assert picture("c", (5.0, 1, 1), (7.0, 1, 1)) == ["lab.0", "lab.1"]  # nothing to compare with
+    now[0] += 2.0
+    assert picture("c", (5.0, 2, 1), (8.0, 1, 2)) == ["lab.1 50%", "lab.0 0%"]
+    now[0] += 1.0
+    assert picture("m", (5.25, 2, 1), (8.0, 1, 2)) == ["lab.0 25%", "lab.1 0%"]
+    assert picture("d", (None, 2, 1), (8.0, 1, 2)) == ["lab.1 0%", "lab.0"]
+    assert picture("n", (None, 2, 1), (8.0, 1, 2)) == ["lab.0", "lab.1 0%"]
 
 
 def test_top_ends_with_its_pool(shell: Shell) -> None:

@@ -1,7 +1,7 @@
 """`polycephaly top`: `ps`, live.
 
     status() once a second ──> picture ──> rich's Live, on the terminal's other screen
-    keys ── cbreak ──> q, Ctrl-C: leave
+    keys ── cbreak ──> order of the drones; q, Ctrl-C: leave
 
 The terminal is restored after every end: by a key, by a signal, or because the pool has ended.
 """
@@ -23,10 +23,16 @@ import click
 
 from .listing import DRONES, drone_row
 from .reach import POOL_NAME, connect_to, one_line_errors
-from .tables import duration, grid, mebibytes
+from .tables import Column, duration, grid, mebibytes
 
 if TYPE_CHECKING:
     from rich.console import ConsoleDimensions, RenderableType
+
+_QUIT = ("q", "\x03")
+_ORDERS = {"n": "", "c": "cpu", "m": "memory", "d": "tasks_done"}
+"""By which field the drones are sorted after a key, the largest first."""
+_CPU = 5
+_COLUMNS = (*DRONES[:_CPU], Column("CPU", right=True), *DRONES[_CPU:])
 
 
 @click.command(
@@ -36,7 +42,11 @@ Examples:
   polycephaly top lab --every 0.2
 
 \b
-Keys: q or Ctrl-C ends the command. For a single report, or for programs, use polycephaly ps.
+CPU is the processor time per second since the last update, 100 % for one processor.
+
+\b
+Keys: c, m and d put the drones with the most CPU, MEMORY and DONE first, n sorts them by number,
+q or Ctrl-C ends the command. For a single report, or for programs, use polycephaly ps.
 """
 )
 @POOL_NAME
@@ -58,36 +68,54 @@ def top(name: str, every: float) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        status, rate = pool.status(), Rate()
-        console = Console()
+        rates, order, console = Rates(), "n", Console()
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(
-                    _render(status, rate.update(status["tasks_done"]), console.size), refresh=True
-                )
-                if _quit_requested(keys, every):
-                    return
                 status = pool.status()
+                rates.update(status, monotonic())
+                live.update(_render(status, rates, order, console.size), refresh=True)
+                key = _wait_for_key(keys, every)
+                if key in _QUIT:
+                    return
+                order = key if key in _ORDERS else order
 
 
-class Rate:
-    """Tasks per second between two updates."""
+class Rates:
+    """Differences between two updates, per second."""
 
     def __init__(self) -> None:
-        self._previous: tuple[float, int] | None = None
+        self._at = 0.0
+        self._done: int | None = None
+        self._processor: dict[int, float] = {}
+        self.tasks = 0.0
+        self.processor: dict[int, float] = {}  # of the drones, by number
 
-    def update(self, done: int) -> float:
-        now = monotonic()
-        previous, self._previous = self._previous, (now, done)
-        return 0.0 if previous is None else (done - previous[1]) / max(now - previous[0], 1e-3)
+    def update(self, status: dict[str, Any], now: float) -> None:
+        seconds, self._at = max(now - self._at, 1e-3), now
+        done, used = status["tasks_done"], {}
+        for drone in status["drones"]:
+            if drone.get("processor") is not None:  # those of joined hosts do not tell
+                used[drone["number"]] = drone["processor"]
+        self.tasks = 0.0 if self._done is None else (done - self._done) / seconds
+        self.processor = {
+            number: max(0.0, total - self._processor[number]) / seconds
+            for number, total in used.items()
+            if number in self._processor
+        }
+        self._done, self._processor = done, used
 
 
-def _render(status: dict[str, Any], rate: float, size: ConsoleDimensions) -> RenderableType:
+def _render(
+    status: dict[str, Any], rates: Rates, order: str, size: ConsoleDimensions
+) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     width, height = size
-    drones = status["drones"]
+    drones = [drone | {"cpu": rates.processor.get(drone["number"])} for drone in status["drones"]]
+    field = _ORDERS[order]
+    if field:
+        drones.sort(key=lambda drone: -(drone[field] or 0))
     busy = sum(drone["state"] == "busy" for drone in drones)
     others = status["clients"] - 1
     up = duration(time() - status["started"])
@@ -99,26 +127,28 @@ def _render(status: dict[str, Any], rate: float, size: ConsoleDimensions) -> Ren
         Text(
             f"{busy} of {len(drones)} drones busy, {status['queued']} queued, "
             f"{others} other client{'s' * (others != 1)}, {status['tasks_done']:,} done, "
-            f"{rate:,.0f}/s, {memory}"
+            f"{rates.tasks:,.0f}/s, {memory}"
         ),
         Text(),
-        grid(DRONES, [drone_row(drone, status["host"]) for drone in shown], width),
+        grid(_COLUMNS, [_row(drone, status["host"]) for drone in shown], width),
         Text(omitted),
     )
 
 
-def _quit_requested(keys: int, seconds: float) -> bool:
-    """Wait so many seconds for a key; return whether it asks to end the command."""
+def _row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
+    row, cpu = drone_row(drone, host), drone["cpu"]
+    return *row[:_CPU], "" if cpu is None else f"{cpu:.0%}", *row[_CPU:]
+
+
+def _wait_for_key(keys: int, seconds: float) -> str:
+    """Wait so many seconds for a key, and return it, or "" if there was none."""
     deadline = monotonic() + seconds
     while (left := deadline - monotonic()) > 0:
-        if select.select([keys], [], [], left)[0] and os.read(keys, 64)[:1] in (
-            b"q",
-            b"Q",
-            b"\x03",
-            b"",
-        ):
-            return True
-    return False
+        if select.select([keys], [], [], left)[0]:
+            key = os.read(keys, 64)[:1].decode(errors="replace").lower() or _QUIT[0]
+            if key in _QUIT or key in _ORDERS:
+                return key
+    return ""
 
 
 @contextmanager
