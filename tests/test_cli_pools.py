@@ -16,7 +16,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -913,6 +913,26 @@ def test_a_joined_process_ends_with_the_pool(shell: Shell) -> None:
         assert joined.wait() == 1
         (line,) = joined.communicate()[1].splitlines()
         assert line.startswith("Error: the connection to tcp://127.0.0.1:")
+
+
+def test_a_process_that_reconnects_joins_the_next_pool_of_that_name(shell: Shell) -> None:
+    (shell.folder / "other.py").write_text("x = 1")
+    with shell.running("join", "lab", "--reconnect", "-n", "1") as refused:
+        assert (refused.wait(), refused.communicate()[0]) == (1, "")  # there is none yet
+    with ExitStack() as stack:
+        with shell.pool("-n", "1") as card:
+            joined = stack.enter_context(shell.running("join", "lab", "--reconnect", "-n", "1"))
+            assert joined.stdout is not None and joined.stderr is not None
+            assert joined.stdout.readline().startswith("1 drone of this host joined lab")
+            end(card)
+        assert joined.stderr.readline().endswith("trying again\n")
+        with shell.pool("-n", "1") as card:
+            assert joined.stdout.readline().startswith("1 drone of this host joined lab")
+            end(card)
+        assert joined.stderr.readline().endswith("trying again\n")
+        with shell.pool("-n", "1", "--file", "other.py"):
+            assert joined.wait() == 1
+        assert "join anew, too" in joined.communicate()[1]
 
 
 # -- who may not, and what there is not ------------------------------------------------------------

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import complete_pool, one_line_errors
+from .reach import complete_pool, error_text, one_line_errors
 from .start import drone_options
+
+if TYPE_CHECKING:
+    from ..pool.pool import Pool
+    from .loading import Setup
 
 EXAMPLES = """\b
 Examples:
   polycephaly join ./lab.json -n 4     lends four drones of this host to that pool
   polycephaly join lab -n 1            one more, on the pool's own host
+  polycephaly join lab --reconnect     again and again, when lab was restarted
 
 \b
 Copy the connection file from the host of the pool, which was started with --tcp:
@@ -28,11 +34,24 @@ tasks are finished. Twice: the drones end at once, and their running tasks are l
 """
 
 
+RETRY_SECONDS = 1.0
+
+
 @click.command(epilog=EXAMPLES)
 @click.argument("address", shell_complete=complete_pool)
+@click.option(
+    "--reconnect",
+    is_flag=True,
+    help="Join again when the connection is lost or the pool has ended, until Ctrl-C.",
+)
 @drone_options
 def join(
-    address: str, drones: int | None, modules: tuple[str, ...], file: Path | None, **options: Any
+    address: str,
+    reconnect: bool,
+    drones: int | None,
+    modules: tuple[str, ...],
+    file: Path | None,
+    **options: Any,
 ) -> None:
     """Lend drones of this host to a pool.
 
@@ -42,34 +61,68 @@ def join(
     need. The modules and the file that the pool was started with are loaded first (the pool sends
     the file), and then those that are named here.
     """
-    from ..engines.remote.client import connect
     from ..pool.pool import Pool
-    from ..server.join import join as join_pool
     from .loading import CannotLoad, Setup, load
 
     with one_line_errors():
-        with connect(address, output="discard") as remote:
-            server_setup = Setup.from_plain(remote._connection.request("setup").result())
+        setup = _setup_of(address)
         try:
-            load(server_setup, Setup.read(modules, file))
+            load(setup, Setup.read(modules, file))
         except CannotLoad as error:
             click.echo(str(error), err=True)
             sys.exit(1)
         import socket
 
-        with (
-            Pool(drones, name=socket.gethostname(), **options) as pool,
-            join_pool(pool, address) as joined,
-        ):
+        with Pool(drones, name=socket.gethostname(), **options) as pool:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    signal.signal(number, signal.default_int_handler)
+            try:
+                while True:
+                    _work_for(pool, address, reconnect)
+                    time.sleep(RETRY_SECONDS)
+                    _wait_for_pool(address, setup)
+            except KeyboardInterrupt:
+                click.echo("the drones have left", err=True)
+
+
+def _setup_of(address: str) -> Setup:
+    """Return what the pool has loaded."""
+    from ..engines.remote.client import connect
+    from .loading import Setup
+
+    with connect(address, output="discard") as remote:
+        return Setup.from_plain(remote._connection.request("setup").result())
+
+
+def _work_for(pool: Pool, address: str, reconnect: bool) -> None:
+    """Lend the drones of `pool` until the connection is lost, which raises unless `reconnect`."""
+    from ..server.join import join as join_pool
+
+    try:
+        with join_pool(pool, address) as joined:
             size = len(pool.drones)
             click.echo(
                 f"{size} drone{'s' * (size != 1)} of this host joined {joined.name} "
                 f"at {joined.address}"
             )
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                    signal.signal(number, signal.default_int_handler)
-            try:
-                joined.run()
-            except KeyboardInterrupt:
-                click.echo("the drones have left", err=True)
+            joined.run()
+    except ConnectionError as error:
+        if not reconnect:
+            raise
+        click.echo(f"{error_text(error)}; trying again", err=True)
+
+
+def _wait_for_pool(address: str, setup: Setup) -> None:
+    """Return when the pool can be reached again. It must have loaded the same as before."""
+    while True:
+        try:
+            found = _setup_of(address)
+        except ConnectionError:
+            time.sleep(RETRY_SECONDS)
+            continue
+        if found != setup:
+            raise click.ClickException(
+                "the pool was started anew with other modules or another file: join anew, too"
+            )
+        return
