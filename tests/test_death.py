@@ -88,6 +88,7 @@ def test_a_segfault_shows_the_python_stack_that_faulthandler_left(pool):
     assert told(0) is None or "SIGSEGV" in str(error)
     assert "Fatal Python error: Segmentation fault" in error.stack
     assert "in segfault" in error.stack and "in segfault" in str(error)
+    assert "executor.py" not in error.stack  # nor other frames from which the task was called
 
 
 def says_and_crashes(threads):

@@ -230,6 +230,13 @@ def test_drones_of_drones_tell_their_own_frames_alone(started):
     assert polycephaly.doit(asks) == ["sleeps"]
 
 
+def test_stacks_print_as_text():
+    with polycephaly.Pool(2, name="lab") as pool:
+        stacks = pool.stacks()
+        one, two = (f"{drone.name} (pid {drone.pid}): idle" for drone in pool.drones)
+    assert str(stacks) == f"{one}\n\n{two}" and isinstance(stacks, list)
+
+
 def test_a_drone_of_this_process_is_told_without_the_threads_of_the_program(started, tmp_path):
     released, gate = threading.Event(), str(tmp_path / "gate")
     bystander = threading.Thread(target=lambda: released.wait())

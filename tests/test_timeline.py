@@ -230,7 +230,8 @@ def test_nothing_of_a_call_is_kept_but_numbers():
         promise = drone.promise(len, Large(10))
         promise.result()
         timeline = drone.timeline
-    kept = {type(value) for span in timeline.spans for value in (*span[:-1], *span.needed)}
+    assert not any(span.needed for span in timeline.spans)
+    kept = {type(value) for span in timeline.spans for value in span._replace(needed=None)}
     assert kept <= {str, int, float, bool, type(None)}
 
 
@@ -617,6 +618,28 @@ def test_what_a_call_needed_is_an_arrow_in_the_trace_and_on_the_page(tmp_path):
     pairs = [(first, second), (first, last), (second, last)]
     assert sorted(arrows) == sorted((ph, f"{a.number} {b.number}") for a, b in pairs for ph in "sf")
     assert len(contents(pool.timeline)["part"]["arrows"]) == 3
+
+
+def test_a_span_of_a_map_says_which_item_it_is(tmp_path):
+    with poly.Pool(2) as pool:
+        list(pool.map(naps, range(5)))
+        pool.doit(naps, 0)
+        [*pool.map(len, ["a"] * 50_000)]
+        timeline = pool.timeline
+    spans = [span for span in timeline.spans if span.name == "naps"]
+    assert sorted(span.item for span in spans if span.item is not None) == [0, 1, 2, 3, 4]
+    assert len(spans) == 6
+    first = 0
+    for span in sorted(
+        (span for span in timeline.spans if span.name == "len" and span.item is not None),
+        key=lambda span: span.item,
+    ):
+        assert first <= span.item  # spans of short calls that came together have no item
+        first = span.item + span.calls
+    assert unpack_timeline(json.loads(json.dumps(pack_timeline(timeline)))).spans == timeline.spans
+    assert {0, 4, None} <= {*contents(timeline)["part"]["spans"]["item"]}
+    events = json.loads(json_of(timeline, ""))["traceEvents"]
+    assert {4, None} <= {event["args"].get("item") for event in events if "args" in event}
 
 
 def naps(_):

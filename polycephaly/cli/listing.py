@@ -111,7 +111,8 @@ def drone_row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
 def _running(drone: dict[str, Any]) -> str:
     fields = drone.get("waiting")
     if fields is None:
-        return drone["running"] or ""
+        item = drone.get("item")
+        return f"{drone['running'] or ''}{'' if item is None else f', item {item}'}"
     from ..pool.waiting import Waiting
 
     attributes = {name: fields[name] for name in fields.keys() - {"seconds"}}

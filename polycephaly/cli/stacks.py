@@ -44,7 +44,7 @@ def stacks(name: str, native: bool, in_json: bool) -> None:
     if in_json:
         as_json([stack.as_dict() for stack in taken])
         return
-    for line in "\n\n".join(map(str, taken)).split("\n"):
+    for line in str(taken).split("\n"):
         click.echo(printable(line.expandtabs()))
 
 

@@ -68,6 +68,9 @@ _FATAL_ERROR = "Fatal Python error: "
 _STACK_LINE = re.compile(r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:")
 """The beginnings of the lines that the interpreter and `faulthandler` write after
 `_FATAL_ERROR`."""
+_FRAME = "  File "
+_CALLING_FRAME = re.compile(r'  File ".*/polycephaly/drone/(functions|executor)\.py"')
+"""A frame that calls the task. It and those after it, down to the main module, are not shown."""
 
 
 class Spawner(Protocol):
@@ -126,6 +129,7 @@ class DroneHandle:
         self.stderr: deque[str] = deque(maxlen=_MAX_STDERR_LINES)
         self.stack: list[str] = []
         self._in_stack = False  # the last line on stderr belonged to the stack
+        self._below_task = False  # and was a frame that the task was called from
         self._release_report_scheduled = False
         self._defined = KnownFunctions(self._schedule_release_report)
         self.deadlines: dict[int, float] = {}  # of the tasks with a time limit, by task number
@@ -599,6 +603,11 @@ class DroneHandle:
                 if fatal:
                     self.stack, self._in_stack = [fatal + error], True
                 elif self._in_stack and _STACK_LINE.match(before):
+                    self._below_task = before.startswith(_FRAME) and (
+                        self._below_task or _CALLING_FRAME.match(before) is not None
+                    )
+                    if self._below_task:
+                        continue
                     self.stack.append(before)
                     # The crashed thread may be the last of many, so the last lines stay.
                     del self.stack[1:-_MAX_STACK_LINES]

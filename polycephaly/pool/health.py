@@ -362,4 +362,7 @@ def _should_be_active(handle: DroneHandle) -> bool:
 
 def _running_task_text(handle: DroneHandle) -> str:
     running = handle.in_flight.get(handle.last_started())
-    return f"; its running task is {running.definition.label}" if running is not None else ""
+    if running is None:
+        return ""
+    item = "" if running.item is None else f", item {running.item}"
+    return f"; its running task is {running.definition.label}{item}"

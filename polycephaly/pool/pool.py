@@ -34,7 +34,7 @@ from .machine import find_machine
 from .map_source import Source
 from .record import Cursor
 from .retry import Retry
-from .stacks import ANSWER_SECONDS, Stack
+from .stacks import ANSWER_SECONDS, Stack, Stacks
 from .status import describe_pool
 
 if TYPE_CHECKING:
@@ -272,7 +272,8 @@ class Pool(ExecutorBase):
         Returns
         -------
         list of Stack
-            In the order of `drones`; drones that are about to end are included.
+            In the order of `drones`; drones that are about to end are included. ``str()`` of the
+            list gives the texts of all.
 
         Examples
         --------
@@ -284,7 +285,7 @@ class Pool(ExecutorBase):
         dispatcher = self._dispatcher
         alive = [handle for handle in list(dispatcher.handles) if handle.alive]
         stacks = dispatcher.stack_requests.take(alive, timeout)
-        return [stack for stack in stacks if stack is not None]
+        return Stacks(stack for stack in stacks if stack is not None)
 
     def profile(self, *, hertz: int = 50) -> Profile:
         """Return a context manager that samples which functions the drones' tasks spend their

@@ -96,11 +96,15 @@ class TraceBuffer:
         last: Any = tasks[-1]
         calls = 1
         times: tuple[Sequence[float], Sequence[float]] = started, finished
-        links: Sequence[tuple[int, tuple[int, ...]]] = ()
+        links: Sequence[tuple[int, tuple[int, ...], int | None]] = ()
         if count > 1 and running < MIN_OWN_SPAN_SECONDS * count:
             times, calls = (started[:1], finished[-1:]), count
         else:
-            links = [(task.call_number, task.input_numbers) for task in tasks if task is not None]
+            links = [
+                (task.call_number, task.input_numbers, task.item)
+                for task in tasks
+                if task is not None
+            ]
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         bytes_sent = first.weight * count
         name = short_name(first.definition.label)
@@ -207,7 +211,7 @@ class TraceBuffer:
             max(0.0, finished - started),
         )
         name = short_name(task.definition.label)
-        links = ((task.call_number, task.input_numbers),)
+        links = ((task.call_number, task.input_numbers, task.item),)
         self._add(
             Entry(
                 drone,

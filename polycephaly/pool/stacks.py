@@ -31,6 +31,7 @@ __all__ = [
     "Stack",
     "StackRequest",
     "StackRequests",
+    "Stacks",
     "frames_of",
     "read_report",
 ]
@@ -117,6 +118,13 @@ class Stack:
         for name, frames in self.threads:
             lines += [f" beside it, {name}:\n", *frames.format()]
         return "".join(lines).rstrip("\n")
+
+
+class Stacks(list[Stack]):
+    """The stacks of several drones. ``str()`` gives all their texts."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self))
 
 
 def _plain(frames: StackSummary) -> list[list[Any]]:

@@ -371,6 +371,7 @@ function showTooltip(i, event) {
   if (row.thread) lines.push(["green thread", row.thread]);
   lines.push(["status", data.statuses[spans.status[i]]], ["ran for", seconds(spans.finished[i] - spans.started[i])]);
   if (spans.cpu[i] !== null) lines.push(["of that on a processor", seconds(spans.cpu[i])]);
+  if (spans.item[i] !== null) lines.push([spans.calls[i] > 1 ? "first item" : "item", spans.item[i].toLocaleString("en")]);
   if (spans.calls[i] > 1) lines.push(["calls", spans.calls[i].toLocaleString("en")]);
   for (const moment of ["queued", "sent", "started", "finished", "received"])
     if (spans[moment][i] !== null) lines.push([moment + " at", seconds(spans[moment][i])]);

@@ -38,8 +38,9 @@ class Entry(NamedTuple):
     bytes_sent: int
     bytes_received: int
     cpu: float | None = None
-    tasks: Sequence[tuple[int, tuple[int, ...]]] = ()
-    """For each span, the number of its task and the numbers of the tasks whose values it needed.
+    tasks: Sequence[tuple[int, tuple[int, ...], int | None]] = ()
+    """For each span, the number of its task, the numbers of the tasks whose values it needed, and
+    the index of its first item, if it is of a `map`.
 
     Empty if several tasks share one span.
     """
@@ -53,7 +54,7 @@ class Entry(NamedTuple):
             self.finished,
             strict=True,
         )
-        numbers = iter(self.tasks)
+        tasks = iter(self.tasks)
         for queued, sent, started, finished in one_by_one:
             # All tasks sent while the lock was held once have one time, which may be before they
             # were queued.
@@ -61,6 +62,7 @@ class Entry(NamedTuple):
             # Times reported by the drone are limited by times known here.
             started = min(self.received, max(sent, started))
             finished = min(self.received, max(started, finished))
+            number, needed, item = next(tasks, (0, (), None))
             yield Span(
                 self.name,
                 self.drone,
@@ -74,8 +76,9 @@ class Entry(NamedTuple):
                 self.bytes_sent // count,
                 self.bytes_received // count,
                 cpu=self.cpu,
-                number=(task := next(numbers, (0, ())))[0],
-                needed=task[1],
+                number=number,
+                needed=needed,
+                item=item,
             )
 
     def sums(self) -> Sums:

@@ -122,6 +122,7 @@ def part_of(timeline: Contents, start: float, names: Iterable[str] = ()) -> dict
             notes.setdefault(span.note, len(notes)),
             *map(at, (span.queued, span.sent, span.started, span.finished, span.received)),
             None if span.cpu is None else round(span.cpu * 1e6),
+            span.item,
         )
     return {
         "rows": [*rows],
@@ -142,7 +143,7 @@ class Columns:
 
     NAMES = (
         "row", "name", "status", "calls", "there", "back", "note",
-        "queued", "sent", "started", "finished", "received", "cpu",
+        "queued", "sent", "started", "finished", "received", "cpu", "item",
     )  # fmt: skip
 
     def __init__(self) -> None:

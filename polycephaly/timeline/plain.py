@@ -33,10 +33,7 @@ def unpack_timeline(plain: dict[str, Any], clock_offset: float = 0.0) -> Timelin
     """Return the timeline for plain data whose clock is `clock_offset` seconds ahead of this
     process's.
     """
-    spans = (
-        _to_own_clock(Span(*span)._replace(needed=tuple(span[-1])), clock_offset)
-        for span in plain["spans"]
-    )
+    spans = (_to_own_clock(Span(*span), clock_offset) for span in plain["spans"])
     timeline = Timeline(spans, plain["drones"], waiting=plain["waiting"])
     timeline.threads_lost = plain["threads_lost"]
     for sums, spans, start, end in plain["folded"]:
@@ -51,4 +48,4 @@ def _to_own_clock(span: Span, clock_offset: float) -> Span:
     shifted: dict[str, Any] = {
         name: None if at is None else at - clock_offset for name, at in times.items()
     }
-    return span._replace(**shifted)
+    return span._replace(**shifted, needed=tuple(span.needed))

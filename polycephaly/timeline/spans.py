@@ -54,6 +54,8 @@ class Span(NamedTuple):
         Number of the task in its process; 0: many tasks, or none.
     needed
         Numbers of the tasks whose values it took as promises.
+    item
+        The index of a call of a `map` among all of them, or of the first one of a slice.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Span(NamedTuple):
     note: str = ""
     number: int = 0
     needed: tuple[int, ...] = ()
+    item: int | None = None
 
     @property
     def seconds(self) -> float:

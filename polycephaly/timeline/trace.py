@@ -99,6 +99,7 @@ def _slice(span: Span, process: int, thread: int, start: float) -> Event:
         "received": _microseconds(span.received, start),
         "processor seconds": span.cpu,
         "argument": span.note or None,
+        "item": span.item,
     }
     return {
         "ph": "X", "name": span.name, "cat": "green" if span.thread else "work",

@@ -11,7 +11,7 @@ from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
 from ...pool.config import check_at_least, check_output, check_timeout
 from ...pool.map_source import OneByOne
-from ...pool.stacks import Stack
+from ...pool.stacks import Stack, Stacks
 from ...timeline import Timeline
 from ...timeline.plain import unpack_timeline
 from ...wire.output import Line
@@ -143,7 +143,7 @@ class RemotePool(ExecutorBase):
         request = self._connection.request
         drones = [each["number"] for each in request("status").result()["drones"]]
         replies = [request("stack", drone=number) for number in drones]
-        stacks = []
+        stacks = Stacks()
         for reply in replies:
             try:
                 stacks.append(Stack.from_dict(reply.result()))
