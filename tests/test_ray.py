@@ -73,22 +73,20 @@ def test_an_engine_that_there_is_not_is_named():
         poly.Pool(1, num_cpus=2)
 
 
-def test_a_cluster_that_does_not_answer_is_named_within_ten_seconds():
+def test_a_cluster_that_does_not_answer_is_named_before_ray_tries():
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
     done = run_script(
         """
-        import time
-        import ray  # which may take long
+        import ray
         import polycephaly as poly
-        began = time.monotonic()
+        ray.init = None  # which would try for minutes
         try:
             poly.Pool(1, engine="ray", address="127.0.0.1:1")
         except ConnectionError as error:
-            print(error, time.monotonic() - began < 10, sep="\\n")
+            print(error)
     """
     )
-    told = done.stdout.splitlines()
-    assert "127.0.0.1:1" in told[0] and told[1:] == ["True"], done.stderr
+    assert "127.0.0.1:1" in done.stdout, done.stderr
 
 
 @on_ray
