@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any
 
 __all__ = [
+    "allows_input",
     "class_setstate",
     "clear_exit_handlers",
     "current_frames",
@@ -126,6 +127,15 @@ def remote_traceback_type() -> type[Exception]:
     from concurrent.futures import process
 
     return process._RemoteTraceback
+
+
+def allows_input(read_line: object) -> bool:
+    """Return whether `read_line`, the builtin `input`, asks in a notebook.
+
+    A kernel replaces it while a cell runs, and refuses where there is no user, as in nbconvert.
+    """
+    kernel: Any = getattr(read_line, "__self__", None)
+    return getattr(kernel, "_allow_stdin", False) is True
 
 
 def class_setstate() -> Callable[[type, Any], type]:

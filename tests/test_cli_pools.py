@@ -25,7 +25,7 @@ from faults import wait_for
 from rich.console import Console
 
 import polycephaly as poly
-from polycephaly.cli.top import Rates, _render
+from polycephaly.cli.top import Rates, _render, _wait_for_key
 from polycephaly.engines.remote.keys import Card
 
 ROOT = Path(__file__).parents[1]
@@ -742,8 +742,6 @@ def test_top_leaves_the_terminal_as_it_was(lab: Shell, how: str, status: int) ->
         read_until(master, b"lab.1")
         read_until(master, b"lab.1")  # it goes on
         assert termios.tcgetattr(slave) != before
-        os.write(master, b"xm")  # an unknown key, and the order
-        read_until(master, b"CPU")
         if how == "q":
             os.write(master, b"q")
         else:
@@ -774,10 +772,28 @@ def test_top_puts_first_the_drones_that_use_most() -> None:
     assert picture("c", (5.0, 1, 1), (7.0, 1, 1)) == ["lab.0", "lab.1"]  # nothing to compare with
     now[0] += 2.0
     assert picture("c", (5.0, 2, 1), (8.0, 1, 2)) == ["lab.1 50%", "lab.0 0%"]
-    now[0] += 1.0
+    now[0] += 0.01  # too soon
+    assert picture("c", (5.01, 2, 1), (8.0, 1, 2)) == ["lab.1 50%", "lab.0 0%"]
+    now[0] += 0.99
     assert picture("m", (5.25, 2, 1), (8.0, 1, 2)) == ["lab.0 25%", "lab.1 0%"]
-    assert picture("d", (None, 2, 1), (8.0, 1, 2)) == ["lab.1 0%", "lab.0"]
-    assert picture("n", (None, 2, 1), (8.0, 1, 2)) == ["lab.0", "lab.1 0%"]
+    assert picture("d", (None, 2, 1), (8.0, 1, 2)) == ["lab.1 0%", "lab.0 25%"]
+    assert picture("n", (None, 2, 1), (8.0, 1, 2)) == ["lab.0 25%", "lab.1 0%"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"), [(b"c", "c"), (b"xM", "m"), (b"cmd", "d"), (b"xqm", "q"), (b"\x03", "\x03")]
+)
+def test_the_keys_of_top(typed: bytes, key: str) -> None:
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b"x?")
+        assert _wait_for_key(reader, 0.01) == ""
+        os.write(writer, typed)
+        assert _wait_for_key(reader, 60) == key
+    finally:
+        os.close(writer)
+    assert _wait_for_key(reader, 60) == "q"  # the terminal is gone
+    os.close(reader)
 
 
 def test_top_ends_with_its_pool(shell: Shell) -> None:

@@ -150,3 +150,12 @@ def test_ray_has_the_switch_and_the_session():
 
     assert isinstance(auto_init_hook.enable_auto_connect, bool)
     assert hasattr(ray._private.worker, "_global_node")
+
+
+def test_a_kernel_tells_whether_its_user_can_be_asked():
+    kernelbase = pytest.importorskip("ipykernel.kernelbase")
+    assert kernelbase.Kernel._allow_stdin.default_value is False
+    kernel = kernelbase.Kernel.__new__(kernelbase.Kernel)
+    assert not _compat.allows_input(kernel.raw_input) and not _compat.allows_input(input)
+    kernel._allow_stdin = True
+    assert _compat.allows_input(kernel.raw_input)

@@ -232,10 +232,51 @@ def test_an_interrupt_at_the_debuggers_prompt_ends_the_session(notebook):
     notebook.manager.interrupt_kernel()
     notebook.listen_until(lambda: cell.idle)
     assert cell.error.startswith("KeyboardInterrupt")
-    cell = notebook.start("[input('name? '), pool.doit('1')]", asks=True)  # nobody else reads
+    notebook.run(
+        "import threading, time\n"
+        "while 'polycephaly-debugged' in [each.name for each in threading.enumerate()]:\n"
+        "    time.sleep(0.01)"
+    )
+    cell = notebook.start("[input('name? '), pool.doit('1')]", asks=True)
     assert notebook.answer("me") == "name? "
     notebook.listen_until(lambda: cell.idle)
     assert cell.out == "['me', 1]"
+
+
+STOPS = """
+from faults import wait_for
+from polycephaly.wire.debugging import waiting_debuggers
+def stopped(pool):
+    promise, found = pool.promise('x = 4; breakpoint(); x'), []
+    wait_for(lambda: found.extend(waiting_debuggers()) or found)
+    for _, connection in found:
+        connection.close()
+    return promise
+"""
+
+
+def test_a_breakpoint_waits_until_a_cell_waits_and_the_cells_own_questions_come_first(notebook):
+    notebook.run(STOPS)
+    cell = notebook.start("promise = stopped(pool)\ninput('name? ')", asks=True)
+    assert notebook.answer("me") == "name? "
+    notebook.listen_until(lambda: cell.idle)
+    assert cell.out == "'me'"
+    cell = notebook.start("promise.value", asks=True)
+    assert notebook.answer("x = 5") == "ipdb> "
+    assert notebook.answer("c") == "ipdb> "
+    notebook.listen_until(lambda: cell.idle)
+    assert cell.out == "5"
+
+
+def test_where_nobody_can_be_asked_breakpoints_wait_for_a_terminal(notebook):
+    notebook.run(STOPS)
+    cell = notebook.run("promise = stopped(pool)\npromise.result(0.2)")  # without `asks`
+    assert cell.error.startswith("TimeoutError")
+    assert notebook.run("promise.cancel(), pool.everywhere('1')[0].value").out == "(True, 1)"
+    notebook.run("careful = poly.Pool(1, post_mortem=True)\nfailed = careful.promise('1 / 0')")
+    cell = notebook.run("failed.exception()\nfailed.debug()")
+    assert cell.error.startswith("RuntimeError") and "attach" in cell.error
+    notebook.run("careful.shutdown()")
 
 
 def test_an_error_is_shown_with_its_remote_traceback(notebook):

@@ -359,6 +359,16 @@ def test_with_a_short_hang_timeout_it_is_told_and_killed_at_one_look(reactor, ca
     assert len(told(caplog)) == 1 and link.kills == about(1.25)
 
 
+def test_one_that_is_being_killed_gets_no_more_work_if_it_responds_again(reactor):
+    link, work = busy(reactor, hang_timeout=3.0)
+    link.quiet = True
+    reactor.pass_(FIRST + 3.0 + A_MOMENT)
+    link.quiet = False
+    work.handle.answers(work)
+    reactor.pass_(LOOK + A_MOMENT)
+    assert link.kills and not link.unresponsive and not link.can_take()
+
+
 def test_one_that_is_being_killed_for_something_else_keeps_its_verdict(reactor):
     link, _ = busy(reactor, hang_timeout=3.0)
     link.quiet = True

@@ -80,6 +80,8 @@ def join(
             try:
                 while True:
                     _work_for(pool, address, reconnect)
+                    if not reconnect:
+                        return
                     time.sleep(RETRY_SECONDS)
                     _wait_for_pool(address, setup)
             except KeyboardInterrupt:
@@ -107,6 +109,8 @@ def _work_for(pool: Pool, address: str, reconnect: bool) -> None:
                 f"at {joined.address}"
             )
             joined.run()
+    except BrokenPipeError:  # of the output
+        raise
     except ConnectionError as error:
         if not reconnect:
             raise
@@ -118,7 +122,7 @@ def _wait_for_pool(address: str, setup: Setup) -> None:
     while True:
         try:
             found = _setup_of(address)
-        except ConnectionError:
+        except (OSError, ValueError):  # there is none, or its new file is just being copied
             time.sleep(RETRY_SECONDS)
             continue
         if found != setup:

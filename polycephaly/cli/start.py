@@ -80,12 +80,6 @@ def drone_options(command: _Command) -> _Command:
                 help="Run this file as __main__ before the drones are forked.",
             ),
             click.option(
-                "--width",
-                type=click.IntRange(1),
-                default=1,
-                help="Coroutines that a drone runs at once.  [default: 1]",
-            ),
-            click.option(
                 "--timeout",
                 type=float,
                 metavar="SECONDS",

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _QUIT = ("q", "\x03")
 _ORDERS = {"n": "", "c": "cpu", "m": "memory", "d": "tasks_done"}
 """By which field the drones are sorted after a key, the largest first."""
+MIN_PROCESSOR_SECONDS = 0.9
+"""The least time for which processor time is measured: the kernel counts hundredths of a second,
+and joined hosts report once a second.
+"""
 _CPU = 5
 _COLUMNS = (*DRONES[:_CPU], Column("CPU", right=True), *DRONES[_CPU:])
 
@@ -71,13 +75,16 @@ def top(name: str, every: float) -> None:
         rates, order, console = Rates(), "n", Console()
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                status = pool.status()
+                status, due = pool.status(), monotonic() + every
                 rates.update(status, monotonic())
-                live.update(_render(status, rates, order, console.size), refresh=True)
-                key = _wait_for_key(keys, every)
-                if key in _QUIT:
-                    return
-                order = key if key in _ORDERS else order
+                while True:
+                    live.update(_render(status, rates, order, console.size), refresh=True)
+                    key = _wait_for_key(keys, due - monotonic())
+                    if key in _QUIT:
+                        return
+                    if not key:
+                        break
+                    order = key
 
 
 class Rates:
@@ -86,23 +93,23 @@ class Rates:
     def __init__(self) -> None:
         self._at = 0.0
         self._done: int | None = None
-        self._processor: dict[int, float] = {}
+        self._measured: dict[int, tuple[float, float]] = {}  # times, and processor times until then
         self.tasks = 0.0
         self.processor: dict[int, float] = {}  # of the drones, by number
 
     def update(self, status: dict[str, Any], now: float) -> None:
-        seconds, self._at = max(now - self._at, 1e-3), now
-        done, used = status["tasks_done"], {}
+        done = status["tasks_done"]
+        if self._done is not None:
+            self.tasks = (done - self._done) / max(now - self._at, 1e-3)
+        self._at, self._done = now, done
         for drone in status["drones"]:
-            if drone.get("processor") is not None:  # those of joined hosts do not tell
-                used[drone["number"]] = drone["processor"]
-        self.tasks = 0.0 if self._done is None else (done - self._done) / seconds
-        self.processor = {
-            number: max(0.0, total - self._processor[number]) / seconds
-            for number, total in used.items()
-            if number in self._processor
-        }
-        self._done, self._processor = done, used
+            number, used = drone["number"], drone.get("processor")
+            if used is None:
+                continue
+            at, before = self._measured.setdefault(number, (now, used))
+            if now - at >= MIN_PROCESSOR_SECONDS:
+                self.processor[number] = max(0.0, used - before) / (now - at)
+                self._measured[number] = now, used
 
 
 def _render(
@@ -141,13 +148,13 @@ def _row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
 
 
 def _wait_for_key(keys: int, seconds: float) -> str:
-    """Wait so many seconds for a key, and return it, or "" if there was none."""
+    """Wait so many seconds for a known key, and return it, or "" if there was none."""
     deadline = monotonic() + seconds
-    while (left := deadline - monotonic()) > 0:
-        if select.select([keys], [], [], left)[0]:
-            key = os.read(keys, 64)[:1].decode(errors="replace").lower() or _QUIT[0]
-            if key in _QUIT or key in _ORDERS:
-                return key
+    while select.select([keys], [], [], max(0.0, deadline - monotonic()))[0]:
+        typed = os.read(keys, 64).decode(errors="replace").lower()
+        known = [each for each in typed or "q" if each in _QUIT or each in _ORDERS]
+        if known:
+            return next((each for each in known if each in _QUIT), known[-1])
     return ""
 
 

@@ -9,12 +9,13 @@ import sys
 from contextlib import ExitStack, suppress
 from threading import get_ident
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from ..runtime import fork_guard
 from ..wire import addresses
+from ..wire.cell import ASK
 from ..wire.chunks import DEBUG
-from ..wire.debugging import MAX_TEXT_BYTES, RELEASE, debug_address
+from ..wire.debugging import CELL, MAX_TEXT_BYTES, RELEASE, debug_address
 from ..wire.status_table import Slot
 from .console import STDERR, write_record
 
@@ -74,11 +75,28 @@ def _accept(listener: socket.socket, session: ExitStack) -> tuple[TextIO, TextIO
             path = connection.recv(MAX_TEXT_BYTES).decode()
             if path == RELEASE:
                 raise EOFError
+            if path == CELL:
+                screen = session.enter_context(connection.makefile("w", encoding="utf-8"))
+                lines = session.enter_context(connection.makefile("r", encoding="utf-8"))
+                return cast(TextIO, _CellKeyboard(lines, screen)), screen
             return (
                 session.enter_context(open(path, opener=_open_terminal)),
                 session.enter_context(open(path, "w", 1, opener=_open_terminal)),
             )
         connection.close()
+
+
+class _CellKeyboard:
+    """The lines of a notebook's user: what pdb needs of a stream."""
+
+    def __init__(self, lines: TextIO, screen: TextIO) -> None:
+        self._lines = lines
+        self._screen = screen
+
+    def readline(self) -> str:
+        self._screen.write(ASK)
+        self._screen.flush()
+        return self._lines.readline()
 
 
 def _open_terminal(path: str, flags: int) -> int:

@@ -32,10 +32,11 @@ class _Finder:
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name == "pdb" else None
         if spec is not None and spec.loader is not None:
-            sys.meta_path.remove(self)
             execute = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 execute(module)
                 module.set_trace = self._hook
 

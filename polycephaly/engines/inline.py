@@ -100,6 +100,7 @@ class InlineEngine(Engine):
 
     def adopt(self, snapshot: MainSnapshot) -> None:
         self.dispatcher.registry = _Registry(self, snapshot)
+        self.dispatcher.checks_width = False
 
     def share(self, obj: Any) -> Shared[Any]:
         return Shared(capture(obj, self.dispatcher.registry.snapshot), [])

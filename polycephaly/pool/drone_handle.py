@@ -312,6 +312,7 @@ class DroneHandle:
         if (
             not (self.state is State.READY or (dedicated and self.state is State.RETIRING))
             or self.unresponsive
+            or self.kill_reason  # it may respond again before it is dead
         ):
             return False
         if self.overlapping:

@@ -88,7 +88,8 @@ class Pool(ExecutorBase):
         that find room at the same moment may each add one.)
     hang_timeout
         Seconds without a sign of life after which a drone with tasks is killed. The error has its
-        stack. A drone that computes or sleeps shows signs of life. See `Drone.unresponsive`.
+        stack, unless the process was stopped. A drone that computes or sleeps shows signs of life.
+        See `Drone.unresponsive`.
     report_waiting
         Seconds of one wait without processor time after which a drone with a task is reported. The
         drone is not killed, because a wait and a hang look alike. None: never. See `Drone.waiting`.

@@ -21,6 +21,8 @@ class Tuning:
     """
     grace_seconds: float = 1.0
     """Time between the interrupt of a task and the kill of its drone."""
+    abort_seconds: float = 5.0
+    """Time for a drone that does not respond to write its stack, before SIGKILL."""
     health_check_seconds: float = 0.5
     """Time between two checks that drones make progress. Read when a pool is made."""
     stalled_seconds: float = 2.0

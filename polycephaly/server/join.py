@@ -91,6 +91,7 @@ class Joined(ServerConnection):
     def __init__(self, pool: Pool, card: Card, timeout: float) -> None:
         self._pool = pool
         self._dispatcher = pool._dispatcher
+        self._dispatcher.checks_width = False  # as in `Server`
         self.name = ""
         self._session = ClientSession(self._submit_call, self._on_settled, None)
         self._outcomes: deque[tuple[int, Promise[Any]]] = deque()

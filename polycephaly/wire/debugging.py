@@ -5,6 +5,7 @@
     the controller in a terminal or a notebook, or `polycephaly attach` ──connects──> drone
                                    <──────── the drone's name ──────── drone
                                     ──── path of the terminal ───────> drone: opens it for pdb
+                                    ──── or CELL ─────> drone: pdb talks over the connection
                                    <── end of the connection: the session has ended
 
 The frames of a failed task are debugged in the same way: `frames_address` is where their keeper
@@ -19,12 +20,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from time import sleep
 
 from ..promises.promise import waiting_threads
 from ..runtime.fork_guard import OwnThread
-from .cell_terminal import cell_terminal, is_cell_running
+from .cell import CHECK_SECONDS, asks_in_notebook, does_cell_wait, talk, talk_while_cell_waits
 
 __all__ = [
+    "CELL",
     "RELEASE",
     "DebugRequest",
     "debug_address",
@@ -37,6 +40,9 @@ __all__ = [
 
 RELEASE = "release"
 """In place of a terminal's path: the frames of a failed task are not needed any more."""
+
+CELL = "cell"
+"""In place of a terminal's path: the session goes over the connection (see cell.py)."""
 
 MAX_TEXT_BYTES = 1024
 """Of the drone's name, and of the terminal's path."""
@@ -68,8 +74,10 @@ def debug_frames(address: str) -> None:
 
     Raises `OSError` if no frames are kept there, and `RuntimeError` without a terminal.
     """
-    if is_cell_running():
-        _lend_cell(address)
+    if asks_in_notebook():
+        with closing(_connect(address)[0]) as connection:
+            connection.sendall(CELL.encode())
+            talk(connection)
         return
     terminal = _own_terminal(at_prompt=True)
     if terminal is None:
@@ -96,24 +104,27 @@ class DebugRequest:
 
         Does not wait.
         """
-        if is_cell_running() or _own_terminal() is not None:
+        if asks_in_notebook():
+            OwnThread("polycephaly-debugged", self._lend_cell).start()
+        elif _own_terminal() is not None:
             OwnThread("polycephaly-debugged", self._lend).start()
 
     def _lend(self) -> None:
         with _terminal_lock, suppress(OSError):  # another process may have attached
-            if is_cell_running():
-                _lend_cell(self._address)
-                return
             terminal = _own_terminal()
             if terminal is not None:
                 connection, _ = _connect(self._address)
                 lend_terminal(connection, terminal)
 
-
-def _lend_cell(address: str) -> None:
-    connection, _ = _connect(address)
-    with closing(connection), cell_terminal() as terminal:
-        lend_terminal(connection, terminal)
+    def _lend_cell(self) -> None:
+        with _terminal_lock, suppress(OSError):
+            while not does_cell_wait():
+                if not os.path.exists(self._address):  # another process has attached
+                    return
+                sleep(CHECK_SECONDS)
+            with closing(_connect(self._address)[0]) as connection:
+                connection.sendall(CELL.encode())
+                talk_while_cell_waits(connection)
 
 
 def _own_terminal(at_prompt: bool = False) -> str | None:

@@ -23,6 +23,7 @@ from ...runtime.procfs import (
     system_call_of,
     threads_of,
 )
+from ...runtime.tuning import tuning
 from ...wire.fast_transport import FastTransport
 from ...wire.messages import OPEN, Malformed, pack_numbers
 from ...wire.output import OutputItems, OutputMerger, OutputSource
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 # Messages read from ZeroMQ after a drone's death. Those behind them count as in transit.
 MAX_DRAINED_MESSAGES = 1000
 RETRY_INTERVAL_SECONDS = 0.002  # until a full fast transport is tried again
-ABORT_SECONDS = 0.5  # for a drone to write its stack before SIGKILL
 
 _STALL_REASONS = {
     "T": "the process is stopped by a signal",
@@ -123,9 +123,12 @@ class LocalHandle(DroneHandle):
         self.launcher.kill(self.number)
 
     def abort(self, kill_reason: str) -> None:
-        self.kill_reason = self.kill_reason or kill_reason
-        self.launcher.kill(self.number, signal.SIGABRT)
-        self.dispatcher.call_later(ABORT_SECONDS, self.kill)
+        if self.pid is not None and state_of(self.pid) not in ("T", "t"):  # a stopped one cannot
+            self.launcher.kill(self.number, signal.SIGABRT)
+            self.kill_reason = self.kill_reason or kill_reason
+            self.dispatcher.call_later(tuning.abort_seconds, self.kill)
+        else:
+            self.kill(kill_reason)
 
     def is_up(self) -> bool:
         return self.alive and self.fast_transport is not None

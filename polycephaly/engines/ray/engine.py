@@ -330,11 +330,13 @@ class RayEngine(Engine):
         reply = handle.spawn_reply
         # Before Ray: a worker that Ray ends kills its children first, and so the zygotes of nested
         # pools before they have removed their directories.
-        if reply is not None and reply.node == self._driver_node:
-            kill_owner(reply.folder)
-        elif reply is not None and self._is_node_alive(reply.node):
-            self._remote_on_node(reply.node, kill_owner).remote(reply.folder)
-        ray.kill(handle.actor)
+        try:
+            if reply is not None and reply.node == self._driver_node:
+                kill_owner(reply.folder)
+            elif reply is not None and self._is_node_alive(reply.node):
+                self._remote_on_node(reply.node, kill_owner).remote(reply.folder)
+        finally:
+            ray.kill(handle.actor)
         handle.probe()
 
     def _is_node_alive(self, node: str) -> bool:
