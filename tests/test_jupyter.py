@@ -232,15 +232,17 @@ def test_an_interrupt_at_the_debuggers_prompt_ends_the_session(notebook):
     notebook.manager.interrupt_kernel()
     notebook.listen_until(lambda: cell.idle)
     assert cell.error.startswith("KeyboardInterrupt")
-    notebook.run(
-        "import threading, time\n"
-        "while 'polycephaly-debugged' in [each.name for each in threading.enumerate()]:\n"
-        "    time.sleep(0.01)"
-    )
     cell = notebook.start("[input('name? '), pool.doit('1')]", asks=True)
     assert notebook.answer("me") == "name? "
     notebook.listen_until(lambda: cell.idle)
     assert cell.out == "['me', 1]"
+
+
+def test_the_end_of_the_input_ends_the_session(notebook):
+    cell = notebook.start("pool.promise('breakpoint()').exception()", asks=True)
+    assert notebook.answer("\x04") == "ipdb> "
+    notebook.listen_until(lambda: cell.idle)
+    assert "BdbQuit" in cell.out
 
 
 STOPS = """

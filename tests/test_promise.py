@@ -17,6 +17,7 @@ from scripts import output_of
 import polycephaly as poly
 from polycephaly import Promise
 from polycephaly.errors import copy_error
+from polycephaly.promises.promise import main_thread_calls
 
 ROUNDS = 2000
 
@@ -807,3 +808,18 @@ def test_another_is_like_it_or_itself():
         for name in ("errno", "filename", "why", "one"):
             assert getattr(twin, name, None) == getattr(error, name, None)
         assert (twin is error) == isinstance(error, NoSuchThing | Slotted)
+
+
+def test_the_main_thread_makes_calls_for_others_while_it_waits(tmp_path):
+    seen, promise, gate = [], Promise(), tmp_path / "gate"
+    main_thread_calls.append(lambda: promise.set_result(threading.current_thread()))
+    assert promise.result(30) is threading.main_thread()
+    with poly.Pool(1) as pool:  # for whose results it reads
+        task = pool.promise(hold_until, str(gate))
+        main_thread_calls.extend([gate.touch, lambda: seen.append(1)])
+        task.result(30)
+        assert seen == [1]
+        with pytest.raises(ZeroDivisionError):
+            main_thread_calls.append(lambda: 1 / 0)
+            Promise().result(30)
+        assert pool.doit(abs, -1) == 1 and not main_thread_calls

@@ -33,7 +33,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ..promises import promise as promises
-from ..promises.promise import Promise, fulfill, settling_threads
+from ..promises.promise import Promise, fulfill, main_thread_calls, settling_threads
 from ..runtime import fork_guard, parent_death
 from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
 from ..runtime.tuning import tuning
@@ -290,6 +290,8 @@ class Reactor(EventLoop):
     ) -> None:
         events: list[tuple[int, int]] = []
         while not (promise.done() or deferred_sigint.tripped or self.has_ended):
+            if main_thread_calls and get_ident() == threading.main_thread().ident:
+                return  # the caller makes these calls, and the reactor's thread takes over
             must_wait = not any(tenant.wants_tasks and tenant.queue for tenant in self.tenants)
             # A finalizer may just have driven, and have received the result.
             if must_wait and not promise.done():

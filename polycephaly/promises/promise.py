@@ -25,6 +25,7 @@ import logging
 import sys
 import threading
 from _thread import allocate_lock, get_ident
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
@@ -84,6 +85,11 @@ green_hooks: (
 ) = None
 """Set while green threads are in use. The first callable returns whether the caller is a green
 thread between two awaits. The second makes a green thread await a promise.
+"""
+
+main_thread_calls: deque[Callable[[], object]] = deque()
+"""What the main thread calls while it waits for a promise, because no other thread may: a cell's
+`input`. An interrupt there is one of the wait.
 """
 
 waiting_threads: dict[int, tuple[Promise[Any], float | None]] = {}
@@ -750,6 +756,8 @@ class Promise(Future[T], Handle, Generic[T]):
         in_main = get_ident() == main_thread().ident
         interval = tuning.signal_check_seconds if in_main else tuning.settled_check_seconds
         while not self.done():
+            while in_main and main_thread_calls:
+                main_thread_calls.popleft()()
             remaining = interval if deadline is None else min(deadline - monotonic(), interval)
             if settled.acquire(timeout=max(0.0, remaining)):
                 break

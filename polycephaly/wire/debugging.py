@@ -20,11 +20,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from time import sleep
 
-from ..promises.promise import waiting_threads
+from ..promises.promise import main_thread_calls, waiting_threads
 from ..runtime.fork_guard import OwnThread
-from .cell import CHECK_SECONDS, asks_in_notebook, does_cell_wait, talk, talk_while_cell_waits
+from .cell import asks_in_notebook, talk
 
 __all__ = [
     "CELL",
@@ -58,6 +57,7 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=main_thread_calls.clear)
 
 
 def debug_address(directory: str, pid: int) -> str:
@@ -75,9 +75,7 @@ def debug_frames(address: str) -> None:
     Raises `OSError` if no frames are kept there, and `RuntimeError` without a terminal.
     """
     if asks_in_notebook():
-        with closing(_connect(address)[0]) as connection:
-            connection.sendall(CELL.encode())
-            talk(connection)
+        _talk_with(address)
         return
     terminal = _own_terminal(at_prompt=True)
     if terminal is None:
@@ -100,14 +98,11 @@ class DebugRequest:
         self._address = address
 
     def handle(self) -> None:
-        """Let the drone use this process's terminal, or the running cell, if there is one.
-
-        Does not wait.
-        """
-        if asks_in_notebook():
-            OwnThread("polycephaly-debugged", self._lend_cell).start()
-        elif _own_terminal() is not None:
+        """Let the drone use this process's terminal, or a cell, if there is one. Does not wait."""
+        if _own_terminal() is not None:
             OwnThread("polycephaly-debugged", self._lend).start()
+        else:
+            main_thread_calls.append(self._lend_cell)
 
     def _lend(self) -> None:
         with _terminal_lock, suppress(OSError):  # another process may have attached
@@ -117,14 +112,15 @@ class DebugRequest:
                 lend_terminal(connection, terminal)
 
     def _lend_cell(self) -> None:
-        with _terminal_lock, suppress(OSError):
-            while not does_cell_wait():
-                if not os.path.exists(self._address):  # another process has attached
-                    return
-                sleep(CHECK_SECONDS)
-            with closing(_connect(self._address)[0]) as connection:
-                connection.sendall(CELL.encode())
-                talk_while_cell_waits(connection)
+        if asks_in_notebook():
+            with suppress(OSError):
+                _talk_with(self._address)
+
+
+def _talk_with(address: str) -> None:
+    connection, _ = _connect(address)
+    connection.sendall(CELL.encode())
+    talk(connection)
 
 
 def _own_terminal(at_prompt: bool = False) -> str | None:
