@@ -270,6 +270,21 @@ def test_a_breakpoint_waits_until_a_cell_waits_and_the_cells_own_questions_come_
     assert cell.out == "5"
 
 
+def test_a_breakpoint_between_two_cells_asks_in_the_next_that_waits(notebook, tmp_path):
+    gate = tmp_path / "gate"
+    work = f"from faults import hold_until; hold_until({str(gate)!r}); breakpoint(); 5"
+    cell = notebook.start(f"p = pool.promise({work!r})")
+    notebook.listen_until(lambda: cell.idle)
+    gate.touch()
+    notebook.listen_until(
+        lambda: any("breakpoint at" in each.stderr for each in notebook.cells.values())
+    )
+    cell = notebook.start("p.value", asks=True)
+    assert notebook.answer("c") == "ipdb> "
+    notebook.listen_until(lambda: cell.idle)
+    assert cell.out == "5"
+
+
 def test_where_nobody_can_be_asked_breakpoints_wait_for_a_terminal(notebook):
     notebook.run(STOPS)
     cell = notebook.run("promise = stopped(pool)\npromise.result(0.2)")  # without `asks`

@@ -119,10 +119,15 @@ def _work_for(pool: Pool, address: str, reconnect: bool) -> None:
 
 def _wait_for_pool(address: str, setup: Setup) -> None:
     """Return when the pool can be reached again. It must have loaded the same as before."""
+    told = ""
     while True:
         try:
             found = _setup_of(address)
-        except (OSError, ValueError):  # there is none, or its new file is just being copied
+        except (OSError, ValueError) as error:  # a new file may just be being copied
+            reason = error_text(error)
+            if reason != told:
+                click.echo(reason, err=True)
+                told = reason
             time.sleep(RETRY_SECONDS)
             continue
         if found != setup:

@@ -13,7 +13,7 @@ from typing import Any, TextIO, cast
 
 from ..runtime import fork_guard
 from ..wire import addresses
-from ..wire.cell import ASK
+from ..wire.cell import ASK, hanging_up
 from ..wire.chunks import DEBUG
 from ..wire.debugging import CELL, MAX_TEXT_BYTES, RELEASE, debug_address
 from ..wire.status_table import Slot
@@ -69,7 +69,7 @@ def _accept(listener: socket.socket, session: ExitStack) -> tuple[TextIO, TextIO
     Raises `EOFError` if a process releases the frames.
     """
     while True:
-        connection = session.enter_context(listener.accept()[0])
+        connection = session.enter_context(hanging_up(listener.accept()[0]))
         with suppress(OSError):  # that process has ended, or has no such terminal
             connection.sendall(addresses.own_name.encode())
             path = connection.recv(MAX_TEXT_BYTES).decode()

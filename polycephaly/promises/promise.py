@@ -756,7 +756,7 @@ class Promise(Future[T], Handle, Generic[T]):
         in_main = get_ident() == main_thread().ident
         interval = tuning.signal_check_seconds if in_main else tuning.settled_check_seconds
         while not self.done():
-            while in_main and main_thread_calls:
+            if in_main and main_thread_calls:
                 main_thread_calls.popleft()()
             remaining = interval if deadline is None else min(deadline - monotonic(), interval)
             if settled.acquire(timeout=max(0.0, remaining)):

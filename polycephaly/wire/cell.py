@@ -11,11 +11,12 @@ from __future__ import annotations
 import builtins
 import codecs
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from .._compat import allows_input
 
-__all__ = ["ASK", "asks_in_notebook", "talk"]
+__all__ = ["ASK", "asks_in_notebook", "hanging_up", "talk"]
 
 ASK = "\x05"
 """In the text of a session: the debugger waits for a line. The text before it is the prompt."""
@@ -32,7 +33,7 @@ def talk(connection: socket.socket) -> None:
     """Show a session, until the debugger closes the connection. Ctrl-C ends the session, too."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text, may_ask = "", True
-    try:
+    with suppress(OSError), hanging_up(connection):
         while data := connection.recv(_READ_BYTES):
             text += decoder.decode(data)
             *asked, text = text.split(ASK)
@@ -46,7 +47,14 @@ def talk(connection: socket.socket) -> None:
                     connection.shutdown(socket.SHUT_WR)
                     may_ask = False
         print(text, end="", flush=True)
+
+
+@contextmanager
+def hanging_up(connection: socket.socket) -> Iterator[socket.socket]:
+    """Close the connection at the end of the block, also for a process that was forked in it."""
+    try:
+        yield connection
     finally:
-        with suppress(OSError):  # a fork meanwhile has the connection, too
+        with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
         connection.close()

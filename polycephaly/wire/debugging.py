@@ -113,8 +113,12 @@ class DebugRequest:
 
     def _lend_cell(self) -> None:
         if asks_in_notebook():
-            with suppress(OSError):
+            try:
                 _talk_with(self._address)
+            except TimeoutError:  # the drone talks with another process, or has just been stopped
+                main_thread_calls.append(self._lend_cell)
+            except OSError:  # another process has attached
+                pass
 
 
 def _talk_with(address: str) -> None:
