@@ -10,11 +10,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from html import escape
-from importlib.resources import files
 
 from ..runtime.sampler import Frame
 from ..runtime.version import __version__
-from .page import data_of, fill
+from .page import data_of, make_page, read_text
 from .picture import OTHERS_COLOUR, PALETTE
 
 __all__ = ["CONTROLLER", "Samples", "of_drones", "own_samples", "page_of", "speedscope_of"]
@@ -91,7 +90,6 @@ def speedscope_of(processes: Mapping[str, Samples], hertz: int, title: str) -> b
 def page_of(processes: Mapping[str, Samples], hertz: int, title: str, note: str) -> bytes:
     """Return the flame graphs of all drones together, and of each process, as one page."""
     frames, stacks = _shared({"all drones": of_drones(processes), **processes})
-    here = files(__package__)
     contents = {
         "hertz": hertz,
         "frames": frames,
@@ -99,10 +97,10 @@ def page_of(processes: Mapping[str, Samples], hertz: int, title: str, note: str)
         "palette": PALETTE,
         "other": OTHERS_COLOUR,
     }
-    parts = {
-        "title": escape(title),
-        "note": escape(note),
-        "style": here.joinpath("page.css").read_text("utf-8"),
-        "data": data_of(contents),
-    }
-    return fill(here.joinpath("flame.html").read_text("utf-8"), parts)
+    return make_page(
+        read_text(__package__, "flame.html"),
+        title=title,
+        style=read_text(__package__, "page.css", "flame.css"),
+        note=escape(note),
+        data=data_of(contents),
+    )

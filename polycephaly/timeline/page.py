@@ -31,24 +31,42 @@ from .text import facts, table
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["STATUSES", "data_of", "fill", "page_of", "part_of"]
+__all__ = ["STATUSES", "data_of", "make_page", "page_of", "part_of", "read_text"]
 
 MAX_ARROWS = 50_000  # a page could not show more
+
+_FILE_POLICY = (
+    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+    "style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">\n"
+)
+"""Of a page that is saved as a file. A server sends its policy as a header."""
 
 STATUSES = (DONE, RUNNING, ERROR, CANCELLED, TIMEOUT, DIED, SENT)
 
 
 def page_of(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> bytes:
-    here = files(__package__)
-    parts = {
-        "title": escape(title),
-        "style": here.joinpath("page.css").read_text("utf-8"),
-        "script": here.joinpath("chart.js").read_text("utf-8")
-        + here.joinpath("page.js").read_text("utf-8"),
-        "bars": bars_of(bars) if bars else "",
-        "data": data_of(contents(timeline)),
-    }
-    return fill(here.joinpath("page.html").read_text("utf-8"), parts)
+    return make_page(
+        read_text(__package__, "page.html"),
+        title=title,
+        style=read_text(__package__, "page.css"),
+        script=read_text(__package__, "chart.js", "page.js"),
+        bars=bars_of(bars) if bars else "",
+        data=data_of(contents(timeline)),
+    )
+
+
+def make_page(
+    body: str, *, title: str, style: str, policy: str = _FILE_POLICY, **parts: str
+) -> bytes:
+    """Return a whole page: the head that all pages have, and `body` with its parts filled in."""
+    title = escape(title)
+    head = {"title": title, "style": style, "policy": policy}
+    return _fill(read_text(__package__, "head.html"), head) + _fill(body, {"title": title} | parts)
+
+
+def read_text(package: str, *names: str) -> str:
+    """Return the texts of these files of a package, one after the other."""
+    return "".join(files(package).joinpath(name).read_text("utf-8") for name in names)
 
 
 def data_of(contents: Any) -> str:
@@ -57,7 +75,7 @@ def data_of(contents: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
-def fill(page: str, parts: Mapping[str, str]) -> bytes:
+def _fill(page: str, parts: Mapping[str, str]) -> bytes:
     """Return the page with each ``{{ name }}`` replaced by that part."""
     before, *rest = page.split("{{")
     whole = [before]

@@ -16,8 +16,6 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from html import escape
-from importlib.resources import files
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -30,7 +28,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from ...runtime import fork_guard
-from ...timeline.page import STATUSES, data_of, fill, page_of, part_of
+from ...timeline.page import STATUSES, data_of, make_page, page_of, part_of, read_text
 from ...timeline.picture import OTHERS_COLOUR, PALETTE
 from ...timeline.timeline import Timeline
 from .metrics import CONTENT_TYPE, metrics_of
@@ -45,6 +43,7 @@ __all__ = ["make_app"]
 
 NO_TOKEN = "The token is missing or wrong: use the whole address that the program has printed.\n"
 GONE = "the pool is gone"
+CHARTS = "polycephaly.timeline"  # the package that has the files of charts
 CLOSED = "the page is being closed"
 POLICY = {
     "Content-Security-Policy": (
@@ -160,23 +159,21 @@ class _Views:
         return pool
 
     def page(self, request: Request) -> Response:
-        here, charts = files(__package__), files("polycephaly.timeline")
-        parts = {
-            "title": escape(self._pool().status()["name"]),
-            "style": charts.joinpath("page.css").read_text("utf-8")
-            + here.joinpath("live.css").read_text("utf-8"),
-            "script": charts.joinpath("chart.js").read_text("utf-8")
-            + here.joinpath("live.js").read_text("utf-8"),
-            "data": data_of(
-                {
-                    "statuses": STATUSES,
-                    "palette": [*PALETTE, OTHERS_COLOUR],
-                    "part": part_of(Timeline(), 0.0),
-                    "length": 0,
-                }
-            ),
+        contents = {
+            "statuses": STATUSES,
+            "palette": [*PALETTE, OTHERS_COLOUR],
+            "part": part_of(Timeline(), 0.0),
+            "length": 0,
         }
-        return HTMLResponse(fill(here.joinpath("live.html").read_text("utf-8"), parts))
+        page = make_page(
+            read_text(__package__, "live.html"),
+            title=self._pool().status()["name"],
+            style=read_text(CHARTS, "page.css") + read_text(__package__, "live.css"),
+            script=read_text(CHARTS, "chart.js") + read_text(__package__, "live.js"),
+            data=data_of(contents),
+            policy="",  # it is in the header
+        )
+        return HTMLResponse(page)
 
     def data(self, request: Request) -> Response:
         pool = self._pool()
