@@ -109,12 +109,11 @@ def drone_row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
 
 
 def _running(drone: dict[str, Any]) -> str:
+    from ..pool.waiting import Waiting, with_item
+
     fields = drone.get("waiting")
     if fields is None:
-        item = drone.get("item")
-        return f"{drone['running'] or ''}{'' if item is None else f', item {item}'}"
-    from ..pool.waiting import Waiting
-
+        return with_item(drone["running"] or "", drone.get("item"))
     attributes = {name: fields[name] for name in fields.keys() - {"seconds"}}
     # Count from this host's clock: the drone's may differ.
     return str(Waiting(**attributes | {"since": time() - fields["seconds"]}))

@@ -32,7 +32,7 @@ from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, Spawner, Times
 from .interfaces import State
 from .supervisor import Supervisor
-from .waiting import Waiting
+from .waiting import Waiting, with_item
 
 __all__ = ["HealthMonitor"]
 
@@ -364,5 +364,4 @@ def _running_task_text(handle: DroneHandle) -> str:
     running = handle.in_flight.get(handle.last_started())
     if running is None:
         return ""
-    item = "" if running.item is None else f", item {running.item}"
-    return f"; its running task is {running.definition.label}{item}"
+    return f"; its running task is {with_item(running.definition.label, running.item)}"

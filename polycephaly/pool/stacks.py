@@ -24,6 +24,7 @@ from .config import check_timeout
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .task import Task
+from .waiting import with_item
 
 __all__ = [
     "ANSWER_SECONDS",
@@ -107,9 +108,10 @@ class Stack:
         return cls(**{**fields, "frames": _summary(fields["frames"]), "threads": threads})
 
     def __str__(self) -> str:
-        item = "" if self.item is None else f", item {self.item}"
         since = "" if self.seconds is None else f", for {self.seconds:.1f} s"
-        task = "" if self.task is None else f"{self.task} #{self.number}{item}{since}"
+        task = ""
+        if self.task is not None:
+            task = with_item(f"{self.task} #{self.number}", self.item) + since
         state = "" if task and self.state == "busy" else self.state
         lines = [f"{self.drone} (pid {self.pid}): {': '.join(filter(None, (task, state)))}\n"]
         if task and self.state == "busy" and not self.frames:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Waiting"]
+__all__ = ["Waiting", "with_item"]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,14 @@ class Waiting:
         return dict(self.__dict__)
 
     def __str__(self) -> str:
-        item = f", item {self.item}" if self.item is not None else ""
         at = f" at {self.where}" if self.file is not None else ""
         call = f" in the system call {self.system_call}" if self.system_call else ""
         began = time.strftime("%H:%M:%S", time.localtime(self.since))
         length = f"{self.seconds:.{1 if self.seconds < 10 else 0}f} s"
-        return f"{self.task or 'its start'}{item} has waited for {length} (since {began}){at}{call}"
+        task = with_item(self.task or "its start", self.item)
+        return f"{task} has waited for {length} (since {began}){at}{call}"
+
+
+def with_item(task: str, item: int | None) -> str:
+    """Return the name of a task with its index in a `map`, if it has one."""
+    return task if item is None else f"{task}, item {item}"

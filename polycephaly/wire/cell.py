@@ -33,7 +33,7 @@ def talk(connection: socket.socket) -> None:
     """Show a session, until the debugger closes the connection. Ctrl-C ends the session, too."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text, may_ask = "", True
-    with suppress(OSError), hanging_up(connection):
+    with suppress(OSError):
         while data := connection.recv(_READ_BYTES):
             text += decoder.decode(data)
             *asked, text = text.split(ASK)

@@ -23,7 +23,7 @@ from contextlib import closing, suppress
 
 from ..promises.promise import main_thread_calls, waiting_threads
 from ..runtime.fork_guard import OwnThread
-from .cell import asks_in_notebook, talk
+from .cell import asks_in_notebook, hanging_up, talk
 
 __all__ = [
     "CELL",
@@ -122,9 +122,9 @@ class DebugRequest:
 
 
 def _talk_with(address: str) -> None:
-    connection, _ = _connect(address)
-    connection.sendall(CELL.encode())
-    talk(connection)
+    with hanging_up(_connect(address)[0]) as connection:
+        connection.sendall(CELL.encode())
+        talk(connection)
 
 
 def _own_terminal(at_prompt: bool = False) -> str | None:
