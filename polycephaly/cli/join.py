@@ -21,7 +21,7 @@ EXAMPLES = """\b
 Examples:
   polycephaly join ./lab.json -n 4     lends four drones of this host to that pool
   polycephaly join lab -n 1            one more, on the pool's own host
-  polycephaly join lab --reconnect     again and again, when lab was restarted
+  polycephaly join lab --reconnect     joins again each time lab is restarted
 
 \b
 Copy the connection file from the host of the pool, which was started with --tcp:
@@ -98,7 +98,9 @@ def _setup_of(address: str) -> Setup:
 
 
 def _work_for(pool: Pool, address: str, reconnect: bool) -> None:
-    """Lend the drones of `pool` until the connection is lost, which raises unless `reconnect`."""
+    """Lend the drones of `pool` until the connection is lost (raises `ConnectionError` then, unless
+    `reconnect`) or this pool has ended.
+    """
     from ..server.join import join as join_pool
 
     try:
@@ -109,7 +111,7 @@ def _work_for(pool: Pool, address: str, reconnect: bool) -> None:
                 f"at {joined.address}"
             )
             joined.run()
-    except BrokenPipeError:  # of the output
+    except BrokenPipeError:  # the output was closed
         raise
     except ConnectionError as error:
         if not reconnect:
@@ -118,12 +120,14 @@ def _work_for(pool: Pool, address: str, reconnect: bool) -> None:
 
 
 def _wait_for_pool(address: str, setup: Setup) -> None:
-    """Return when the pool can be reached again. It must have loaded the same as before."""
+    """Return when the pool can be reached again. Raises `click.ClickException` if it has loaded
+    something else than before.
+    """
     told = ""
     while True:
         try:
             found = _setup_of(address)
-        except (OSError, ValueError) as error:  # a new file may just be being copied
+        except (OSError, ValueError) as error:  # no pool yet, or its file is half copied
             reason = error_text(error)
             if reason != told:
                 click.echo(reason, err=True)

@@ -1,9 +1,9 @@
-"""`polycephaly top`: `ps`, live.
+"""`polycephaly top`: like `ps`, updated continuously.
 
-    status() once a second ──> picture ──> rich's Live, on the terminal's other screen
+    status() at each update ──> picture ──> rich's Live, on the terminal's alternate screen
     keys ── cbreak ──> order of the drones; q, Ctrl-C: leave
 
-The terminal is restored after every end: by a key, by a signal, or because the pool has ended.
+The terminal is restored after a key, Ctrl-C, SIGTERM, SIGHUP or the end of the pool.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 _QUIT = ("q", "\x03")
 _ORDERS = {"n": "", "c": "cpu", "m": "memory", "d": "tasks_done"}
-"""By which field the drones are sorted after a key, the largest first."""
+"""For each key, the field by which drones are sorted, the largest first; "": the pool's order."""
 MIN_PROCESSOR_SECONDS = 0.9
-"""The least time for which processor time is measured: the kernel counts hundredths of a second,
-and joined hosts report once a second.
+"""The shortest time over which the use of processors is computed: the kernel counts hundredths of
+a second, and joined hosts report once a second.
 """
 _CPU = 5
 _COLUMNS = (*DRONES[:_CPU], Column("CPU", right=True), *DRONES[_CPU:])
@@ -46,7 +46,8 @@ Examples:
   polycephaly top lab --every 0.2
 
 \b
-CPU is the processor time per second since the last update, 100 % for one processor.
+CPU is the processor time per second, measured over about a second or --every if that is longer;
+100 % is one processor.
 
 \b
 Keys: c, m and d put the drones with the most CPU, MEMORY and DONE first, n sorts them by number,
@@ -88,12 +89,12 @@ def top(name: str, every: float) -> None:
 
 
 class Rates:
-    """Differences between two updates, per second."""
+    """Tasks done per second, and each drone's use of processors (1.0: one)."""
 
     def __init__(self) -> None:
         self._at = 0.0
         self._done: int | None = None
-        self._measured: dict[int, tuple[float, float]] = {}  # times, and processor times until then
+        self._measured: dict[int, tuple[float, float]] = {}  # when, and processor times then
         self.tasks = 0.0
         self.processor: dict[int, float] = {}  # of the drones, by number
 
@@ -148,7 +149,9 @@ def _row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
 
 
 def _wait_for_key(keys: int, seconds: float) -> str:
-    """Wait so many seconds for a known key, and return it, or "" if there was none."""
+    """Wait up to `seconds` for known keys. Return one that quits, or else the last, or "" if there
+    were none. The end of the input quits.
+    """
     deadline = monotonic() + seconds
     while select.select([keys], [], [], max(0.0, deadline - monotonic()))[0]:
         typed = os.read(keys, 64).decode(errors="replace").lower()

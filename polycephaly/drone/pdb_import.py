@@ -1,6 +1,6 @@
 """`pdb.set_trace()` in a drone does what `breakpoint()` does.
 
-A drone does not import pdb by itself, because that takes about 3 ms.
+A drone does not import pdb until a task does, because that takes about 3 ms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ __all__ = ["replace_set_trace"]
 
 
 def replace_set_trace(hook: Callable[..., None]) -> None:
-    """Have `pdb.set_trace` be `hook`, now or when the module is imported."""
+    """Replace `pdb.set_trace` by `hook`: now if pdb is imported, otherwise when it is. Code that
+    has imported `set_trace` by name before keeps the original.
+    """
     module: Any = sys.modules.get("pdb")
     if module is not None:
         module.set_trace = hook
@@ -24,6 +26,8 @@ def replace_set_trace(hook: Callable[..., None]) -> None:
 
 
 class _Finder:
+    """Finds pdb as usual, and replaces its `set_trace` after the module has been executed."""
+
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
 
@@ -35,6 +39,7 @@ class _Finder:
             execute = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
+                # Only now: `importlib.util.find_spec` finds modules and imports none.
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 execute(module)

@@ -1,15 +1,15 @@
-"""Resources: tasks that need what is scarce wait until enough of it is free.
+"""Resources: tasks that need something limited wait until enough of it is free.
 
     options(resources={"db": 1}) ──> waiting, in order ──all free──> in flight at a drone
                                                                           │
                                         free again <──left flight, for any reason
 
-A task holds its resources from its sending until it has left flight: was answered, given back, or
-lost with the drone. A cancelled task holds them until its drone has stopped it.
+A task holds its resources from when it is sent until it is answered, given back, or lost with the
+drone. A task that was cancelled after it was sent holds them until its drone has stopped it.
 
-While a task waits for resources, tasks behind it that need others, or none, are sent before it.
-Those that need the same ones wait, even if enough is free for them: see `dispatch`. All methods are
-called while holding the reactor's lock, unless they say otherwise.
+While a task waits for resources, tasks behind it that need others, or none, may be sent before it.
+Those that need the same ones wait, even if enough is free for them: see `dispatch`. Callers hold
+the reactor's lock, unless a method says otherwise.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Resources:
         self._dispatcher = dispatcher
         self.sizes = dict(sizes)
         self._free = dict(sizes)
-        # By what the tasks need, and the only drone that may run them, or None. Each queue is
+        # Keys: what the tasks need, and the only drone that may run them, or None. Each queue is
         # ordered by priority.
         self._queues: dict[tuple[object, object], deque[Task]] = {}
-        # The drone that the first waiting task will get as soon as it is idle: it is sent nothing
-        # from the pool's queue meanwhile.
+        # The drone kept for the first task whose resources are free and that found no idle drone.
+        # Until it begins that task, it is sent nothing from the pool's queue.
         self.reserved: AssignedDrone | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
     def count(self, target: DroneHandle | None) -> int:
-        """Return how many tasks wait that only `target` may run, or, if None, any drone. Any thread
-        may call this.
+        """Return how many tasks wait for `target` only, or, if None, for any drone. Any thread may
+        call this.
         """
         return sum(len(queue) for key, queue in list(self._queues.items()) if key[1] is target)
 
@@ -65,10 +65,11 @@ class Resources:
 
     def dispatch(self, now: float) -> None:
         """Send tasks whose resources are free. One that any drone may run is not sent before the
-        head of the pool's queue if that comes earlier, by priority and call.
+        head of the pool's queue if that one comes first, by priority and then by call.
 
-        A task whose turn it is, and whose resources are not free, claims them: no task behind it
-        gets any of these. Otherwise tasks that need little would overtake it for ever.
+        A task that has to wait for its resources claims them: no task behind it gets any of these.
+        Otherwise tasks that need little would overtake it for ever. A task for one drone that is
+        busy claims nothing, because it could not use them now.
         """
         while self._send_one(now):
             pass
@@ -132,7 +133,7 @@ class Resources:
             self._request_dispatch()
 
     def _request_dispatch(self) -> None:
-        # The reactor then calls `Dispatcher.dispatch`, though the pool's queue may be empty.
+        # The reactor then calls `Dispatcher.dispatch`, even if the pool's queue is empty.
         self._dispatcher.dedicated_waiting = True
 
     def _drop_settled(self, queue: deque[Task]) -> bool:
@@ -152,7 +153,7 @@ class Resources:
     def _taker(self, task: Task) -> DroneHandle | None:
         """Return a drone that can begin `task` at once: the one with its kept values, if possible.
 
-        A task that waited in a drone would hold its resources idly.
+        A task that waited in a busy drone would hold its resources without using them.
         """
         dispatcher = self._dispatcher
         takers = [
@@ -170,7 +171,7 @@ class Resources:
         )
 
     def _next_taker(self) -> DroneHandle | None:
-        """Return the drone that has least to do, as far as that is known."""
+        """Return the drone that is expected to be free first."""
         ready = [
             handle
             for handle in self._dispatcher.handles

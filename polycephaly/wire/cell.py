@@ -1,9 +1,10 @@
-"""A debugger's session in the notebook cell that runs.
+"""A debugger session, shown in the running cell of a notebook.
 
-    drone: pdb ──text, and `ASK` for each line──> talk ──`print`, `input`──> the cell
+    drone: pdb ──text, and `ASK` for each line──> controller: talk ──`print`, `input`──> the cell
                <───────────────lines──────────────
 
-The cell's own thread does this, while it waits for a promise: only that thread may call `input`.
+`talk` runs in the cell's own thread, because only that may call `input`: while the thread waits for
+a promise, or in `debug_frames`.
 """
 
 from __future__ import annotations
@@ -16,21 +17,25 @@ from contextlib import contextmanager, suppress
 
 from .._compat import allows_input
 
-__all__ = ["ASK", "asks_in_notebook", "hanging_up", "talk"]
+__all__ = ["ASK", "can_ask_in_cell", "hanging_up", "talk"]
 
 ASK = "\x05"
-"""In the text of a session: the debugger waits for a line. The text before it is the prompt."""
+"""Marks in the text of a session where the debugger waits for a line. The text since the last
+newline is its prompt.
+"""
 
 _READ_BYTES = 4096
 
 
-def asks_in_notebook() -> bool:
-    """Return whether a kernel runs a cell now that may ask its user."""
+def can_ask_in_cell() -> bool:
+    """Return whether a kernel is running a cell that may ask its user for input."""
     return allows_input(builtins.input)
 
 
 def talk(connection: socket.socket) -> None:
-    """Show a session, until the debugger closes the connection. Ctrl-C ends the session, too."""
+    """Run a session until the debugger closes the connection. After the end of the input, what the
+    debugger still says is shown.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text, may_ask = "", True
     with suppress(OSError):

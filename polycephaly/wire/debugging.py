@@ -1,4 +1,4 @@
-"""How `breakpoint()` in a drone finds a terminal.
+"""How `breakpoint()` in a drone finds a terminal or a notebook.
 
     drone: breakpoint() ──listens at `<pid>.d`, in the directory of its pool
                         └─DEBUG, in its output──> DebugRequest of the controller
@@ -23,7 +23,7 @@ from contextlib import closing, suppress
 
 from ..promises.promise import main_thread_calls, waiting_threads
 from ..runtime.fork_guard import OwnThread
-from .cell import asks_in_notebook, hanging_up, talk
+from .cell import can_ask_in_cell, hanging_up, talk
 
 __all__ = [
     "CELL",
@@ -41,14 +41,17 @@ RELEASE = "release"
 """In place of a terminal's path: the frames of a failed task are not needed any more."""
 
 CELL = "cell"
-"""In place of a terminal's path: the session goes over the connection (see cell.py)."""
+"""Sent instead of a terminal's path: the session goes over the connection (see cell.py)."""
 
 MAX_TEXT_BYTES = 1024
 """Of the drone's name, and of the terminal's path."""
 NAME_TIMEOUT_SECONDS = 1.0
-"""For the drone's name. The drone may be talking with another process, or hang."""
+"""Longest wait for the connection and the drone's name. The drone may be talking with another
+process, or hang.
+"""
 
-_terminal_lock = threading.Lock()  # one drone at a time uses this process's terminal
+# Held by a `DebugRequest` that uses this process's terminal, so that others wait for their turn.
+_terminal_lock = threading.Lock()
 
 
 def _renew_lock() -> None:
@@ -70,11 +73,13 @@ def frames_address(directory: str, task: int) -> str:
 
 
 def debug_frames(address: str) -> None:
-    """Debug kept frames in this process's terminal, and release them at the end of the session.
+    """Debug kept frames in the running cell or this process's terminal. The session's end releases
+    them.
 
-    Raises `OSError` if no frames are kept there, and `RuntimeError` without a terminal.
+    Raises `OSError` if no frames are kept there or their keeper does not answer, and `RuntimeError`
+    without a terminal, or in the background.
     """
-    if asks_in_notebook():
+    if can_ask_in_cell():
         _talk_with(address)
         return
     terminal = _own_terminal(at_prompt=True)
@@ -98,7 +103,9 @@ class DebugRequest:
         self._address = address
 
     def handle(self) -> None:
-        """Let the drone use this process's terminal, or a cell, if there is one. Does not wait."""
+        """Let the drone use this process's terminal, or the next cell that waits for a promise, if
+        there is one. Does not wait.
+        """
         if _own_terminal() is not None:
             OwnThread("polycephaly-debugged", self._lend).start()
         else:
@@ -112,7 +119,7 @@ class DebugRequest:
                 lend_terminal(connection, terminal)
 
     def _lend_cell(self) -> None:
-        if asks_in_notebook():
+        if can_ask_in_cell():
             try:
                 _talk_with(self._address)
             except TimeoutError:  # the drone talks with another process, or has just been stopped
@@ -157,7 +164,7 @@ def _connect(address: str) -> tuple[socket.socket, str]:
 
 
 def lend_terminal(connection: socket.socket, terminal: str) -> None:
-    """Have the drone debugged in `terminal`. Returns when the session has ended."""
+    """Let the debugger use `terminal`. Returns when the session has ended."""
     with closing(connection):
         connection.sendall(terminal.encode())
         while connection.recv(MAX_TEXT_BYTES):
@@ -165,7 +172,8 @@ def lend_terminal(connection: socket.socket, terminal: str) -> None:
 
 
 def waiting_debuggers() -> Iterator[tuple[str, socket.socket]]:
-    """Yield name and connection of each drone of this user's that waits at a `breakpoint()`.
+    """Yield name and connection of each of this user's drones that waits at a `breakpoint()`, and
+    of those whose failed task has kept its frames.
 
     Close the connections that you do not need.
     """

@@ -1,9 +1,9 @@
-"""What the server of a live page answers.
+"""The web application of a live page: its routes.
 
     GET  /                the page
     GET  /data?entries=&threads=[&start=]   the pool's state, and the chart's part since a cursor
-    GET  /stack?drone=    the task and the frames of a drone
-    POST /interrupt?drone=, /kill?drone=
+    GET  /stack?drone=    the task and the frames of a drone, and its last lines on stderr
+    POST /interrupt?drone=, /kill?drone=    end the tasks of a drone, or the drone
     GET  /timeline.html[?save]   the timeline so far, as a page to keep
     GET  /metrics         for Prometheus
 
@@ -72,8 +72,8 @@ def make_app(find_pool: Callable[[], Pool | RemotePool | None], token: str) -> A
 
 
 def _in_own_thread(view: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that runs `view`, which may block, in a new thread. Unlike the threads of
-    Starlette, that one does not stand in the way of a fork.
+    """Return an endpoint that runs `view`, which may block, in a new thread. The threads of
+    Starlette would make forks unsafe, an `OwnThread` does not.
     """
 
     async def endpoint(request: Request) -> Response:
@@ -94,7 +94,7 @@ def _in_own_thread(view: Callable[[Request], Response]) -> Callable[[Request], A
                 response = view(request)
             except Exception as raised:
                 error = raised
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(settle, response, error)
 
         fork_guard.OwnThread("polycephaly-dashboard", run).start()

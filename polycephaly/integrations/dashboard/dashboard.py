@@ -40,12 +40,12 @@ class Dashboard:
             http="h11",
             ws="none",
             lifespan="off",
-            log_config=None,  # the program may have a server of its own, with its own logs
+            log_config=None,  # uvicorn's would change the logging of the program
             limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=1,
         )
-        # The access log would have the token. `access_log=False` as an argument would switch off
-        # those of all servers of the program.
+        # The access log would contain the token. The argument `access_log=False` would also turn
+        # off the access logs of the program's other servers.
         config.access_log = False
         self._server = uvicorn.Server(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
