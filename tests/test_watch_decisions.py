@@ -951,7 +951,7 @@ def test_where_it_is_not_known_what_was_begun_last_the_first_is_told(reactor, mo
 @pytest.mark.parametrize(("count", "item"), [(1, 5), (2, None)])
 def test_the_item_of_a_map_is_told_where_it_is_one(count, item, reactor):
     link, work = waiting(reactor)
-    work.item, work.count = 5, count
+    work.first_item, work.count = 5, count
     reactor.pass_(70)
     assert link.waiting.item == item
 

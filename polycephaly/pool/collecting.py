@@ -69,7 +69,7 @@ def _under_way(dispatcher: Dispatcher, now: float) -> Iterator[Span]:
                     sending.at,
                     status=RUNNING,
                     calls=calls,
-                    item=task.item,
+                    item=task.first_item,
                 )
             else:
                 yield Span(

@@ -312,7 +312,7 @@ class HealthMonitor:
         if task is None:
             return 0, waiting
         waiting = replace(
-            waiting, task=task.definition.label, item=task.item if task.count == 1 else None
+            waiting, task=task.definition.label, item=task.item
         )
         match places.get(str(task.number)):
             case [str(file), int(line), str(function)]:

@@ -117,7 +117,7 @@ def _generate(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
                 else:
                     raise _pop_error(tasks, stream)
                 continue
-            first = tasks[0].item or 0
+            first = tasks[0].first_item or 0
             answers: Answers = tasks.pop().result()
             values = answers.values
             yield values if answers.plain else _unpickle_values(answers, stream)
@@ -159,7 +159,7 @@ def _pop_error(tasks: list[Task], stream: _Ordered) -> BaseException:
     error = task.exception()
     assert error is not None
     if isinstance(error, Exception):
-        _add_item(error, stream, task.item or 0, describe_item(task.args or ()))
+        _add_item(error, stream, task.first_item or 0, describe_item(task.args or ()))
     elif stream.return_exceptions:
         raise error
     return error

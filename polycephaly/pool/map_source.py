@@ -118,7 +118,7 @@ class OneByOne:
         try:
             for row in self._rows:
                 task = self.latest_task = Task(self._dispatcher)
-                task.item, self._item = self._item, self._item + 1
+                task.first_item, self._item = self._item, self._item + 1
                 self._dispatcher.submit(self._fn, row, {}, None, self._task_options, task)
                 return task
         except Exception as error:  # raised by the input, or the pool accepts no more tasks
@@ -282,7 +282,7 @@ class Source(OneByOne):
             pickled = self._pickled(args) if max_calls > 1 else None
             if pickled is None:
                 self.latest_task = Task(self._dispatcher)
-                self.latest_task.item = self._item + len(rows)
+                self.latest_task.first_item = self._item + len(rows)
                 self._next = self._dispatcher.submit(
                     self._fn, args, {}, None, self._task_options, self.latest_task
                 )
@@ -350,7 +350,7 @@ class Source(OneByOne):
         self._row_bytes = max(1.0, len(calls) / len(rows))
         task = self.latest_task = Slice(self._dispatcher, self._definition, calls, len(rows))
         task.set_options(self._options)
-        task.item, self._item = self._item, self._item + len(rows)
+        task.first_item, self._item = self._item, self._item + len(rows)
         self._dispatcher.submit_task(task)
         return task
 

@@ -101,7 +101,7 @@ class TraceBuffer:
             times, calls = (started[:1], finished[-1:]), count
         else:
             links = [
-                (task.call_number, task.input_numbers, task.item)
+                (task.call_number, task.input_numbers, task.first_item)
                 for task in tasks
                 if task is not None
             ]
@@ -211,7 +211,7 @@ class TraceBuffer:
             max(0.0, finished - started),
         )
         name = short_name(task.definition.label)
-        links = ((task.call_number, task.input_numbers, task.item),)
+        links = ((task.call_number, task.input_numbers, task.first_item),)
         self._add(
             Entry(
                 drone,

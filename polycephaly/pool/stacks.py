@@ -321,6 +321,6 @@ def _describe(task: Task | None) -> dict[str, Any]:
     return {
         "task": task.definition.label,
         "number": task.number,
-        "item": task.item if task.count == 1 else None,
+        "item": task.item,
         "seconds": None if sending is None else max(0.0, monotonic() - sending.at),
     }

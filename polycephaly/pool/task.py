@@ -79,7 +79,7 @@ class Task(Promise[Any]):
     payload: Any = b""
     status = 0  # of the answer, as in wire/messages.py
     count = 1  # number of calls
-    item: int | None = None  # in a `map`: the index of its first call
+    first_item: int | None = None  # in a `map`: the index of its first call
     position = 0  # among the tasks that its drone was sent, from 1
     definition: RemoteFunction
     answer: Answer | AnswerBatch | None = None
@@ -485,6 +485,11 @@ class Task(Promise[Any]):
         return "a call" if definition is None else str(definition.label)
 
     @property
+    def item(self) -> int | None:
+        """The index of the task's call in a `map`. A slice of several calls has none."""
+        return self.first_item if self.count == 1 else None
+
+    @property
     def call_number(self) -> int:
         """The number of the call, the same for all attempts."""
         return self.first_number or self.number
@@ -689,8 +694,9 @@ class Slice(Task):
         running.answer_objects = self.answer_objects
         running.continues = True
         running.queued = self.queued
-        if self.item is not None:
-            running.item, later.item = self.item + done, self.item + begun
+        if self.first_item is not None:
+            running.first_item = self.first_item + done
+            later.first_item = self.first_item + begun
         return running, later
 
 
