@@ -208,6 +208,20 @@ def test_running_tasks_are_interrupted_and_drones_replaced_from_the_shell(shell:
         assert shell.say("doit", "lab", "'old' in globals()") == "False\n"
 
 
+def test_a_clients_tasks_are_cancelled_from_the_shell_though_it_is_stopped(shell: Shell) -> None:
+    with shell.pool("-n", "1"):
+        with shell.running("doit", "lab", "import time; time.sleep(1000)") as sleeping:
+            wait_for(lambda: str(sleeping.pid) in shell.say("ps", "lab").splitlines()[1])
+            assert f"has no client 1, but {sleeping.pid}" in shell.complaint("cancel", "lab", "1")
+            sleeping.send_signal(signal.SIGSTOP)
+            done = shell.run("cancel", "lab", sleeping.pid)
+            assert done.stderr == f"cancelled the tasks of {sleeping.pid}\n", done
+            wait_for(lambda: " idle " in shell.say("ps", "lab"))
+            sleeping.send_signal(signal.SIGCONT)
+            assert "cancelled" in sleeping.communicate()[1] and sleeping.returncode == 1
+        assert shell.run("cancel", "lab").stderr == "cancelled the tasks of no client\n"
+
+
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_a_daemon_comes_up_where_streams_are_closed(shell: Shell, closed: str) -> None:
     command = [
@@ -575,7 +589,7 @@ def wait_until_idle(lab: Shell) -> None:
 def test_tables_in_a_pipe_are_plain_and_aligned(lab: Shell) -> None:
     wait_until_idle(lab)
     head, *rows = lab.say("ps", "lab").splitlines()
-    assert words_of(head) == ["DRONE", "PID", "STATE", "FOR", "MEMORY", "DONE", "RUNNING"]
+    assert words_of(head) == ["DRONE", "PID", "STATE", "FOR", "MEMORY", "DONE", "CLIENT", "RUNNING"]
     assert [row[: len("lab.0")] for row in rows] == ["lab.0", "lab.1"]
     assert all(row[head.index("STATE") :].startswith("idle") for row in rows)
     head, row = lab.say("list").splitlines()

@@ -9,12 +9,14 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import pytest
 from faults import append, block_for_ever, hold_until, lines, wait_for
 from scripts import Script
 
 import polycephaly as poly
+from polycephaly.engines.remote import connection
 
 SOON = 30.0
 
@@ -291,6 +293,28 @@ def test_block_for_ever_is_cancelled_by_an_exception_in_the_block(pool, card, tm
             raise ZeroDivisionError
         assert all(p.cancelled() for p in promises)
         wait_for(lambda: not pool._dispatcher.pending())
+
+
+def test_another_client_cancels_all_tasks_also_those_that_wait_at_their_client(
+    remote, card, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(connection, "MAX_UNANSWERED_CALLS", 3)
+    started = str(tmp_path / "started")
+    promises = remote.everywhere(block_for_ever, started)
+    wait_for(lambda: len(lines(started)) == 2)
+    promises += [remote.promise(os.getpid) for _ in range(5)]
+    with poly.connect(card) as other:
+        own = other.promise(os.getpid)
+        me = str(os.getpid())
+        assert [each["client"] for each in other.status()["drones"]] == [me, me]
+        with pytest.raises(RuntimeError, match=f"lab has no client 1, but {me}"):
+            other.cancel_tasks("1")
+        assert other.cancel_tasks() == [me]
+        for each in promises:
+            with pytest.raises(CancelledError):
+                each.result(SOON)
+        assert own.result(SOON)
+    assert remote.promise(os.getpid).result(SOON)  # still connected
 
 
 def test_who_asked_for_the_end_is_told_that_though_it_comes_at_once(pool, card):

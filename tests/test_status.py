@@ -173,8 +173,8 @@ KEYS = {
     "tasks_cancelled", "resources", "shared_memory", "shared_memory_limit", "drones",
 }  # fmt: skip
 DRONE_KEYS = {
-    "number", "name", "pid", "host", "state", "running", "seconds", "waiting", "item", "memory",
-    "processor", "tasks_done",
+    "number", "name", "pid", "host", "state", "running", "seconds", "waiting", "item",
+    "client", "memory", "processor", "tasks_done",
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import click
 from ..runtime.version import __version__
 from .attach import attach
 from .bench import bench
+from .cancel import cancel
 from .completion import completion
 from .dashboard import dashboard
 from .demo import demo
@@ -78,6 +79,7 @@ for command in (
     doit,
     logs,
     interrupt,
+    cancel,
     refresh,
     resize,
     attach,

@@ -23,7 +23,8 @@ POOLS = (
 )  # fmt: skip
 DRONES = (
     Column("DRONE"), Column("PID", right=True), Column("STATE"), Column("FOR", right=True),
-    Column("MEMORY", right=True), Column("DONE", right=True), Column("RUNNING", cut=True),
+    Column("MEMORY", right=True), Column("DONE", right=True), Column("CLIENT"),
+    Column("RUNNING", cut=True),
 )  # fmt: skip
 
 JSON = click.option(
@@ -73,8 +74,9 @@ Examples:
 STATE is idle, busy, starting, retiring (the drone ends after its running tasks) or
 unresponsive, with the reason. FOR is the time since that state began. RUNNING also
 shows where a drone waits, if it has waited long without processor time (by default,
-for a minute). MEMORY is the memory that the drone and its own processes hold for
-themselves, without memory that is shared with the pool's process.
+for a minute). CLIENT is the process that submitted the task; none for the pool's own.
+MEMORY is the memory that the drone and its own processes hold for themselves, without
+memory that is shared with the pool's process.
 """
 )
 @POOL_NAME
@@ -104,6 +106,7 @@ def drone_row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
         duration(drone["seconds"]),
         memory,
         drone["tasks_done"],
+        drone.get("client") or "",
         _running(drone),
     )
 

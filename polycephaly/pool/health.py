@@ -311,9 +311,7 @@ class HealthMonitor:
         waiting = Waiting(since, system_call=handle.system_call())
         if task is None:
             return 0, waiting
-        waiting = replace(
-            waiting, task=task.definition.label, item=task.item
-        )
+        waiting = replace(waiting, task=task.definition.label, item=task.item)
         match places.get(str(task.number)):
             case [str(file), int(line), str(function)]:
                 waiting = replace(waiting, file=file, line=line, function=function)

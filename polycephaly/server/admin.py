@@ -10,7 +10,7 @@ timeline is long, a refresh forks, a large value is copied) and for code of the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,6 +45,7 @@ class AdministeredServer(Protocol):
     @property
     def name(self) -> str: ...
     def status(self) -> dict[str, Any]: ...
+    def cancel_tasks(self, of: Sequence[str], asking: Client) -> list[str]: ...
 
 
 class AdminService:
@@ -119,6 +120,8 @@ class AdminService:
                 self._run_in_thread(reply, self._pool.refresh)
             elif kind == "resize":
                 self._run_in_thread(reply, partial(self._pool.resize, size))
+            elif kind == "cancel":
+                reply(value=self._server.cancel_tasks(_read_names(request.get("clients")), client))
             elif kind == "stop":
                 self._stop(reply, bool(request.get("now")))
             else:
@@ -204,6 +207,12 @@ class AdminService:
         thread = fork_guard.OwnThread("polycephaly-request", run)
         self._reply_threads.add(thread)
         thread.start()
+
+
+def _read_names(names: Any) -> list[str]:
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise Malformed("a request without a list of clients")
+    return names
 
 
 def _read_cursor(cursor: Any) -> tuple[int, int]:

@@ -19,7 +19,7 @@ __all__ = ["Client"]
 
 
 class Client(ClientFlow):
-    """A connected client. `send_now` sends a message to the client at once.
+    """A connected client. `name` names its process. `send_now` sends a message to it at once.
 
     Methods are called while holding the lock of the server's loop.
     """
@@ -27,11 +27,17 @@ class Client(ClientFlow):
     session: ClientSession
 
     def __init__(
-        self, identity: bytes, key: str, now: float, send_now: Callable[[list[bytes]], object]
+        self,
+        identity: bytes,
+        key: str,
+        name: str,
+        now: float,
+        send_now: Callable[[list[bytes]], object],
     ) -> None:
         super().__init__(now)
         self.identity = identity
         self.key = key
+        self.name = name
         self._send_now = send_now
         self.has_left = False  # or was dropped
         self.tag = secrets.token_hex(8)  # marks the lines that the client's tasks print

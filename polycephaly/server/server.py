@@ -275,6 +275,9 @@ class Server:
         """Return the dict of `RemotePool.status`. See `Pool.status`."""
         status = self._pool.status()
         of_clients = [len(each.session.waiting) for each in list(self._clients.values())]
+        names, joined_drones = self._dispatcher.client_names, self._joined_hosts.drones()
+        for drone in joined_drones:
+            drone["client"] = names.get(str(drone.get("client")))
         return status | {
             "name": self.name,
             "address": self.address,
@@ -282,8 +285,29 @@ class Server:
             "queued": status["queued"] + sum(of_clients),
             "tasks_done": status["tasks_done"] + self._joined_hosts.tasks_done,
             "tasks_failed": status["tasks_failed"] + self._client_errors,
-            "drones": status["drones"] + self._joined_hosts.drones(),
+            "drones": status["drones"] + joined_drones,
         }
+
+    def cancel_tasks(self, of: Sequence[str], asking: Client) -> list[str]:
+        """Cancel all calls of the clients of these names, or of all but `asking` if there are none.
+
+        Return the clients' names. Raise `RuntimeError` if a name is unknown. Called while holding
+        the server's lock.
+        """
+        clients = [each for each in self._clients.values() if each is not asking]
+        names = [each.name for each in clients]
+        for name in of:
+            if name not in names:
+                raise RuntimeError(
+                    f"{self.name} has no client {name}, but {', '.join(names) or 'none'}"
+                )
+        chosen = [each for each in clients if not of or each.name in of]
+        for each in chosen:
+            session = each.session
+            # Newest first: a waiting call would otherwise begin when a running one is cancelled.
+            session.cancel([*session.waiting, *reversed(session.tasks)], running=True)
+            each.send([CANCEL])  # the client has more calls, which wait for credit
+        return [each.name for each in chosen]
 
     # -- in the loop: turns ------------------------------------------------------------------------
 
@@ -537,7 +561,8 @@ class Server:
             self._joined_hosts.admit(identity, key, properties)
             self._send(identity, pack_hello(size, name=self.name))
             return
-        client = Client(identity, key, self._loop.timers.now(), partial(self._send, identity))
+        now, send = self._loop.timers.now(), partial(self._send, identity)
+        client = Client(identity, key, _process_name(properties), now, send)
         client.session = ClientSession(
             self._submit_call, partial(self._on_settled, client), client.tag
         )
@@ -545,6 +570,7 @@ class Server:
         self._dispatcher.output_listeners[client.tag] = (
             on_output if properties.get("output") else _discard
         )
+        self._dispatcher.client_names[client.tag] = client.name
         self._clients[identity] = client
         resources = self._dispatcher.resource_sizes
         self._send(identity, pack_hello(size, name=self.name, resources=resources))
@@ -655,6 +681,7 @@ class Server:
         client.has_left = True
         self._send(client.identity, [REFUSED, reason.encode()])
         self._dispatcher.output_listeners.pop(client.tag, None)
+        self._dispatcher.client_names.pop(client.tag, None)
         tasks = client.session.cancel_all()
         level = logging.INFO if tasks else logging.DEBUG
         log.log(
@@ -664,6 +691,12 @@ class Server:
             reason,
             tasks,
         )
+
+
+def _process_name(properties: dict[str, Any]) -> str:
+    """Return the pid of a client's process, and its host if that is not this one."""
+    pid, host = properties.get("pid"), properties.get("host")
+    return f"{pid}" if host == socket.gethostname() else f"{pid} on {host}"
 
 
 def _discard(line: Line) -> None:

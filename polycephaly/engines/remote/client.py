@@ -159,6 +159,31 @@ class RemotePool(ExecutorBase):
             "or stacks() here for the lines at which its tasks are now"
         )
 
+    def cancel_tasks(self, *clients: str) -> list[str]:
+        """Cancel all tasks of some clients of the pool.
+
+        Their promises then say that they were cancelled. The clients stay connected, and may submit
+        more tasks.
+
+        Parameters
+        ----------
+        *clients : str
+            The clients, named as in the field ``client`` of `status`. If there are none, all
+            clients but this one; tasks of the pool's own process are left alone.
+
+        Returns
+        -------
+        list of str
+            The clients whose tasks were cancelled.
+
+        Raises
+        ------
+        RuntimeError
+            If there is no such client.
+        """
+        names: list[str] = self._connection.request("cancel", clients=clients).result()
+        return names
+
     def stop(self, now: bool = False) -> None:
         """Ask the owner of the pool to end it. Return when the owner has been asked.
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -117,7 +119,8 @@ class Connection(ServerConnection):
         self._sent_functions = KnownFunctions()  # functions that the server has
         self._closing = self._recall_sent = False
         super().__init__(card, "polycephaly-client")
-        self.connect(timeout, pack_hello(output=output is not None))
+        wants_output, host = output is not None, socket.gethostname()
+        self.connect(timeout, pack_hello(output=wants_output, pid=os.getpid(), host=host))
 
     # -- the dispatcher's interface, in any thread -------------------------------------------------
 
@@ -307,17 +310,18 @@ class Connection(ServerConnection):
 
     def _close(self, cancel: str) -> None:
         self._closing = True
-        if not cancel:
-            return
-        sent = list(self._in_flight)
-        tasks = [*drain(self.queue), *self._waiting]
-        if cancel == "all":
-            tasks += [task for task, _ in reversed(self._in_flight.values())]
+        if cancel:
+            self._cancel_tasks(also_sent=cancel == "all")
         # Of the tasks that were sent, only the server knows which have begun. One RECALL is enough,
         # because no task is sent after the first.
-        elif not self._recall_sent:
+        if cancel == "not begun" and not self._recall_sent:
             self._recall_sent = True
-            self.send(pack_numbers(RECALL, sent))
+            self.send(pack_numbers(RECALL, list(self._in_flight)))
+
+    def _cancel_tasks(self, *, also_sent: bool) -> None:
+        tasks = [*drain(self.queue), *self._waiting]
+        if also_sent:
+            tasks += [task for task, _ in reversed(self._in_flight.values())]
         for task in tasks:
             self.deliver(task.cancel)
 
@@ -387,6 +391,8 @@ class Connection(ServerConnection):
             )
         elif kind == REPLY:
             self._on_reply(read_json(frames))
+        elif kind == CANCEL:
+            self._cancel_tasks(also_sent=True)
         elif kind == REFUSED:
             self.lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
         else:

@@ -39,7 +39,7 @@ __all__ = [
     "read_shared_numbers", "read_shared_value", "read_work",
 ]  # fmt: skip
 
-PROTOCOL = 6  # protocols 3 and 4 pickled other names of modules, classes and functions
+PROTOCOL = 7  # protocols 3 and 4 pickled other names of modules, classes and functions
 
 # Between a client and its server:
 #
@@ -53,7 +53,7 @@ PROTOCOL = 6  # protocols 3 and 4 pickled other names of modules, classes and fu
 #        ──>   OUTPUT_ACK         bytes of OUTPUT that were handled; allows as many more
 #        ──>   SHARE              JSON, a pickle, its buffers: for shared memory; answered by REPLY
 #        ──>   RELEASE            numbers of shared values that no later call will name
-#        ──>   CANCEL             numbers of calls, running ones included
+#       <──>   CANCEL             numbers of calls, running ones included; from the server: all
 #        ──>   RECALL             numbers of calls; cancels only those that have not begun
 #        ──>   REQUEST            JSON: an admin request (status, stop, drones ...)
 #       <──    REPLY              JSON: the reply, with the number of the request

@@ -3,7 +3,7 @@
 
 const POLL_MILLISECONDS = 1000, FRAME_MILLISECONDS = 33;
 const MAX_SPANS = 100000, KEPT_SPANS = 60000;  // of more spans, the oldest are forgotten
-const COLUMNS = ["drone", "pid", "host", "state", "task", "item", "for", "memory", "processor", "done", ""];
+const COLUMNS = ["drone", "pid", "host", "state", "task", "item", "client", "for", "memory", "processor", "done", ""];
 const token = new URLSearchParams(location.search).get("token");
 let cursor = [0, 0];  // how much the page has got
 let start = null;  // seconds: time 0 of the chart, by the pool's clock
@@ -119,13 +119,17 @@ function showDrones(drones, now) {
     const was = earlier.get(drone.number), used = was && typeof drone.processor === "number" && typeof was.processor === "number"
       ? Math.round(100 * Math.max(0, drone.processor - was.processor) / (now - lastPoll.now) * 1000) + " %" : "";
     const texts = [
-      drone.name, drone.pid ?? "", drone.host, drone.state + (drone.waiting ? `, ${drone.waiting.reason}` : ""), drone.running ?? "", drone.item ?? "",
+      drone.name, drone.pid ?? "", drone.host, drone.state + waitsAt(drone.waiting), drone.running ?? "", drone.item ?? "", drone.client ?? "",
       drone.running && drone.seconds !== null ? seconds(1e6 * drone.seconds) : "", drone.memory === null ? "" : bytes(drone.memory), used, grouped(drone.tasks_done),
     ];
     texts.forEach((text, index) => { if (row.cells[index].textContent !== String(text)) row.cells[index].textContent = text; });
     row.cells[4].title = drone.running ?? "";
     row.className = drone.state.startsWith("unresponsive") || drone.waiting ? "alarm" : "";
   }
+}
+function waitsAt(waiting) {
+  if (!waiting) return "";
+  return ", waits" + (waiting.file ? ` at ${waiting.file}:${waiting.line}` : "") + (waiting.system_call ? ` in ${waiting.system_call}` : "");
 }
 function fillRow(row, name) {
   for (const _ of COLUMNS) row.insertCell();
