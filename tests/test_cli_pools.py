@@ -25,7 +25,7 @@ from faults import wait_for
 from rich.console import Console
 
 import polycephaly as poly
-from polycephaly.cli.top import Rates, _render, _wait_for_key
+from polycephaly.cli.top import Keys, Rates, _move, _render, _sort
 from polycephaly.engines.remote.keys import Card
 
 ROOT = Path(__file__).parents[1]
@@ -779,7 +779,8 @@ def test_top_puts_first_the_drones_that_use_most() -> None:
         }  # fmt: skip
         rates.update(status, now[0])
         console = Console(width=100, height=24, file=io.StringIO())
-        console.print(_render(status, rates, order, console.size))
+        drones = _sort(status["drones"], rates, order)
+        console.print(_render(status, drones, rates, None, console.size))
         lines = [line.split() for line in console.file.getvalue().splitlines() if "lab." in line]
         return [f"{line[0]} {line[7]}" if "%" in line[7] else line[0] for line in lines]
 
@@ -794,20 +795,42 @@ def test_top_puts_first_the_drones_that_use_most() -> None:
     assert picture("n", (None, 2, 1), (8.0, 1, 2)) == ["lab.0 25%", "lab.1 0%"]
 
 
-@pytest.mark.parametrize(
-    ("typed", "key"), [(b"c", "c"), (b"xM", "m"), (b"cmd", "d"), (b"xqm", "q"), (b"\x03", "\x03")]
-)
-def test_the_keys_of_top(typed: bytes, key: str) -> None:
+def test_the_keys_of_top() -> None:
     reader, writer = os.pipe()
+    keys = Keys(reader)
     try:
-        os.write(writer, b"x?")
-        assert _wait_for_key(reader, 0.01) == ""
-        os.write(writer, typed)
-        assert _wait_for_key(reader, 60) == key
+        assert keys.next(0.0) == ""
+        os.write(writer, b"xM\x1b[A\x1bOBq\x03")
+        typed = [keys.next(60) for _ in range(6)]
+        assert typed == ["x", "m", "\x1b[A", "\x1bOB", "q", "\x03"] and keys.next(0.0) == ""
     finally:
         os.close(writer)
-    assert _wait_for_key(reader, 60) == "q"  # the terminal is gone
+    assert keys.next(60) == "q"  # the terminal is gone
     os.close(reader)
+
+
+def test_top_selects_the_drone_above_or_below() -> None:
+    drones = [DRONE | {"pid": pid, "host": "beta"} for pid in (7, 5, 9)]
+    chosen, seen = None, []
+    for step in (1, 1, 1, 1, -1):
+        chosen = _move(drones, chosen, step)
+        seen.append(chosen[0])
+    assert seen == [7, 5, 9, 9, 5]
+    assert _move(drones, (1, "beta"), 1) == (7, "beta")  # the selected one has ended
+
+
+def test_top_interrupts_and_kills_the_selected_drone(shell: Shell) -> None:
+    with shell.pool("-n", "2"), terminal(shell, "top", "lab", "--every", "0.1") as (_, master, _):
+        read_until(master, b"lab.1")
+        with shell.running("doit", "lab", "import time; time.sleep(1000)") as sleeping:
+            read_until(master, b"sleep")
+            os.write(master, b"\x1b[BI\x1b[BI")
+            # A terminal that nobody reads is full at some time, and stops the command.
+            wait_for(lambda: os.read(master, 65536) and sleeping.poll() is not None)
+            assert "KeyboardInterrupt" in sleeping.communicate()[1]
+        (_, killed) = json.loads(shell.say("ps", "lab", "--json"))["drones"]
+        os.write(master, b"k")
+        wait_for(lambda: os.read(master, 65536) and not os.path.exists(f"/proc/{killed['pid']}"))
 
 
 def test_top_ends_with_its_pool(shell: Shell) -> None:

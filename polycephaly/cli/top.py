@@ -1,7 +1,7 @@
 """`polycephaly top`: like `ps`, updated continuously.
 
     status() at each update ──> picture ──> rich's Live, on the terminal's alternate screen
-    keys ── cbreak ──> order of the drones; q, Ctrl-C: leave
+    keys ── cbreak ──> order of the drones; the selected drone, and what to do with it; leave
 
 The terminal is restored after a key, Ctrl-C, SIGTERM, SIGHUP or the end of the pool.
 """
@@ -9,11 +9,13 @@ The terminal is restored after a key, Ctrl-C, SIGTERM, SIGHUP or the end of the 
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
 import termios
 import tty
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic, time
@@ -28,9 +30,12 @@ from .tables import Column, duration, grid, mebibytes
 if TYPE_CHECKING:
     from rich.console import ConsoleDimensions, RenderableType
 
+    from ..engines.remote.client import RemotePool
+
 _QUIT = ("q", "\x03")
 _ORDERS = {"n": "", "c": "cpu", "m": "memory", "d": "tasks_done"}
 """For each key, the field by which drones are sorted, the largest first; "": the pool's order."""
+_MOVES = {"\x1b[A": -1, "\x1bOA": -1, "\x1b[B": 1, "\x1bOB": 1}  # arrows
 MIN_PROCESSOR_SECONDS = 0.9
 """The shortest time over which the use of processors is computed: the kernel counts hundredths of
 a second, and joined hosts report once a second.
@@ -50,8 +55,9 @@ CPU is the processor time per second, measured over about a second or --every if
 100 % is one processor.
 
 \b
-Keys: c, m and d put the drones with the most CPU, MEMORY and DONE first, n sorts them by number,
-q or Ctrl-C ends the command. For a single report, or for programs, use polycephaly ps.
+Keys: c, m and d put the drones with the most CPU, MEMORY and DONE first, n sorts them by number.
+The arrows up and down select a drone; i interrupts its task, k kills it. q or Ctrl-C ends the
+command. For a single report, or for programs, use polycephaly ps.
 """
 )
 @POOL_NAME
@@ -74,18 +80,28 @@ def top(name: str, every: float) -> None:
         from rich.live import Live
 
         rates, order, console = Rates(), "n", Console()
+        selected: tuple[int, str] | None = None
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 status, due = pool.status(), monotonic() + every
                 rates.update(status, monotonic())
                 while True:
-                    live.update(_render(status, rates, order, console.size), refresh=True)
-                    key = _wait_for_key(keys, due - monotonic())
+                    drones = _sort(status["drones"], rates, order)[: _rows(console.size)]
+                    live.update(
+                        _render(status, drones, rates, selected, console.size), refresh=True
+                    )
+                    key = keys.next(due - monotonic())
                     if key in _QUIT:
                         return
-                    if not key:
+                    if key in _ORDERS:
+                        order = key
+                    elif key in _MOVES and drones:
+                        selected = _move(drones, selected, _MOVES[key])
+                    elif key in ("i", "k") and selected is not None:
+                        _act(pool, key, selected)
                         break
-                    order = key
+                    elif not key:
+                        break
 
 
 class Rates:
@@ -113,22 +129,54 @@ class Rates:
                 self._measured[number] = now, used
 
 
+def _rows(size: ConsoleDimensions) -> int:
+    """Return how many drones a terminal of that size shows."""
+    return max(1, size.height - 6)
+
+
+def _sort(drones: list[dict[str, Any]], rates: Rates, order: str) -> list[dict[str, Any]]:
+    """Return the drones with their use of processors, in the order of that key."""
+    with_cpu = [drone | {"cpu": rates.processor.get(drone["number"])} for drone in drones]
+    field = _ORDERS[order]
+    return sorted(with_cpu, key=lambda drone: -(drone[field] or 0)) if field else with_cpu
+
+
+def _process(drone: dict[str, Any]) -> tuple[int, str]:
+    return drone["pid"], drone["host"]
+
+
+def _move(
+    drones: list[dict[str, Any]], selected: tuple[int, str] | None, step: int
+) -> tuple[int, str]:
+    """Return the drone above or below the selected one; the first if none was."""
+    processes = [*map(_process, drones)]
+    if selected not in processes:
+        return processes[0]
+    return processes[min(max(0, processes.index(selected) + step), len(processes) - 1)]
+
+
+def _act(pool: RemotePool, key: str, selected: tuple[int, str]) -> None:
+    for drone in pool.drones:
+        if (drone.pid, drone.host) == selected:
+            with suppress(RuntimeError):  # the drone has ended
+                drone.kill() if key == "k" else drone.interrupt()
+
+
 def _render(
-    status: dict[str, Any], rates: Rates, order: str, size: ConsoleDimensions
+    status: dict[str, Any],
+    shown: list[dict[str, Any]],
+    rates: Rates,
+    selected: tuple[int, str] | None,
+    size: ConsoleDimensions,
 ) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    width, height = size
-    drones = [drone | {"cpu": rates.processor.get(drone["number"])} for drone in status["drones"]]
-    field = _ORDERS[order]
-    if field:
-        drones.sort(key=lambda drone: -(drone[field] or 0))
+    drones = status["drones"]
     busy = sum(drone["state"] == "busy" for drone in drones)
     others = status["clients"] - 1
     up = duration(time() - status["started"])
     memory = mebibytes(sum(drone["memory"] or 0 for drone in drones))
-    shown = drones[: max(1, height - 6)]
     omitted = f"... and {len(drones) - len(shown)} more drones" if len(shown) < len(drones) else ""
     return Group(
         Text(f"{status['name']}  process {status['pid']} on {status['host']}, up {up}", "bold"),
@@ -138,32 +186,36 @@ def _render(
             f"{rates.tasks:,.0f}/s, {memory}"
         ),
         Text(),
-        grid(_COLUMNS, [_row(drone, status["host"]) for drone in shown], width),
+        grid(_COLUMNS, [_row(drone, status["host"], selected) for drone in shown], size.width),
         Text(omitted),
     )
 
 
-def _row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
-    row, cpu = drone_row(drone, host), drone["cpu"]
-    return *row[:_CPU], "" if cpu is None else f"{cpu:.0%}", *row[_CPU:]
+def _row(drone: dict[str, Any], host: str, selected: tuple[int, str] | None) -> tuple[object, ...]:
+    (name, *row), cpu = drone_row(drone, host), drone["cpu"]
+    row.insert(_CPU - 1, "" if cpu is None else f"{cpu:.0%}")
+    return f"> {name}" if _process(drone) == selected else name, *row
 
 
-def _wait_for_key(keys: int, seconds: float) -> str:
-    """Wait up to `seconds` for known keys. Return one that quits, or else the last, or "" if there
-    were none. The end of the input quits.
-    """
-    deadline = monotonic() + seconds
-    while select.select([keys], [], [], max(0.0, deadline - monotonic()))[0]:
-        typed = os.read(keys, 64).decode(errors="replace").lower()
-        known = [each for each in typed or "q" if each in _QUIT or each in _ORDERS]
-        if known:
-            return next((each for each in known if each in _QUIT), known[-1])
-    return ""
+class Keys:
+    """The keys that are typed, in order; letters in lower case. The end of the input is a ``q``."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._typed: deque[str] = deque()
+
+    def next(self, seconds: float) -> str:
+        """Return the next key, or "" if there is none within `seconds`."""
+        if not self._typed and select.select([self._fd], [], [], max(0.0, seconds))[0]:
+            typed = os.read(self._fd, 64).decode(errors="replace") or "q"
+            self._typed.extend(re.findall(r"\x1b[\[O][AB]|[^\x1b]", typed))
+        key = self._typed.popleft() if self._typed else ""
+        return key if key in _MOVES else key.lower()
 
 
 @contextmanager
-def _keys() -> Iterator[int]:
-    """Yield the terminal's descriptor, set to deliver each key at once without echo."""
+def _keys() -> Iterator[Keys]:
+    """Set the terminal to deliver each key at once without echo."""
     fd = sys.stdin.fileno()
     previous = termios.tcgetattr(fd)
     handlers = {
@@ -174,7 +226,7 @@ def _keys() -> Iterator[int]:
         raw = termios.tcgetattr(fd)
         raw[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on this screen
         termios.tcsetattr(fd, termios.TCSANOW, raw)
-        yield fd
+        yield Keys(fd)
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, previous)
         for number, handler in handlers.items():
