@@ -106,7 +106,13 @@ def test_single_drones_are_used_from_afar(remote, joined, far, tmp_path):
     assert far.doit("x") == 41
     promise = there.promise(block_for_ever, str(tmp_path / "started"))
     wait_for(lambda: lines(tmp_path / "started"))
-    wait_for(lambda: remote.status()["drones"][-1]["running"] == "block_for_ever")
+
+    def last_drone():
+        status = remote.status()["drones"][-1]
+        return status["running"] == "block_for_ever" and status
+
+    assert wait_for(last_drone)["client"] == str(os.getpid())
+    assert far.status()["drones"][0]["client"] == str(os.getpid())
     assert promise.cancel()
     promise = there.promise(block_for_ever, str(tmp_path / "started"))
     wait_for(lambda: len(lines(tmp_path / "started")) == 2)

@@ -17,6 +17,7 @@ from scripts import Script
 
 import polycephaly as poly
 from polycephaly.engines.remote import connection
+from polycephaly.server.server import _process_name
 
 SOON = 30.0
 
@@ -315,6 +316,20 @@ def test_another_client_cancels_all_tasks_also_those_that_wait_at_their_client(
                 each.result(SOON)
         assert own.result(SOON)
     assert remote.promise(os.getpid).result(SOON)  # still connected
+
+
+@pytest.mark.parametrize(
+    ("properties", "name"),
+    [
+        ({"pid": 7, "host": socket.gethostname()}, "7"),
+        ({"pid": 7, "host": "beta"}, "7@beta"),
+        ({}, "None@None"),
+        ({"pid": "\x1b]0;é\x07", "host": ["a b"] * 1000}, "?]0;??@['a?b',"),
+    ],
+)
+def test_the_name_of_a_client_is_short_and_printable(properties, name):
+    found = _process_name(properties)
+    assert found.startswith(name) and len(found) <= 80 and found.isascii() and " " not in found
 
 
 def test_who_asked_for_the_end_is_told_that_though_it_comes_at_once(pool, card):

@@ -12,6 +12,7 @@ from .reach import complete_pool, connect_to, one_line_errors
 Examples:
   polycephaly cancel lab            the tasks of all clients
   polycephaly cancel lab 4711       those of the process 4711
+  polycephaly cancel lab 62@beta    those of the process 62 of another host
 """
 )
 @click.argument("name", shell_complete=complete_pool)

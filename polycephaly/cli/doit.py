@@ -171,7 +171,7 @@ def traceback_text(error: BaseException) -> str:
     from .._compat import remote_traceback_type
 
     if isinstance(error, CancelledError):
-        return "cancelled: the pool ends"
+        return "cancelled"
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
     cause: BaseException | None = error

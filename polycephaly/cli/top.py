@@ -36,6 +36,8 @@ _QUIT = ("q", "\x03")
 _ORDERS = {"n": "", "c": "cpu", "m": "memory", "d": "tasks_done"}
 """For each key, the field by which drones are sorted, the largest first; "": the pool's order."""
 _MOVES = {"\x1b[A": -1, "\x1bOA": -1, "\x1b[B": 1, "\x1bOB": 1}  # arrows
+# A control sequence (also one of a key that is not known here), Alt and a key, or a character.
+_KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|\x1b.|[^\x1b]", re.DOTALL)
 MIN_PROCESSOR_SECONDS = 0.9
 """The shortest time over which the use of processors is computed: the kernel counts hundredths of
 a second, and joined hosts report once a second.
@@ -80,7 +82,7 @@ def top(name: str, every: float) -> None:
         from rich.live import Live
 
         rates, order, console = Rates(), "n", Console()
-        selected: tuple[int, str] | None = None
+        selected: int | None = None
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 status, due = pool.status(), monotonic() + every
@@ -97,10 +99,11 @@ def top(name: str, every: float) -> None:
                         order = key
                     elif key in _MOVES and drones:
                         selected = _move(drones, selected, _MOVES[key])
-                    elif key in ("i", "k") and selected is not None:
-                        _act(pool, key, selected)
-                        break
-                    elif not key:
+                    elif key in ("i", "k"):
+                        for drone in drones:  # only what is on the screen
+                            if drone["number"] == selected:
+                                _act(pool, key, drone)
+                    if not key or monotonic() >= due:
                         break
 
 
@@ -141,32 +144,30 @@ def _sort(drones: list[dict[str, Any]], rates: Rates, order: str) -> list[dict[s
     return sorted(with_cpu, key=lambda drone: -(drone[field] or 0)) if field else with_cpu
 
 
-def _process(drone: dict[str, Any]) -> tuple[int, str]:
-    return drone["pid"], drone["host"]
+def _move(drones: list[dict[str, Any]], selected: int | None, step: int) -> int:
+    """Return the number of the drone above or below the selected one; the first if none was."""
+    numbers = [drone["number"] for drone in drones]
+    if selected not in numbers:
+        return int(numbers[0])
+    return int(numbers[min(max(0, numbers.index(selected) + step), len(numbers) - 1)])
 
 
-def _move(
-    drones: list[dict[str, Any]], selected: tuple[int, str] | None, step: int
-) -> tuple[int, str]:
-    """Return the drone above or below the selected one; the first if none was."""
-    processes = [*map(_process, drones)]
-    if selected not in processes:
-        return processes[0]
-    return processes[min(max(0, processes.index(selected) + step), len(processes) - 1)]
+def _act(pool: RemotePool, key: str, drone: dict[str, Any]) -> None:
+    from ..engines.remote.drone import RemoteDrone, RemoteHandle
 
-
-def _act(pool: RemotePool, key: str, selected: tuple[int, str]) -> None:
-    for drone in pool.drones:
-        if (drone.pid, drone.host) == selected:
-            with suppress(RuntimeError):  # the drone has ended
-                drone.kill() if key == "k" else drone.interrupt()
+    handle = RemoteHandle(drone["number"], drone["name"], drone["pid"], drone["host"])
+    with suppress(RuntimeError):  # the drone has ended
+        if key == "k":
+            RemoteDrone(pool, handle).kill()
+        else:
+            RemoteDrone(pool, handle).interrupt()
 
 
 def _render(
     status: dict[str, Any],
     shown: list[dict[str, Any]],
     rates: Rates,
-    selected: tuple[int, str] | None,
+    selected: int | None,
     size: ConsoleDimensions,
 ) -> RenderableType:
     from rich.console import Group
@@ -191,10 +192,10 @@ def _render(
     )
 
 
-def _row(drone: dict[str, Any], host: str, selected: tuple[int, str] | None) -> tuple[object, ...]:
+def _row(drone: dict[str, Any], host: str, selected: int | None) -> tuple[object, ...]:
     (name, *row), cpu = drone_row(drone, host), drone["cpu"]
     row.insert(_CPU - 1, "" if cpu is None else f"{cpu:.0%}")
-    return f"> {name}" if _process(drone) == selected else name, *row
+    return f"> {name}" if drone["number"] == selected else name, *row
 
 
 class Keys:
@@ -208,7 +209,7 @@ class Keys:
         """Return the next key, or "" if there is none within `seconds`."""
         if not self._typed and select.select([self._fd], [], [], max(0.0, seconds))[0]:
             typed = os.read(self._fd, 64).decode(errors="replace") or "q"
-            self._typed.extend(re.findall(r"\x1b[\[O][AB]|[^\x1b]", typed))
+            self._typed.extend(re.findall(_KEY, typed))
         key = self._typed.popleft() if self._typed else ""
         return key if key in _MOVES else key.lower()
 

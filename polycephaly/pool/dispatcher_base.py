@@ -41,8 +41,7 @@ class DispatcherBase(Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
 
     Changed only while holding the reactor's lock, except `queue`, `waiting`, `refusal`,
-    `output_listeners`, `client_names` and `dedicated_waiting`, which any thread may change by one
-    atomic step.
+    `output_listeners` and `dedicated_waiting`, which any thread may change by one atomic step.
     """
 
     reactor: Reactor
@@ -56,9 +55,6 @@ class DispatcherBase(Tenant):
         self.output = config.output
         # Receivers of tagged output in place of `output`, by tag.
         self.output_listeners: dict[str, Listener] = {}
-        self.client_names: dict[
-            str, str
-        ] = {}  # clients of a served pool, by the tag of their tasks
         self.queue: deque[Task] = deque()
         # Tasks that wait for promises among their arguments, or to be queued by the reactor.
         self.waiting: set[Task] = set()

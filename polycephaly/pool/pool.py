@@ -388,12 +388,13 @@ class Pool(ExecutorBase):
 
             ``drones``, a list with one dict for each drone: ``number``, ``name``, ``pid``,
             ``host``; ``state`` ("starting", "idle", "busy", "retiring" or "unresponsive: why");
-            ``running`` (as `Drone.running`), ``item`` (its index in a `map`, or None) and
-            ``client`` (the process that submitted it to a served pool: its pid, and its host if
-            that is another one; otherwise None); ``seconds`` since that task was sent, or since
-            the last answer (or None); ``waiting`` (None, or the attributes of a `Waiting` and its
-            ``seconds``); ``memory`` (as `Drone.memory`); ``processor`` (seconds of processor time
-            so far, or None if not known here); ``tasks_done``.
+            ``running`` (as `Drone.running`), ``item`` (its index in a `map`; None for a slice of
+            several calls) and ``client`` (the process that submitted it to a served pool: its pid,
+            followed by ``@`` and its host if that is another one; otherwise None); ``seconds``
+            since that task was sent, or since the last answer (or None); ``waiting`` (None, or the
+            attributes of a `Waiting` and its ``seconds``); ``memory`` (as `Drone.memory`);
+            ``processor`` (seconds of processor time so far, or None if not known here);
+            ``tasks_done``.
 
         Examples
         --------

@@ -62,7 +62,7 @@ class Stack:
     number : int or None
         The number of the task, as in the `repr` of its promise.
     item : int or None
-        The index in a `map`, if the task is one of its calls.
+        The index in a `map`, if the task is one of its calls; None for a slice of several calls.
     seconds : float or None
         Seconds since the task was sent to the drone.
     frames : list

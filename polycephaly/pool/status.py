@@ -89,8 +89,7 @@ def _pool_state(dispatcher: Dispatcher) -> str:
 def describe_drones(dispatcher: Dispatcher) -> list[dict[str, Any]]:
     """Return one entry for each drone. This may take milliseconds for each gigabyte they hold."""
     handles = [handle for handle in list(dispatcher.handles) if handle.alive]
-    clients = dispatcher.client_names
-    return [describe_identity(handle) | _describe_activity(handle, clients) for handle in handles]
+    return [describe_identity(handle) | _describe_activity(handle) for handle in handles]
 
 
 def describe_identity(handle: DroneHandle) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def describe_identity(handle: DroneHandle) -> dict[str, Any]:
     }
 
 
-def _describe_activity(handle: DroneHandle, clients: dict[str, str]) -> dict[str, Any]:
+def _describe_activity(handle: DroneHandle) -> dict[str, Any]:
     since = handle.last_contact_at or None
     running = handle.running_task()
     if running is not None and running.sending is not None:
@@ -112,7 +111,7 @@ def _describe_activity(handle: DroneHandle, clients: dict[str, str]) -> dict[str
         "state": drone_state(handle),
         "running": running_label(handle),
         "item": None if running is None else running.item,
-        "client": None if running is None else clients.get(running.client_tag),
+        "client": None if running is None else running.client_tag.partition(" ")[2] or None,
         "seconds": None if since is None else max(0.0, monotonic() - since),
         "waiting": None if waiting is None else waiting.as_dict() | {"seconds": waiting.seconds},
         "memory": held_memory(handle),

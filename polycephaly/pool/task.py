@@ -92,7 +92,7 @@ class Task(Promise[Any]):
     first_number = 0  # of the first attempt, if the task runs again because of `retry`
     # The time limit is over, and the task is to run again as soon as the drone has stopped it.
     overrun: TimeoutError | None = None
-    client_tag = ""  # tag of the submitting client, in a served pool (server/fairness.py)
+    client_tag = ""  # `Client.tag` of the client of a served pool that has submitted the task
     # The client's function, if a joined host may run the task (server/session.py).
     client_function: Any = None
     # Leases of a remote pool's shared values (engines/remote/shared.py), held until sending.

@@ -40,7 +40,8 @@ class Client(ClientFlow):
         self.name = name
         self._send_now = send_now
         self.has_left = False  # or was dropped
-        self.tag = secrets.token_hex(8)  # marks the lines that the client's tasks print
+        # Marks its tasks and the lines that they print: a secret, and its name for reports.
+        self.tag = f"{secrets.token_hex(8)} {name}"
         self.unacknowledged_bytes = 0  # bytes of such lines that the client has not handled yet
         self.omitted_lines = 0
         self.long_request_lock = threading.Lock()  # held for a long request: one at a time

@@ -163,7 +163,6 @@ class Joined(ServerConnection):
         if function.tag not in self._tags:
             self._tags.add(function.tag)
             self._dispatcher.output_listeners[function.tag] = self._on_output
-            self._dispatcher.client_names[function.tag] = function.tag  # the server knows the name
         return submit_call(self._dispatcher, function, item)
 
     def _on_output(self, line: Line) -> None:
@@ -204,7 +203,6 @@ class Joined(ServerConnection):
         self._session.cancel_all()
         for tag in self._tags:
             self._dispatcher.output_listeners.pop(tag, None)
-            self._dispatcher.client_names.pop(tag, None)
 
     def on_message(self, frames: list[bytes]) -> None:
         try:

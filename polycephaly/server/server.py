@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import socket
 from _thread import get_ident
@@ -275,9 +276,6 @@ class Server:
         """Return the dict of `RemotePool.status`. See `Pool.status`."""
         status = self._pool.status()
         of_clients = [len(each.session.waiting) for each in list(self._clients.values())]
-        names, joined_drones = self._dispatcher.client_names, self._joined_hosts.drones()
-        for drone in joined_drones:
-            drone["client"] = names.get(str(drone.get("client")))
         return status | {
             "name": self.name,
             "address": self.address,
@@ -285,29 +283,28 @@ class Server:
             "queued": status["queued"] + sum(of_clients),
             "tasks_done": status["tasks_done"] + self._joined_hosts.tasks_done,
             "tasks_failed": status["tasks_failed"] + self._client_errors,
-            "drones": status["drones"] + joined_drones,
+            "drones": status["drones"] + self._joined_hosts.drones(),
         }
 
     def cancel_tasks(self, of: Sequence[str], asking: Client) -> list[str]:
         """Cancel all calls of the clients of these names, or of all but `asking` if there are none.
 
-        Return the clients' names. Raise `RuntimeError` if a name is unknown. Called while holding
-        the server's lock.
+        Return the names of the clients that had calls here. Raise `RuntimeError` if a name is
+        unknown. Called while holding the server's lock.
         """
-        clients = [each for each in self._clients.values() if each is not asking]
-        names = [each.name for each in clients]
+        clients = [*self._clients.values()]
+        names = sorted({each.name for each in clients})
         for name in of:
             if name not in names:
-                raise RuntimeError(
-                    f"{self.name} has no client {name}, but {', '.join(names) or 'none'}"
-                )
-        chosen = [each for each in clients if not of or each.name in of]
+                raise RuntimeError(f"{self.name} has no client {name}, but {', '.join(names)}")
+        chosen = [each for each in clients if (each.name in of if of else each is not asking)]
+        had_calls = {each.name for each in chosen if each.session.tasks or each.session.waiting}
         for each in chosen:
             session = each.session
             # Newest first: a waiting call would otherwise begin when a running one is cancelled.
             session.cancel([*session.waiting, *reversed(session.tasks)], running=True)
             each.send([CANCEL])  # the client has more calls, which wait for credit
-        return [each.name for each in chosen]
+        return sorted(had_calls)
 
     # -- in the loop: turns ------------------------------------------------------------------------
 
@@ -570,7 +567,6 @@ class Server:
         self._dispatcher.output_listeners[client.tag] = (
             on_output if properties.get("output") else _discard
         )
-        self._dispatcher.client_names[client.tag] = client.name
         self._clients[identity] = client
         resources = self._dispatcher.resource_sizes
         self._send(identity, pack_hello(size, name=self.name, resources=resources))
@@ -681,7 +677,6 @@ class Server:
         client.has_left = True
         self._send(client.identity, [REFUSED, reason.encode()])
         self._dispatcher.output_listeners.pop(client.tag, None)
-        self._dispatcher.client_names.pop(client.tag, None)
         tasks = client.session.cancel_all()
         level = logging.INFO if tasks else logging.DEBUG
         log.log(
@@ -694,9 +689,13 @@ class Server:
 
 
 def _process_name(properties: dict[str, Any]) -> str:
-    """Return the pid of a client's process, and its host if that is not this one."""
+    """Return the pid of a client's process, followed by ``@`` and its host if that is not this one.
+
+    A client may send anything; the name is at most 80 printable ASCII characters, without spaces.
+    """
     pid, host = properties.get("pid"), properties.get("host")
-    return f"{pid}" if host == socket.gethostname() else f"{pid} on {host}"
+    name = f"{pid}" if host == socket.gethostname() else f"{pid}@{host}"
+    return re.sub("[^!-~]", "?", name[:80])
 
 
 def _discard(line: Line) -> None:

@@ -168,13 +168,14 @@ class RemotePool(ExecutorBase):
         Parameters
         ----------
         *clients : str
-            The clients, named as in the field ``client`` of `status`. If there are none, all
-            clients but this one; tasks of the pool's own process are left alone.
+            The clients, named as in the field ``client`` of `status`: all connections of these
+            processes. If there are none, all connections but this one. Tasks of the pool's own
+            process are left alone.
 
         Returns
         -------
         list of str
-            The clients whose tasks were cancelled.
+            Those of the clients that had tasks at the server.
 
         Raises
         ------
