@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from time import time
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +92,9 @@ def ps(name: str, in_json: bool) -> None:
 
 def status_of(name: str) -> dict[str, Any]:
     """Return `RemotePool.status` without this command among the clients."""
-    with one_line_errors(), closing(_ShortConnection(name)) as connection:
-        return connection.status()
+    with one_line_errors(), connect_to(name) as pool:
+        status = pool.status()
+    return status | {"clients": status["clients"] - 1}
 
 
 def drone_row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
@@ -121,20 +121,6 @@ def _running(drone: dict[str, Any]) -> str:
     attributes = {name: fields[name] for name in fields.keys() - {"seconds"}}
     # Count from this host's clock: the drone's may differ.
     return str(Waiting(**attributes | {"since": time() - fields["seconds"]}))
-
-
-class _ShortConnection:
-    """A connection for one request."""
-
-    def __init__(self, where: str) -> None:
-        self._pool = connect_to(where)
-
-    def status(self) -> dict[str, Any]:
-        status = self._pool.status()
-        return status | {"clients": status["clients"] - 1}
-
-    def close(self) -> None:
-        self._pool.shutdown()
 
 
 def _query(card: Card) -> tuple[dict[str, Any] | None, str]:

@@ -27,7 +27,7 @@ from .daemon import ReportStart
 from .journal import Journal
 from .loading import CannotLoad, Setup, load
 
-__all__ = ["Serving"]
+__all__ = ["serve_pool"]
 
 log = logging.getLogger("polycephaly")
 
@@ -71,96 +71,75 @@ class EndRequest:
         self.request(signal.Signals(number).name)
 
 
-class Serving:
-    """A named pool and its server, in this process."""
+def serve_pool(
+    name: str,
+    drones: int | None,
+    address: str,
+    modules: tuple[str, ...],
+    file: Path | None,
+    options: dict[str, Any],
+    in_background: bool,
+    report_start: ReportStart,
+) -> int:
+    """Serve a named pool, in this process, until asked to end; return the exit status.
 
-    def __init__(
-        self,
-        name: str,
-        drones: int | None,
-        address: str,
-        modules: tuple[str, ...],
-        file: Path | None,
-        options: dict[str, Any],
-        in_background: bool,
-    ) -> None:
-        """Check the name and open the log.
-
-        Raise `ValueError` if `name` is malformed, `FileExistsError` if a pool of that name runs,
-        `OSError`.
-        """
-        pool_registry.check_name_available(name)
-        self._name = name
-        self._drones = drones
-        self._address = address
-        self._modules = modules
-        self._file = file
-        self._options = options
-        self._in_background = in_background
-        self._journal = Journal(name, in_background)
-
-    def run(self, report_start: ReportStart) -> int:
-        """Serve until asked to end; return the exit status. Raise as `Pool` and `serve` do."""
-        try:
-            setup = Setup.read(self._modules, self._file)
-            load(setup)
-        except CannotLoad as error:
-            report_start(str(error), 1)
-            return 1
-        ending = EndRequest()
-        pool = Pool(self._drones, name=self._name, output=self._journal.write_line, **self._options)
-        try:
-            with (
+    Raise `ValueError` if `name` is malformed, `FileExistsError` if a pool of that name runs,
+    `OSError`, and as `Pool` and `serve` do.
+    """
+    pool_registry.check_name_available(name)
+    journal = Journal(name, in_background)
+    try:
+        setup = Setup.read(modules, file)
+        load(setup)
+    except CannotLoad as error:
+        report_start(str(error), 1)
+        return 1
+    ending = EndRequest()
+    pool = Pool(drones, name=name, output=journal.write_line, **options)
+    dispatcher = pool._dispatcher
+    try:
+        with (
+            pool,
+            serve(
                 pool,
-                serve(
-                    pool,
-                    self._address,
-                    name=self._name,
-                    on_stop=lambda now: ending.request("stop", now),
-                    _setup=setup.to_plain(),
-                ) as server,
-            ):
-                pool._dispatcher.ended._hook(
-                    lambda _: ending.request(f"its drones have ended: {pool._dispatcher.refusal}")
-                )
-                report_start(self._startup_text(server))
-                log.info(
-                    "%s serves %d drones at %s",
-                    self._name,
-                    pool._dispatcher.config.size,
-                    server.address,
-                )
-                ending.wait()
-                broken = pool._dispatcher.ended.done()
-                log.log(
-                    logging.ERROR if broken else logging.INFO,
-                    "%s ends: %s",
-                    self._name,
-                    ending.reason,
-                )
-                pool.shutdown(cancel_futures=True)
-        except EndNow:
-            log.info("%s has ended at once: %s", self._name, ending.reason)
-            return 0
-        return int(broken)
+                address,
+                name=name,
+                on_stop=lambda now: ending.request("stop", now),
+                _setup=setup.to_plain(),
+            ) as server,
+        ):
+            dispatcher.ended._hook(
+                lambda _: ending.request(f"its drones have ended: {dispatcher.refusal}")
+            )
+            report_start(_startup_text(server, journal.path, in_background))
+            log.info("%s serves %d drones at %s", name, dispatcher.config.size, server.address)
+            ending.wait()
+            broken = dispatcher.ended.done()
+            level = logging.ERROR if broken else logging.INFO
+            log.log(level, "%s ends: %s", name, ending.reason)
+            pool.shutdown(cancel_futures=True)
+    except EndNow:
+        log.info("%s has ended at once: %s", name, ending.reason)
+        return 0
+    return int(broken)
 
-    def _startup_text(self, server: Server) -> str:
-        size = len(server._pool._dispatcher.handles)
-        lines = [
-            f"{self._name}: {size} drone{'s' * (size != 1)}, process {os.getpid()}, "
-            f"log {self._journal.path}"
+
+def _startup_text(server: Server, log_path: Path, in_background: bool) -> str:
+    size = len(server._pool._dispatcher.handles)
+    lines = [
+        f"{server.name}: {size} drone{'s' * (size != 1)}, process {os.getpid()}, log {log_path}"
+    ]
+    if not server.address.startswith("tcp://127."):
+        file = pool_registry.card_path(server.name)
+        lines += [
+            f"The pool listens at {server.address}. "
+            "On another host, with the same version of Python and polycephaly:",
+            f"  scp {socket.gethostname()}:{file} .     "
+            "(a user who can read this file can run code as you)",
+            f"  polycephaly doit ./{file.name} CODE     "
+            f"runs a task, as does polycephaly.connect('./{file.name}')",
+            f"  polycephaly join ./{file.name} -n 4     lends four drones to the pool",
         ]
-        if not server.address.startswith("tcp://127."):
-            file = pool_registry.card_path(self._name)
-            lines += [
-                f"The pool listens at {server.address}. "
-                "On another host, with the same version of Python and polycephaly:",
-                f"  scp {socket.gethostname()}:{file} .     "
-                "(a user who can read this file can run code as you)",
-                f"  polycephaly doit ./{file.name} CODE     "
-                f"runs a task, as does polycephaly.connect('./{file.name}')",
-                f"  polycephaly join ./{file.name} -n 4     lends four drones to the pool",
-            ]
-        if not self._in_background:
-            lines.append("Ctrl-C ends the pool.")
-        return "\n".join(lines)
+    if not in_background:
+        lines.append("Ctrl-C ends the pool.")
+    return "\n".join(lines)

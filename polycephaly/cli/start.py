@@ -162,9 +162,9 @@ def start(
     from . import daemon
 
     def serve(report_start: daemon.ReportStart) -> int:
-        from .serving import Serving
+        from .serving import serve_pool
 
-        return Serving(name, drones, tcp, modules, file, options, daemonize).run(report_start)
+        return serve_pool(name, drones, tcp, modules, file, options, daemonize, report_start)
 
     with one_line_errors():
         run = daemon.run_in_background if daemonize else daemon.run_in_foreground

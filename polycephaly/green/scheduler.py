@@ -588,5 +588,5 @@ def unsupported_await_error(yielded: Any) -> TypeError:
 
 
 scheduler = Scheduler()
-fork_guard.add_pause(scheduler._paused_for_fork)
+fork_guard.pauses.append(scheduler._paused_for_fork)
 os.register_at_fork(after_in_child=scheduler._reset_after_fork)

@@ -288,7 +288,8 @@ class ExecutorBase(TaskTarget, Executor):
     # Results of `map` that may not have been read yet, by `id`. Each use is one atomic step.
     _maps: dict[int, ref[Results[Any]]] | None = None
 
-    def _drones(self) -> Sequence[TaskTarget]:
+    @property
+    def drones(self) -> Sequence[TaskTarget]:
         raise NotImplementedError
 
     @property
@@ -336,7 +337,7 @@ class ExecutorBase(TaskTarget, Executor):
         check_work(work, args, kwargs)
         self._dispatcher.check_open()
         promises = []
-        for drone in self._drones():
+        for drone in self.drones:
             try:
                 promises.append(drone._submit(work, args, kwargs))
             except RuntimeError as error:  # the drone has died since the drones were listed

@@ -406,9 +406,6 @@ class Pool(ExecutorBase):
         """
         return describe_pool(self._dispatcher)
 
-    def _drones(self) -> list[Drone]:
-        return self.drones
-
     def refresh(self) -> None:
         """Take a new snapshot of this process and replace the drones by new ones, forked from the
         snapshot.

@@ -41,6 +41,7 @@ __all__ = [
     "Handle",
     "NeedsPlaceholder",
     "Promise",
+    "ReleasableHandle",
     "Signal",
     "Spans",
     "callbacks",
@@ -183,6 +184,21 @@ class Handle:
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+
+class ReleasableHandle(Handle):
+    """A handle that is released by `release`, or by the end of its ``with`` block."""
+
+    __slots__ = ()
+
+    def release(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
 
 
 class NeedsPlaceholder(TypeError):

@@ -9,7 +9,7 @@ anew.
 
 An `OwnThread` never leaves inconsistent state and needs no such lock. The thread of green threads
 runs code of users all the time and cannot hold a lock for so long. Instead it registers a context
-manager (`add_pause`) in which it stands still, if it can do so soon.
+manager (`pauses`) in which it stands still, if it can do so soon.
 
 Lock order: `guard` before the threads' locks. A thread that holds its own lock never takes `guard`,
 and runs no code of users.
@@ -35,10 +35,10 @@ from .._compat import is_held_here
 __all__ = [
     "GuardedLock",
     "OwnThread",
-    "add_pause",
     "add_thread_lock",
     "fork",
     "own_thread_ids",
+    "pauses",
     "remove_thread_lock",
 ]
 
@@ -67,7 +67,8 @@ class GuardedLock:
 
 
 _thread_locks: dict[threading.Thread, AbstractContextManager[Any]] = {}
-_pauses: list[Callable[[], AbstractContextManager[None]]] = []
+pauses: list[Callable[[], AbstractContextManager[None]]] = []
+"""Each returns a context manager that `fork` enters before each fork."""
 
 
 class OwnThread(threading.Thread):
@@ -80,14 +81,6 @@ class OwnThread(threading.Thread):
 def add_thread_lock(thread: threading.Thread, lock: AbstractContextManager[Any]) -> None:
     with guard:
         _thread_locks[thread] = lock
-
-
-def add_pause(pause: Callable[[], AbstractContextManager[None]]) -> None:
-    """Register a context manager that `fork` enters before each fork.
-
-    Called once, when the module that owns `pause` is loaded.
-    """
-    _pauses.append(pause)
 
 
 def remove_thread_lock(thread: threading.Thread) -> None:
@@ -106,7 +99,7 @@ def fork() -> int:
         with suppress(Exception):
             stream.flush()
     with guard, ExitStack() as safe_points:
-        for pause in _pauses:
+        for pause in pauses:
             safe_points.enter_context(pause())
         for lock in list(_thread_locks.values()):
             safe_points.enter_context(lock)

@@ -85,7 +85,6 @@ class JoinedHost(Flow):
         self.index = index
         self.name = f"{properties.get('name')} on {properties.get('host')}"
         self.window = 0
-        self.is_leaving = False
         self.recall_pending = False
         self.in_flight: dict[int, Task] = {}
         self.sent_functions = KnownFunctions()
@@ -159,7 +158,7 @@ class JoinedHosts:
 
     def _send_calls(self, host: JoinedHost, tasks: list[Task], target: int = 0) -> None:
         """Send calls to a host; `target` is a drone's number at the host, or 0 for any drone."""
-        if host.identity not in self._hosts or (host.is_leaving and not target):
+        if host.identity not in self._hosts or not (host.window or target):
             self._on_not_sent(tasks, target)
             return
         items: list[Item] = []
@@ -263,7 +262,6 @@ class JoinedHosts:
         elif kind == WINDOW:
             host.window = sum(read_numbers(frames))  # one number
             if not host.window:
-                host.is_leaving = True
                 self._send(host.identity, [BYE])
         elif kind == HOST_STATUS:
             host.drones = _check_drones(read_json(frames).get("drones"))
@@ -383,7 +381,10 @@ class JoinedHosts:
 
     def request(self, kind: str, number: int, reply: Callable[..., None]) -> None:
         """Send an admin request to a drone's host. Raise `RuntimeError` if the host is gone."""
-        self._send_request(self._host_of(number), kind, number, reply)
+        host, request_number = self._host_of(number), next(self._request_numbers)
+        host.pending_requests[request_number] = reply
+        request = {"id": request_number, "what": kind, "drone": number & (1 << _INDEX_SHIFT) - 1}
+        self._send(host.identity, pack_json(REQUEST, request))
 
     def timelines(self) -> list[Promise[Timeline]]:
         """Return, for each host, a promise of its drones' timeline, by this machine's clock."""
@@ -391,16 +392,9 @@ class JoinedHosts:
         for host in self:
             promise: Promise[Timeline] = Promise()
             promises.append(promise)
-            self._send_request(host, "timeline", 0, partial(_settle_timeline, promise))
+            number = host.index << _INDEX_SHIFT
+            self.request("timeline", number, partial(_settle_timeline, promise))
         return promises
-
-    def _send_request(
-        self, host: JoinedHost, kind: str, number: int, reply: Callable[..., None]
-    ) -> None:
-        request_number = next(self._request_numbers)
-        host.pending_requests[request_number] = reply
-        request = {"id": request_number, "what": kind, "drone": number & (1 << _INDEX_SHIFT) - 1}
-        self._send(host.identity, pack_json(REQUEST, request))
 
 
 def _settle_timeline(promise: Promise[Timeline], value: Any = None, error: str = "") -> None:

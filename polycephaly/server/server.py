@@ -256,12 +256,6 @@ class Server:
 
     # -- any thread --------------------------------------------------------------------------------
 
-    def _on_settled(self, client: Client, number: int, promise: Promise[Any]) -> None:
-        self._add_outcome(client, number, promise)
-
-    def _on_output(self, client: Client, line: Line) -> None:
-        self._add_outcome(client, 0, line)
-
     def _add_outcome(self, client: Client, number: int, outcome: Promise[Any] | Line) -> None:
         self._outcomes.append((client, number, outcome))
         self._loop.request_turn()
@@ -561,9 +555,9 @@ class Server:
         now, send = self._loop.timers.now(), partial(self._send, identity)
         client = Client(identity, key, _process_name(properties), now, send)
         client.session = ClientSession(
-            self._submit_call, partial(self._on_settled, client), client.tag
+            self._submit_call, partial(self._add_outcome, client), client.tag
         )
-        on_output = partial(self._on_output, client)
+        on_output = partial(self._add_outcome, client, 0)
         self._dispatcher.output_listeners[client.tag] = (
             on_output if properties.get("output") else _discard
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self, TypeVar
 
-from ..promises.promise import Handle
+from ..promises.promise import ReleasableHandle
 from ..wire.placeholders import ValueOwner, current_store, known_owners
 
 __all__ = ["Kept", "restore_handle"]
@@ -12,7 +12,7 @@ __all__ = ["Kept", "restore_handle"]
 T = TypeVar("T")
 
 
-class Kept(Handle, Generic[T]):
+class Kept(ReleasableHandle, Generic[T]):
     """A handle of a value that one of a pool's drones keeps.
 
     ``pool.promise(..., keep=True)`` returns the promise of such a handle. Among the arguments of
@@ -131,12 +131,6 @@ class Kept(Handle, Generic[T]):
         if owner is None:
             raise ValueError("this kept value was released")
         return owner
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[int]]:
         return self._get_owner().make_placeholder()

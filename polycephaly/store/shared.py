@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..memory.arena import Full, view
 from ..memory.blocks import Store, pristine_view
 from ..memory.references import Serialized, load_with_buffers
-from ..promises.promise import Handle
+from ..promises.promise import ReleasableHandle
 from ..wire.pickling import MainSnapshot, pack_strictly
 from ..wire.placeholders import pickling_state
 
@@ -24,7 +24,7 @@ __all__ = ["Shared"]
 T = TypeVar("T")
 
 
-class Shared(Handle, Generic[T]):
+class Shared(ReleasableHandle, Generic[T]):
     """A handle of a value that was put into shared memory once; made by `Pool.share`.
 
     In a call, the handle arrives as the value, wherever the handle stands: as an argument, inside
@@ -102,12 +102,6 @@ class Shared(Handle, Generic[T]):
         if self._content is None:
             raise ValueError("this shared value was released")
         return self._content
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
         context = pickling_state.context

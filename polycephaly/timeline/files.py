@@ -8,7 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .page import page_of
 from .picture import Bar
+from .png import png_of
+from .svg import svg_of
+from .trace import json_of
 
 if TYPE_CHECKING:
     from .contents import Contents
@@ -39,33 +43,9 @@ def write(
     path.write_bytes(_WRITERS[path.suffix.lower()](timeline, title, bars))
 
 
-def _html(timeline: Contents, title: str, bars: Sequence[Bar]) -> bytes:
-    from .page import page_of
-
-    return page_of(timeline, title, bars)
-
-
-def _svg(timeline: Contents, title: str, bars: Sequence[Bar]) -> bytes:
-    from .svg import svg_of
-
-    return svg_of(timeline, title, bars)
-
-
-def _png(timeline: Contents, title: str, bars: Sequence[Bar]) -> bytes:
-    from .png import png_of
-
-    return png_of(timeline, title, bars)
-
-
-def _json(timeline: Contents, title: str, bars: Sequence[Bar]) -> bytes:
-    from .trace import json_of
-
-    return json_of(timeline, title)
-
-
 _WRITERS: dict[str, Callable[[Contents, str, Sequence[Bar]], bytes]] = {
-    ".html": _html,
-    ".svg": _svg,
-    ".png": _png,
-    ".json": _json,
+    ".html": page_of,
+    ".svg": svg_of,
+    ".png": png_of,
+    ".json": json_of,
 }

@@ -31,9 +31,11 @@ MAX_FLOW_SPANS = 20_000  # spans with an arrow each way; a file with more is too
 INSTANT_MICROSECONDS = 1.0
 
 Event = dict[str, Any]
+End = tuple[int, int, float | None]
+"""Of an arrow: process, thread, moment."""
 
 
-def json_of(timeline: Contents, title: str) -> bytes:
+def json_of(timeline: Contents, title: str, bars: object = ()) -> bytes:
     other = {
         "title": title,
         "bottleneck": bottleneck_of(timeline),
@@ -47,26 +49,20 @@ def json_of(timeline: Contents, title: str) -> bytes:
 
 def events(timeline: Contents) -> Iterator[Event]:
     start = timeline.start
-    yield _metadata("process_name", 0, 0, "controller")
-    yield _metadata("thread_name", 0, 1, "sends")
-    yield _metadata("thread_name", 0, 2, "receives")
+    yield _metadata("process_name", 0, 0, name="controller")
+    yield _metadata("thread_name", 0, 1, name="sends")
+    yield _metadata("thread_name", 0, 2, name="receives")
     process = thread = 0
     drone: str | None = None
     tasks: list[tuple[Span, int, int]] = []
     for row in rows(timeline):
         if row.drone != drone:
             drone, process, thread = row.drone, process + 1, 0
-            yield _metadata("process_name", process, 0, drone)
-            yield {
-                "ph": "M",
-                "name": "process_sort_index",
-                "pid": process,
-                "tid": 0,
-                "args": {"sort_index": process},
-            }
+            yield _metadata("process_name", process, 0, name=drone)
+            yield _metadata("process_sort_index", process, 0, sort_index=process)
         for lane in _lanes(row):
             thread += 1
-            yield _metadata("thread_name", process, thread, row.thread or "tasks")
+            yield _metadata("thread_name", process, thread, name=row.thread or "tasks")
             for span in lane:
                 yield _slice(span, process, thread, start)
                 if not row.thread:
@@ -125,41 +121,12 @@ def _controller(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
             }
     if len(tasks) <= MAX_FLOW_SPANS:
         for number, (span, process, thread) in enumerate(tasks):
-            assert span.started is not None and span.finished is not None
             if span.sent is not None:
-                yield _arrow_end(
-                    "s", 2 * number, "there", span.bytes_sent, 0, 1, _microseconds(span.sent, start)
-                )
-                yield _arrow_end(
-                    "f",
-                    2 * number,
-                    "there",
-                    span.bytes_sent,
-                    process,
-                    thread,
-                    _microseconds(span.started, start),
-                )
+                ends = (0, 1, span.sent), (process, thread, span.started)
+                yield from _arrow(2 * number, "there", *ends, start, span.bytes_sent)
             if span.received is not None:
-                # Inside the slice, because an arrow at its end would not belong to the slice.
-                last = max(span.started, span.finished - INSTANT_MICROSECONDS / 1e6)
-                yield _arrow_end(
-                    "s",
-                    2 * number + 1,
-                    "back",
-                    span.bytes_received,
-                    process,
-                    thread,
-                    _microseconds(last, start),
-                )
-                yield _arrow_end(
-                    "f",
-                    2 * number + 1,
-                    "back",
-                    span.bytes_received,
-                    0,
-                    2,
-                    _microseconds(span.received, start),
-                )
+                ends = (process, thread, _last_moment(span)), (0, 2, span.received)
+                yield from _arrow(2 * number + 1, "back", *ends, start, span.bytes_received)
     waiting = 0
     steps = [(span.queued, 1) for span, _, _ in tasks] + [
         (span.started, -1) for span, _, _ in tasks
@@ -186,40 +153,31 @@ def _graph(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
         for number in dict.fromkeys(span.needed):
             if number in by_number:
                 source, source_process, source_thread = by_number[number]
-                assert source.started is not None and source.finished is not None
-                last = max(source.started, source.finished - INSTANT_MICROSECONDS / 1e6)
-                arrow = {"id": f"{number} {span.number}", "name": "input", "cat": "flow"}
-                yield {
-                    "ph": "s",
-                    **arrow,
-                    "pid": source_process,
-                    "tid": source_thread,
-                    "ts": _microseconds(last, start),
-                }
-                yield {
-                    "ph": "f",
-                    "bp": "e",
-                    **arrow,
-                    "pid": process,
-                    "tid": thread,
-                    "ts": _microseconds(span.started, start),
-                }
+                begin = source_process, source_thread, _last_moment(source)
+                end = process, thread, span.started
+                yield from _arrow(f"{number} {span.number}", "input", begin, end, start)
 
 
-def _arrow_end(
-    ph: str, number: int, name: str, size: int, process: int, thread: int, ts: float | None
-) -> Event:
-    """Return one end of an arrow."""
-    bind = {"bp": "e"} if ph == "f" else {}
-    return {
-        "ph": ph, "id": number, "name": name, "cat": "transport",
-        "pid": process, "tid": thread, "ts": ts,
-        "args": {"bytes": size}, **bind,
-    }  # fmt: skip
+def _last_moment(span: Span) -> float:
+    """Return a moment inside the slice, because an arrow at its end would not belong to it."""
+    assert span.started is not None and span.finished is not None
+    return max(span.started, span.finished - INSTANT_MICROSECONDS / 1e6)
 
 
-def _metadata(kind: str, process: int, thread: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+def _arrow(
+    number: int | str, name: str, begin: End, end: End, start: float, size: int | None = None
+) -> Iterator[Event]:
+    """Yield both ends of an arrow: of a message of that size, or from one task to another."""
+    arrow: Event = {"id": number, "name": name, "cat": "flow" if size is None else "transport"}
+    if size is not None:
+        arrow["args"] = {"bytes": size}
+    for kind, (process, thread, moment) in (({"ph": "s"}, begin), ({"ph": "f", "bp": "e"}, end)):
+        ts = _microseconds(moment, start)
+        yield {**kind, **arrow, "pid": process, "tid": thread, "ts": ts}
+
+
+def _metadata(kind: str, process: int, thread: int, **args: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
 
 
 def _microseconds(moment: float | None, start: float) -> float | None:

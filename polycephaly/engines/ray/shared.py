@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ...memory.references import Serialized, load_with_buffers
-from ...promises.promise import FINISHED, Handle, Promise, misplaced_error, pickling_state
+from ...promises.promise import FINISHED, Promise, ReleasableHandle, misplaced_error, pickling_state
 from ...wire.functions import FunctionRegistry
 from ...wire.pickling import MainSnapshot, pack_strictly
 from .buffers import LazyBuffers, RayStore
@@ -15,7 +15,7 @@ __all__ = ["RayShared", "share"]
 T = TypeVar("T")
 
 
-class RayShared(Handle, Generic[T]):
+class RayShared(ReleasableHandle, Generic[T]):
     """The handle of a value that was put into a cluster's object store once; made by `Pool.share`.
 
     In a call, the handle arrives as the value, wherever the handle stands. The value lives until
@@ -72,12 +72,6 @@ class RayShared(Handle, Generic[T]):
                 "a value shared on Ray can be pickled only for calls of its own pool"
             )
         return pickling_state.reduce_promise(self._require_promise())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
 
     def __repr__(self) -> str:
         state = "released" if self._promise is None else f"{self.nbytes:,} bytes"

@@ -91,9 +91,6 @@ class RemotePool(ExecutorBase):
             for each in self._connection.request("drones").result()
         ]
 
-    def _drones(self) -> list[RemoteDrone]:
-        return self.drones
-
     def refresh(self) -> None:
         """Make the pool take a new snapshot of the server process. See `Pool.refresh`.
 

@@ -53,7 +53,6 @@ from .messages import (
     OUTPUT_ACK,
     RECALL,
     REFUSED,
-    RELEASE,
     REPLY,
     REQUEST,
     RESULTS,
@@ -85,7 +84,6 @@ log = logging.getLogger(__name__)
 MAX_BATCH_BYTES = 256 * 1024  # after these, a message is full
 POOL_DEFAULT = -1  # a task's `retries`: as the pool is configured
 
-_NO_LEASES: list[Lease] = []
 _ERRORS: dict[str, type[Exception]] = {"MemoryError": MemoryError}
 """Exception types of failed requests, by the reply's `kind`; all others are `RuntimeError`."""
 
@@ -152,7 +150,7 @@ class Connection(ServerConnection):
             try:
                 inputs = task.capture(definition, args, kwargs, self.registry)
             finally:
-                pickling_call.connection, pickling_call.leases = None, _NO_LEASES
+                pickling_call.connection, pickling_call.leases = None, []
             if leases:
                 task.leases = leases
         except Exception as error:
@@ -174,43 +172,33 @@ class Connection(ServerConnection):
 
         The promise is rejected with `RuntimeError` if the server refuses.
         """
-        self.check_open()
-        number, promise = next(self._request_numbers), Promise[Any]()
-        self._pending_requests[number] = promise
+        number = next(self._request_numbers)
         message = {"id": number, "what": kind, **fields}
-        self.post(self._queue_request, pack_json(REQUEST, message))
+        return self._request(number, pack_json(REQUEST, message))
+
+    def share(self, buffers: Sequence[Any]) -> int:
+        """Copy `buffers` into the pool's shared memory; return the number of the value."""
+        number, request_number = next(self._request_numbers), next(self._request_numbers)
+        self._request(request_number, pack_shared_value(number, request_number, buffers)).result()
+        return number
+
+    def _request(self, number: int, frames: list[bytes]) -> Promise[Any]:
+        self.check_open()
+        promise = self._pending_requests[number] = Promise[Any]()
+        self.post(self._send_requests, [frames])
         if self.has_ended:
             self._reject_all()
         return promise
 
-    def _queue_request(self, frames: list[Any]) -> None:
-        """Send a request, at most `MAX_UNANSWERED_REQUESTS` at a time.
+    def _send_requests(self, more: Sequence[list[bytes]] = ()) -> None:
+        """Send requests, at most `MAX_UNANSWERED_REQUESTS` at a time.
 
         The server disconnects a client that sends more.
         """
-        self._unsent_requests.append(frames)
-        self._send_requests()
-
-    def _send_requests(self) -> None:
+        self._unsent_requests += more
         while self._unsent_requests and self._unanswered_requests < MAX_UNANSWERED_REQUESTS:
             self._unanswered_requests += 1
             self.send(self._unsent_requests.popleft())
-
-    def share(self, buffers: Sequence[Any]) -> int:
-        """Copy `buffers` into the pool's shared memory; return the number of the value."""
-        self.check_open()
-        number, request_number = next(self._request_numbers), next(self._request_numbers)
-        promise = Promise[Any]()
-        self._pending_requests[request_number] = promise
-        self.post(self._queue_request, pack_shared_value(number, request_number, buffers))
-        if self.has_ended:
-            self._reject_all()
-        promise.result()
-        return number
-
-    def release_shared(self, number: int) -> None:
-        """Release a shared value. Take no lock, so that finalizers may call this."""
-        self.post(self.send, pack_numbers(RELEASE, [number]))
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`: its inputs have arrived, or it is settled."""

@@ -11,11 +11,13 @@ such call holds the handle's *lease* until the call is sent, so that RELEASE is 
 from __future__ import annotations
 
 import threading
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ...drone.forwarded import shared_value
 from ...pool.base import ExecutorBase
-from ...promises.promise import Handle, misplaced_error
+from ...promises.promise import ReleasableHandle, misplaced_error
+from .messages import RELEASE, pack_numbers
+from .server_connection import ServerConnection
 
 __all__ = ["Lease", "RemoteShared", "pickling_call"]
 
@@ -32,27 +34,22 @@ class _PicklingCall(threading.local):
 pickling_call = _PicklingCall()
 
 
-class SharingConnection(Protocol):
-    """The connection to the server that stores the value."""
-
-    def release_shared(self, number: int, /) -> None: ...
-
-
 class Lease:
     """Shared ownership of a value in a server's memory.
 
     RELEASE is sent when the last reference to the lease is lost.
     """
 
-    def __init__(self, connection: SharingConnection, number: int) -> None:
+    def __init__(self, connection: ServerConnection, number: int) -> None:
         self.number = number
         self.connection = connection
 
     def __del__(self) -> None:
-        self.connection.release_shared(self.number)
+        # `post` takes no lock, as a finalizer requires.
+        self.connection.post(self.connection.send, pack_numbers(RELEASE, [self.number]))
 
 
-class RemoteShared(Handle, Generic[T]):
+class RemoteShared(ReleasableHandle, Generic[T]):
     """The handle of a value in a served pool's shared memory; made by `RemotePool.share`.
 
     In a call of that pool, the handle arrives as the value, wherever the handle stands. Large
@@ -98,12 +95,6 @@ class RemoteShared(Handle, Generic[T]):
         if lease is None:
             raise ValueError("this shared value was released")
         return lease
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
 
     def __reduce__(self) -> tuple[Any, tuple[int]]:
         lease = self._require_lease()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -27,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ...promises.promise import Promise, fulfill, reject
 from ...runtime import fork_guard
 from ...timeline.page import STATUSES, data_of, make_page, page_of, part_of, read_text
 from ...timeline.picture import OTHERS_COLOUR, PALETTE
@@ -77,25 +77,13 @@ def _in_own_thread(view: Callable[[Request], Response]) -> Callable[[Request], A
     """
 
     async def endpoint(request: Request) -> Response:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Response] = loop.create_future()
-
-        def settle(response: Response | None, error: Exception | None) -> None:
-            if answer.done():  # the page is being closed
-                return
-            if error is not None:
-                answer.set_exception(error)
-            elif response is not None:
-                answer.set_result(response)
+        answer: Promise[Response] = Promise()
 
         def run() -> None:
-            response = error = None
             try:
-                response = view(request)
-            except Exception as raised:
-                error = raised
-            with suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(settle, response, error)
+                fulfill(answer, view(request))
+            except Exception as error:
+                reject(answer, error)
 
         fork_guard.OwnThread("polycephaly-dashboard", run).start()
         return await answer

@@ -7,7 +7,6 @@ import socket
 import threading
 import weakref
 from html import escape
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ...runtime import fork_guard, parent_death
@@ -78,12 +77,7 @@ class Dashboard:
     def __enter__(self) -> Dashboard:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
