@@ -20,10 +20,14 @@ from fractions import Fraction
 import numpy
 import pytest
 from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
+from in_time import FakeReactor, dispatcher_of
 from scripts import Script, output_of
 
 import polycephaly as poly
 from polycephaly.pool.dispatcher import Dispatcher
+from polycephaly.pool.interfaces import TaskOptions
+from polycephaly.pool.map import _Ordered
+from polycephaly.pool.map_source import Source
 
 pytestmark = pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
 
@@ -47,6 +51,29 @@ def dice():
 @pytest.fixture
 def paths(tmp_path):
     return [str(tmp_path / name) for name in ("ran", "gate", "held")]
+
+
+def test_calls_are_not_held_back_for_a_whole_slice_while_the_drones_are_idle():
+    reactor = FakeReactor()
+    dispatcher = dispatcher_of(reactor, 2)
+    stream = _Ordered(
+        Source(dispatcher, TaskOptions(), operator.neg, [iter("abc")]), None, None, None
+    )
+    sent = []
+
+    def send(max_calls, send_next=stream.source.send_next):
+        """The first two calls are over before the third is sent: only then their length is known."""
+        task = send_next(max_calls)
+        reactor.turn()
+        sent.append(task)
+        if len(sent) == 2:
+            for each in sent:
+                each.handle.answers(each)
+        return task
+
+    stream.source.send_next = send
+    stream.send_ahead()
+    assert [task.count for task in sent] == [1, 1, 1]
 
 
 # -- what is called --------------------------------------------------------------------------------

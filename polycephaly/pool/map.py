@@ -237,9 +237,9 @@ class _Ordered:
             best, room = self.source.best_size(), max_calls - self._calls_in_flight
             if self._buffersize is not None:
                 best = min(best, 1 + max_calls // 32)
-            elif room < best and len(self._tasks) > 1:
+            elif room < best and len(self._tasks) > 1 and not self._tasks[-1].done():
                 # A whole slice later is better than a small one now, which would later leave room
-                # for another small one only.
+                # for another small one only. But nothing is gained while the drones are idle.
                 return
             if not self._send(min(best, room)):
                 return
