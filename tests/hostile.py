@@ -70,7 +70,7 @@ def malformed(dice: random.Random) -> Iterator[Frames]:
         frames.pack_json(frames.REQUEST, {"id": 1, "what": "status"}),
         frames.pack_numbers(frames.CANCEL, [1, 2]),
         frames.pack_numbers(frames.OUTPUT_ACK, [1]),
-        frames.pack_shared_value(1, 2, [b"a pickle", bytes(100)]),
+        frames.pack_shared_value(2, [b"a pickle", bytes(100)]),
     ]
     while True:
         said = [bytearray(part) for part in dice.choice(good)]

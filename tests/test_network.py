@@ -835,7 +835,7 @@ def test_malformed_messages_of_a_client_harm_nobody(server, card, remote):
         messages.pack_json(messages.REPLY, {"id": 1}),
         messages.pack_json(messages.OUTPUT, {"lines": [["x", "far.0", "stdout", ""]]}),
         messages.pack_numbers(messages.OUTPUT_ACK, [1 << 40]),
-        messages.pack_shared_value(1, 2, [b"a pickle", bytes(100)]),
+        messages.pack_shared_value(2, [b"a pickle", bytes(100)]),
         messages.pack_work(
             [Item(3, 1, CALL | messages.WITH_SHARED, messages.pack_shared_numbers([1, 5], b"x"))]
         ),

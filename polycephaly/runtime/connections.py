@@ -32,6 +32,8 @@ from contextlib import suppress
 from pickle import Pickler
 from typing import Any
 
+from .procfs import children_of
+
 __all__ = ["InheritanceSearch", "replace_connections"]
 
 _NETWORK_FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -139,11 +141,8 @@ def _pipes_of_programs(owner: int) -> set[tuple[str, int]]:
     input, `O_RDONLY` for a child's two outputs.
     """
     found: set[tuple[str, int]] = set()
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{owner}/task"):
-            with suppress(OSError), open(f"/proc/{owner}/task/{thread}/children") as listed:
-                for child in listed.read().split():
-                    for fd, mode in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
-                        with suppress(OSError):
-                            found.add((os.readlink(f"/proc/{child}/fd/{fd}"), mode))
+    for child in children_of(owner):
+        for fd, mode in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
+            with suppress(OSError):
+                found.add((os.readlink(f"/proc/{child}/fd/{fd}"), mode))
     return found

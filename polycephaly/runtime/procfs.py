@@ -10,6 +10,7 @@ from contextlib import suppress
 
 __all__ = [
     "boot_id",
+    "children_of",
     "descendants",
     "memory_of",
     "processor_seconds_of",
@@ -136,15 +137,19 @@ def system_call_of(pid: int, thread: str) -> str | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the children of `pid`, and theirs. Those that start or end meanwhile may be missed."""
+    """Return the children of `pid`, and theirs, as `children_of` finds them."""
+    family = [pid]
+    for each in family:
+        family += children_of(each)
+    return family[1:]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of `pid`; those that start or end meanwhile may be missed."""
     found: list[int] = []
-    parents = [pid]
-    for parent in parents:
-        with suppress(OSError):
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with suppress(OSError), open(f"/proc/{parent}/task/{thread}/children") as listed:
-                    parents += (children := [int(each) for each in listed.read().split()])
-                    found += children
+    for thread in threads_of(pid):
+        with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as listed:
+            found += map(int, listed.read().split())
     return found
 
 

@@ -167,9 +167,7 @@ class AdminService:
             )
         self._run_in_thread(reply, partial(self._on_stop, now))
 
-    def store_shared_value(
-        self, client: Client, number: int, request_number: int, buffers: list[list[bytes]]
-    ) -> None:
+    def store_shared_value(self, client: Client, number: int, buffers: list[list[bytes]]) -> None:
         """Copy a client's value into the pool's shared memory."""
 
         def copy() -> None:
@@ -178,7 +176,7 @@ class AdminService:
             value = store_pickled(buffers, store)
             self._post(partial(self._add_shared_value, client, number, value))
 
-        self._run_in_thread(partial(self._reply, client, request_number), copy)
+        self._run_in_thread(partial(self._reply, client, number), copy)
 
     def _add_shared_value(self, client: Client, number: int, value: Shared[Any]) -> None:
         """Keep a shared value for the client's later calls, unless the client has left."""

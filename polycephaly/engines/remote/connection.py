@@ -178,8 +178,8 @@ class Connection(ServerConnection):
 
     def share(self, buffers: Sequence[Any]) -> int:
         """Copy `buffers` into the pool's shared memory; return the number of the value."""
-        number, request_number = next(self._request_numbers), next(self._request_numbers)
-        self._request(request_number, pack_shared_value(number, request_number, buffers)).result()
+        number = next(self._request_numbers)
+        self._request(number, pack_shared_value(number, buffers)).result()
         return number
 
     def _request(self, number: int, frames: list[bytes]) -> Promise[Any]:

@@ -32,7 +32,7 @@ __all__ = [
     "MAX_FRAME_BYTES", "MAX_UNANSWERED_BYTES", "MAX_UNANSWERED_CALLS", "MAX_UNANSWERED_REQUESTS",
     "OUTPUT", "OUTPUT_ACK", "PART", "PING", "RECALL", "REFUSED", "RELEASE", "REPLY", "REQUEST",
     "RESULTS", "RETURNED", "RUNNING", "SHARE", "WINDOW", "WITH_SHARED", "WORK",
-    "Hello", "Item", "Result",
+    "Item", "Result",
     "pack_definition", "pack_hello", "pack_json", "pack_numbers", "pack_results",
     "pack_shared_numbers", "pack_shared_value", "pack_work",
     "read_definition", "read_hello", "read_json", "read_lines", "read_numbers", "read_results",
@@ -137,23 +137,18 @@ class Item(NamedTuple):
     resources: bytes = b""  # what the call needs, as JSON
 
 
-class Hello(NamedTuple):
-    """The peer's properties, from its HELLO."""
-
-    incompatibility: str | None  # why the peers are incompatible, or None
-    drones: int
-    properties: dict[str, Any]
-
-
 def pack_hello(drones: int = 0, **properties: Any) -> list[bytes]:
     version = _HELLO.pack(PROTOCOL, *sys.version_info[:2], drones)
     return [HELLO, version, json.dumps({"version": __version__, **properties}).encode()]
 
 
-def read_hello(frames: Sequence[bytes], peer: str, this_side: str) -> Hello:
+def read_hello(
+    frames: Sequence[bytes], peer: str, this_side: str
+) -> tuple[str | None, int, dict[str, Any]]:
     """Parse a HELLO. Raise `Malformed`.
 
-    `peer` and `this_side` name the two sides in messages.
+    Return why the two sides are incompatible (or None), the peer's number of drones, and its
+    properties. `peer` and `this_side` name the two sides in messages.
     """
     if len(frames) != 3 or len(frames[1]) != _HELLO.size:
         raise Malformed("a malformed HELLO message")
@@ -173,7 +168,7 @@ def read_hello(frames: Sequence[bytes], peer: str, this_side: str) -> Hello:
             f"{peer} runs Python {major}.{minor} and {this_side} Python {python}: functions cannot "
             "be sent between them; use the same version for both"
         )
-    return Hello(incompatibility, drones, properties)
+    return incompatibility, drones, properties
 
 
 def pack_json(kind: bytes, fields: dict[str, Any]) -> list[bytes]:
@@ -203,30 +198,22 @@ def read_lines(frames: Sequence[bytes], parts: int) -> list[tuple[Any, ...]]:
     return [tuple(each) for each in lines]
 
 
-def pack_shared_value(number: int, request_number: int, buffers: Sequence[Any]) -> list[bytes]:
-    """Pack a SHARE.
+def pack_shared_value(number: int, buffers: Sequence[Any]) -> list[bytes]:
+    """Pack a SHARE. `buffers` are bytes-like, a pickle and its buffers.
 
-    `buffers` are bytes-like, a pickle and its buffers; the reply carries `request_number`.
+    `number` is that of the value, and of the request that the reply answers.
     """
-    fields = {"number": number, "id": request_number, "sizes": [len(buffer) for buffer in buffers]}
+    fields = {"id": number, "sizes": [len(buffer) for buffer in buffers]}
     chunks = (chunk for buffer in buffers for chunk in _split(buffer))
     return [SHARE, json.dumps(fields).encode(), *chunks]
 
 
-def read_shared_value(frames: Sequence[bytes]) -> tuple[int, int, list[list[bytes]]]:
-    """Return the number, the number of the request, and the chunks of each buffer.
-
-    Raise `Malformed`.
-    """
+def read_shared_value(frames: Sequence[bytes]) -> tuple[int, list[list[bytes]]]:
+    """Return the number and the chunks of each buffer. Raise `Malformed`."""
     fields = read_json(frames[:2])
-    number, request_number, sizes = fields.get("number"), fields.get("id"), fields.get("sizes")
-    if not (
-        isinstance(number, int)
-        and isinstance(request_number, int)
-        and isinstance(sizes, list)
-        and sizes
-    ):
-        raise Malformed("a shared value without a number, request or sizes")
+    number, sizes = fields.get("id"), fields.get("sizes")
+    if not (isinstance(number, int) and isinstance(sizes, list) and sizes):
+        raise Malformed("a shared value without a number or sizes")
     chunks = iter(frames[2:])
     buffers: list[list[bytes]] = []
     for size in sizes:
@@ -241,7 +228,7 @@ def read_shared_value(frames: Sequence[bytes]) -> tuple[int, int, list[list[byte
         buffers.append(buffer)
     if next(chunks, None) is not None:
         raise Malformed("a shared value with more data than declared")
-    return number, request_number, buffers
+    return number, buffers
 
 
 def pack_shared_numbers(numbers: Sequence[int], payload: bytes) -> bytes:
