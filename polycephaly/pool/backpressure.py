@@ -10,16 +10,16 @@ because others may have been faster.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-from ..promises.promise import Signal, fulfill
-
-if TYPE_CHECKING:
-    from .reactor import Reactor
+from ..promises.promise import fulfill
+from .reactor import DrivingSignal, Reactor
 
 __all__ = ["BackPressure"]
+
+Backlog = Callable[[], int]
+"""A bound method that counts the tasks which wait in a queue."""
 
 
 class BackPressure:
@@ -31,27 +31,28 @@ class BackPressure:
     def __init__(self, reactor: Reactor, limit: int) -> None:
         self._reactor = reactor
         self._limit = limit
-        self._waiting: deque[_Room] = deque()
+        # Settled when the queue may have room, the pool is closed, or the caller stops waiting.
+        self._waiting: deque[tuple[Backlog, DrivingSignal[None]]] = deque()
 
     def __bool__(self) -> bool:
         """Return whether any caller waits."""
         return bool(self._waiting)
 
-    def has_room(self, queue: Sized) -> bool:
-        return len(queue) < self._limit
+    def has_room(self, backlog: Backlog) -> bool:
+        return backlog() < self._limit
 
-    def wait(self, queue: Sized, closed: Callable[[], bool]) -> None:
-        """Wait until `queue` has room or `closed()` is true.
+    def wait(self, backlog: Backlog, closed: Callable[[], bool]) -> None:
+        """Wait until the queue has room or `closed()` is true.
 
         Returns at once, although the queue is full, in a thread that settles promises or holds the
         reactor's lock: such a thread would wait for itself. A thread that waits may read results
-        meanwhile (`_Room._help`).
+        meanwhile.
         """
-        while not (self.has_room(queue) or closed()) and self._reactor.can_wait():
-            room = _Room(self._reactor, queue)
-            self._waiting.append(room)
+        while not (self.has_room(backlog) or closed()) and self._reactor.can_wait():
+            room: DrivingSignal[None] = DrivingSignal(self._reactor)
+            self._waiting.append((backlog, room))
             try:
-                if not (self.has_room(queue) or closed()):
+                if not (self.has_room(backlog) or closed()):
                     room.result()
             finally:  # otherwise `wake_waiters` could wake this caller in place of one that waits
                 fulfill(room)
@@ -60,29 +61,13 @@ class BackPressure:
         """Wake the callers for which there is room, or all callers if the pool is closed. Called
         while holding the reactor's lock.
         """
-        counted: dict[int, int] = {}
+        counted: dict[Backlog, int] = {}
         for _ in range(len(self._waiting)):
-            room = self._waiting.popleft()
+            backlog, room = self._waiting.popleft()
             if room.done():  # the caller no longer waits
                 continue
-            key = id(room.queue)
-            counted[key] = counted.get(key, 0) + 1
-            if closed or len(room.queue) + counted[key] <= self._limit:
+            counted[backlog] = counted.get(backlog, 0) + 1
+            if closed or backlog() + counted[backlog] <= self._limit:
                 self._reactor.deliver(partial(fulfill, room))
             else:
-                self._waiting.append(room)
-
-
-class _Room(Signal[None]):
-    """The wait of one caller.
-
-    Settled when `queue` may have room, the pool is closed, or the caller stops waiting.
-    """
-
-    def __init__(self, reactor: Reactor, queue: Sized) -> None:
-        super().__init__()
-        self.queue = queue
-        self._reactor = reactor
-
-    def _help(self, deadline: float | None) -> None:
-        self._reactor.drive(self, deadline)
+                self._waiting.append((backlog, room))

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary, finalize
 
 from ..errors import DroneDied, Lost
 from ..memory.references import Received, load
-from ..promises.promise import Promise, Signal, fulfill, reject
+from ..promises.promise import Promise, fulfill, reject
 from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
 from ..wire.functions import RemoteFunction
@@ -36,6 +36,7 @@ from ..wire.placeholders import known_owners, pickling_state, resolve
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .interfaces import State
+from .reactor import DrivingSignal
 from .task import Task
 
 __all__ = ["KeptTask", "ObjectDirectory", "RemoteObject"]
@@ -160,7 +161,7 @@ class RemoteObject:
                 f"{self.description} belongs to another process, from which this one was forked"
             )
         if packed is None:
-            fetch = _Fetch(self.directory)
+            fetch: DrivingSignal[Any] = DrivingSignal(dispatcher.reactor)
             dispatcher.post(self.directory.fetch, self, fetch)
 
             # The reactor's lock will never be taken again for this pool.
@@ -184,17 +185,6 @@ class KeptTask(Task):
     remote_object: RemoteObject | None = None  # if the task computes a lost value again
 
     unpickle: Callable[[Any], Any] = staticmethod(Kept._from_owner)
-
-
-class _Fetch(Signal[Any]):
-    """The fetching of a value in its packed form."""
-
-    def __init__(self, directory: ObjectDirectory) -> None:
-        super().__init__()
-        self._reactor = directory.dispatcher.reactor
-
-    def _help(self, deadline: float | None) -> None:
-        self._reactor.drive(self, deadline)
 
 
 class ObjectDirectory:

@@ -89,7 +89,6 @@ class Dispatcher(DispatcherBase):
         self.keeps_order = False
         # Those of `waiting` that it has yet to queue. A drone has a set for tasks of its own.
         self.to_enqueue: set[Task] = set()
-        self._backlog = _Backlog(self)
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
         # Ends this with its owner. The owner refers to the callback only weakly.
@@ -220,6 +219,11 @@ class Dispatcher(DispatcherBase):
     @property
     def resource_sizes(self) -> dict[str, int]:
         return self.resources.sizes
+
+    def _backlog(self) -> int:
+        """Return how many tasks that any drone may run count for back-pressure."""
+        queued = len(self.queue) + len(self.locality) + len(self.delayed) + len(self.to_enqueue)
+        return queued + self.resources.count(None)
 
     def has_room(self) -> bool:
         return self.backpressure is None or self.backpressure.has_room(self._backlog)
@@ -932,23 +936,6 @@ class _StartsAnew(Dispatcher):
 
 
 _restarting = threading.Lock()
-
-
-class _Backlog:
-    """The tasks that any drone may run, for back-pressure. `len` gives their number."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    def __len__(self) -> int:
-        dispatcher = self._dispatcher
-        return (
-            len(dispatcher.queue)
-            + len(dispatcher.locality)
-            + len(dispatcher.delayed)
-            + len(dispatcher.to_enqueue)
-            + dispatcher.resources.count(None)
-        )
 
 
 def _load(handle: DroneHandle) -> float:

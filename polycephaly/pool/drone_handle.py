@@ -105,7 +105,6 @@ class DroneHandle:
         self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
         self.preferred: deque[Task] = deque()  # tasks whose kept values this drone has
         self.to_enqueue: set[Task] = set()  # tasks for `dedicated` that were not queued yet
-        self.backlog = Backlog(self)
         self.packing: set[int] = set()  # kept values that it was asked to pickle
         # Kept values without references, of which the drone has to be informed: numbers, claims.
         self._dropped: deque[tuple[int, int]] = deque()
@@ -255,6 +254,11 @@ class DroneHandle:
         return self.dispatcher.has_waiting_task_for(self) or any(
             not task.done() for task in [*self.dedicated, *self.preferred]
         )
+
+    def backlog(self) -> int:
+        """Return how many tasks that only this drone may run count for back-pressure."""
+        waiting = self.dispatcher.resources.count(self)
+        return len(self.dedicated) + len(self.to_enqueue) + waiting
 
     def closed_error(self) -> BaseException:
         """Return the error for tasks that are given to the drone after its end."""
@@ -617,18 +621,6 @@ class DroneHandle:
                     self._in_stack = False
                 if before or not fatal:
                     self.stderr.append(before)
-
-
-class Backlog:
-    """The tasks that only one drone may run, for back-pressure. `len` gives their number."""
-
-    def __init__(self, handle: DroneHandle) -> None:
-        self._handle = handle
-
-    def __len__(self) -> int:
-        handle = self._handle
-        waiting = handle.dispatcher.resources.count(handle)
-        return len(handle.dedicated) + len(handle.to_enqueue) + waiting
 
 
 def drain(queue: deque[T]) -> list[T]:

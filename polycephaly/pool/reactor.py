@@ -33,13 +33,13 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ..promises import promise as promises
-from ..promises.promise import Promise, fulfill, main_thread_calls, settling_threads
+from ..promises.promise import Promise, Signal, fulfill, main_thread_calls, settling_threads
 from ..runtime import fork_guard, parent_death
 from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
 from ..runtime.tuning import tuning
 from .event_loop import EventLoop
 
-__all__ = ["Reactor", "Tenant", "lease_reactor"]
+__all__ = ["DrivingSignal", "Reactor", "Tenant", "lease_reactor"]
 
 log = logging.getLogger(__name__)
 
@@ -420,3 +420,14 @@ class Reactor(EventLoop):
         with fork_guard.guard:
             self.leases -= 1
         self.wake()
+
+
+class DrivingSignal(Signal[S]):
+    """A signal that the reactor's work settles: a thread that waits for it helps with that."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        super().__init__()
+        self._reactor = reactor
+
+    def _help(self, deadline: float | None) -> None:
+        self._reactor.drive(self, deadline)

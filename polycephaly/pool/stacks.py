@@ -18,11 +18,12 @@ from traceback import FrameSummary, StackSummary
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from ..promises.promise import Signal, fulfill
+from ..promises.promise import fulfill
 from ..wire.messages import Malformed
 from .config import check_timeout
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
+from .reactor import DrivingSignal
 from .task import Task
 from .waiting import with_item
 
@@ -164,17 +165,13 @@ class _Answer(NamedTuple):
     state: str  # if no task runs
 
 
-class DroneRequest(Signal[T | None]):
+class DroneRequest(DrivingSignal[T | None]):
     """A request to one drone. The value is None if the drone cannot be asked."""
 
     def __init__(self, dispatcher: DispatcherBase, handle: DroneHandle) -> None:
-        super().__init__()
-        self._reactor = dispatcher.reactor
+        super().__init__(dispatcher.reactor)
         self.handle = handle
         self.was_sent = False
-
-    def _help(self, deadline: float | None) -> None:
-        self._reactor.drive(self, deadline)
 
     def ask(self) -> int:
         """Send the request. Return its number."""
