@@ -149,7 +149,7 @@ def _generate(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
 
 def _failure(answers: Answers, index: int, stream: _Ordered) -> BaseException:
     error = unpack_exception(answers.error)
-    stream.source.explain(error)
+    stream.source.dispatcher.explain(error)
     _add_item(error, stream, index, answers.item)
     return error
 
@@ -279,15 +279,15 @@ class _Ordered:
         self._wait_for(task)
         # The followers are inserted before the slice is removed, so that a Ctrl-C in between finds
         # them.
-        if isinstance(task, Slice):
-            for each in reversed(task.followers):
-                self._tasks.insert(1, each)
-            self._calls_in_flight += sum(each.count for each in task.followers)
-            self._taken -= sum(each.count for each in task.followers)
+        for each in reversed(task.followers):
+            self._tasks.insert(1, each)
         self._tasks.popleft()
-        self._calls_in_flight -= task.count
+        return self._count_taken(task)
+
+    def _count_taken(self, task: Task) -> list[Task]:
+        self._calls_in_flight -= task.answered_count
+        self._taken += task.answered_count
         self.source.record_times(task)
-        self._taken += task.count
         return [task]
 
     def next_promise(self) -> Promise[Any] | None:
@@ -332,8 +332,8 @@ class _Ordered:
         promise = self.next_promise()
         while promise is not None and not promise.done() and not self.is_late():
             self.show()
-            wakeup: Promise[None] = Promise()
-            wake = partial(_settle, wakeup)
+            wakeup: Promise[object] = Promise()
+            wake = partial(fulfill, wakeup)
             promises = (promise, *self._timers())
             for each in promises:
                 each._hook(wake)
@@ -354,7 +354,7 @@ class _Ordered:
             done = self._taken
             for task in self._tasks:
                 if task.done():
-                    done += task.count - sum(each.count for each in getattr(task, "followers", ()))
+                    done += task.answered_count
             self._progress.show(done)
             if last:
                 self._progress.close()
@@ -373,8 +373,8 @@ class _Ordered:
             yield self._refresh_timer
 
     def _start_timer(self, seconds: float) -> Promise[None]:
-        reactor, timer = self.source.reactor, Promise[None]()
-        on_time = partial(_settle, timer, None)
+        reactor, timer = self.source.dispatcher.reactor, Promise[None]()
+        on_time = partial(fulfill, timer)
         reactor.post(lambda: reactor.call_later(seconds, lambda: reactor.deliver(on_time)))
         return timer
 
@@ -382,14 +382,8 @@ class _Ordered:
 class _Unordered(_Ordered):
     """The tasks of a stream, in the order in which they settle."""
 
-    def __init__(
-        self,
-        source: OneByOne,
-        buffersize: int | None,
-        deadline: float | None,
-        progress: Progress | None,
-    ) -> None:
-        super().__init__(source, buffersize, deadline, progress)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._arrived: deque[Task] = deque()
         self._next_arrival: Promise[None] = Promise()
 
@@ -400,16 +394,10 @@ class _Unordered(_Ordered):
             self._wait_for(self._next_arrival)
             self._next_arrival = Promise()
         task = self._arrived.popleft()
-        if isinstance(task, Slice):
-            for each in task.followers:
-                self._calls_in_flight += each.count
-                self._taken -= each.count
-                self._add(each)
+        for each in task.followers:
+            self._add(each)
         self._tasks.remove(task)
-        self._calls_in_flight -= task.count
-        self.source.record_times(task)
-        self._taken += task.count
-        return [task]
+        return self._count_taken(task)
 
     def next_promise(self) -> Promise[Any] | None:
         # `_next_arrival` may have reported tasks that were taken without a wait.
@@ -457,10 +445,6 @@ class _AsyncResults(AsyncIterator[Any]):
         self._results.close()
 
 
-def _settle(promise: Promise[None], _: object) -> None:
-    fulfill(promise)
-
-
 def _cancel(tasks: Reversible[Task]) -> None:
     """Cancel `tasks`, the last one first, together with their followers.
 
@@ -471,5 +455,4 @@ def _cancel(tasks: Reversible[Task]) -> None:
     """
     for task in reversed(tasks):
         task.cancel()
-        if isinstance(task, Slice):
-            _cancel(task.followers)
+        _cancel(task.followers)

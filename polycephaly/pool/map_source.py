@@ -29,7 +29,7 @@ from .task import Slice, Task
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
-    from .interfaces import EventLoop, TaskOptions, TaskRunner
+    from .interfaces import TaskOptions, TaskRunner
 
 __all__ = ["OneByOne", "Source"]
 
@@ -78,7 +78,7 @@ class OneByOne:
         self.error: Exception | None = None
         self.one_by_one = True
         self.is_finite = False  # False if not known
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self._task_options = task_options
         self._fn = fn
         self._ahead = ahead
@@ -91,10 +91,6 @@ class OneByOne:
     @property
     def label(self) -> str:
         return label(self._fn)
-
-    @property
-    def reactor(self) -> EventLoop:
-        return self._dispatcher.reactor
 
     def calls_ahead(self) -> int:
         """Return how many calls to keep in flight."""
@@ -117,9 +113,9 @@ class OneByOne:
         """
         try:
             for row in self._rows:
-                task = self.latest_task = Task(self._dispatcher)
+                task = self.latest_task = Task(self.dispatcher)
                 task.first_item, self._item = self._item, self._item + 1
-                self._dispatcher.submit(self._fn, row, {}, None, self._task_options, task)
+                self.dispatcher.submit(self._fn, row, {}, None, self._task_options, task)
                 return task
         except Exception as error:  # raised by the input, or the pool accepts no more tasks
             self.error, self._rows = error, iter(())
@@ -133,9 +129,6 @@ class OneByOne:
         """Return the tasks that were made and not yet taken, in order."""
         return [] if self.latest_task is None else [self.latest_task]
 
-    def explain(self, error: BaseException) -> None:
-        self._dispatcher.explain(error)
-
 
 class Source(OneByOne):
     """Short calls of known duration go in slices."""
@@ -148,7 +141,7 @@ class Source(OneByOne):
         iterables: Sequence[Iterable[Any]],
     ) -> None:
         super().__init__(dispatcher, task_options, fn, iterables, 0)
-        self._dispatcher: Dispatcher = dispatcher
+        self.dispatcher: Dispatcher = dispatcher
         self._options = task_options
         self._has_one_iterable = len(iterables) == 1
         self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)
@@ -181,7 +174,7 @@ class Source(OneByOne):
         return self._definition.label
 
     def calls_ahead(self) -> int:
-        dispatcher, seconds = self._dispatcher, self._definition.seconds
+        dispatcher, seconds = self.dispatcher, self._definition.seconds
         concurrent = dispatcher.size * (dispatcher.width if self._definition.overlaps else 1)
         if seconds is None:
             return 4 * concurrent
@@ -193,10 +186,10 @@ class Source(OneByOne):
 
     def tasks_ahead(self) -> int:
         """Return few at first, because the first calls may not show how long the others take."""
-        return 4 * self._dispatcher.size * self._dispatcher.width + 2 * self._answered
+        return 4 * self.dispatcher.size * self.dispatcher.width + 2 * self._answered
 
     def has_room(self) -> bool:
-        return self._dispatcher.has_room()
+        return self.dispatcher.has_room()
 
     def record_times(self, task: Task) -> None:
         """Add the times of a finished task. Followers of a slice that was cut count when they are
@@ -207,19 +200,18 @@ class Source(OneByOne):
         if answer is not None:
             self._seconds += answer.finished - answer.started
             self._bytes += answer.bytes_sent + answer.bytes_received
-            followers = task.followers if isinstance(task, Slice) else ()
-            self._calls += task.count - sum(each.count for each in followers)
+            self._calls += task.answered_count
 
     def send_next(self, max_calls: int) -> Task | None:
         task = self.latest_task = self._next
         self._next = None
         if task is None and not self.exhausted:
-            self._definition = self._dispatcher.registry.define(self._fn)
+            self._definition = self.dispatcher.registry.define(self._fn)
             try:
                 # The function may have captured a handle only now.
                 task = self._make_task(1 if self._definition.captures else max_calls)
             except RuntimeError as error:
-                if self._dispatcher.refusal is None:
+                if self.dispatcher.refusal is None:
                     raise
                 error.add_note(_EARLY_END_NOTE)
                 self.error, self.exhausted = error, True
@@ -245,7 +237,7 @@ class Source(OneByOne):
             length_hint(self._sized_rows, 0) if self._range is None else _range_length(self._range)
         )
         if rows_left:  # the last calls are divided among the drones
-            best = min(best, -(-rows_left // self._dispatcher.size))
+            best = min(best, -(-rows_left // self.dispatcher.size))
         return max(1, best)
 
     def _make_task(self, max_calls: int) -> Task | None:
@@ -281,9 +273,9 @@ class Source(OneByOne):
             args = (row,) if self._has_one_iterable else row
             pickled = self._pickled(args) if max_calls > 1 else None
             if pickled is None:
-                self.latest_task = Task(self._dispatcher)
+                self.latest_task = Task(self.dispatcher)
                 self.latest_task.first_item = self._item + len(rows)
-                self._next = self._dispatcher.submit(
+                self._next = self.dispatcher.submit(
                     self._fn, args, {}, None, self._task_options, self.latest_task
                 )
                 break
@@ -315,7 +307,7 @@ class Source(OneByOne):
             ):
                 return None
         try:
-            snapshot = self._dispatcher.registry.snapshot
+            snapshot = self.dispatcher.registry.snapshot
             with PicklingContext(None, snapshot) as pickling:
                 pickled = capture(args, snapshot, small=True)
             # An argument must be notified of the outcome of its call.
@@ -348,10 +340,10 @@ class Source(OneByOne):
             return None
         calls = pack_calls(form, self._definition.single_use, rows)
         self._row_bytes = max(1.0, len(calls) / len(rows))
-        task = self.latest_task = Slice(self._dispatcher, self._definition, calls, len(rows))
+        task = self.latest_task = Slice(self.dispatcher, self._definition, calls, len(rows))
         task.set_options(self._options)
         task.first_item, self._item = self._item, self._item + len(rows)
-        self._dispatcher.submit_task(task)
+        self.dispatcher.submit_task(task)
         return task
 
 

@@ -80,6 +80,8 @@ class Task(Promise[Any]):
     status = 0  # of the answer, as in wire/messages.py
     count = 1  # number of calls
     first_item: int | None = None  # in a `map`: the index of its first call
+    # The slices that take a slice's place, if the drone answered before the last call.
+    followers: Sequence[Slice] = ()
     position = 0  # among the tasks that its drone was sent, from 1
     definition: RemoteFunction
     answer: Answer | AnswerBatch | None = None
@@ -490,6 +492,11 @@ class Task(Promise[Any]):
         return self.first_item if self.count == 1 else None
 
     @property
+    def answered_count(self) -> int:
+        """The number of its calls that no follower has taken over."""
+        return self.count - sum(each.count for each in self.followers)
+
+    @property
     def call_number(self) -> int:
         """The number of the call, the same for all attempts."""
         return self.first_number or self.number
@@ -655,8 +662,6 @@ class Slice(Task):
     """Several calls of one function. The value is an `Answers`."""
 
     kind = CALL_SLICE
-    followers: Sequence[Slice] = ()
-    """The slices that take its place, if the drone answered before the last call."""
     continues = False
     """True for the rest of a slice that was cut while running. A slice is cut only once, so a
     second cut is a repeated message."""
@@ -668,8 +673,6 @@ class Slice(Task):
         self.definition = definition
         self.payload = calls
         self.count = count
-
-    unpickle = staticmethod(Answers)
 
     def unpack(self, payload: Any) -> Answers:
         """Return the answers at once, wherever they are stored: the reader takes one by one."""
