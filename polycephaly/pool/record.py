@@ -105,25 +105,8 @@ class TraceBuffer:
                 for task in tasks
                 if task is not None
             ]
-        queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
-        bytes_sent = first.weight * count
-        name = short_name(first.definition.label)
-        self._add(
-            Entry(
-                drone,
-                name,
-                DONE,
-                calls,
-                queued,
-                sent,
-                *times,
-                running,
-                received,
-                bytes_sent,
-                size,
-                tasks=links,
-            )
-        )
+        measured = *times, running, received, first.weight * count, size, None, links
+        self._add_entry(drone, first, last, DONE, calls, *measured)
 
     def _add_by_definition(
         self,
@@ -167,28 +150,9 @@ class TraceBuffer:
                     sum, zip(*answers, strict=True)
                 )
                 if finished - started < MIN_OWN_SPAN_SECONDS * len(run):
-                    first, last = run[0], run[-1]
-                    queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
-                    times = (
-                        (answers[0].started,),
-                        (answers[-1].finished,),
-                        finished - started,
-                        answers[-1].received,
-                    )
-                    name = short_name(first.definition.label)
-                    self._add(
-                        Entry(
-                            drone,
-                            name,
-                            DONE,
-                            len(run),
-                            queued,
-                            sent,
-                            *times,
-                            bytes_sent,
-                            bytes_received,
-                        )
-                    )
+                    times = (answers[0].started,), (answers[-1].finished,), finished - started
+                    measured = *times, answers[-1].received, bytes_sent, bytes_received
+                    self._add_entry(drone, run[0], run[-1], DONE, len(run), *measured)
                     continue
             for task in run:
                 self._add_one(drone, task, task.answer, parts.get(task.number, 1))
@@ -203,29 +167,10 @@ class TraceBuffer:
             self._slice_ends[drone] = finished
         status = status or (DONE if task.status != FAILED else _failure_status(task))
         cpu = self._cpu.pop(task.number, None) if self._cpu else None
-        times = (
-            (task.queued, task.queued),
-            (sent, sent),
-            (started,),
-            (finished,),
-            max(0.0, finished - started),
-        )
-        name = short_name(task.definition.label)
+        times = (started,), (finished,), max(0.0, finished - started)
         links = ((task.call_number, task.input_numbers, task.first_item),)
-        self._add(
-            Entry(
-                drone,
-                name,
-                status,
-                calls,
-                *times,
-                answer.received,
-                answer.bytes_sent,
-                answer.bytes_received,
-                cpu,
-                links,
-            )
-        )
+        measured = *times, *answer[2:], cpu, links
+        self._add_entry(drone, task, task, status, calls, *measured)
 
     def add_lost(self, drone: str, tasks: Iterable[Task]) -> None:
         """Record the tasks that a drone was running when it died.
@@ -239,6 +184,13 @@ class TraceBuffer:
             status = _failure_status(task) if task.done() or task.overrun else DIED
             started = 0.0 if task.definition.overlaps else before
             self._add_one(drone, task, Answer(started, now, now), task.count, status)
+
+    def _add_entry(
+        self, drone: str, first: Any, last: Any, status: str, calls: int, *measured: Any
+    ) -> None:
+        queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
+        name = short_name(first.definition.label)
+        self._add(Entry(drone, name, status, calls, queued, sent, *measured))
 
     def _add(self, entry: Entry) -> None:
         self._segment.append(entry)
