@@ -47,7 +47,7 @@ class FakeReactor:
         self.timers = Timers()
         self.timers.now = lambda: self.now
         self.tenants = []
-        self.end_promises = []
+        self.last_callbacks = []
         self._set_now = (BEGINNING, 0)  # timers at one time
         self._inbox = deque()
         self._deliveries = []

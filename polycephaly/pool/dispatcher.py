@@ -32,7 +32,7 @@ from typing import Any
 from ..errors import Lost, copy_error
 from ..memory.references import Serialized
 from ..promises.combining import race
-from ..promises.promise import CANCELLED, PENDING, Promise, Signal, reject
+from ..promises.promise import CANCELLED, PENDING, Promise, Signal, fulfill, reject
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.tuning import tuning
 from ..wire.functions import RemoteFunction
@@ -884,7 +884,7 @@ class Dispatcher(DispatcherBase):
             self.finalizer.detach()
         self.reject_all(self.queue)
         self._reject_waiting()
-        self.reactor.end_promises.append(self.ended)
+        self.reactor.last_callbacks.append(partial(fulfill, self.ended))
         self.reactor.end_lease()
 
     def _reject_waiting(self) -> None:

@@ -33,7 +33,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ..promises import promise as promises
-from ..promises.promise import Promise, Signal, fulfill, main_thread_calls, settling_threads
+from ..promises.promise import Promise, Signal, main_thread_calls, settling_threads
 from ..runtime import fork_guard, parent_death
 from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
 from ..runtime.tuning import tuning
@@ -141,14 +141,10 @@ class Reactor(EventLoop):
         super().__init__("polycephaly-reactor")
         self.leases = 0
         self.tenants: list[Tenant] = []
-        self.end_promises: list[Promise[None]] = []
-        """Promises that are settled when their tenant has ended.
-
-        If no tenant is left, they are settled after the reactor has ended too, so that nothing
-        is left of either.
-        """
         self.last_callbacks: list[Callable[[], object]] = []
-        """Called when their tenant has ended, or, if it was the last, the reactor too."""
+        """Called in order when their tenant has ended, or, if it was the last, the reactor too, so
+        that nothing is left of either.
+        """
         self._sources_made: dict[Any, Any] = {}
         self._driver_lock = threading.Lock()
         self._driver_id = 0  # the thread that holds `_driver_lock`
@@ -376,7 +372,9 @@ class Reactor(EventLoop):
 
     def _has_anything_to_do(self) -> bool:
         return bool(
-            super()._has_anything_to_do() or (self.end_promises and self.leases) or self._can_send()
+            super()._has_anything_to_do()
+            or (self.last_callbacks and self.leases)
+            or self._can_send()
         )
 
     def _can_send(self) -> bool:
@@ -389,10 +387,7 @@ class Reactor(EventLoop):
         ended = self.leases == 0 and self._end()
         if ended or self.leases:
             while self.last_callbacks:
-                self.last_callbacks.pop()()
-            promises_to_settle, self.end_promises = self.end_promises, []
-            for promise in promises_to_settle:
-                fulfill(promise)
+                self.last_callbacks.pop(0)()
         return ended
 
     def _end(self) -> bool:
