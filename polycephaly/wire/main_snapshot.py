@@ -68,14 +68,8 @@ class Placed(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Pickles by name, definitions first."""
-
-    definitions: dict[str, bytes | Placed]
-    data: dict[str, bytes | Placed]
+    pickles: dict[str, bytes | Placed]  # by name, definitions first
     left_out: dict[str, str]
-
-    def names(self) -> list[str]:
-        return [*self.definitions, *self.data]
 
 
 def take_snapshot(store: Store | None = None, range_refs: list[RangeRef] | None = None) -> Snapshot:
@@ -84,7 +78,7 @@ def take_snapshot(store: Store | None = None, range_refs: list[RangeRef] | None 
     Ranges used in the store are added to `range_refs`; the caller keeps them while drones may open
     them.
     """
-    snapshot = Snapshot({}, {}, {})
+    snapshot = Snapshot({}, {})
     main = main_namespace()
     names = {name: main[name] for name in list(main) if name not in _INTERPRETER_NAMES}
     for name, value in names.items():
@@ -92,30 +86,18 @@ def take_snapshot(store: Store | None = None, range_refs: list[RangeRef] | None 
             isinstance(value, (FunctionType, type))
             and getattr(value, "__module__", None) == "__main__"
         ):
-            _add_pickle(
-                name,
-                snapshot.definitions,
-                snapshot.left_out,
-                range_refs,
-                lambda value=value: _pickle_definition(value, store),
-            )
-    defined = MainSnapshot(snapshot.definitions)
+            _add_pickle(name, snapshot, range_refs, _pickle_definition, value, store)
+    defined = MainSnapshot(snapshot.pickles)
     for name, value in names.items():
-        if name not in snapshot.definitions and name not in snapshot.left_out:
-            _add_pickle(
-                name,
-                snapshot.data,
-                snapshot.left_out,
-                range_refs,
-                lambda value=value: _pickle_data(value, defined, store),
-            )
+        if name not in snapshot.pickles and name not in snapshot.left_out:
+            _add_pickle(name, snapshot, range_refs, _pickle_data, value, store, defined)
     return snapshot
 
 
 def restore_snapshot(snapshot: Snapshot, arena: Arena | None = None) -> MainSnapshot:
     """Put the snapshot into this process's `__main__`, except values that cannot be opened."""
     main = main_namespace()
-    for name, pickled in {**snapshot.definitions, **snapshot.data}.items():
+    for name, pickled in snapshot.pickles.items():
         try:
             main[name] = pickled.load(arena) if isinstance(pickled, Placed) else loads(pickled)
         except Exception as error:
@@ -124,32 +106,32 @@ def restore_snapshot(snapshot: Snapshot, arena: Arena | None = None) -> MainSnap
                 f"{type(error).__name__}: {error}",
                 file=sys.stderr,
             )
-    return MainSnapshot(snapshot.names())
+    return MainSnapshot(snapshot.pickles)
 
 
 def _add_pickle(
     name: str,
-    target: dict[str, bytes | Placed],
-    left_out: dict[str, str],
+    snapshot: Snapshot,
     range_refs: list[RangeRef] | None,
     pickle_value: Callable[..., bytes | Serialized],
+    *args: Any,
 ) -> None:
     try:
-        pickled = pickle_value()
+        pickled = pickle_value(*args)
     except _TooLarge as error:
-        left_out[name] = str(error)
+        snapshot.left_out[name] = str(error)
     except Exception as error:
-        left_out[name] = f"the value cannot be pickled: {type(error).__name__}: {error}"
+        snapshot.left_out[name] = f"the value cannot be pickled: {type(error).__name__}: {error}"
     else:
         if isinstance(pickled, Serialized):
             assert range_refs is not None
             range_refs += [range_ref for range_ref, _, _ in pickled.places]
-            target[name] = Placed(
+            snapshot.pickles[name] = Placed(
                 pickled.inline,
                 [(r.offset, r.length, start, length) for r, start, length in pickled.places],
             )
         else:
-            target[name] = pickled
+            snapshot.pickles[name] = pickled
 
 
 class _TooLarge(Exception):
@@ -164,7 +146,7 @@ def _check_size(size: int) -> None:
         )
 
 
-def _pickle_data(value: Any, defined: MainSnapshot, store: Store | None) -> bytes | Serialized:
+def _pickle_data(value: Any, store: Store | None, defined: MainSnapshot) -> bytes | Serialized:
     if store is not None:
         try:
             return pack_strictly(value, defined, store)

@@ -160,11 +160,6 @@ class _CommonSnapshot(MainSnapshot):
             each.unchanged(name, value) for each in self._snapshots
         )
 
-    def names(self) -> list[str]:
-        if not self._snapshots:
-            return []
-        return [name for name in self._snapshots[0].names() if self.has(name)]
-
 
 def common_snapshot() -> MainSnapshot:
     """Return the content shared with the parent process and with all started processes."""

@@ -77,7 +77,7 @@ class Launcher:
                 unsafe.warn(name)
             self._kept_memory.clear()
             self.main_copy = take_snapshot(store, self._kept_memory)
-            self.snapshot = MainSnapshot(self.main_copy.names(), self.main_copy.left_out)
+            self.snapshot = MainSnapshot(self.main_copy.pickles, self.main_copy.left_out)
         return self._start_bare(spec)
 
     def _fork(self, spec: DroneSpec, forced: bool) -> int:

@@ -114,7 +114,7 @@ class RayEngine(Engine):
 
     def _create_registry(self) -> None:
         """Put the snapshot into Ray's object store, and give the dispatcher a new registry."""
-        names = self._main_copy.names()
+        names = self._main_copy.pickles
         self._ref = ray.put(self._main_copy)
         store: Any = self._store
         self.dispatcher.registry = FunctionRegistry(
