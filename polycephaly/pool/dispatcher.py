@@ -208,6 +208,15 @@ class Dispatcher(DispatcherBase):
         self.finalizer = weakref.finalize(holder, self.close)
         self.finalizer.atexit = False
 
+    def wait_begun(self) -> None:
+        """Wait until the drones have started. End if that, or the wait, fails."""
+        try:
+            self.begun.result()
+        except BaseException:
+            self.kill()
+            self.wait_ended()
+            raise
+
     def submit_task(self, task: Task) -> None:
         """Queue a task that was made elsewhere. Raises the same errors as `submit`."""
         self._wait_for_room(None)

@@ -149,19 +149,11 @@ class Drone(DroneBase):
             on_death="end",
         )
         machine.check(1)
-        self._attach(Dispatcher(config, machine.open), detached)
-
-    def _attach(self, dispatcher: Dispatcher, detached: bool) -> None:
+        dispatcher = self._dispatcher = Dispatcher(config, machine.open)
         dispatcher.close_when_collected(self)
-        self._dispatcher = dispatcher
         if not detached:
             end_with_owner(dispatcher)
-        try:
-            dispatcher.begun.result()
-        except BaseException:
-            dispatcher.kill()
-            dispatcher.wait_ended()
-            raise
+        dispatcher.wait_begun()
         handle = dispatcher.supervisor.first
         assert handle is not None  # because the dispatcher has begun
         self._handle = handle

@@ -203,12 +203,7 @@ class Pool(ExecutorBase):
         self._machine, self._env = machine, env
         self._dispatcher = Dispatcher(config, machine.open)
         self._dispatcher.close_when_collected(self)
-        try:
-            self._dispatcher.begun.result()
-        except BaseException:
-            self._dispatcher.kill()
-            self._dispatcher.wait_ended()
-            raise
+        self._dispatcher.wait_begun()
 
     # -- tasks -------------------------------------------------------------------------------------
 
