@@ -27,7 +27,6 @@ __all__ = [
     "check_needs",
     "check_output",
     "check_priority",
-    "check_report_waiting",
     "check_resources",
     "check_retries",
     "check_seconds",
@@ -85,16 +84,15 @@ def check_start(start: str | None) -> str | None:
     return start
 
 
-def check_seconds(name: str, seconds: float | None) -> float | None:
+def check_seconds(name: str, seconds: float | None) -> None:
     if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, Real)):
         raise TypeError(f"{name} is a number of seconds, not {seconds!r}")
-    return seconds
 
 
-def check_timeout(timeout: float | None) -> float | None:
-    check_seconds("timeout", timeout)
+def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
+    check_seconds(name, timeout)
     if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        raise ValueError(f"{name} must be a positive number of seconds, not {timeout!r}")
     return timeout
 
 
@@ -104,16 +102,6 @@ def check_hang_timeout(seconds: float | None) -> float | None:
         raise ValueError(
             f"hang_timeout must be at least {MIN_HANG_TIMEOUT_SECONDS} seconds, not {seconds!r}, "
             "because the heartbeats of a drone are a tenth of a second apart"
-        )
-    return seconds
-
-
-def check_report_waiting(seconds: float | None) -> float | None:
-    check_seconds("report_waiting", seconds)
-    if seconds is not None and not seconds > 0:
-        raise ValueError(
-            "report_waiting must be a positive number of seconds, or None for never, "
-            f"not {seconds!r}"
         )
     return seconds
 

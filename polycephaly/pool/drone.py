@@ -24,7 +24,6 @@ from .config import (
     check_hang_timeout,
     check_initializer,
     check_memory,
-    check_report_waiting,
     check_retries,
     check_start,
     check_timeout,
@@ -145,7 +144,7 @@ class Drone(DroneBase):
             max_memory=check_memory(max_memory),
             max_queued=None,
             hang_timeout=check_hang_timeout(hang_timeout),
-            report_waiting=check_report_waiting(report_waiting),
+            report_waiting=check_timeout(report_waiting, "report_waiting"),
             on_death="end",
         )
         machine.check(1)
