@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import update_wrapper
 from types import FunctionType
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.functions import goes_by_reference
@@ -28,7 +28,6 @@ from .base import innermost_pool
 from .config import check_keep, check_retries, check_timeout
 from .directory import KeptTask
 from .flow_graph import record_failure, record_node
-from .interfaces import TaskOptions
 from .retry import Retry
 
 __all__ = ["flow"]
@@ -106,17 +105,17 @@ def flow(
     """
     if keep is not False:
         check_keep(keep)
-    options = None
-    if timeout is not None or retries is not None:
-        options = _Options(
-            check_timeout(timeout), None if retries is None else check_retries(retries)
-        )
+    options: dict[str, Any] = {}
+    if timeout is not None:
+        options["timeout"] = check_timeout(timeout)
+    if retries is not None:
+        options["retries"] = check_retries(retries)
     if fn is None:
         return lambda fn: _flow(fn, options, keep)
     return _flow(fn, options, keep)
 
 
-def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Callable[..., Any]:
+def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callable[..., Any]:
     if not callable(fn) or isinstance(fn, staticmethod):
         cure = (
             ": put @flow below the other decorator, next to the function"
@@ -134,8 +133,8 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
         if dispatcher.registry.snapshot is not cache.snapshot:
             cache.update(dispatcher.registry.snapshot, call, fn)
         task_options = pool._task_options
-        if options is not None:
-            task_options = options.completed_by(task_options or dispatcher.task_options)
+        if options:
+            task_options = (task_options or dispatcher.task_options)._replace(**options)
         task: Any = dispatcher.submit(
             cache.function, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
         )
@@ -150,17 +149,6 @@ def _flow(fn: Callable[..., Any], options: _Options | None, keep: bool) -> Calla
     if is_coroutine_function(fn):
         call.parks = True  # type: ignore[attr-defined]  # marks a coroutine function
     return call
-
-
-class _Options(NamedTuple):
-    timeout: float | None
-    retries: int | Retry | None
-
-    def completed_by(self, defaults: TaskOptions) -> TaskOptions:
-        return defaults._replace(
-            timeout=defaults.timeout if self.timeout is None else self.timeout,
-            retries=defaults.retries if self.retries is None else self.retries,
-        )
 
 
 class _SentFunction:

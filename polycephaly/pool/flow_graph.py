@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from html import escape
 from itertools import islice
 from typing import Any, NamedTuple
 from weakref import ref
@@ -254,10 +255,4 @@ def _text(node: Node) -> str:
 
 
 def _escaped(text: str) -> str:
-    return (
-        text.replace("&", "&amp;")
-        .replace('"', "&quot;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-        .replace("#", "#35;")
-    )
+    return escape(text, quote=False).replace('"', "&quot;").replace("#", "#35;")
