@@ -292,10 +292,8 @@ class Dispatcher(DispatcherBase):
         """Queue `task`, whose inputs are all there, unless the task is settled."""
         if task._state != PENDING or not self._enqueue(task):
             self.waiting.discard(task)
-        if self.closing:
-            self.post(self._request_end_check)
-        if task.target is not None and task.target.state is State.RETIRING:
-            self.post(self.supervisor.stop_if_retired, task.target)
+        if self.closing or (task.target is not None and task.target.state is State.RETIRING):
+            self.post(self.end_if_last, task.target)
 
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
         """Accept no more tasks, and end when all accepted tasks are done.
@@ -547,14 +545,16 @@ class Dispatcher(DispatcherBase):
     def _enqueue_in_order(self, task: Task) -> None:
         """Queue `task` by its priority, and take it out of `waiting`."""
         (self if task.target is None else task.target).to_enqueue.discard(task)
-        if self.has_ended:  # rejected by the thread that submitted it, or by `_finish`
-            return
+        if not self.has_ended:  # else rejected by the thread that submitted it, or by `_finish`
+            self._queue_in_order(task)
+            self.waiting.discard(task)
+
+    def _queue_in_order(self, task: Task) -> None:
         payload = task.payload
         if type(payload) is PayloadWithRefs:
             self._find_holder(task, payload)
         if not task.done():
             self._insert(task, first=False)
-        self.waiting.discard(task)
         self.end_if_last(task.target)
 
     def requeue(self, tasks: list[Task]) -> None:
@@ -613,14 +613,7 @@ class Dispatcher(DispatcherBase):
     def resume(self, task: Task) -> None:
         self.parked.discard(task)
         self.delayed.pop(task, None)
-        if task.done():
-            self.end_if_last(task.target)
-        elif self.abandoned:
-            self.reactor.deliver(task.cancel)
-        elif task.target is not None and task.target.state is State.DEAD:
-            self.reject_later(task, task.target.closed_error)
-        else:
-            self._enqueue(task)
+        self._queue_in_order(task)
 
     def recompute_inputs(self, tasks: list[Task], lost: Lost) -> None:
         """Handle the loss of a value that one of `tasks`, sent but not begun, depends on.
@@ -818,9 +811,6 @@ class Dispatcher(DispatcherBase):
                 self.queue.popleft()
             return True
         return any(handle.in_flight or handle.has_waiting_tasks() for handle in self.handles)
-
-    def _request_end_check(self) -> None:
-        self.end_check_due = True
 
     def _end_if_done(self) -> None:
         """End the drones, and then this dispatcher, if all tasks are done. Called once in a
