@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary, finalize
 
 from ..errors import DroneDied, Lost
@@ -40,16 +40,6 @@ from .reactor import DrivingSignal
 from .task import Task
 
 __all__ = ["KeptTask", "ObjectDirectory", "RemoteObject"]
-
-
-class Recipe(NamedTuple):
-    """The task that can compute a value again."""
-
-    definition: RemoteFunction
-    kind: int
-    args: tuple[Any, ...] | None
-    payload: Any
-    timeout: float | None
 
 
 class RefCount:
@@ -92,7 +82,9 @@ class RemoteObject:
         self.packed: bytes | Received | None = None
         self.pickling_error: bytes | None = None  # the pickled error of the value's own pickling
         self.packing_drone: DroneHandle | None = None  # the drone that was asked to pack the value
-        self.recipe: Recipe | None = None
+        # Definition, kind, args, payload and timeout of the task that can compute the value again.
+        self.recipe: tuple[RemoteFunction, int, tuple[Any, ...] | None, Any, float | None] | None
+        self.recipe = None
         self.retries = 0
         self.recomputation: Task | None = None  # the task that computes the value again
         self.loss_cause: BaseException | None = None
@@ -232,9 +224,8 @@ class ObjectDirectory:
             remote_object = RemoteObject(self, task.number, task.definition.label, nbytes, kind)
             self._remote_objects[task.number] = remote_object
             if task.retries > 0 and task.target is None:
-                remote_object.recipe = Recipe(
-                    task.definition, task.kind, task.args, task.payload, task.timeout
-                )
+                call = task.definition, task.kind, task.args, task.payload
+                remote_object.recipe = *call, task.timeout
         remote_object.recomputation = task.remote_object = remote_object.pickling_error = None
         remote_object.retries = task.retries
         self._add_holder(remote_object, handle)

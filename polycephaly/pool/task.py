@@ -393,13 +393,10 @@ class Task(Promise[Any]):
             raise lost
         (self.payload, inputs), self.unfilled = self.unfilled, None
         self.kind, self.args, self.sending = CALL_KEYWORDS, None, None
-        remote = [
-            each if isinstance(each, LazyTask) and each._is_remote() else None for each in inputs
-        ]
         self.wait_for(
             [
-                each if lazy is None else lazy.recompute(lost)
-                for lazy, each in zip(remote, inputs, strict=True)
+                each.recompute(lost) if isinstance(each, LazyTask) and each._is_remote() else each
+                for each in inputs
             ]
         )
 
