@@ -240,7 +240,7 @@ def test_reports_are_received_from_a_zygote_that_ended_with_orders_unread():
 def test_a_control_thread_that_fails_lets_no_other_thread_tell_what_was_sent():
     drone = LocalDrone.__new__(LocalDrone)
     drone.socket_lock, drone._waiting = threading.Lock(), False
-    drone._send_waiting_outcomes = mock.Mock(side_effect=OSError("no descriptor is left"))
+    drone._send_outcomes = mock.Mock(side_effect=OSError("no descriptor is left"))
     with pytest.raises(OSError, match="no descriptor"):
         drone.receive_if_free()
     assert drone.socket_lock.locked()  # until the process has ended, which is next

@@ -338,18 +338,11 @@ class DroneExecutor:
         done = len(run.done) - run.sent + (error is not None)
         return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
 
-    def _send_waiting_outcomes(self) -> None:
-        """Send the outcomes of the tasks before the long one.
-
-        Called by the control thread, holding `socket_lock`.
-        """
-        self._send_outcomes()
-
     def _send_outcomes(self) -> bool:
         """Send the collected outcomes. Return True if they went by the fast transport.
 
-        If a part of a slice went by bulk, these go by bulk too, because the last part, which must
-        not overtake it, may be among them.
+        Called by either thread, holding `socket_lock`. If a part of a slice went by bulk, these go
+        by bulk too, because the last part, which must not overtake it, may be among them.
         """
         frames = self._outcomes.take_message()
         if not frames:

@@ -346,7 +346,7 @@ class LocalDrone(DroneExecutor):
     def receive_if_free(self) -> None:
         if self.socket_lock.acquire(blocking=False):
             if not self._waiting:
-                self._send_waiting_outcomes()
+                self._send_outcomes()
                 self._cut_slice()
                 self.receive_all()
             # Not released after an error, which ends the process: the main thread would mark

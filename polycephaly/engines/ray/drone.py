@@ -205,13 +205,13 @@ class RayDrone(DroneExecutor):
                 self._pending_interrupts.clear()
             with self.socket_lock:
                 entries = self._exit_record.count_entries()
-                self._send_waiting_outcomes()
+                self._send_outcomes()
                 return self._make_report(entries, all_output=True)
 
     def _return_tasks_if_large_result(self) -> None:
         if self._has_large_result:
             with self.socket_lock:
-                self._send_waiting_outcomes()
+                self._send_outcomes()
                 self._on_recall([])
 
     def _receive(self, wait: bool) -> None:
@@ -289,7 +289,7 @@ class RayDrone(DroneExecutor):
         """Return a report if there is news, or as a `heartbeat`."""
         with self.socket_lock:
             entries = self._exit_record.count_entries()
-            self._send_waiting_outcomes()
+            self._send_outcomes()
             self._cut_slice()
             if self._outbox or heartbeat or self._has_output():
                 return self._make_report(entries)
