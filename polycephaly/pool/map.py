@@ -285,8 +285,9 @@ class _Ordered:
         return self._count_taken(task)
 
     def _count_taken(self, task: Task) -> list[Task]:
-        self._calls_in_flight -= task.answered_count
-        self._taken += task.answered_count
+        answered = task.answered_count
+        self._calls_in_flight -= answered
+        self._taken += answered
         self.source.record_times(task)
         return [task]
 
