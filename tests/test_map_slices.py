@@ -62,7 +62,7 @@ def test_calls_are_not_held_back_for_a_whole_slice_while_the_drones_are_idle():
     sent = []
 
     def send(max_calls, send_next=stream.source.send_next):
-        """The first two calls are over before the third is sent: only then their length is known."""
+        """The first two calls end before the third is sent: only then their length is known."""
         task = send_next(max_calls)
         reactor.turn()
         sent.append(task)

@@ -41,16 +41,8 @@ class _Loop:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
-        try:
+        with asyncio.Runner(loop_factory=lambda: loop):  # ends the loop as `asyncio.run` does
             loop.run_forever()
-        finally:
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
-            loop.close()
 
     def close(self) -> None:
         loop, thread = self._loop, self._thread

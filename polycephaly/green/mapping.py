@@ -33,7 +33,7 @@ from .over import Spread, par_over
 from .run import run
 from .scheduler import scheduler
 from .spawning import spawn
-from .thread import GreenThread
+from .thread import GreenThread, qualname
 
 __all__ = ["Mapped", "map", "par"]
 
@@ -165,7 +165,7 @@ def map(
         raise ValueError(f"the width must be at least 1 green thread, not {width}")
     if not callable(fn):
         raise TypeError(f"map takes a function, not {fn!r}")
-    bar = Progress(_name(fn), total_of([items])) if progress else None
+    bar = Progress(qualname(fn), total_of([items])) if progress else None
     if over is not None:
         spread = Spread(fn, items, width, over, bar)
         return spread if _in_coroutine() else run(spread.collect)
@@ -227,75 +227,59 @@ class Mapped(Collected, Generic[T]):
         try:
             async with Group() as group:
                 for _ in range(self._width):
-                    group.spawn(task, name=f"map {_name(self._fn)}")
+                    group.spawn(task, name=f"map {qualname(self._fn)}")
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             if self._progress is not None:
                 self._progress.close()
         if not all(slots):
-            raise CancelledError(f"a call of {_name(self._fn)} was cancelled")
+            raise CancelledError(f"a call of {qualname(self._fn)} was cancelled")
         return [slot[0] for slot in slots]
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return _Values(_MapWorkers(self._fn, self._items, self._width, self._progress))
+        """Start workers, each of which takes an item and puts a slot for its value into the
+        channel.
+        """
+        slots: Channel[_Slot] = Channel(self._width * MAX_UNREAD_PER_WORKER)
+        busy_workers = self._width
+
+        async def work() -> None:
+            nonlocal busy_workers
+            apply, awaits = make_apply(self._fn, self._progress)
+            thread = scheduler.current
+            event_log.number_of(thread)
+            try:
+                for item in self._items:
+                    slot = _Slot()
+                    # In the step that took the item, so that slots are in the order of the items.
+                    await slots.send(slot)
+                    began = monotonic()
+                    try:
+                        slot.set_result(await apply(item))
+                        if awaits and monotonic() - began >= MIN_EVENT_SECONDS:
+                            event_log.add_call(thread, self._fn, (item,), began)
+                    except BaseException as error:
+                        slot.set_exception(error)
+                        if not isinstance(error, Exception):
+                            raise
+            except Exception as error:  # raised by the items' iterator
+                slot = _Slot()
+                slot.set_exception(error)
+                await slots.send(slot)
+            finally:
+                busy_workers -= 1
+                if not busy_workers:
+                    slots.close()
+                    if self._progress is not None:
+                        self._progress.close()
+
+        name = f"map {qualname(self._fn)}"
+        return _Values(slots, [spawn(work, name=name) for _ in range(self._width)])
 
 
 class _Slot(Promise[Any]):
     _settled_from_outside = False
-
-
-class _MapWorkers(Generic[T]):
-    """The workers behind an ``async for``. Each takes an item and puts a slot for its value into
-    the channel.
-    """
-
-    def __init__(
-        self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None
-    ) -> None:
-        self._items = items
-        self._fn = fn
-        self._progress = progress
-        self.slots: Channel[_Slot] = Channel(width * MAX_UNREAD_PER_WORKER)
-        self._busy_workers = width
-        name = f"map {getattr(fn, '__qualname__', fn)}"
-        self.workers: list[GreenThread[Any]] = [spawn(self._task, name=name) for _ in range(width)]
-
-    async def _task(self) -> None:
-        apply, awaits = make_apply(self._fn, self._progress)
-        thread = scheduler.current
-        event_log.number_of(thread)
-        try:
-            for item in self._items:
-                slot = _Slot()
-                # In the step that took the item, so that slots are in the order of the items.
-                await self.slots.send(slot)
-                began = monotonic()
-                try:
-                    slot.set_result(await apply(item))
-                    if awaits and monotonic() - began >= MIN_EVENT_SECONDS:
-                        event_log.add_call(thread, self._fn, (item,), began)
-                except BaseException as error:
-                    slot.set_exception(error)
-                    if not isinstance(error, Exception):
-                        raise
-        except BaseException as error:  # raised by the items' iterator
-            if isinstance(error, Exception):
-                slot = _Slot()
-                slot.set_exception(error)
-                await self.slots.send(slot)
-            else:
-                raise
-        finally:
-            self._busy_workers -= 1
-            if not self._busy_workers:
-                self.slots.close()
-                if self._progress is not None:
-                    self._progress.close()
-
-    def stop(self) -> None:
-        for worker in self.workers:
-            worker.cancel()
 
 
 class _Values(AsyncIterator[Any]):
@@ -303,23 +287,23 @@ class _Values(AsyncIterator[Any]):
     raised.
     """
 
-    def __init__(self, map_workers: _MapWorkers[Any]) -> None:
-        self._workers = map_workers
+    def __init__(self, slots: Channel[_Slot], workers: list[GreenThread[Any]]) -> None:
+        self._slots = slots
+        self._workers = workers
 
     async def __anext__(self) -> Any:
         try:
-            slot = await self._workers.slots.receive()
+            slot = await self._slots.receive()
         except ChannelClosed:
             raise StopAsyncIteration from None
         try:
             return await slot
         except BaseException:
-            self._workers.stop()
+            self._cancel_workers()
             raise
 
-    def __del__(self) -> None:
-        self._workers.stop()
+    def _cancel_workers(self) -> None:
+        for worker in self._workers:
+            worker.cancel()
 
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", None) or repr(fn)
+    __del__ = _cancel_workers

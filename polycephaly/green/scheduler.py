@@ -315,7 +315,13 @@ class Scheduler:
                     forked.exit_if_forked(generation, error)
                     thread._fail(error)
                 else:
-                    if yielded is not park and self._reject_foreign_yield(thread, yielded) is LOST:
+                    if yielded is not park and (
+                        yielded is LOST
+                        or self.run_step(
+                            thread, thread._coro.throw, unsupported_await_error(yielded)
+                        )
+                        is LOST
+                    ):
                         return LOST
                 if base:
                     return thread if self.current is None else self.current
@@ -328,34 +334,24 @@ class Scheduler:
             if not self._sleep(driver):
                 return None
 
-    def _reject_foreign_yield(self, thread: Any, yielded: Any) -> Any:
-        """Handle a step that ended by something else than `PARK`. Return PARK or LOST."""
-        while yielded is not PARK and yielded is not LOST:
-            try:
-                yielded = thread._coro.throw(unsupported_await_error(yielded))
-            except StopIteration as stop:
-                thread._finish(stop.value)
-                return PARK
-            except BaseException as error:
-                thread._fail(error)
-                return PARK
-        return yielded
-
     def run_step(self, thread: Any, step: Callable[[Any], Any], arg: Any) -> Any:
         """Run one step of a parked thread out of turn. Return PARK or LOST."""
         self.current = thread
         generation = forked.generation
-        try:
-            yielded = step(arg)
-        except StopIteration as stop:
-            forked.exit_if_forked(generation)
-            thread._finish(stop.value)
-            return PARK
-        except BaseException as error:
-            forked.exit_if_forked(generation, error)
-            thread._fail(error)
-            return PARK
-        return self._reject_foreign_yield(thread, yielded)
+        while True:
+            try:
+                yielded = step(arg)
+            except StopIteration as stop:
+                forked.exit_if_forked(generation)
+                thread._finish(stop.value)
+                return PARK
+            except BaseException as error:
+                forked.exit_if_forked(generation, error)
+                thread._fail(error)
+                return PARK
+            if yielded is PARK or yielded is LOST:
+                return yielded
+            step, arg = thread._coro.throw, unsupported_await_error(yielded)
 
     def _sleep(self, driver: Driver) -> bool:
         """Sleep until there is something to do.

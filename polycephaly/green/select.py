@@ -318,17 +318,11 @@ class _Select:
         """End the held `select` with `outcome`, which it was held for."""
         hold = self.hold
         assert hold is not None
-        self.end_held(hold)
+        self.end()
         self.thread._value = outcome
         scheduler.ready.append(self.thread)
         for error in hold.errors:
             self.thread._interrupt(error)
-
-    def end_held(self, hold: Hold) -> None:
-        self.hold = None
-        self.end()
-        while hold.next_requests:
-            hold.next_requests.popleft()(False)
 
     def release(self) -> None:
         """Release the held `select`: the operation that it was held for has not happened."""

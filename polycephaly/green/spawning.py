@@ -99,40 +99,33 @@ def start(
     name: str | None = None,
     bound: bool = False,
 ) -> GreenThread[Any]:
+    coro: Any = None
     if is_coroutine(fn):
         if args:
             raise TypeError(f"a coroutine object takes no arguments: {fn!r}, {args!r}")
         coro = as_coroutine(fn, qualname(fn))
     elif is_coroutine_function(fn):
         coro = as_coroutine(fn(*args), qualname(fn))
-    elif callable(fn):
-        native: NativeThread[Any] = NativeThread(fn, args, group)
-        if name:
-            native._name = name
-        if group is not None:
-            group.children.add(native)
-        if len(scheduler.live) < MAX_LIVES_LOGGED:
-            native._spawned_at = monotonic()
-        try:
-            native.start_job(fn, args)
-        except RuntimeError:
-            if group is not None:
-                group.children.discard(native)
-            raise
-        return native
-    else:
+    elif not callable(fn):
         raise TypeError(f"a green thread runs a function or a coroutine, not {fn!r}")
-    context = copy_context()
-    if context:  # an empty context, the usual case, needs no wrapper
-        coro = InContext(coro, context)
-    thread = BoundThread(coro, group) if bound else OwnGreenThread(coro, group)
+    thread: GreenThread[Any]
+    if coro is None:
+        thread = NativeThread(fn, args, group)
+    else:
+        context = copy_context()
+        if context:  # an empty context, the usual case, needs no wrapper
+            coro = InContext(coro, context)
+        thread = BoundThread(coro, group) if bound else OwnGreenThread(coro, group)
     if name:
         thread._name = name
     if len(scheduler.live) < MAX_LIVES_LOGGED:
         thread._spawned_at = monotonic()
-    scheduler.live.add(thread)
     if group is not None:
         group.children.add(thread)  # before the thread can end
+    if isinstance(thread, NativeThread):
+        thread.start_job(fn, args)
+        return thread
+    scheduler.live.add(thread)
     scheduler.ready.append(thread)
     if scheduler.bell:
         scheduler.ring()

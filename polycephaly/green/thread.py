@@ -340,6 +340,8 @@ class NativeThread(GreenThread[T]):
             except RuntimeError:  # no native thread can be started
                 scheduler.live.discard(self)
                 scheduler.native_calls -= 1
+                if self._group is not None:
+                    self._group.children.discard(self)
                 raise
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

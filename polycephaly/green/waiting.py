@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
@@ -109,6 +109,8 @@ class Waiter:
         """Wake the thread with `error`, because the channel was closed."""
         self.thread._value = Refused(error)
         scheduler.ready.append(self.thread)
+
+    complete, fail = serve, refuse  # at the end of a transaction: an `Offer` was held before
 
 
 class Refused:
@@ -385,9 +387,6 @@ class QueuedOperation(Waiter):
     @property
     def name(self) -> str:
         return f"Channel.{self.end}"
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self  # type: ignore[return-value]  # it has a generator's methods
 
     def __iter__(self) -> QueuedOperation:
         return self

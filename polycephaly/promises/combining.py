@@ -145,10 +145,7 @@ def race(*promises: Future[Any]) -> Promise[Any]:
 
     def one_settled(future: Future[Any]) -> None:
         first._awaited = ()
-        if future.cancelled():
-            first._settle(CANCELLED, None, None)
-        else:
-            first._settle(FINISHED, *outcome(future))
+        first._settle(CANCELLED if future.cancelled() else FINISHED, *outcome(future))
         for loser in promises:
             if isinstance(loser, Promise):
                 loser._unhook(one_settled)

@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from threading import Condition, main_thread
 from time import monotonic
-from typing import Any, Generic, NoReturn, Self, TypeVar, cast, overload
+from typing import Any, Generic, Self, TypeVar, cast, overload
 
 from ..runtime.tuning import tuning
 from .trampoline import Trampoline
@@ -442,33 +442,23 @@ class Promise(Future[T], Handle, Generic[T]):
 
         def follow(inner: Promise[Any]) -> None:
             after._awaited = ()
-            _trampoline.run(
-                after._settle,
-                inner._state,
-                *((None, None) if inner._state == CANCELLED else outcome(inner)),
-            )
+            _trampoline.run(after._settle, inner._state, *outcome(inner))
 
         def on_settled(done: Promise[Any]) -> None:
             after._awaited = ()
             if isinstance(receiver, Promise):
                 receiver._awaited = ()
-            if done._state == CANCELLED:
-                _trampoline.run(after._settle, CANCELLED, None, None)
-                return
-            if done._exception is not None:
-                _trampoline.run(after._settle, FINISHED, None, done._exception)
+            if done._state == CANCELLED or done._exception is not None:
+                follow(done)
                 return
             try:
                 value = fn(done.result())
+                if isinstance(value, Promise):
+                    _check_no_cycle(value, after)
             except BaseException as error:
                 _trampoline.run(after._settle, FINISHED, None, error)
                 return
             if isinstance(value, Promise):
-                try:
-                    _check_no_cycle(value, after)
-                except RuntimeError as error:
-                    _trampoline.run(after._settle, FINISHED, None, error)
-                    return
                 after._awaited = (value,)
                 value._hook(follow)
             else:
@@ -540,7 +530,7 @@ class Promise(Future[T], Handle, Generic[T]):
         if self._state == CANCELLED and not in_green:
             # In a green thread that is not itself cancelled, the cancellation is an error like any
             # other.
-            _raise_asyncio_cancelled()
+            raise sys.modules["asyncio"].CancelledError()
         try:
             return self.result()
         finally:
@@ -876,6 +866,8 @@ def outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:
 
     Opens a value that is stored elsewhere, which may fail.
     """
+    if settled.cancelled():
+        return None, None
     error = settled.exception()
     if error is None:
         try:
@@ -883,11 +875,6 @@ def outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:
         except Exception as unopened:
             error = unopened
     return None, error
-
-
-def _raise_asyncio_cancelled() -> NoReturn:
-    asyncio = sys.modules["asyncio"]
-    raise asyncio.CancelledError()
 
 
 def _check_no_cycle(start: Promise[Any], goal: Promise[Any]) -> None:

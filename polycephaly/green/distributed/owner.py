@@ -24,15 +24,6 @@ from .transaction import Transaction, is_in_select
 __all__ = ["CreditAccount", "OwnedChannel", "OwnedState", "PendingOperation"]
 
 
-class _RemoteSelect:
-    """A `select` of another process."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 class PendingOperation(Waiter):
     """A send or receive of another process, which waits for the answer of this one."""
 
@@ -46,7 +37,7 @@ class PendingOperation(Waiter):
         self.channel = channel
         self.peer = peer
         self.number = number
-        self.select = _RemoteSelect(select) if select else None
+        self.select = select or None  # the number of its `select`
         # All operations of a select have equal threads, because a select must not meet itself.
         super().__init__((peer.address, select) if select else self, item)  # type: ignore[arg-type]
         self.withdrawn = False
@@ -76,15 +67,12 @@ class PendingOperation(Waiter):
 
     def serve(self, value: Any) -> None:
         """Report that the item has been received, or is in the buffer."""
-        self._answer(opcodes.DONE)
-
-    def complete(self, value: Any) -> None:
-        self._answer(opcodes.COMMIT)
+        self._answer(opcodes.DONE if self.select is None else opcodes.COMMIT)
 
     def refuse(self, error: BaseException) -> None:
         self._answer(opcodes.REFUSED, pack_reason(error))
 
-    fail = refuse
+    complete, fail = serve, refuse
 
     def release(self) -> None:
         self.peer.put(opcodes.RELEASE, 0, self.number)

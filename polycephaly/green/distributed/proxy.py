@@ -48,15 +48,6 @@ class _ProxyState:
         self.name = name
 
 
-class _Credit:
-    """The places that the owning process has granted to this process."""
-
-    __slots__ = ("places",)
-
-    def __init__(self) -> None:
-        self.places = 0
-
-
 class RemoteOperation(Parking):
     """A send or receive requested from the owning process; the awaitable of its answer."""
 
@@ -101,10 +92,6 @@ class RemoteOperation(Parking):
     def leave(self) -> None:
         if self.peer.requests.pop(self.number, None) is not None:
             self.peer.put(opcodes.WITHDRAW, 0, self.number)
-
-    def close(self) -> None:
-        if self.thread is not None:
-            self.leave()
 
     # -- answers of the owning process -------------------------------------------------------------
 
@@ -266,19 +253,17 @@ class BufferedChannelProxy(ChannelProxy, _Buffered[Any]):
     __slots__ = ()
 
     def _send_by_credit(self, peer: PeerConnection, content: bytes) -> bool:
-        credit = peer.credits.get(self._extra.number)
-        if credit is None or not credit.places:
+        places = peer.credits.get(self._extra.number)
+        if not places:
             return False
-        credit.places -= 1
+        peer.credits[self._extra.number] = places - 1
         peer.put(opcodes.ITEM, self._extra.number, 0, content)
         return True
 
     def _try_send(self, thread: Any, item: Any) -> bool:
-        credit = self._peer().credits.get(self._extra.number)
-        return (
-            credit is not None
-            and credit.places > 0
-            and self._send_by_credit(self._peer(), pack_item(item))
+        peer = self._peer()
+        return bool(peer.credits.get(self._extra.number)) and self._send_by_credit(
+            peer, pack_item(item)
         )
 
 
@@ -441,8 +426,7 @@ def _on_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> N
         proxy: Any = proxies.get((peer.address, number))
         if proxy is not None:
             proxy._closed, proxy._extra.reason = True, error.__cause__
-        credit = peer.credits.get(number)
-        if credit is not None and not credit.places:  # else RECALL is about to come
+        if peer.credits.get(number) == 0:  # else RECALL is about to come
             del peer.credits[number]
         return
     waiter, held = peer.requests.pop(op, None), peer.held_offers.pop(op, None)
@@ -461,10 +445,7 @@ def _on_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> N
 
 
 def _on_credit(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
-    credit = peer.credits.get(number)
-    if credit is None:
-        credit = peer.credits[number] = _Credit()
-    credit.places += places
+    peer.credits[number] = peer.credits.get(number, 0) + places
 
 
 def _on_alias(peer: PeerConnection, number: int, own_number: int, _: bytes) -> None:
@@ -475,9 +456,9 @@ def _on_alias(peer: PeerConnection, number: int, own_number: int, _: bytes) -> N
 
 
 def _on_recall(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
-    credit = peer.credits.pop(number, None)
-    if credit is not None:
-        peer.put(opcodes.REFUND, number, credit.places)
+    places = peer.credits.pop(number, None)
+    if places is not None:
+        peer.put(opcodes.REFUND, number, places)
 
 
 def on_loss(peer: PeerConnection) -> None:

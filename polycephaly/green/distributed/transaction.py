@@ -122,9 +122,9 @@ class Transaction:
             try:
                 value = unpack_item(self.item)
             except Exception as error:
-                receiver.refuse(error) if not is_in_select(receiver) else receiver.fail(error)
+                receiver.fail(error)
             else:
-                receiver.serve(value) if not is_in_select(receiver) else receiver.complete(value)
+                receiver.complete(value)
         self.commit()
 
     def commit(self) -> None:
@@ -132,10 +132,7 @@ class Transaction:
         sender = self.sender
         if sender is not None:
             self._detach(sender)
-            if is_in_select(sender):
-                sender.complete(None)
-            else:
-                sender.serve(None)
+            sender.complete(None)
         self._finish()
 
     def abort(self, declined_by: Any = None) -> None:
@@ -185,10 +182,7 @@ class Transaction:
         sender, receiver = self.sender, self.receiver
         if sender is not None:
             self._detach(sender)
-            if is_in_select(sender):
-                sender.fail(error)
-            else:
-                sender.refuse(error)
+            sender.fail(error)
         if receiver is not None:
             self._detach(receiver)
             if sender is None:
@@ -222,7 +216,7 @@ def is_in_select(waiter: Any) -> bool:
 def select_number(waiter: Any) -> tuple[str, int]:
     """Return the number of the waiter's select. These numbers have one order in all processes."""
     if waiter.is_remote:
-        return waiter.peer.address, waiter.select.number
+        return waiter.peer.address, waiter.select
     select = waiter.select
     if not select.number:
         select.number = next(get_transport().selects)
