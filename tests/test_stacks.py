@@ -462,7 +462,7 @@ def asked(handle):
 
 
 def report(handle, number, **fields):
-    handle.dispatcher.stack_requests.on_answer(handle, number, {**REPORT, **fields})
+    handle.dispatcher.stack_requests.on_answer(number, {**REPORT, **fields})
     handle.dispatcher.reactor.turn()
 
 

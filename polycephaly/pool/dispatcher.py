@@ -754,7 +754,7 @@ class Dispatcher(DispatcherBase):
             self.reactor.deliver(task.release_inputs)
         self.abandon()
 
-    def on_start_error(self, error: BaseException) -> None:
+    def give_up_starting(self, error: BaseException) -> None:
         """Break the pool because no drone can start. If the pool has not begun, its constructor
         raises `error` as it is.
         """

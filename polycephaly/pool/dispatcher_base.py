@@ -139,7 +139,7 @@ class DispatcherBase(Tenant):
     def break_pool(self, error: BaseException) -> None:
         raise NotImplementedError
 
-    def on_start_error(self, error: BaseException) -> None:
+    def give_up_starting(self, error: BaseException) -> None:
         raise NotImplementedError
 
     # -- any thread --------------------------------------------------------------------------------

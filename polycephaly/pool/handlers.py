@@ -80,10 +80,10 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         dispatcher.requeue_returned(handle, unpack_numbers(frames))
     elif kind == FRAMES:
         request, answer = unpack_frames(frames)
-        dispatcher.stack_requests.on_answer(handle, request, answer)
+        dispatcher.stack_requests.on_answer(request, answer)
         dispatcher.health_monitor.handle_frames(handle, request, answer)
     elif kind == PROFILE:
-        dispatcher.stack_requests.on_answer(handle, *unpack_frames(frames))
+        dispatcher.stack_requests.on_answer(*unpack_frames(frames))
     else:
         raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")
 

@@ -215,7 +215,7 @@ class StackRequests:
             if request.handle is handle:
                 self._dispatcher.reactor.deliver(partial(fulfill, request))
 
-    def on_answer(self, handle: DroneHandle, number: int, answer: dict[str, Any]) -> None:
+    def on_answer(self, number: int, answer: dict[str, Any]) -> None:
         """Settle the request of that number, if there is one. Raises `Malformed`."""
         request = self._pending.pop(number, None)
         if request is not None:

@@ -159,7 +159,7 @@ class Supervisor:
             )
             self._dispatcher.call_later(START_RETRY_SECONDS, self.start_missing)
         else:
-            self._dispatcher.on_start_error(error)
+            self._dispatcher.give_up_starting(error)
 
     def on_started(self, handle: DroneHandle, pid: int) -> None:
         handle.pid = pid
@@ -178,7 +178,7 @@ class Supervisor:
 
     def on_not_started(self, handle: DroneHandle, error: BaseException) -> None:
         self._remove(handle)
-        self._dispatcher.on_start_error(error)
+        self._dispatcher.give_up_starting(error)
 
     def on_hello(self, handle: DroneHandle) -> None:
         """Handle the first message of a drone: send its initializer, if there is one."""

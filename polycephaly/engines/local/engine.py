@@ -243,7 +243,7 @@ class LocalEngine(Engine):
                     and handle.pid is None
                     and not self._dispatcher.begun.done()
                 ):
-                    self._dispatcher.on_start_error(_import_error(handle, code))
+                    self._dispatcher.give_up_starting(_import_error(handle, code))
                 self._supervisor.on_died(handle, code)
             else:
                 number = report["errno"]
@@ -300,7 +300,7 @@ class LocalEngine(Engine):
         try:
             launcher = self.snapshot()
         except Exception as error:
-            self._dispatcher.post(self._dispatcher.on_start_error, name_limit(error))
+            self._dispatcher.post(self._dispatcher.give_up_starting, name_limit(error))
         else:
             self._dispatcher.post(self._use_or_discard, launcher)
 
@@ -331,7 +331,7 @@ class LocalEngine(Engine):
                 self._supervisor.on_died(handle, -signal.SIGKILL)
         code = self._reap(launcher)
         if not self._dispatcher.begun.done():
-            self._dispatcher.on_start_error(
+            self._dispatcher.give_up_starting(
                 RuntimeError(f"the zygote ended (exit code {code}) before it was ready")
             )
             for handle in orphaned:
