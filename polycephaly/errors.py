@@ -7,12 +7,13 @@ catches it.
 from __future__ import annotations
 
 import copy
+import signal
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 __all__ = [
     "ChannelClosed", "Deadlock", "DroneDied", "ItemLost", "Lost", "NoSuchName", "PoreClosed",
-    "RemoteError", "copy_error",
+    "RemoteError", "copy_error", "describe_exit",
 ]  # fmt: skip
 
 
@@ -223,6 +224,16 @@ def _copy_without_init(error: BaseException) -> BaseException:
     twin.args = error.args
     twin.__dict__.update(error.__dict__)
     return twin
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process with this exit code ended, in words that follow its name."""
+    if code >= 0:
+        return f"ended with exit status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
 
 
 class Malformed(ValueError):

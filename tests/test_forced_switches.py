@@ -237,8 +237,8 @@ def test_the_switch_interval_is_that_for_the_number_of_threads(monkeypatch):
         pool = pools[:] = [native.NativeThreadPool(16384)]
         monkeypatch.setattr(native, "_Worker", lambda *_: None)
         for _ in range(native.MANY_THREADS):
-            pool[0]._assign_or_start(abs)
-        return pool[0].remove_worker, lambda: pool[0]._assign_or_start(abs)
+            pool[0].start_urgently(abs)
+        return pool[0].remove_worker, lambda: pool[0].start_urgently(abs)
 
     pools = []
     for _, _, place in every_meeting(a_worker_ends_and_others_begin, native):

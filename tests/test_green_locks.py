@@ -174,7 +174,7 @@ def test_who_leaves_from_the_middle_of_a_long_line_leaves_the_others_in_their_or
         for i in again[:20]:
             threads[i].cancel()
         await turns()
-        assert len(lock._queue.threads) == 50 + len(again) - 20
+        assert len(lock._queue) == 50 + len(again) - 20
         lock.release()
         await turns(400)
         assert log == [i for i in range(300) if i not in gone] + again[20:]
@@ -280,7 +280,7 @@ def test_a_plain_function_that_waits_for_a_lock_can_be_cancelled(make):
         lock = make()
         async with lock:
             waiting = green.spawn(plain, lock)
-            while not lock._queue.threads:
+            while not lock._queue:
                 await green.sleep(0.001)
             assert waiting.cancel()
             assert await outcome(waiting) is CancelledError

@@ -35,7 +35,7 @@ from .call import call as _call
 from .parking import Parking
 from .scheduler import scheduler
 from .spawning import start
-from .thread import GreenThread, Wake, pause
+from .thread import GreenThread, Wake, pause, qualname
 from .waiting import Refused
 
 __all__ = ["Batch", "Call", "call"]
@@ -173,7 +173,7 @@ class _Crossings:
         self.fn = fn
         self.limit = limit
         self.using = using
-        self.name = getattr(fn, "__qualname__", None) or repr(fn)
+        self.name = qualname(fn)
         self.waiting: deque[_Request] = deque()
         self.in_flight: deque[_Request] = deque()
         self.count = 0
@@ -211,13 +211,9 @@ class _Crossings:
         """
         if crosser is self._crosser and not sys.is_finalizing():
             in_flight, self.in_flight = self.in_flight, deque()
-            for each in in_flight:
-                if not each.withdrawn:
-                    error = RuntimeError(
-                        f"the batch of {self.name} failed before this request was served"
-                    )
-                    error.__cause__ = crosser._exception
-                    each.wake(Refused(error))
+            error = RuntimeError(f"the batch of {self.name} failed before this request was served")
+            error.__cause__ = crosser._exception
+            self._reject(in_flight, error)
             if self.waiting:
                 self._start_crosser()
 

@@ -22,7 +22,6 @@ drone that inherited the channel with its snapshot: its *generation* is older th
 from __future__ import annotations
 
 import os
-import sys
 from _thread import get_ident
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
@@ -37,6 +36,7 @@ from ..promises.promise import Promise
 from ..runtime.deferred_sigint import DeferredSigint
 from ..wire import addresses
 from . import spawning
+from .run import in_asyncio
 from .scheduler import PARK, scheduler
 from .select import Guard
 from .thread import GreenThread, Wake, outside_error, pause
@@ -520,8 +520,7 @@ class Channel(ChannelQueues, Generic[T]):
     @coroutine
     def _run_in_proxy_thread(self, op: Any, *args: Any) -> Generator[Any, Any, Any]:
         """Run `op` in a proxy green thread for asyncio code, and wait for its result."""
-        asyncio = sys.modules["asyncio"]
-        if asyncio._get_running_loop() is None:
+        if not in_asyncio():
             raise RuntimeError(
                 "channels can be awaited only in green threads and asyncio: use put and get in "
                 "plain code"

@@ -11,6 +11,7 @@ from .call import call_long
 from .group import Group
 from .scheduler import scheduler
 from .spawning import spawn
+from .thread import qualname
 
 __all__ = ["Collected", "make_apply", "run_all"]
 
@@ -38,7 +39,7 @@ class Collected:
         )
 
     def __repr__(self) -> str:
-        return f"<green.map of {getattr(self._fn, '__qualname__', self._fn)}, to be awaited>"
+        return f"<green.map of {qualname(self._fn)}, to be awaited>"
 
 
 async def run_all(fns: Sequence[Any]) -> list[Any]:

@@ -104,9 +104,7 @@ class Group:
         """
         if self._cancelling or self._owner is None or self._is_over:
             return
-        self._cancelling = True
-        for child in list(self.children):
-            child.cancel()
+        self._cancel_children()
         # Store the interruption before the look at `_wake`: if another thread calls this, the block
         # may end in between. `__aexit__` sets `_wake` and then looks at the interruption. So either
         # this code sees that the block has ended, or `__aexit__` calls the interruption off.

@@ -21,27 +21,24 @@ from .waiting import WaitQueue
 __all__ = ["Barrier", "Event", "Lock", "Semaphore"]
 
 
-class _ThreadQueue:
+class _ThreadQueue(WaitQueue[GreenThread[Any]]):
     """A queue of waiting green threads."""
 
-    __slots__ = ("threads",)
-
-    def __init__(self) -> None:
-        self.threads: WaitQueue[GreenThread[Any]] = WaitQueue()
+    __slots__ = ()
 
     def wake_first(self, value: Any = None) -> None:
         """Wake the first thread in the queue; its await returns `value`."""
-        thread = self.threads.popleft()
+        thread = self.popleft()
         thread._value = value
         scheduler.ready.append(thread)
 
     def wake_all(self) -> None:
-        while self.threads:
+        while self:
             self.wake_first()
 
 
 def _describe_waiting(queue: _ThreadQueue) -> str:
-    return f", {len(queue.threads)} waiting" if queue.threads else ""
+    return f", {len(queue)} waiting" if queue else ""
 
 
 class _QueuedWait(Parking):
@@ -58,12 +55,12 @@ class _QueuedWait(Parking):
 
     def enqueue(self, thread: GreenThread[Any]) -> bool:
         self.queue = self.primitive._queue
-        self.queue.threads.append(thread)
+        self.queue.append(thread)
         return True
 
     def leave(self) -> None:
         assert self.thread is not None
-        self.queue.threads.remove(self.thread)
+        self.queue.remove(self.thread)
 
 
 class Semaphore:
@@ -137,7 +134,7 @@ class Semaphore:
             scheduler.post(self._release)
 
     def _release(self) -> None:
-        if self._queue.threads:
+        if self._queue:
             self._queue.wake_first()
         else:
             self._value += 1
@@ -221,7 +218,7 @@ class Lock(Semaphore):
         return False
 
     def _release(self) -> None:
-        self._held = bool(self._queue.threads)
+        self._held = bool(self._queue)
         super()._release()
 
     def release(self) -> None:
@@ -266,7 +263,7 @@ class Event:
             self.queue = queue = self.primitive._queue
             if self.primitive._set:
                 return False
-            queue.threads.append(thread)
+            queue.append(thread)
             return True
 
     def __init__(self) -> None:
@@ -363,7 +360,7 @@ class Barrier:
     @property
     def waiting(self) -> int:
         """Number of green threads that wait at `sync`."""
-        return len(self._queue.threads)
+        return len(self._queue)
 
     def __repr__(self) -> str:
         return f"<Barrier of {self._enrolled}{_describe_waiting(self._queue)} at {id(self):#x}>"

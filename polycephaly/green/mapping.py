@@ -7,7 +7,6 @@ Plain code waits and gets a list. A coroutine, or asyncio code, gets an awaitabl
 
 from __future__ import annotations
 
-import sys
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -30,7 +29,7 @@ from .channel import Channel
 from .collected import Collected, make_apply, run_all
 from .group import Group
 from .over import Spread, par_over
-from .run import run
+from .run import in_asyncio, run
 from .scheduler import scheduler
 from .spawning import spawn
 from .thread import GreenThread, qualname
@@ -179,7 +178,7 @@ def _run_or_return(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """
     if scheduler.in_step():
         return make()
-    return _spawn_and_await(make) if _in_asyncio() else run(make())
+    return _spawn_and_await(make) if in_asyncio() else run(make())
 
 
 async def _spawn_and_await(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -187,12 +186,7 @@ async def _spawn_and_await(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def _in_coroutine() -> bool:
-    return scheduler.in_step() or _in_asyncio()
-
-
-def _in_asyncio() -> bool:
-    asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and asyncio._get_running_loop() is not None
+    return scheduler.in_step() or in_asyncio()
 
 
 class Mapped(Collected, Generic[T]):

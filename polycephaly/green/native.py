@@ -57,7 +57,7 @@ class NativeThreadPool:
         """
         if self.busy < self.max_threads:
             self.busy += 1  # no call since the look, so no other thread ran in between
-            if self._assign_or_start(partial(self._run, job)):
+            if self.start_urgently(partial(self._run, job)):
                 return
             self.busy -= 1
             if not self.busy:
@@ -68,11 +68,24 @@ class NativeThreadPool:
         self.start_queued()
 
     def start_urgently(self, job: Callable[[], object]) -> bool:
-        """Run `job` at once, outside the limit. Return False if no thread can be started.
+        """Run `job` at once, whatever the limit. Return False if no thread can be started.
 
-        For the owner of the scheduler, the watchdog and bound threads, which must not queue.
+        For `start`, and for those that must not queue: the scheduler's owner, the watchdog and
+        bound threads.
         """
-        return self._assign_or_start(job)
+        try:
+            self._idle.pop().assign(job)
+            return True
+        except IndexError:
+            pass
+        self.count += 1
+        self._switch_interval.follow(self)
+        try:
+            _Worker(self, job)
+        except RuntimeError:  # the kernel refuses another thread
+            self.remove_worker()
+            return False
+        return True
 
     # No job is left in the queue while there is room. A submitter does A1 then A2, a worker whose
     # job is over does B1 then B2:
@@ -107,25 +120,10 @@ class NativeThreadPool:
             except IndexError:
                 self.busy -= 1
                 continue
-            if not self._assign_or_start(partial(self._run, job)):
+            if not self.start_urgently(partial(self._run, job)):
                 self._queue.appendleft(job)
                 self.busy -= 1
                 return
-
-    def _assign_or_start(self, job: Callable[[], object]) -> bool:
-        try:
-            self._idle.pop().assign(job)
-            return True
-        except IndexError:
-            pass
-        self.count += 1
-        self._switch_interval.follow(self)
-        try:
-            _Worker(self, job)
-        except RuntimeError:  # the kernel refuses another thread
-            self.remove_worker()
-            return False
-        return True
 
     def remove_worker(self) -> None:
         """Count a worker that has ended, or could not be started."""

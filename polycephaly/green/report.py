@@ -100,9 +100,9 @@ def frames_of(thread: object, frames: Mapping[int, FrameType]) -> list[FrameType
     """
     if not isinstance(thread, GreenThread):
         return []
-    coro = _coroutine_of(thread)
+    coro = unwrap(thread._coro)
     if isinstance(thread, NativeThread) and coro is None:
-        return list(_stack(frames.get(thread.in_foreign_code)))
+        return list(_stack(frames.get(thread._ident)))
     return [each for each in _chain(coro) if isinstance(each, FrameType)][::-1]
 
 
@@ -136,14 +136,10 @@ def timeline() -> Timeline:
     )
 
 
-def _coroutine_of(thread: Schedulable) -> Any:
-    return unwrap(thread._coro)
-
-
 def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
-    coro = _coroutine_of(thread)
+    coro = unwrap(thread._coro)
     if isinstance(thread, NativeThread) and coro is None:
-        ident = thread.in_foreign_code
+        ident = thread._ident
         stack = list(_stack(frames.get(ident)))
         user_frame = next((frame for frame in stack if not _is_ours(frame)), None)
         return _describe(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar, overload
@@ -12,7 +12,7 @@ from ..runtime.deferred_sigint import DeferredSigint
 from .scheduler import scheduler
 from .spawning import start
 
-__all__ = ["run"]
+__all__ = ["in_asyncio", "run"]
 
 T = TypeVar("T")
 
@@ -69,8 +69,7 @@ def run(main: Any, /, *args: Any) -> Any:
         raise RuntimeError(
             "green.run waits, and would stop every green thread inside a coroutine: use `await`"
         )
-    asyncio = sys.modules.get("asyncio")
-    if asyncio is not None and asyncio._get_running_loop() is not None:
+    if in_asyncio():
         raise RuntimeError(
             "green.run waits, and would stop the asyncio loop that runs here: use "
             "`await green.spawn(...)`"
@@ -89,3 +88,8 @@ def run(main: Any, /, *args: Any) -> Any:
         raise
     finally:
         del thread  # no cycle through the traceback of its error, which would keep the arguments
+
+
+def in_asyncio() -> bool:
+    """Return True if an asyncio loop runs in the calling native thread."""
+    return asyncio._get_running_loop() is not None

@@ -27,8 +27,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
+from inspect import CORO_CREATED, GEN_CREATED, getcoroutinestate, getgeneratorstate
 from time import monotonic, pthread_getcpuclockid
-from types import CoroutineType, GeneratorType
+from types import CoroutineType
 from typing import Any, Protocol
 
 from ..promises import promise
@@ -545,12 +546,8 @@ def unwrap(coro: Any) -> Any:
 def is_unstarted(coro: Any) -> bool:
     coro = unwrap(coro)
     if isinstance(coro, CoroutineType):
-        return not (coro.cr_suspended or coro.cr_running) and coro.cr_frame is not None
-    return (
-        isinstance(coro, GeneratorType)
-        and not (coro.gi_suspended or coro.gi_running)
-        and coro.gi_frame is not None
-    )
+        return getcoroutinestate(coro) == CORO_CREATED
+    return getgeneratorstate(coro) == GEN_CREATED
 
 
 def _assign_context(thread: Any, base: Context) -> None:

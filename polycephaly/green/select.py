@@ -119,10 +119,6 @@ class Guard(Generic[T]):
     def withdraw(self, offer: Offer) -> None:
         self.channel._withdraw_waiter(self.end, offer)
 
-    def is_local(self) -> bool:
-        """Return True if the offer is registered with a channel of this process."""
-        return not self.channel.is_remote
-
 
 class _Alarm:
     """The timer of an `after`. If cancelled, it stays in the heap for a while, but keeps nothing
@@ -150,9 +146,6 @@ class _After(Guard[None]):
     def attempt(self, thread: Any) -> Any:
         return None if self.seconds <= 0 else NOTHING
 
-    def is_local(self) -> bool:
-        return False
-
     def register(self, offer: Offer) -> None:
         offer.registration = _Alarm(offer)
         scheduler.timers.add(scheduler.timers.now() + self.seconds, offer.registration)
@@ -171,9 +164,6 @@ class _Settled(Guard[T]):
 
     def attempt(self, thread: Any) -> Any:
         return self.promise.result() if self.promise.done() else NOTHING
-
-    def is_local(self) -> bool:
-        return False
 
     def register(self, offer: Offer) -> None:
         offer.registration = lambda _: scheduler.post(lambda: self._serve(offer))
@@ -310,8 +300,10 @@ class _Select:
             self.hold.next_requests.append(answer)
         else:
             self.hold = Hold()
-            for index in [index for index in self.offers if self.guards[index].is_local()]:
-                self.guards[index].withdraw(self.offers.pop(index))
+            for index in list(self.offers):
+                guard = self.guards[index]
+                if type(guard) is Guard and not guard.channel.is_remote:
+                    guard.withdraw(self.offers.pop(index))
             answer(True)
 
     def complete(self, outcome: Any) -> None:
@@ -507,10 +499,7 @@ def _check_all_local(guards: Sequence[tuple[int, Guard[Any]]]) -> None:
     """Raise `ValueError` if a guard's channel lives in another process. Beside a choice that never
     waits, such a guard would never be chosen.
     """
-    if any(
-        getattr(guard, "channel", None) is not None and guard.channel.is_remote
-        for _, guard in guards
-    ):
+    if any(type(guard) is Guard and guard.channel.is_remote for _, guard in guards):
         raise ValueError(
             "select cannot know whether a channel that lives in another process is ready at once: "
             "use `green.after(seconds)` instead of a default or `green.skip()`"

@@ -154,7 +154,6 @@ class GreenThread(Promise[T]):
 
     # -- cancelling and interrupting ---------------------------------------------------------------
 
-    _can_be_interrupted = True
     _settled_from_outside = False
 
     def cancel(self, running: bool = True) -> bool:
@@ -283,7 +282,7 @@ class GreenThread(Promise[T]):
 
     def _mark_error_seen(self) -> None:
         if self._unseen is not None:
-            self._unseen.mark_seen()
+            self._unseen.error = None
             self._unseen = None
 
     def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
@@ -326,7 +325,7 @@ class NativeThread(GreenThread[T]):
         self, fn: Callable[..., Any], args: tuple[Any, ...], group: ThreadGroup | None = None
     ) -> None:
         super().__init__(None, group)
-        self._ident = 0  # of the native thread that runs the function
+        self._ident = 0  # of the native thread that runs the function; 0 if none does
         self._end_requested = self._end_delivered = False
         self._qualname = qualname(fn)
 
@@ -407,11 +406,6 @@ class NativeThread(GreenThread[T]):
         ):
             return self.done() and self._state == CANCELLED
         return waiting[0].cancel()
-
-    @property
-    def in_foreign_code(self) -> int:
-        """The ident of the native thread that runs the function; 0 if none does."""
-        return self._ident
 
 
 _NO_LOOP_ERRORS = ("NoEventLoopError", "AsyncLibraryNotFoundError")  # of anyio, of sniffio
@@ -554,9 +548,6 @@ class UnseenErrorReport:
         self.name = name
         self.error: BaseException | None = error
         _unseen.add(self)
-
-    def mark_seen(self) -> None:
-        self.error = None
 
     def print_if_unseen(self) -> None:
         error, self.error = self.error, None

@@ -195,7 +195,10 @@ class ChannelQueues:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ChannelClosed(f"{self!r} was closed")
+            raise self._closed_error()
+
+    def _closed_error(self) -> ChannelClosed:
+        return ChannelClosed(f"{self!r} was closed")
 
     def _has_items(self) -> bool:
         """Return True if there are items left that no waiting thread sends."""
@@ -320,7 +323,7 @@ class ChannelQueues:
                     self._refuse(waiter)
 
     def _refuse(self, waiter: Waiter) -> None:
-        waiter.refuse(ChannelClosed(f"{self!r} was closed"))
+        waiter.refuse(self._closed_error())
 
     def _match(self) -> None:
         """Bring waiters together, as after a claim has ended, when both ends may have some."""

@@ -159,9 +159,7 @@ class Watchdog:
         that sets `_running` goes on.
         """
         self._running = False
-        if scheduler.bell:
-            return True
-        if self._running:
+        if scheduler.bell or self._running:
             return True
         self._running = True
         return False

@@ -23,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
-from ..errors import DroneDied
+from ..errors import DroneDied, describe_exit
 from ..promises.promise import Promise
 from ..wire.messages import RECALL, STOP, pack_numbers
 from .cancellation import Cancellation
@@ -423,12 +423,7 @@ def surplus(handles: Sequence[DroneHandle], size: int) -> list[DroneHandle]:
 def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
     """Return the error that reports a drone's death; `task` was running, or is None."""
     code = handle.exitcode
-    if code is None:
-        end = f"died ({handle.exit_reason})"
-    else:
-        end = (
-            f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
-        )
+    end = f"died ({handle.exit_reason})" if code is None else describe_exit(code)
     reason = (
         f", because {handle.kill_reason}"
         if handle.kill_reason and code in (None, -signal.SIGKILL, -signal.SIGABRT)
@@ -448,13 +443,6 @@ def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
     )
     died.__cause__ = handle.cause
     return died
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def pool_error(event: str, cause: BaseException) -> BrokenProcessPool:

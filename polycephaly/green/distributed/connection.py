@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import socket
 from _thread import allocate_lock
 from collections import deque
@@ -23,7 +22,7 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
-from ...errors import DroneDied
+from ...errors import DroneDied, describe_exit
 from ...wire import addresses
 from ..channel import Channel
 from .opcodes import BYE, HEADER, HELLO, NAMES
@@ -271,16 +270,9 @@ def ending_of(address: str, name: str) -> PeerEnding | None:
     code = addresses.recorded_exit_code(address)
     if code is None:
         return None
-    ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
+    ended = describe_exit(code)
     text = f"drone {name} (pid {addresses.pid_of(address)}) {ended}"
     return PeerEnding(ended, DroneDied(text, drone=name, exitcode=code))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 HANDLERS: dict[int, Callable[[PeerConnection, int, int, bytes], object]] = {}

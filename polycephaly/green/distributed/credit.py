@@ -43,9 +43,6 @@ class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
         self._buffer.append(item)
         return True
 
-    def _put_in_buffer(self, item: Any) -> None:
-        self._buffer.append(item)
-
     def _free(self) -> int:
         extra = self._extra
         return self.capacity - len(self._buffer) - extra.reserved - extra.granted

@@ -17,10 +17,10 @@ without waiters.
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 from weakref import WeakValueDictionary
 
+from ...wire import addresses
 from .. import channel as channels
 from ..channel import Channel
 from .connection import Transport
@@ -61,7 +61,7 @@ def convert_inherited(channel: Any) -> None:
             f"{channel!r} is part of the snapshot, but the drone cannot address the original: "
             "pass the channel as an argument"
         )
-    pid = os.path.basename(owner_address).partition(".")[0]
+    pid = addresses.pid_of(owner_address)
     proxies.setdefault(
         (owner_address, number),
         make_proxy(channel, owner_address, number, f"the process of the snapshot (pid {pid})"),

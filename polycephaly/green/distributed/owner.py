@@ -213,9 +213,6 @@ class OwnedChannel(Channel[Any]):
     def _store(self, item: Any) -> bool:
         return False
 
-    def _put_in_buffer(self, item: Any) -> None:
-        raise AssertionError("there is no buffer")
-
     def _put_back_item(self, item: Any) -> None:
         """Put back an item, before all others."""
         self._extra.returned_items.appendleft(item)
@@ -331,17 +328,10 @@ class OwnedChannel(Channel[Any]):
 
     # -- closing -----------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise self._error()
-
-    def _error(self) -> ChannelClosed:
-        error = ChannelClosed(f"{self!r} was closed")
+    def _closed_error(self) -> ChannelClosed:
+        error = super()._closed_error()
         error.__cause__ = self._extra.reason
         return error
-
-    def _refuse(self, waiter: Waiter) -> None:
-        waiter.refuse(self._error())
 
     def _close_here(self) -> None:
         extra = self._extra
@@ -351,7 +341,7 @@ class OwnedChannel(Channel[Any]):
         for waiter in self._waiting("send"):
             self._withdraw_waiter("send", waiter)
             self._refuse(waiter)
-        payload = pack_reason(self._error())
+        payload = pack_reason(self._closed_error())
         for peer, account in extra.accounts.items():
             peer.put(opcodes.REFUSED, extra.number, 0, payload)
             if account.granted:

@@ -7,16 +7,9 @@ from typing import Any
 
 from ...wire import pickling as capturing
 from ...wire import placeholders
-from ...wire.exceptions import pack_exception, unpack_exception
+from ...wire.exceptions import pack_exception
 
-__all__ = [
-    "CLOSED_OR_RELEASED",
-    "PackedItem",
-    "pack_item",
-    "pack_reason",
-    "unpack_item",
-    "unpack_reason",
-]
+__all__ = ["CLOSED_OR_RELEASED", "PackedItem", "pack_item", "pack_reason", "unpack_item"]
 
 
 CLOSED_OR_RELEASED = "was closed, or its owning process has released it"
@@ -66,7 +59,3 @@ def unpack_item(item: Any) -> Any:
 def pack_reason(error: BaseException) -> bytes:
     """Pickle the error of an operation that has not happened, with its causes."""
     return pack_exception(error, pack_item)
-
-
-def unpack_reason(content: bytes) -> BaseException:
-    return unpack_exception(content)

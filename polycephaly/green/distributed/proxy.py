@@ -20,6 +20,7 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from ...errors import ChannelClosed, ItemLost
+from ...wire.exceptions import unpack_exception
 from .. import channel as channels
 from ..channel import Channel, Claim, _Buffered
 from ..parking import Parking
@@ -29,7 +30,7 @@ from ..waiting import NOTHING, Refused, Waiter
 from . import opcodes
 from .connection import HANDLERS, PeerConnection, PeerEnding
 from .credit import make_owned
-from .packed import CLOSED_OR_RELEASED, PackedItem, pack_item, unpack_item, unpack_reason
+from .packed import CLOSED_OR_RELEASED, PackedItem, pack_item, unpack_item
 from .transport import ChannelTransport, get_transport
 
 __all__ = ["ChannelProxy", "make_proxy", "on_loss", "proxies", "unpickle_channel"]
@@ -421,7 +422,7 @@ def _on_release(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
 
 
 def _on_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> None:
-    error = unpack_reason(payload)
+    error = unpack_exception(payload)
     if not op:
         proxy: Any = proxies.get((peer.address, number))
         if proxy is not None:

@@ -116,7 +116,7 @@ class Transaction:
             self.item_offset = receiver.deliver(self, content)
             return
         if receiver is None:
-            self.channel._put_in_buffer(self.item)
+            self.channel._buffer.append(self.item)
         else:
             self._detach(receiver)
             try:

@@ -46,7 +46,7 @@ from ..scheduler import scheduler
 from .connection import PeerConnection, PeerEnding, ending_of, keep_last
 from .opcodes import BYE, HELLO
 
-__all__ = ["ChannelTransport", "get_transport", "inherited_transports", "own_address"]
+__all__ = ["ChannelTransport", "get_transport", "inherited_transports"]
 
 log = logging.getLogger("polycephaly.green")
 
@@ -69,11 +69,6 @@ _CREDENTIALS = struct.Struct("3i")
 _transport: ChannelTransport | None = None
 
 
-def own_address() -> str | None:
-    """Return the address of this process; None if it has no pool and belongs to none."""
-    return addresses.own_address(addresses.own_directory)
-
-
 def get_transport() -> ChannelTransport:
     """Return this process's transport, opened if need be. Any thread may call this.
 
@@ -85,8 +80,8 @@ def get_transport() -> ChannelTransport:
         return transport
     with fork_guard.guard:
         if _transport is None:
-            address = own_address()
-            if address is None:
+            address = addresses.own_address(addresses.own_directory)
+            if address is None:  # this process has no pool, and belongs to none
                 raise RuntimeError(
                     "a channel can be sent only to the local drones of a pool of this process, "
                     "which has none; a channel cannot be saved, and drones of a pool reached by "
