@@ -7,10 +7,10 @@ Any number of threads may use either end; waiting threads are served in order of
 uses `put` and `get`. Asyncio code awaits `send` and `receive`.
 
 A green thread that waits alone, and for nothing else, stands in a slot: `_receiver`, or `_sender`
-with `_item`. Any thread may serve a slot on the *fast path*, a few lines without a call (see
-`Channel.send`). Everything else (several waiters, `select`, buffers, claims, closing) is done
-without locks by the scheduler's owner thread. Between two looks of that thread, another may empty a
-slot, but never fills one.
+with `_item`. If the class of the waiter is exactly `GreenThread`, any thread may serve its slot on
+the *fast path*, a few lines without a call (see `Channel.send`). Everything else (bound threads,
+several waiters, `select`, buffers, claims, closing) is done without locks by the scheduler's owner
+thread. Between two looks of that thread, another may empty a slot, but never fills one.
 
 If an interrupted waiter is no longer in the queue, it has been served: it first gets its item, and
 is interrupted at its next await. So no item is lost or doubled.
@@ -125,7 +125,8 @@ class Channel(ChannelQueues, Generic[T]):
         # The channel's generation. Negative while the channel is closed or has an `_extra`, because
         # there is no fast path then.
         self._generation = generation
-        # Present while an end is claimed or an item was given back.
+        # Present while an end is claimed or an item was given back. Always there in a proxy, and
+        # in a channel that other processes know.
         self._extra = None
 
     # -- for green threads and asyncio code --------------------------------------------------------

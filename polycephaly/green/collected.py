@@ -51,8 +51,8 @@ async def run_all(fns: Sequence[Any]) -> list[Any]:
 def make_apply(
     fn: Callable[[Any], Any], progress: Progress | None
 ) -> tuple[Callable[[Any], Any], bool]:
-    """Return the function to apply, and whether `fn` is a coroutine function. Other calls are
-    foreign calls, which are in the event log already.
+    """Return the function to apply, and whether `fn` is a coroutine function. If so, the caller
+    logs its calls; all others are foreign calls, which put themselves into the event log.
     """
 
     async def call(item: Any) -> Any:

@@ -10,9 +10,10 @@ owner, one at a time. Channels, locks and timers therefore need no locks: only t
 them. Any other thread posts a callback (`post`) or spawns a green thread.
 
 A green thread is parked if its coroutine has yielded `PARK` and its `_value` is `PARKED`. Before
-the yield, the thread registers where it waits. A wake-up stores the value of the await in `_value`
-and appends the thread to `ready`. Only the owner and the fast paths of channels (channel.py) wake
-threads, and only if `_value` is `PARKED`.
+the yield, the thread registers where it waits. A wake-up removes the registration, stores the value
+of the await in `_value` and appends the thread to `ready`. So no thread is woken twice. Only the
+owner and the fast paths of channels (channel.py) wake threads. A thread whose foreign call has lost
+the ownership is not parked: the native thread of the call appends it (`_drive`).
 
 See docs/decisions/0009-one-owner-runs-green-threads.md for the bell, the hand-over of ownership,
 and why no wake-up is lost.
@@ -143,7 +144,9 @@ class Driver:
         # Asked for by the thread itself: asking for the clock of an ended thread crashes.
         self.clock = pthread_getcpuclockid(self.ident)
         self.token = NO_CALL  # or the number of the foreign call in progress, or TAKEN
-        self.began = 0.0  # when the foreign call that was taken over was first seen
+        # When the foreign call that lost the ownership was first seen by the watchdog, or itself
+        # gave up the ownership (`step_aside`).
+        self.began = 0.0
         self.fn: Any = None  # the function of the foreign call, and the green thread that calls
         self.thread: Schedulable | None = None
         self.returned: Schedulable | None = None  # after LOST: the thread whose step it was
@@ -166,7 +169,9 @@ class Driver:
 class Scheduler:
     """The scheduler of one process; the only instance is `scheduler`.
 
-    Any thread may call the methods of the first section. All others are for the owner.
+    Any thread may call the methods of the first section. Of the others, `hand_over` is for the
+    thread that has just taken the ownership, `_start_owner` for the one that rings the bell, and
+    `_paused_for_fork` for the one that forks. The rest are for the owner.
     """
 
     def __init__(self) -> None:

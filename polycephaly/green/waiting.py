@@ -150,8 +150,8 @@ class Extra:
 
 
 class ChannelQueues:
-    """The waiters at both ends of a channel, and the operations that are possible at once: the part
-    of `Channel` (channel.py) that `select` uses. For the owner thread.
+    """The part of `Channel` (channel.py) for the owner thread, which `select` uses too: the waiters
+    at both ends, the operations that are possible at once, closing, claims and items given back.
     """
 
     __slots__ = ("__weakref__", "_closed", "_extra", "_generation", "_item", "_receiver", "_sender")

@@ -6,7 +6,7 @@
     such a step has sent messages to other processes      ──> flush them
 
 The watchdog looks every `window` while foreign calls are made, else every `SLOW_INTERVAL_SECONDS`.
-The watchdog ends when there is no owner.
+The watchdog ends when two looks in a row have found that the owner sleeps, or that there is none.
 
 Either the watchdog takes the ownership or the call keeps it, never both: see
 docs/decisions/0009-one-owner-runs-green-threads.md.
@@ -30,7 +30,8 @@ __all__ = ["Watchdog", "watchdog"]
 SLOW_INTERVAL_SECONDS = 0.05  # between looks while no foreign calls are made
 QUIET_CHECKS = 20  # looks without a foreign call before the watchdog looks slowly again
 MAX_STEP_SECONDS = 0.1  # longer times without an await are reported; and again at each doubling
-# If the watchdog wakes later than this, it had to wait for the interpreter.
+# If the watchdog wakes later than this during a step, it had to wait for the interpreter. During a
+# call, one window late is the sign.
 LATE_WAKEUP_SECONDS = 0.004
 # Windows after which a call is handed over even if no other thread could run. After that the
 # watchdog has nothing to watch.
@@ -152,11 +153,11 @@ class Watchdog:
             self._wakeup.acquire()
 
     def _may_end(self) -> bool:
-        """Return True if the watchdog may end, because there is no owner.
+        """Return True if the watchdog may end, because the owner sleeps or there is none.
 
-        An owner that begins takes its waker from the bell and then looks at `_running`. This method
-        clears `_running` and then looks at the bell. So one of the two sees the other, and the one
-        that sets `_running` goes on.
+        When an owner begins or wakes, its waker leaves the bell, and then the owner looks at
+        `_running`. This method clears `_running` and then looks at the bell. So one of the two sees
+        the other, and the one that sets `_running` goes on.
         """
         self._running = False
         if scheduler.bell or self._running:

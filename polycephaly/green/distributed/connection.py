@@ -3,7 +3,8 @@
     put(kind, channel, number, payload) ──> out ──flush: one write──> socket
     socket ──receive──> HANDLERS[kind](peer, ...)
 
-Only the scheduler's owner thread queues and receives messages. Queued messages are written by the
+Only the scheduler's owner thread queues and receives messages. A finalizer that interrupts this
+thread, even in the middle of a write, may queue messages too. Queued messages are written by the
 owner thread or, if one of its steps takes long, by the watchdog.
 
 A process that ends sends BYE. A killed process sends nothing, but its parent records how it ended
@@ -122,8 +123,7 @@ class PeerConnection:
 
         Without `by_owner`, any thread may call this, even during a step. The owner thread's next
         turn then takes over if the connection is broken, or a write is in progress. That write may
-        be one of the same thread, further up the stack, if a finalizer sends a message in the
-        middle of it.
+        be one of the owner thread itself, further up the stack, if a finalizer has interrupted it.
         """
         self._write_scheduled = False
         broken = True

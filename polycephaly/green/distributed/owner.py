@@ -116,7 +116,8 @@ class OwnedState(Extra):
         self.transport = transport
         self.number = number
         self.open_transactions = 0
-        # Transactions that gave an item of the buffer to a select, which may decline the item.
+        # Transactions that gave an item of the buffer, or one that was given back, to a select,
+        # which may decline the item.
         self.undecided = 0
         self.reserved = 0  # places of the buffer that transactions have reserved
         self.accounts: dict[PeerConnection, CreditAccount] = {}
@@ -133,7 +134,7 @@ class OwnedState(Extra):
 
 
 class OwnedChannel(Channel[Any]):
-    """A channel that other processes know. Only the owner thread calls its methods."""
+    """A channel that other processes know. The methods defined here are for the owner thread."""
 
     __slots__ = ()
     _extra: OwnedState

@@ -36,9 +36,9 @@ log = logging.getLogger("polycephaly.green")
 class Transaction:
     """The transfer of one item.
 
-    `sender` is None for an item of the buffer, `receiver` for a place in the buffer. Each is a
-    waiter: a green thread of this process, an `Offer` of one of its selects, or a
-    `PendingOperation` of another process.
+    `sender` is None for an item of the buffer, or one that was given back; `receiver` is None for a
+    place in the buffer. Each is a waiter: a green thread of this process, an `Offer` of one of its
+    selects, or a `PendingOperation` of another process.
     """
 
     __slots__ = (
@@ -178,7 +178,7 @@ class Transaction:
             self.channel._put_back(end, one)
 
     def _refuse_item(self, error: BaseException) -> None:
-        """Report `error` to the sender or, for an item of the buffer, to the receiver."""
+        """Report `error` to the sender or, if the item has none any more, to the receiver."""
         sender, receiver = self.sender, self.receiver
         if sender is not None:
             self._detach(sender)

@@ -182,7 +182,7 @@ class ChannelTransport:
         """
         if timeout < 0:
             self._wakeup_poll.poll()
-        while self._dirty:  # once, unless finalizers send messages meanwhile
+        while self._dirty:  # once, unless finalizers queue messages meanwhile
             self._flush()
         events = self._epoll.poll(timeout)
         for fd, _ in events:
