@@ -11,11 +11,12 @@ from in_time import FakeReactor, dispatcher_of, give, make_ready
 from scripted_drones import brief, interleave, lasting, overlapped
 
 from polycephaly import DroneDied, Promise
+from polycephaly.pool.collecting import take_timeline
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.supervisor import LATE_RESULTS_SECONDS
 from polycephaly.pool.task import Slice, Task
 from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
-from polycephaly.wire.slices import ITEMS, RUNNING, pack_answers, pack_calls, split_head
+from polycephaly.wire.slices import ENDED, ITEMS, RUNNING, pack_answers, pack_calls, split_head
 
 STEPS = 60
 
@@ -77,6 +78,29 @@ def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):
     )
     reactor.turn()
     assert isinstance(task.exception(), DroneDied) and not task.followers
+
+
+def test_a_part_of_a_slice_without_calls_is_no_span(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    task = Slice(dispatcher, dispatcher.registry.define(brief), pack_calls(ITEMS, False, "abc"), 3)
+    task.first_item = 10
+    dispatcher.submit_task(task)
+    reactor.turn()
+
+    def answer(number, values, rest, state):
+        payload = split_head(len(values), rest, state) + pack_answers(values, False, None, None)
+        outcome = pack_outcome(number, SPLIT, reactor.now, reactor.now, payload, b"")
+        handle_message(dispatcher, handle, pack_outcomes([outcome]))
+        reactor.turn()
+
+    answer(task.number, [], 2, RUNNING)  # cut in its first call
+    answer(task.number, ["a"], 0, ENDED)
+    [rest] = handle.in_flight.values()
+    answer(rest.number, ["b", "c"], 0, RUNNING)  # cut after its last call, and of that it says so
+    answer(rest.number, [], 0, ENDED)
+    spans = take_timeline(dispatcher).spans
+    assert [(span.item, span.calls) for span in spans] == [(10, 1), (11, 2)]
 
 
 def test_a_time_limit_does_not_hit_a_call_that_a_dead_drone_had_answered(reactor):

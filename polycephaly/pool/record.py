@@ -155,7 +155,9 @@ class TraceBuffer:
                     self._add_entry(drone, run[0], run[-1], DONE, len(run), *measured)
                     continue
             for task in run:
-                self._add_one(drone, task, task.answer, parts.get(task.number, 1))
+                calls = parts.get(task.number, 1)
+                if calls:  # else a slice was cut in its first call, or just after its last one
+                    self._add_one(drone, task, task.answer, calls)
 
     def _add_one(
         self, drone: str, task: Task, answer: Answer, calls: int, status: str = ""
