@@ -45,7 +45,6 @@ class AdministeredServer(Protocol):
     @property
     def name(self) -> str: ...
     def status(self) -> dict[str, Any]: ...
-    def cancel_tasks(self, of: Sequence[str], asking: Client) -> list[str]: ...
 
 
 class AdminService:
@@ -60,6 +59,7 @@ class AdminService:
         pool: Pool,
         joined_hosts: JoinedHosts,
         post: Callable[[Callable[[], object]], object],
+        cancel_tasks: Callable[[Sequence[str], Client], list[str]],
         on_stop: Callable[[bool], object] | None,
     ) -> None:
         self._server = server
@@ -67,6 +67,7 @@ class AdminService:
         self._dispatcher = pool._dispatcher
         self._joined_hosts = joined_hosts
         self._post = post
+        self._cancel_tasks = cancel_tasks
         self._on_stop = on_stop
         # Held while a status or a timeline is computed. `Client.long_request_lock` queues such
         # requests of one client.
@@ -121,7 +122,7 @@ class AdminService:
             elif kind == "resize":
                 self._run_in_thread(reply, partial(self._pool.resize, size))
             elif kind == "cancel":
-                reply(value=self._server.cancel_tasks(_read_names(request.get("clients")), client))
+                reply(value=self._cancel_tasks(_read_names(request.get("clients")), client))
             elif kind == "stop":
                 self._stop(reply, bool(request.get("now")))
             else:

@@ -138,7 +138,9 @@ class Server:
         self._clients: dict[bytes, Client] = {}
         self._joined_hosts = JoinedHosts(self._dispatcher, self._send, self._post)
         self._fair_order = FairOrder(self._dispatcher)
-        self._admin = AdminService(self, pool, self._joined_hosts, self._post, on_stop)
+        self._admin = AdminService(
+            self, pool, self._joined_hosts, self._post, self._cancel_tasks, on_stop
+        )
         self._unreachable: set[bytes] = set()  # peers that cannot be sent to any more
         self._muted: set[bytes] = set()  # disconnected peers, whose messages are dropped
         self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
@@ -279,26 +281,6 @@ class Server:
             "tasks_failed": status["tasks_failed"] + self._client_errors,
             "drones": status["drones"] + self._joined_hosts.drones(),
         }
-
-    def cancel_tasks(self, of: Sequence[str], asking: Client) -> list[str]:
-        """Cancel all calls of the clients of these names, or of all but `asking` if there are none.
-
-        Return the names of the clients that had calls here. Raise `RuntimeError` if a name is
-        unknown. Called while holding the server's lock.
-        """
-        clients = [*self._clients.values()]
-        names = sorted({each.name for each in clients})
-        for name in of:
-            if name not in names:
-                raise RuntimeError(f"{self.name} has no client {name}, but {', '.join(names)}")
-        chosen = [each for each in clients if (each.name in of if of else each is not asking)]
-        had_calls = {each.name for each in chosen if each.session.tasks or each.session.waiting}
-        for each in chosen:
-            session = each.session
-            # Newest first: a waiting call would otherwise begin when a running one is cancelled.
-            session.cancel([*session.waiting, *reversed(session.tasks)], running=True)
-            each.send([CANCEL])  # the client has more calls, which wait for credit
-        return sorted(had_calls)
 
     # -- in the loop: turns ------------------------------------------------------------------------
 
@@ -664,6 +646,26 @@ class Server:
                 reason,
             )
         self._disconnected.clear()
+
+    def _cancel_tasks(self, of: Sequence[str], asking: Client) -> list[str]:
+        """Cancel all calls of the clients of these names, or of all but `asking` if there are none.
+
+        Return the names of the clients that had calls here. Raise `RuntimeError` if a name is
+        unknown. Called while holding the server's lock.
+        """
+        clients = [*self._clients.values()]
+        names = sorted({each.name for each in clients})
+        for name in of:
+            if name not in names:
+                raise RuntimeError(f"{self.name} has no client {name}, but {', '.join(names)}")
+        chosen = [each for each in clients if (each.name in of if of else each is not asking)]
+        had_calls = {each.name for each in chosen if each.session.tasks or each.session.waiting}
+        for each in chosen:
+            session = each.session
+            # Newest first: a waiting call would otherwise begin when a running one is cancelled.
+            session.cancel([*session.waiting, *reversed(session.tasks)], running=True)
+            each.send([CANCEL])  # the client has more calls, which wait for credit
+        return sorted(had_calls)
 
     def _drop_client(self, client: Client, reason: str) -> None:
         if self._clients.pop(client.identity, None) is None:
