@@ -415,9 +415,10 @@ def tell_of(phase: Phase) -> None:
             f"  {len(dispatcher.queue)} in the queue, wants tasks {dispatcher.wants_tasks}",
             file=sys.stderr,
         )
-        for link in dispatcher.handles:
+        for handle in dispatcher.handles:
             print(
-                f"  {link.name} pid {link.pid} {link.state!r} flight {list(link.in_flight)[:10]}",
+                f"  {handle.name} pid {handle.pid} {handle.state!r} "
+                f"in flight {list(handle.in_flight)[:10]}",
                 file=sys.stderr,
             )
     faulthandler.dump_traceback(all_threads=True)

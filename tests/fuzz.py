@@ -8,11 +8,12 @@
 
     stage       who says it                                     what has to hold
     decoders    nobody: each decoder is given it                it returns, or raises `Malformed`
-    strangers   unknown identities and raw bytes, at the hub    dropped unseen: nothing unpickled,
-                                                                nobody else disturbed
-    hub         a drone, by its lane and its DEALER             the pool goes on, all promises are
+    strangers   unknown identities and raw bytes                dropped unseen: nothing unpickled,
+                to the reactor                                  nobody else disturbed
+    reactor     a drone, by both of its transports              the pool goes on, all promises are
                                                                 settled
-    drones      the hub, by lane and ROUTER, to idle and busy   the drone goes on, its ear too
+    drones      the reactor, by both, to idle and busy drones   the drone goes on, and so does its
+                                                                control thread
 
 Each message follows from seed and number alone. A stage runs in a process of its own, so that
 crashes and hangs are findings as others are: the message is printed in hex, and the exit status is
@@ -190,8 +191,8 @@ def memory(region: int = 0) -> Iterator[tuple[Store, RefTable]]:
         arena.end()
 
 
-def work_messages(store: Store, ledger: RefTable, first: int = UNLIKELY) -> list[Frames]:
-    """As a hub says them, of numbers from `first` on, and of definitions from there on too."""
+def work_messages(store: Store, ref_table: RefTable, first: int = UNLIKELY) -> list[Frames]:
+    """As a reactor says them, of numbers from `first` on, and of definitions from there on too."""
     abs_, code, together, pow_ = range(first, first + 4)
     define = TaskBatch()
     for number, kind, payload in (
@@ -226,15 +227,15 @@ def work_messages(store: Store, ledger: RefTable, first: int = UNLIKELY) -> list
     large.add(first + 8, CALL, abs_, pickle.dumps((1,), 5))
     large.add(first + 9, CALL, abs_, bytes(MIN_LARGE_BYTES + 1))
     shared = TaskBatch()
-    shared.add(first + 10, CALL | SHARED, abs_, shared_payload(store, ledger))
-    shared.add(first + 11, DEFINE_CALLABLE | SHARED, 0, shared_payload(store, ledger))
+    shared.add(first + 10, CALL | SHARED, abs_, shared_payload(store, ref_table))
+    shared.add(first + 11, DEFINE_CALLABLE | SHARED, 0, shared_payload(store, ref_table))
     batches = [define, define, calls, calls, single, slices, told, shared]
     return [*(each.frames() for each in batches), large.frames()]
 
 
-def shared_payload(store: Store, ledger: RefTable) -> bytes:
+def shared_payload(store: Store, ref_table: RefTable) -> bytes:
     segment, places = store.put([[pickle.dumps(("a", 1), 5)], [bytes(5000)]])
-    return Serialized(b"", [(segment, *place) for place in places]).pack_header(ledger)
+    return Serialized(b"", [(segment, *place) for place in places]).pack_header(ref_table)
 
 
 def order_messages(first: int = UNLIKELY) -> list[Frames]:
@@ -266,7 +267,9 @@ def report_of(number: int) -> dict[str, Any]:
 NOBODYS = (UNLIKELY, UNLIKELY + 1)
 
 
-def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBODYS) -> list[Frames]:
+def result_messages(
+    store: Store, ref_table: RefTable, known: Sequence[int] = NOBODYS
+) -> list[Frames]:
     """As a drone says them, of the work that is `known`."""
     one, other = known[0], known[-1]
     now = time.monotonic()
@@ -294,8 +297,8 @@ def result_messages(store: Store, ledger: RefTable, known: Sequence[int] = NOBOD
         [outcome(other, SPLIT, split_head(0, 3, ENDED) + answers), outcome(one, VALUE, b"")],
         [outcome(one, SPLIT, split_head(1, 1, FAILED) + answers)],
         [outcome(0, EVENT_LOG, trail_of_one(one)), outcome(one, VALUE, value)],
-        [outcome(one, VALUE | SHARED, shared_payload(store, ledger))],
-        [outcome(one, SPLIT | SHARED, split_head(3, 0, ENDED) + shared_payload(store, ledger))],
+        [outcome(one, VALUE | SHARED, shared_payload(store, ref_table))],
+        [outcome(one, SPLIT | SHARED, split_head(3, 0, ENDED) + shared_payload(store, ref_table))],
     ]  # fmt: skip
     beside = [outcome(one, VALUE | LARGE, b""), outcome(other, VALUE, b"")]
     return [
@@ -417,7 +420,7 @@ def well_formed(frames: Sequence[bytes]) -> bytes:
 
 
 def packet(frames: Sequence[bytes], dice: random.Random) -> bytes:
-    """What goes through a lane: well formed, or not."""
+    """What goes through a fast transport: well formed, or not."""
     whole = well_formed(frames)
     if dice.random() < 0.2:
         (whole,) = mutated([whole], dice)[:1]
@@ -456,7 +459,7 @@ class Decoders:
         self._mine.send(sent := packet(frames, dice))
         heard = self._strictly(self._fast_transport.receive, given=[sent])
         if heard is not None and not heard:
-            raise Finding("the lane says that its other end was closed", [[sent]])
+            raise Finding("the fast transport says that its other end was closed", [[sent]])
         for each in (frames, heard) if heard else (frames,):
             if self._strictly(message_type, each) is not None:
                 self._strictly(unpack_numbers, each)
@@ -630,7 +633,7 @@ def answers(pool: poly.Pool, heard: Heard) -> None:
         try:
             wait_for(
                 lambda: (
-                    sum(link.state is State.READY for link in list(dispatcher.handles))
+                    sum(handle.state is State.READY for handle in list(dispatcher.handles))
                     == dispatcher.config.size
                 ),
                 SOON,
@@ -705,7 +708,7 @@ def fuzz_strangers(
     seed: int, first: int, last: int, progress: Callable[[int], object]
 ) -> dict[str, int]:
     """Of 50 messages one comes as raw bytes of somebody who speaks no ZeroMQ, or half of it."""
-    with tempfile.TemporaryDirectory() as folder, memory(7) as (store, ledger):
+    with tempfile.TemporaryDirectory() as folder, memory(7) as (store, ref_table):
         path = os.path.join(folder, "exploded")
         bomb = pickle.dumps(Bomb(path))
         pickle.loads(bomb)  # it does
@@ -720,8 +723,8 @@ def fuzz_strangers(
         batch = TaskBatch()
         batch.add(1, CALLS, 1, bomb)
         originals = [
-            *work_messages(store, ledger),
-            *result_messages(store, ledger, range(1, 9)),
+            *work_messages(store, ref_table),
+            *result_messages(store, ref_table, range(1, 9)),
             *order_messages(),
         ]
         originals += [*explosive, batch.frames()] * 4
@@ -774,7 +777,7 @@ def _say_raw(address: str, what: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as end:
         end.settimeout(SOON)
         end.connect(address)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the hub has hung up
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reactor has hung up
             end.sendall(what)
 
 
@@ -782,13 +785,15 @@ def _check_strangers(pool: poly.Pool, heard: Heard, path: str, at_least: int) ->
     if pool.promise(abs, -2).result(SOON) != 2:
         raise Finding("a call among strangers has a wrong value")
     if not heard.wait_for(lambda: heard.strangers >= at_least):
-        raise Finding(f"of {at_least} messages of strangers the hub has heard {heard.strangers}")
+        raise Finding(
+            f"of {at_least} messages of strangers the reactor has heard {heard.strangers}"
+        )
     if os.path.exists(path):
-        raise Finding("the hub has unpickled what a stranger said")
+        raise Finding("the reactor has unpickled what a stranger said")
     heard.check()
 
 
-# -- stage: hub ------------------------------------------------------------------------------------
+# -- stage: reactor --------------------------------------------------------------------------------
 
 
 def this_drone() -> image_main.LocalDrone:
@@ -800,13 +805,14 @@ _said: set[int] = set()
 
 def say(seed: int, by: str, first: int, last: int) -> int:
     """On a drone: messages of drones that are nearly well formed, about the very work that it runs.
-    The second time about none: the hub has believed that it was given back, and would for ever."""
+    The second time about none: the reactor has believed that it was given back, and would for
+    ever."""
     drone = this_drone()
     known = (drone._current,) if first not in _said else (UNLIKELY,)
     _said.add(first)
-    with memory(drone._store._top // REGION_BYTES) as (store, ledger):
-        originals = result_messages(store, ledger, known)
-        originals += work_messages(store, ledger)[:2]
+    with memory(drone._store._top // REGION_BYTES) as (store, ref_table):
+        originals = result_messages(store, ref_table, known)
+        originals += work_messages(store, ref_table)[:2]
         for number in range(first, last):
             frames = message(seed, number, originals)
             with drone.socket_lock:
@@ -821,7 +827,7 @@ def say(seed: int, by: str, first: int, last: int) -> int:
 
 
 def say_one(seed: int, number: int) -> int:
-    return say(seed, "lane", number, number + 1)
+    return say(seed, "fast", number, number + 1)
 
 
 def send_all(end: socket.socket, what: bytes) -> None:
@@ -833,7 +839,7 @@ def send_all(end: socket.socket, what: bytes) -> None:
             return
         except BlockingIOError:
             if not select.select([], [end], [], SOON)[1]:
-                raise TimeoutError("nobody reads the lane") from None
+                raise TimeoutError("nobody reads the fast transport") from None
 
 
 def fuzz_reactor(
@@ -844,7 +850,7 @@ def fuzz_reactor(
         answers(pool, heard)
         for start in range(first, last, batch):
             progress(start)
-            by = "bulk" if start // batch % 4 == 3 else "lane"
+            by = "bulk" if start // batch % 4 == 3 else "fast"
             works = [pool.promise(abs, -1) for _ in range(20)]
             spoken = pool.promise(say, seed, by, start, min(start + batch, last))
             works += [pool.promise(abs, -1) for _ in range(20)]
@@ -883,7 +889,7 @@ MARKS = 0x2A5C_3900  # many bits away from UNLIKELY: with one changed, a CANCEL 
 
 
 class ToDrones:
-    """Says to drones of a pool what a hub might say, nearly."""
+    """Says to drones of a pool what a reactor might say, nearly."""
 
     def __init__(self, pool: poly.Pool, heard: Heard, folder: str) -> None:
         self._pool = pool
@@ -891,51 +897,54 @@ class ToDrones:
         self._folder = folder
         self._marks = 0
 
-    def link(self) -> DroneHandle:
+    def ready_drone(self) -> DroneHandle:
         """A drone that is up."""
-        links = self._pool._dispatcher.handles
-        wait_for(lambda: any(each.state is State.READY for each in links), SOON)
-        return next(each for each in links if each.state is State.READY)
+        handles = self._pool._dispatcher.handles
+        wait_for(lambda: any(each.state is State.READY for each in handles), SOON)
+        return next(each for each in handles if each.state is State.READY)
 
     def say(self, by: str, said: Sequence[Any], *, busy: bool) -> bool:
-        """Messages by bulk, or packets by the lane, to one drone: whether it lives, having heard
-        all of it. A busy one hears them with its ear."""
-        link = self.link()
+        """Messages by bulk, or packets by the fast transport, to one drone: whether it lives and
+        has heard all of it. The control thread of a busy one hears them."""
+        handle = self.ready_drone()
         self._marks += 1
         mark = f"mark {self._marks}"
         go = os.path.join(self._folder, mark)
         held = (
-            self._pool._dispatcher.submit(hold_until, (go, go + " started"), {}, link)
+            self._pool._dispatcher.submit(hold_until, (go, go + " started"), {}, handle)
             if busy
             else None
         )
         if held is not None:
-            wait_for(lambda: os.path.exists(go + " started") or not link.alive, SOON)
+            wait_for(lambda: os.path.exists(go + " started") or not handle.alive, SOON)
         try:
-            self._send(link, by, [*said, self._marking(by, mark)])
-        except (OSError, AttributeError) as error:  # its lane is closed, by it or by the hub
-            if isinstance(error, TimeoutError) or not _comes_true(lambda: not link.alive):
+            self._send(handle, by, [*said, self._marking(by, mark)])
+        except (
+            OSError,
+            AttributeError,
+        ) as error:  # its fast transport is closed, by it or by the reactor
+            if isinstance(error, TimeoutError) or not _comes_true(lambda: not handle.alive):
                 lines = "\n".join(self._heard.lines)
                 raise Finding(f"a drone that lives does not hear: {error!r}\n{lines}") from error
         Path(go).touch()
-        if not self._heard.wait_for(lambda: mark in self._heard.marks or not link.alive):
+        if not self._heard.wait_for(lambda: mark in self._heard.marks or not handle.alive):
             raise Finding("a drone that lives has not heard all\n" + "\n".join(self._heard.lines))
         if held is not None:
             _settled(held, self._heard, self._marks)
         return mark in self._heard.marks
 
-    def _send(self, link: DroneHandle, by: str, said: Sequence[Any]) -> None:
-        assert link.fast_transport is not None
-        if by == "lane":
+    def _send(self, handle: DroneHandle, by: str, said: Sequence[Any]) -> None:
+        assert handle.fast_transport is not None
+        if by == "fast":
             for each in said:
-                send_all(link.fast_transport._socket, each)
+                send_all(handle.fast_transport._socket, each)
             return
         reactor = self._pool._dispatcher.reactor
-        if not link.bulk_open:
-            send_all(link.fast_transport._socket, well_formed(pack_numbers(OPEN)))
-            wait_for(lambda: link.bulk_open or not link.alive, SOON)
+        if not handle.bulk_open:
+            send_all(handle.fast_transport._socket, well_formed(pack_numbers(OPEN)))
+            wait_for(lambda: handle.bulk_open or not handle.alive, SOON)
         for each in said:
-            reactor.post(partial(link._bulk.router.send_multipart, [link.identity, *each]))
+            reactor.post(partial(handle._bulk.router.send_multipart, [handle.identity, *each]))
 
     def _marking(self, by: str, mark: str) -> Any:
         """Work that tells, when it is run, that what came before it was heard."""
@@ -944,7 +953,7 @@ class ToDrones:
         batch.add(number, DEFINE_CODE, 0, f"print({mark!r}, flush=True)".encode())
         batch.add(number, CALL, number, b"")
         batch.add(number, FORGET, 0, b"")
-        return well_formed(batch.frames()) if by == "lane" else batch.frames()
+        return well_formed(batch.frames()) if by == "fast" else batch.frames()
 
 
 def _comes_true(condition: Callable[[], object]) -> bool:
@@ -959,22 +968,22 @@ def fuzz_drones(
     skip_low_numbers()
     with (
         tempfile.TemporaryDirectory() as folder,
-        memory() as (store, ledger),
+        memory() as (store, ref_table),
         little_memory(),
         Heard() as heard,
         poly.Pool(2, output=heard.line) as pool,
     ):
         originals = [
-            *work_messages(store, ledger),
+            *work_messages(store, ref_table),
             *order_messages(),
-            *result_messages(store, ledger)[:2],
+            *result_messages(store, ref_table)[:2],
         ]
         originals.remove(pack_numbers(STOP))
         to_drones = ToDrones(pool, heard, folder)
         answers(pool, heard)
         for start in range(first, last, batch):
             progress(start)
-            by = "bulk" if start // batch % 3 == 2 else "lane"
+            by = "bulk" if start // batch % 3 == 2 else "fast"
             said: list[Any] = []
             for number in range(start, min(start + batch, last)):
                 frames = message(seed, number, originals)
@@ -1000,7 +1009,8 @@ def fuzz_drones(
 
 
 class Noise:
-    """In the place of a lane's `send`: something happens to every third message. `count` is of
+    """In the place of a fast transport's `send`: something happens to every third message. `count`
+    is of
     these, in shared memory."""
 
     KINDS = ("dropped", "duplicated", "truncated", "reordered")
@@ -1024,7 +1034,7 @@ class Noise:
             return went
         if self._kind == "duplicated" and message_type(frames) != RETURNED:
             # What is given back twice may have been sent once more meanwhile, and would run twice:
-            # no lane does so.
+            # no fast transport does so.
             self._send(frames)
         elif self._kind == "truncated":
             *first, last = frames
@@ -1045,7 +1055,7 @@ Stage = Callable[[int, int, int, Callable[[int], object]], dict[str, int]]
 STAGES: dict[str, Stage] = {
     "decoders": fuzz_decoders,
     "strangers": fuzz_strangers,
-    "hub": fuzz_reactor,
+    "reactor": fuzz_reactor,
     "drones": fuzz_drones,
 }
 PIECE = 100_000

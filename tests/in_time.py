@@ -123,9 +123,9 @@ class FakeHandle(DroneHandle):
     """A drone that begins at once what heads its flight, and shows that it lives, unless the test
     says otherwise."""
 
-    def __init__(self, dispatcher, number, name, spawner):
+    def __init__(self, dispatcher, number, name, launcher):
         super().__init__(dispatcher, number, name)
-        self.spawner = spawner
+        self.launcher = launcher
         self.ref_table = RefTable(None, None, lambda: None)  # nothing is lent
         self.sent_to_it = []  # the messages that bring no work: type and numbers
         self.looks, self.felt, self.kills = (
@@ -152,16 +152,16 @@ class FakeHandle(DroneHandle):
         self.dispatcher.supervisor.on_hello(self)
         self.dispatcher.reactor.turn()
 
-    def answer(self, work, value=None, together=False):
+    def answer(self, task, value=None, together=False):
         """The message; `together` as with those of other works, in one entry."""
         now = self.dispatcher.reactor.now
         if together:
-            return pack_outcomes([pack_values([work.number], [now], [now], [value])])
-        return pack_outcomes([pack_outcome(work.number, VALUE, now, now, dumps(value), b"")])
+            return pack_outcomes([pack_values([task.number], [now], [now], [value])])
+        return pack_outcomes([pack_outcome(task.number, VALUE, now, now, dumps(value), b"")])
 
-    def answers(self, work, value=None, together=False):
+    def answers(self, task, value=None, together=False):
         """And this process reads it at once."""
-        handle_message(self.dispatcher, self, self.answer(work, value, together))
+        handle_message(self.dispatcher, self, self.answer(task, value, together))
         self.dispatcher.reactor.turn()
 
     def tells_frames(self, request, places):
@@ -177,8 +177,8 @@ class FakeHandle(DroneHandle):
 
     # -- what an engine says of one ----------------------------------------------------------------
 
-    def send(self, frames, works=()):
-        if works:
+    def send(self, frames, tasks=()):
+        if tasks:
             self.last_started()
         else:
             self.sent_to_it.append((message_type(frames), unpack_numbers(frames)))
@@ -188,8 +188,8 @@ class FakeHandle(DroneHandle):
         while self.unread:
             handle_message(self.dispatcher, self, self.unread.popleft())
 
-    def kill(self, verdict=""):
-        self.kill_reason = self.kill_reason or verdict
+    def kill(self, reason=""):
+        self.kill_reason = self.kill_reason or reason
         self.kills.append(self.dispatcher.reactor.passed)
 
     def is_up(self):
@@ -256,8 +256,8 @@ class FakeEngine(Engine):
 
     name = "fake"
 
-    def __init__(self, spawner=None):
-        self._keeper = spawner
+    def __init__(self, launcher=None):
+        self._keeper = launcher
 
     def open(self, dispatcher):
         self._dispatcher = dispatcher
@@ -278,7 +278,7 @@ class FakeEngine(Engine):
     def start(self, number, name, index):
         return FakeHandle(self._dispatcher, number, name, self._keeper)
 
-    def reclaim(self, link):
+    def reclaim(self, handle):
         pass
 
     def end(self):
@@ -305,13 +305,13 @@ USUAL = {
 }
 
 
-def dispatcher_of(reactor, size, *, ready=True, spawner=None, engine=None, **plan):
-    """A crew whose drones are `ready`, or have not even a pid."""
-    if spawner is not None:
-        spawner.reactor = reactor
+def dispatcher_of(reactor, size, *, ready=True, launcher=None, engine=None, **config):
+    """A pool whose drones are `ready`, or have not even a pid."""
+    if launcher is not None:
+        launcher.reactor = reactor
     with mock.patch.object(polycephaly.pool.dispatcher, "lease_reactor", lambda: reactor):
         dispatcher = polycephaly.pool.dispatcher.Dispatcher(
-            PoolConfig(size=size, **(USUAL | plan)), (engine or FakeEngine(spawner)).open
+            PoolConfig(size=size, **(USUAL | config)), (engine or FakeEngine(launcher)).open
         )
     dispatcher.fail = _raise  # a test sees the error, not a pool that is broken
     reactor.turn()
@@ -325,16 +325,16 @@ def _raise(error):
 
 
 def make_ready(dispatcher):
-    for link in dispatcher.handles:
-        if link.state is State.STARTING:
-            link.starts()
-            link.says_hello()
+    for handle in dispatcher.handles:
+        if handle.state is State.STARTING:
+            handle.starts()
+            handle.says_hello()
 
 
 def give(dispatcher, what, *args, timeout=None, retries=0, target=None):
     """A call, sent if a drone takes it."""
-    work = dispatcher.submit(
+    task = dispatcher.submit(
         what, args, {}, target=target, task_options=TaskOptions(timeout, retries)
     )
     dispatcher.reactor.turn()
-    return work
+    return task

@@ -132,8 +132,8 @@ class ScriptedDrone(FakeHandle):
 
     world = None  # the interleaving, set by its engine
 
-    def __init__(self, dispatcher, number, name, spawner):
-        super().__init__(dispatcher, number, name, spawner)
+    def __init__(self, dispatcher, number, name, launcher):
+        super().__init__(dispatcher, number, name, launcher)
         self.inbox = deque()  # messages for the drone that it has not read
         self.in_transit = deque()  # messages of the drone that ZeroMQ has still
         self.known = {}  # functions

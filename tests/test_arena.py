@@ -220,12 +220,12 @@ def test_where_nothing_can_be_mapped_it_is_copied_also_at_the_end_of_the_file(
 
 def test_a_range_that_is_not_there_is_an_error(arena, store):
     store.put([[b"1" * 100]])
-    ledger = RefTable(arena, 0, lambda: None)
+    ref_table = RefTable(arena, 0, lambda: None)
     for offset, length in ((1 << 50, 100), (0, 100_000), (PAGE, 1)):
-        loan = ObjectRef(ledger, 1, offset, length)
+        reference = ObjectRef(ref_table, 1, offset, length)
         with pytest.raises(ValueError, match="beyond"):
-            view(loan)
-        del loan
+            view(reference)
+        del reference
 
 
 def test_each_writer_has_a_region_of_its_own(arena):
@@ -304,8 +304,8 @@ class Link:
     def ring(self):
         self.rung += 1
 
-    def carry(self, parcel):
-        return Received(parcel.pack_header(self.sender), self.receiver)
+    def carry(self, serialized):
+        return Received(serialized.pack_header(self.sender), self.receiver)
 
     def tell(self):
         for number in self.receiver.take_returned():
@@ -326,15 +326,15 @@ def snapshot():
     return MainSnapshot()
 
 
-def test_a_parcel_there_and_its_loan_back(arena, store, link, snapshot):
+def test_a_value_there_and_its_reference_back(arena, store, link, snapshot):
     sent = {"a": np.arange(50_000), "b": bytes(200_000), "c": [1, 2]}
-    parcel = pack(sent, snapshot, store)
-    assert isinstance(parcel, Serialized) and len(parcel) > 600_000 - 200
-    arrived = link.carry(parcel)
-    assert len(arrived) == len(parcel)
+    serialized = pack(sent, snapshot, store)
+    assert isinstance(serialized, Serialized) and len(serialized) > 600_000 - 200
+    arrived = link.carry(serialized)
+    assert len(arrived) == len(serialized)
     got = load(arrived)
     assert (got["a"] == sent["a"]).all() and got["b"] == sent["b"] and got["c"] == [1, 2]
-    del parcel, arrived
+    del serialized, arrived
     assert len(link.sender.lent) == 1 and not link.rung
     got["a"][:] = 0
     part = got["a"][5:10]
@@ -350,9 +350,9 @@ def test_a_parcel_there_and_its_loan_back(arena, store, link, snapshot):
 
 
 def test_one_segment_lent_twice_is_held_until_both_are_back(arena, store, link, snapshot):
-    parcel = pack(np.arange(50_000), snapshot, store)
-    one, two = load(link.carry(parcel)), load(link.carry(parcel))
-    del parcel
+    serialized = pack(np.arange(50_000), snapshot, store)
+    one, two = load(link.carry(serialized)), load(link.carry(serialized))
+    del serialized
     one[:] = 1
     assert two[7] == 7
     del one
@@ -402,11 +402,11 @@ def test_small_things_take_no_shared_memory_and_large_ones_do(arena, store, snap
     assert arena.used() == 0
     below = np.zeros(MIN_LARGE_BUFFER_BYTES - 1, np.uint8)
     at = np.zeros(MIN_LARGE_BUFFER_BYTES, np.uint8)
-    parcel = pack(at, snapshot, store)
-    assert isinstance(parcel, Serialized) and parcel.inline and len(parcel.places) == 1
-    parcel = pack(below, snapshot, store)
+    serialized = pack(at, snapshot, store)
+    assert isinstance(serialized, Serialized) and serialized.inline and len(serialized.places) == 1
+    serialized = pack(below, snapshot, store)
     assert (
-        isinstance(parcel, Serialized) and not parcel.inline
+        isinstance(serialized, Serialized) and not serialized.inline
     )  # its pickle is large, so it lies there itself
     assert isinstance(store_pickle(bytes(31_000), store), bytes) and isinstance(
         store_pickle(bytes(33_000), store), Serialized
@@ -414,8 +414,8 @@ def test_small_things_take_no_shared_memory_and_large_ones_do(arena, store, snap
 
 
 def test_what_is_part_of_a_pristine_view_is_not_copied(arena, store, link, snapshot):
-    parcel = pack_strictly(np.arange(50_000), snapshot, store)
-    segment, at, length = parcel.places[0]
+    serialized = pack_strictly(np.arange(50_000), snapshot, store)
+    segment, at, length = serialized.places[0]
     whole_view = pristine_view(segment)
     before = arena.used()
     again = pack(PickleBuffer(whole_view[at + 800 : at + 320_000]), snapshot, store)
@@ -428,10 +428,10 @@ def test_what_is_part_of_a_pristine_view_is_not_copied(arena, store, link, snaps
     other = Arena(1 << 30)
     assert find_place(whole_view, other) is None and find_place(memoryview(bytes(5)), arena) is None
     other.end()
-    del again, copied, whole_view, parcel, segment
+    del again, copied, whole_view, serialized, segment
 
 
-def test_parcels_joined_and_taken_apart(store, link, snapshot):
+def test_values_joined_and_taken_apart(store, link, snapshot):
     values = [
         np.arange(50_000),
         {"small": 1},

@@ -142,7 +142,7 @@ def test_a_file_descriptor_limit_is_named_and_everything_started_ended():
             poly.Pool(200)
         except OSError as error:
             print("file descriptor" in str(error) and "RLIMIT_NOFILE" in str(error))
-        # The hub's thread closes its own.
+        # The reactor's thread closes its own.
         wait_for(lambda: len(os.listdir("/proc/self/fd")) == before)
         with poly.Pool(2) as pool:
             print(pool.doit(abs, -1))

@@ -556,7 +556,7 @@ def test_a_large_closure_is_forgotten_with_its_pool():
 
 
 def _arenas():
-    return sum("polycephaly-arena" in link for link in _links())
+    return sum("polycephaly-arena" in target for target in _links())
 
 
 def _links():

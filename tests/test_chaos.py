@@ -472,7 +472,7 @@ def test_a_drone_that_does_not_read_for_a_while_gets_all_when_it_does():
         os.kill(drone.pid, signal.SIGSTOP)
         sizes = [random.randrange(70_000) for _ in range(500)]
         promises = [drone.promise(length_of, b"x" * size) for size in sizes]
-        time.sleep(0.2)  # it is sent as much as its lane takes, and more
+        time.sleep(0.2)  # it is sent as much as its fast transport takes, and more
         os.kill(drone.pid, signal.SIGCONT)
         assert [p.result(SOON) for p in promises] == sizes
 
@@ -537,7 +537,7 @@ def test_many_threads_with_slow_consumers_of_maps_get_all():
     assert not wrong
 
 
-# -- what the ear holds ----------------------------------------------------------------------------
+# -- what the control thread holds -----------------------------------------------------------------
 
 
 def use_up_descriptors():
@@ -576,7 +576,7 @@ def test_what_the_ear_could_not_send_is_not_lost():
         died = [each for _, each in asked if each.exception(SOON)]
         assert (
             len(died) <= 1
-        )  # which was run when the ear looked: the long one, or one that took long here
+        )  # which was run when the control thread looked: the long one, or one that took long here
         assert all(isinstance(each.exception(), poly.DroneDied) for each in died)
         assert all(each.value == i for i, each in asked if each not in died)
         assert pool.promise(abs, -1).result(SOON) == 1

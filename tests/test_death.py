@@ -399,9 +399,8 @@ def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_co
         if i == 2:
             from polycephaly.drone import executor
 
-            executor.FLUSH_INTERVAL_SECONDS = (
-                0.0  # so that this one goes, by the lane, while the others are in ZeroMQ's hands
-            )
+            # So that this one goes, by the fast transport, while the others are in ZeroMQ's hands.
+            executor.FLUSH_INTERVAL_SECONDS = 0.0
         elif i == 3:
             os._exit(3)
         return " " * 20_000 if i == 1 else i

@@ -26,7 +26,9 @@ LARGE = 300_000
 def note(path, i):
     append(path, str(i))
     if i % 10 == 7:
-        time.sleep(0.012)  # longer than a drone's ear waits, so that it sends, and cuts slices
+        time.sleep(
+            0.012
+        )  # longer than a drone's control thread waits, so that it sends, and cuts slices
     return i
 
 
@@ -47,7 +49,7 @@ def noted_text(path, i):
 
 def fail(path, i):
     append(path, str(i))
-    raise ValueError(i, "more than goes by a lane" * 50_000)
+    raise ValueError(i, "more than goes by a fast transport" * 50_000)
 
 
 def of_all_kinds(pool, path):

@@ -549,7 +549,7 @@ def test_a_program_that_hangs_by_what_nobody_can_know_is_told_so(monkeypatch):
 
 
 def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
-    """In a turn of the hub: a long chain must not keep it for minutes."""
+    """In a turn of the reactor: a long chain must not keep it for minutes."""
     visited = []
     waits_for = Task._dependencies
     monkeypatch.setattr(Task, "_dependencies", lambda work: visited.append(work) or waits_for(work))

@@ -44,7 +44,7 @@ def promise():
 
 
 def many():
-    """As the hub settles the short answers of one message."""
+    """As the reactor settles the short answers of one message."""
     made = work.Task(ALONE)
     return made, lambda: handlers._settle_values([made], [7], None)
 
@@ -61,7 +61,7 @@ ALONE = SimpleNamespace(
     post=lambda note, *args: None,
     withdraw=lambda work: None,
 )
-"""A crew whose hub has nothing to drive: another thread settles its work."""
+"""A pool whose reactor has nothing to drive: another thread settles its work."""
 
 
 def by_wait(made):

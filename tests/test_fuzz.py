@@ -118,16 +118,16 @@ def test_decoders_return_or_raise_malformed_after_any_change_of_one_byte(decoder
 
 def test_an_empty_packet_is_malformed_and_is_not_the_end_of_the_lane():
     mine, its = FastTransport.pair()
-    lane = FastTransport(its)
-    with contextlib.closing(mine), contextlib.closing(lane):
+    fast_transport = FastTransport(its)
+    with contextlib.closing(mine), contextlib.closing(fast_transport):
         mine.send(b"")
         with pytest.raises(Malformed):
-            lane.receive()
-        assert lane.receive() is None
+            fast_transport.receive()
+        assert fast_transport.receive() is None
         mine.send(fuzz.well_formed([b"H"]))
-        assert lane.receive() == [b"H"]
+        assert fast_transport.receive() == [b"H"]
         mine.shutdown(socket.SHUT_RDWR)
-        assert lane.receive() == []
+        assert fast_transport.receive() == []
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0])
@@ -176,7 +176,7 @@ def test_a_stranger_who_never_stops_does_not_keep_others_waiting():
 # -- live: drones that talk nonsense
 
 
-def say(frames, by="lane"):
+def say(frames, by="fast"):
     drone = fuzz.this_drone()
     with drone.socket_lock:
         if by == "bulk":
@@ -246,7 +246,7 @@ def test_an_empty_packet_makes_the_reactor_deaf_to_nobody():
         assert pool.promise(os.getpid).result(SOON) == pid and heard.dropped == 1
 
 
-@pytest.mark.parametrize("by", ["lane", "bulk"])
+@pytest.mark.parametrize("by", ["fast", "bulk"])
 def test_a_drone_whose_answer_was_no_message_is_not_waited_for_for_ever(by):
     with fuzz.Heard() as heard, poly.Pool(2, output=heard.line) as pool:
         promise = pool.promise(answer_with_nonsense, by)
@@ -268,7 +268,7 @@ def test_a_call_that_is_withdrawn_though_nobody_asked_is_settled():
         assert pool.promise(abs, -2).result(SOON) == 2
 
 
-# -- live: a hub that talks nonsense
+# -- live: a reactor that talks nonsense
 
 
 @pytest.mark.guarantee("wire-4")
@@ -326,15 +326,15 @@ def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_ear(packe
     go = tmp_path / "go"
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
-        (link,) = pool._dispatcher.handles
-        fuzz.send_all(link.fast_transport._socket, packet)
+        (handle,) = pool._dispatcher.handles
+        fuzz.send_all(handle.fast_transport._socket, packet)
         assert heard.wait_for(lambda: heard.refused == 1)
         held = pool.promise(hold_until, str(go), str(tmp_path / "started"))
         wait_for(lambda: lines(tmp_path / "started"))
-        fuzz.send_all(link.fast_transport._socket, packet)
+        fuzz.send_all(handle.fast_transport._socket, packet)
         assert heard.wait_for(lambda: heard.refused == 2), (
             heard.lines
-        )  # it is still busy: this was its ear
+        )  # it is still busy: this was its control thread
         go.touch()
         assert held.result(SOON) == "held"
         assert pool.promise(ear_of_this_drone).result(SOON) == [True]
@@ -364,8 +364,8 @@ def test_a_call_of_what_a_drone_does_not_know_is_answered_to_nobodys_harm():
     batch.add_calls(KNOWN + 1, [KNOWN, KNOWN + 1], [(1,), (2,)])
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
-        (link,) = pool._dispatcher.handles
-        fuzz.send_all(link.fast_transport._socket, fuzz.well_formed(batch.frames()))
+        (handle,) = pool._dispatcher.handles
+        fuzz.send_all(handle.fast_transport._socket, fuzz.well_formed(batch.frames()))
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) == pid and heard.dropped == 0
 
@@ -373,9 +373,9 @@ def test_a_call_of_what_a_drone_does_not_know_is_answered_to_nobodys_harm():
 def test_a_drone_that_stops_though_nobody_asked_is_replaced():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
-        (link,) = pool._dispatcher.handles
-        fuzz.send_all(link.fast_transport._socket, fuzz.well_formed(pack_numbers(STOP)))
-        wait_for(lambda: link.state is State.DEAD)
+        (handle,) = pool._dispatcher.handles
+        fuzz.send_all(handle.fast_transport._socket, fuzz.well_formed(pack_numbers(STOP)))
+        wait_for(lambda: handle.state is State.DEAD)
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) != pid
 
@@ -384,8 +384,8 @@ def test_a_drone_that_stops_though_nobody_asked_is_replaced():
 
 
 def speak_badly(kind):
-    lane = fuzz.this_drone()._fast_transport
-    lane.send = fuzz.Noise(kind, lane.send, _count)
+    fast_transport = fuzz.this_drone()._fast_transport
+    fast_transport.send = fuzz.Noise(kind, fast_transport.send, _count)
 
 
 _count = memoryview(b"")
@@ -408,21 +408,23 @@ def bad_line(pool_size, kind, side):
                 for each in pool.everywhere(speak_badly, kind):
                     each.result(SOON)
             else:
-                for link in pool._dispatcher.handles:
-                    link.fast_transport.send = fuzz.Noise(kind, link.fast_transport.send, _count)
+                for handle in pool._dispatcher.handles:
+                    handle.fast_transport.send = fuzz.Noise(
+                        kind, handle.fast_transport.send, _count
+                    )
             yield pool, heard, _count
         _count = memoryview(b"")
 
 
 def kill_all_drones(pool):
-    links = list(pool._dispatcher.handles)
-    for link in links:
-        os.kill(link.pid, signal.SIGKILL)
-    wait_for(lambda: all(link.state is State.DEAD for link in links))
+    handles = list(pool._dispatcher.handles)
+    for handle in handles:
+        os.kill(handle.pid, signal.SIGKILL)
+    wait_for(lambda: all(handle.state is State.DEAD for handle in handles))
 
 
 @pytest.mark.guarantee("wire-4")
-@pytest.mark.parametrize("side", ["of the hub", "of drones"])
+@pytest.mark.parametrize("side", ["of the reactor", "of drones"])
 @pytest.mark.parametrize("kind", fuzz.Noise.KINDS)
 def test_no_promise_is_left_open_by_messages_that_were(kind, side):
     payloads = [bytes([i]) * 9000 for i in range(100)]
@@ -476,8 +478,8 @@ def test_a_call_whose_answer_was_dropped_can_be_cancelled_and_times_out():
 
 def say_no_more():
     """On a drone: from here on nothing that it says goes out."""
-    lane = fuzz.this_drone()._fast_transport
-    lane.send = lambda frames: True
+    fast_transport = fuzz.this_drone()._fast_transport
+    fast_transport.send = lambda frames: True
 
 
 def test_what_a_dying_drone_left_in_its_page_may_be_anything():
@@ -497,9 +499,11 @@ def leave(seed, number):
     dies."""
     drone = fuzz.this_drone()
     dice = random.Random(seed << 32 | number)
-    with fuzz.memory() as (store, ledger):
+    with fuzz.memory() as (store, ref_table):
         known = (drone._current,)
-        (_, *bodies) = fuzz.message(seed, number, fuzz.result_messages(store, ledger, known)[:12])
+        (_, *bodies) = fuzz.message(
+            seed, number, fuzz.result_messages(store, ref_table, known)[:12]
+        )
     drone._status_slot.keep((bodies or [b""])[0][:8000])
     if dice.random() < 0.3:
         drone._status_slot._cells[2] = dice.choice(fuzz.EXTREMES)

@@ -31,7 +31,7 @@ def reactor():
 
 @pytest.fixture
 def alone(reactor):
-    """The one drone of a crew."""
+    """The one drone of a pool."""
     return dispatcher_of(reactor, 1).handles[0]
 
 
@@ -41,16 +41,16 @@ def wide(reactor):
     return dispatcher_of(reactor, 1, width=9).handles[0]
 
 
-def run(link, timeout=None, what=abs):
+def run(handle, timeout=None, what=abs):
     """What that drone has begun, or was sent to be run next."""
-    work = give(link.dispatcher, what, -1, timeout=timeout)
-    assert work.number in link.in_flight
-    return work
+    task = give(handle.dispatcher, what, -1, timeout=timeout)
+    assert task.number in handle.in_flight
+    return task
 
 
-def known_to_be_short(link):
+def known_to_be_short(handle):
     """So that several calls are sent at once."""
-    link.dispatcher.registry.define(abs).record_duration(1e-4, 1)
+    handle.dispatcher.registry.define(abs).record_duration(1e-4, 1)
 
 
 def about(*times):
@@ -61,40 +61,40 @@ def about(*times):
 
 
 def test_a_limit_strikes_at_its_time_and_not_before(reactor, alone):
-    work = run(alone, timeout=3.0)
+    task = run(alone, timeout=3.0)
     reactor.pass_(3.0 - A_MOMENT)
-    assert not work.done() and not alone.got(CANCEL)
+    assert not task.done() and not alone.got(CANCEL)
     reactor.pass_(A_MOMENT)
-    assert isinstance(work.exception(), TimeoutError) and alone.got(CANCEL) == [work.number]
+    assert isinstance(task.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]
     assert alone.looks == [3.0] and alone.timer_at == math.inf and not alone.deadlines
 
 
 def test_the_error_names_the_call_the_limit_and_the_drone(reactor, alone):
-    work = run(alone, timeout=0.25)
+    task = run(alone, timeout=0.25)
     reactor.pass_(0.25)
-    assert str(work.exception()) == "abs ran for more than 0.25 s on pool.0"
+    assert str(task.exception()) == "abs ran for more than 0.25 s on pool.0"
 
 
 FRAMES_OF_A_TASK = [["file.py", 3, "inner", "wait()"], ["file.py", 9, "outer", "inner()"]]
 
 
-def tells_its_frames(handle, work):
+def tells_its_frames(handle, task):
     [request] = handle.got(FRAMES)
-    tasks = {work.number: FRAMES_OF_A_TASK}
-    answer = {"current": work.number, "tasks": tasks, "threads": [], "places": {}}
+    tasks = {task.number: FRAMES_OF_A_TASK}
+    answer = {"current": task.number, "tasks": tasks, "threads": [], "places": {}}
     handle_message(handle.dispatcher, handle, pack_frames(request, answer))
     handle.dispatcher.reactor.turn()
 
 
 def test_the_frames_at_which_the_limit_struck_are_the_cause_of_the_error(reactor, alone):
-    work = run(alone, timeout=3.0)
+    task = run(alone, timeout=3.0)
     reactor.pass_(3.0 - STACK_SECONDS - A_MOMENT)
     assert not alone.got(FRAMES)
     reactor.pass_(2 * A_MOMENT)
-    tells_its_frames(alone, work)
-    assert not work.done() and not alone.got(CANCEL)
+    tells_its_frames(alone, task)
+    assert not task.done() and not alone.got(CANCEL)
     reactor.pass_(STACK_SECONDS)
-    lines = str(work.exception().__cause__).splitlines()
+    lines = str(task.exception().__cause__).splitlines()
     assert [line.strip() for line in lines if "File" in line] == [
         'File "file.py", line 9, in outer',
         'File "file.py", line 3, in inner',
@@ -103,19 +103,19 @@ def test_the_frames_at_which_the_limit_struck_are_the_cause_of_the_error(reactor
 
 
 def test_a_limit_does_not_wait_for_frames(reactor, alone):
-    work = run(alone, timeout=3.0)
+    task = run(alone, timeout=3.0)
     reactor.pass_(3.0)
-    assert isinstance(work.exception(), TimeoutError) and work.exception().__cause__ is None
-    tells_its_frames(alone, work)  # too late
-    assert work.exception().__cause__ is None
+    assert isinstance(task.exception(), TimeoutError) and task.exception().__cause__ is None
+    tells_its_frames(alone, task)  # too late
+    assert task.exception().__cause__ is None
 
 
 def test_a_limit_shorter_than_the_time_for_frames_has_them_too(reactor, alone):
-    work = run(alone, timeout=STACK_SECONDS / 2)
+    task = run(alone, timeout=STACK_SECONDS / 2)
     reactor.turn()
-    tells_its_frames(alone, work)
+    tells_its_frames(alone, task)
     reactor.pass_(STACK_SECONDS)
-    assert work.exception().__cause__ is not None
+    assert task.exception().__cause__ is not None
 
 
 def test_time_in_the_queue_does_not_count(reactor, alone):
@@ -131,57 +131,57 @@ def test_time_in_the_queue_does_not_count(reactor, alone):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_what_is_answered_in_time_is_not_halted(together, reactor, alone):
-    work = run(alone, timeout=3.0)
+    task = run(alone, timeout=3.0)
     reactor.pass_(2.9)
-    alone.answers(work, 1, together)
+    alone.answers(task, 1, together)
     reactor.pass_(10)
-    assert work.value == 1 and not alone.got(CANCEL) and not alone.kills
+    assert task.value == 1 and not alone.got(CANCEL) and not alone.kills
     assert not alone.deadlines and not reactor.timers.heap
 
 
 def test_what_was_answered_in_time_while_this_process_stood_still_is_not_halted(reactor, alone):
-    work = run(alone, timeout=3.0)
-    alone.unread.append(alone.answer(work, 1))
+    task = run(alone, timeout=3.0)
+    alone.unread.append(alone.answer(task, 1))
     reactor.stand_still(1000)
-    assert work.value == 1 and not alone.sent_to_it
+    assert task.value == 1 and not alone.sent_to_it
 
 
 def test_what_was_not_answered_while_this_process_stood_still_is_halted(reactor, alone):
-    work = run(alone, timeout=3.0)
+    task = run(alone, timeout=3.0)
     reactor.stand_still(1000)
-    assert isinstance(work.exception(), TimeoutError) and alone.got(CANCEL) == [work.number]
+    assert isinstance(task.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]
 
 
 def test_what_was_cancelled_is_not_halted_again_by_its_limit(reactor, alone):
-    work = run(alone, timeout=0.5 * GRACE)
-    assert work.cancel()
+    task = run(alone, timeout=0.5 * GRACE)
+    assert task.cancel()
     reactor.pass_(GRACE - STEP / 2)
-    assert alone.got(CANCEL) == [work.number] and work.cancelled() and not alone.deadlines
+    assert alone.got(CANCEL) == [task.number] and task.cancelled() and not alone.deadlines
     reactor.pass_(STEP)
     assert alone.kills == about(GRACE)
 
 
 def test_the_first_of_several_limits_sets_the_timer_and_each_the_next(reactor, wide):
-    works = [run(wide, timeout, overlapped) for timeout in (1.0, 2.5, 4.0)]
+    tasks = [run(wide, timeout, overlapped) for timeout in (1.0, 2.5, 4.0)]
     assert wide.timer_at == reactor.now + 1.0 - STACK_SECONDS
     assert len(reactor.timers.heap) == 2  # with that of the watch
-    wide.answers(works[0])
+    wide.answers(tasks[0])
     reactor.pass_(2.0)
     assert wide.timer_at == reactor.now + 0.5 - STACK_SECONDS
-    assert list(wide.deadlines) == [work.number for work in works[1:]]
-    wide.answers(works[1])
-    wide.answers(works[2])
+    assert list(wide.deadlines) == [task.number for task in tasks[1:]]
+    wide.answers(tasks[1])
+    wide.answers(tasks[2])
     reactor.pass_(10)
     assert not wide.looks and wide.timer_at == math.inf and not wide.sent_to_it
 
 
 def test_of_several_limits_only_those_that_are_over_strike(reactor, wide):
-    works = [run(wide, timeout, overlapped) for timeout in (1.0, 1.0, 1.5, 3.0)]
+    tasks = [run(wide, timeout, overlapped) for timeout in (1.0, 1.0, 1.5, 3.0)]
     reactor.pass_(1.0)
-    assert wide.got(CANCEL) == [work.number for work in works[:2]] and wide.looks == [1.0]
-    assert [work.done() for work in works] == [True, True, False, False]
+    assert wide.got(CANCEL) == [task.number for task in tasks[:2]] and wide.looks == [1.0]
+    assert [task.done() for task in tasks] == [True, True, False, False]
     reactor.pass_(0.5)
-    assert [work.done() for work in works] == [True, True, True, False]
+    assert [task.done() for task in tasks] == [True, True, True, False]
 
 
 def test_a_later_but_shorter_limit_sets_an_earlier_timer(reactor, wide):
@@ -196,8 +196,8 @@ def test_a_later_but_shorter_limit_sets_an_earlier_timer(reactor, wide):
 
 
 def test_a_timer_that_another_comes_before_is_called_off(reactor, wide):
-    for work in [run(wide, 5.0, overlapped), run(wide, 2.0, overlapped)]:
-        wide.answers(work)
+    for task in [run(wide, 5.0, overlapped), run(wide, 2.0, overlapped)]:
+        wide.answers(task)
     reactor.pass_(20.0)
     assert not wide.looks and wide.timer_at == math.inf
 
@@ -212,11 +212,11 @@ def test_limits_beside_a_long_one_leave_no_timers(reactor, wide):
 
 def test_a_limit_keeps_no_dispatcher_that_has_ended(reactor):
     dispatcher = dispatcher_of(reactor, 1)
-    (link,) = dispatcher.handles
-    link.answers(give(dispatcher, abs, 1, timeout=1e6))
+    (handle,) = dispatcher.handles
+    handle.answers(give(dispatcher, abs, 1, timeout=1e6))
     dispatcher.kill()
     reactor.turn()
-    link.dies()
+    handle.dies()
     assert all(timer.is_over for at, _, timer in reactor.timers.heap if at > reactor.now + 1e5)
 
 
@@ -231,15 +231,15 @@ def test_no_limit_at_all_and_one_that_never_comes_set_no_timer(reactor, wide):
 
 def test_limits_of_what_is_done_are_forgotten_with_the_next_work(reactor, alone):
     for _ in range(100):
-        work = run(alone, timeout=3600.0)
-        assert list(alone.deadlines) == [work.number]
-        alone.answers(work, together=True)  # which leaves its deadline where it is
+        task = run(alone, timeout=3600.0)
+        assert list(alone.deadlines) == [task.number]
+        alone.answers(task, together=True)  # which leaves its deadline where it is
     assert len(reactor.timers.heap) == 2  # with that of the watch
 
 
 def test_limits_of_overlapped_work_are_kept_when_more_is_sent(reactor, wide):
-    works = [run(wide, 5.0, overlapped), run(wide, None, overlapped), run(wide, 6.0, overlapped)]
-    assert list(wide.deadlines) == [works[0].number, works[2].number]
+    tasks = [run(wide, 5.0, overlapped), run(wide, None, overlapped), run(wide, 6.0, overlapped)]
+    assert list(wide.deadlines) == [tasks[0].number, tasks[2].number]
 
 
 # -- interrupts ------------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ def test_limits_of_overlapped_work_are_kept_when_more_is_sent(reactor, wide):
 
 def test_who_does_not_heed_an_interrupt_is_killed_after_grace_in_steps(reactor, alone):
     reactor.pass_(5.0)
-    work = run(alone)
-    assert work.cancel()
+    task = run(alone)
+    assert task.cancel()
     reactor.pass_(0)
-    assert alone.got(CANCEL) == [work.number]
+    assert alone.got(CANCEL) == [task.number]
     reactor.pass_(GRACE - STEP / 2)
     assert not alone.kills
     reactor.pass_(STEP)
@@ -271,29 +271,29 @@ def test_a_pause_of_this_process_takes_one_step_of_grace(reactor, alone):
 
 
 def test_who_answers_within_grace_lives(reactor, alone):
-    work = run(alone)
-    work.cancel()
+    task = run(alone)
+    task.cancel()
     reactor.pass_(GRACE - STEP / 2)
-    alone.answers(work)
+    alone.answers(task)
     reactor.pass_(10 * GRACE)
     assert not alone.kills and len(alone.looks) == GRACE_STEPS
 
 
 def test_an_answer_that_was_not_read_yet_counts(reactor, alone):
-    work = run(alone)
-    work.cancel()
+    task = run(alone)
+    task.cancel()
     reactor.pass_(GRACE - STEP / 2)
-    alone.unread.append(alone.answer(work))
+    alone.unread.append(alone.answer(task))
     reactor.pass_(STEP)
     assert not alone.kills and not alone.in_flight
 
 
 def test_the_dead_are_not_killed(reactor, alone):
-    work = run(alone)
-    work.cancel()
+    task = run(alone)
+    task.cancel()
     reactor.pass_(0)
     alone.dies()
-    alone.in_flight[work.number] = work  # as where it had sent answers that are still on their way
+    alone.in_flight[task.number] = task  # as where it had sent answers that are still on their way
     reactor.pass_(10 * GRACE)
     assert not alone.kills and len(alone.looks) <= 2
 
@@ -355,13 +355,13 @@ def test_beside_work_that_somebody_waits_for_the_hung_one_is_noted_and_looked_at
 def test_the_hung_one_is_killed_when_all_beside_it_are_done(how, killed, reactor, wide):
     hung, *beside = [run(wide, None, overlapped) for _ in "123"]
     hung.cancel()
-    for work, at in zip(beside, (1.5 * GRACE, 2.2 * GRACE), strict=True):
+    for task, at in zip(beside, (1.5 * GRACE, 2.2 * GRACE), strict=True):
         reactor.pass_(at - reactor.passed)
         assert not wide.kills
         if how == "answered":
-            wide.answers(work)
+            wide.answers(task)
         else:
-            work.cancel()
+            task.cancel()
     reactor.pass_(GRACE)
     assert wide.kills[:1] == about(killed)
 

@@ -334,7 +334,7 @@ def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
     for party in "abc":
         numbers = [work.number for work in dispatcher.queue if work.client_tag == party]
         assert numbers == sorted(numbers)
-    turns.due = turns._is_posted = True  # the hub has not come to it yet
+    turns.due = turns._is_posted = True  # the reactor has not come to it yet
     turns.order_if_due()
     assert turns.due
 

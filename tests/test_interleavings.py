@@ -133,11 +133,11 @@ def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
         dispatcher, seen = pool._dispatcher, poly.Promise()
 
         def turn():
-            link = dispatcher.handles[0]
-            before, link.dedicated = link.dedicated, Meanwhile()
+            handle = dispatcher.handles[0]
+            before, handle.dedicated = handle.dedicated, Meanwhile()
             dispatcher.dedicated_waiting = False
-            dispatcher.supervisor._mark_ready(link)
-            link.dedicated = before
+            dispatcher.supervisor._mark_ready(handle)
+            handle.dedicated = before
             said = dispatcher.dedicated_waiting
             dispatcher.reactor.deliver(lambda: seen.set_result(said))
 
@@ -145,16 +145,16 @@ def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
         assert seen.result(30)
 
 
-class _BeginsAsTheEarParks:
-    """A drone of which the main thread takes up a task just after its ear has looked, and found
-    none."""
+class _BeginsAsTheControlThreadParks:
+    """A drone of which the main thread takes up a task just after its control thread has looked,
+    and found none."""
 
     def __init__(self):
         self.busy, self.looks = False, 0
         self.socket_lock = threading.Lock()
         self.epoll_fd = os.eventfd(0)
         self.there, self.heard = threading.Event(), threading.Event()
-        self.ear = ControlThread(self)
+        self.control_thread = ControlThread(self)
         self.there.set()
 
     @property
@@ -163,7 +163,7 @@ class _BeginsAsTheEarParks:
         self.looks += 1
         if self.looks == 1:
             self.busy = True
-            self.ear.wake()
+            self.control_thread.wake()
         return 7 if self.looks > 2 else 0  # it is set a little later
 
     def set_control_thread_id(self, thread):
@@ -171,7 +171,7 @@ class _BeginsAsTheEarParks:
 
     def beat(self):
         if self.heard.is_set():
-            raise SystemExit  # of the ear's thread
+            raise SystemExit  # of the control thread
 
     def receive_if_free(self):
         self.heard.set()
@@ -185,14 +185,16 @@ class _BeginsAsTheEarParks:
     "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 )  # by which its thread ends
 def test_a_task_that_begins_as_the_ear_parks_is_listened_for():
-    drone = _BeginsAsTheEarParks()
-    ear = next(each for each in fork_guard._thread_locks if each.name == "polycephaly-control")
+    drone = _BeginsAsTheControlThreadParks()
+    control_thread = next(
+        each for each in fork_guard._thread_locks if each.name == "polycephaly-control"
+    )
     try:
         assert drone.heard.wait(30)
-        ear.join(30)
-        assert not ear.is_alive()
+        control_thread.join(30)
+        assert not control_thread.is_alive()
     finally:
-        fork_guard.remove_thread_lock(ear)
+        fork_guard.remove_thread_lock(control_thread)
         os.close(drone.epoll_fd)
 
 
@@ -266,7 +268,7 @@ def end_of(run):
 def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form, rows, cut, at):
     run = SliceRun(7, pack_calls(form, False, rows), lambda fresh: abs, None)
     left = 4 - cut
-    run.calls, run._cut_calls = _InterruptedBetween(rows[:left]), cut  # by the ear
+    run.calls, run._cut_calls = _InterruptedBetween(rows[:left]), cut  # by the control thread
     run.calls.left = at
     run.run()
     if at == 0 or at > left:  # all were done: it is nobody's

@@ -538,21 +538,21 @@ def test_what_a_message_was_to_bring_or_to_drop_is_said_again_where_it_did_not_a
     )
     assert (kept.value == 1).all()  # so it is packed
     (other,) = [each for each in pool.drones if each.name != kept.drone]
-    link = other._handle
+    handle = other._handle
     custody = kept._owner
     number, nothing = dropped._owner.number, []
 
     def lose():
         message = TaskBatch()
-        link._add_kept_values([custody], message)
+        handle._add_kept_values([custody], message)
         message.add(number, DROP, 2, b"")
-        link.drop = lambda *said: nothing.append(said)
-        link.undo_batch(message.frames())
-        del link.drop
+        handle.drop = lambda *said: nothing.append(said)
+        handle.undo_batch(message.frames())
+        del handle.drop
 
     pool._dispatcher.reactor.post(lose)
     wait_for(lambda: nothing == [(number, 2)])
-    assert link not in custody.holders
+    assert handle not in custody.holders
     assert other.doit(total, kept) == 10
 
 

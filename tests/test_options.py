@@ -132,7 +132,7 @@ def test_a_drone_is_not_killed_since_the_machine_stood_still_after_an_interrupt(
             os.kill(pid, signal.SIGSTOP)
             sleeping.cancel()
             print("stops", flush=True)
-            time.sleep(0.3)  # for the hub, to interrupt it
+            time.sleep(0.3)  # for the reactor, to interrupt it
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.5)
             print(state_of(pid), flush=True)

@@ -109,7 +109,7 @@ def test_an_asyncio_tasks_drone_ends_with_the_task(how):
         return drone
 
     drone = asyncio.run(main())
-    wait_for(lambda: not drone.alive)  # the hub hears of it a little later
+    wait_for(lambda: not drone.alive)  # the reactor hears of it a little later
 
 
 @pytest.mark.guarantee("end-5")

@@ -490,7 +490,9 @@ def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
     try:
         assert page.keep(b"a") and page.keep(b"b")
         before = page.count_entries()
-        assert page.keep(b"c")  # by the main thread, while its ear makes a report of the others
+        assert page.keep(
+            b"c"
+        )  # by the main thread, while its control thread makes a report of the others
         page.add_report(1, before)
         page.add_report(2, before)
         page.acknowledge(0)

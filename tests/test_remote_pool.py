@@ -160,7 +160,7 @@ def test_status_tells_what_runs(remote, pool, tmp_path):
 
 
 def _works(pool):
-    return [work for link in pool._dispatcher.handles for work in list(link.in_flight.values())]
+    return [task for handle in pool._dispatcher.handles for task in list(handle.in_flight.values())]
 
 
 def test_a_drone_that_does_not_respond_is_told(remote, pool, tmp_path):

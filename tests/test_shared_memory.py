@@ -837,7 +837,7 @@ def test_any_view_of_a_view_keeps_it(kind):
         del view, views
         gc.collect()
         wait_for(
-            lambda: not any(link.ref_table.returned for link in pool._dispatcher.handles), LONG
+            lambda: not any(handle.ref_table.returned for handle in pool._dispatcher.handles), LONG
         )
         assert not live_keeps(pool)
 
@@ -1471,7 +1471,7 @@ def test_thousands_of_arrays_at_once_hold_no_descriptors():
 def test_thousands_of_arrays_in_one_argument_and_one_result():
     sent = [
         np.full(MARK // 8, float(i)) for i in range(3000)
-    ]  # a waybill that is too large for the lane
+    ]  # a header that is too large for the fast transport
     with poly.Pool(1) as pool:
         before = descriptors_of("self")
         assert pool.doit(keep_all, sent) == 2999 * 1500
@@ -1784,7 +1784,8 @@ def what_is_used(pool):
                 (start % arena_module.REGION_BYTES, at - start)
             )
     lent = [
-        (link.number, link.state, len(link.ref_table.lent)) for link in pool._dispatcher.handles
+        (handle.number, handle.state, len(handle.ref_table.lent))
+        for handle in pool._dispatcher.handles
     ]
     return {"used": arena.used(), "regions": regions, "keeps": arena.range_refs, "lent": lent}
 

@@ -359,7 +359,7 @@ def test_a_drone_with_something_that_hangs_finishes_the_rest_and_is_replaced(tmp
         wait_for(lambda: lines(hangs))
         later = [pool.promise(stay, end, begun) for _ in range(3)]
         assert hung.cancel()
-        wait_for(lambda: any(link.hung for link in pool._dispatcher.handles))
+        wait_for(lambda: any(handle.hung for handle in pool._dispatcher.handles))
         append(end, "end")
         (first,), others = {staying.value}, {p.value for p in later}
         assert len(others) == 1 and first not in others
@@ -376,18 +376,18 @@ def test_a_drone_overlaps_again_when_what_hung_has_come_back(tmp_path):
 
     gate, begun, end = (str(tmp_path / name) for name in ("gate", "begun", "end"))
     with poly.Pool(1, width=2, timeout=60) as pool:
-        (link,) = pool._dispatcher.handles
+        (handle,) = pool._dispatcher.handles
         clinging, other = pool.promise(cling, gate, begun), pool.promise(stay, end)
         wait_for(lambda: lines(begun))
         assert clinging.cancel()
-        wait_for(lambda: link.hung)
+        wait_for(lambda: handle.hung)
         append(gate, "open")
-        wait_for(lambda: len(link.in_flight) == 1)
+        wait_for(lambda: len(handle.in_flight) == 1)
         (tmp_path / "met").mkdir()
         met = [pool.promise(meet, str(tmp_path / "met"), 2) for _ in range(2)]
         append(end, "end")
         other.result(30)
-        assert met[0].result(30) == met[1].result(30) and pool._dispatcher.handles == [link]
+        assert met[0].result(30) == met[1].result(30) and pool._dispatcher.handles == [handle]
 
 
 def test_work_that_comes_later_is_begun_beside_what_runs(tmp_path):
@@ -398,5 +398,5 @@ def test_work_that_comes_later_is_begun_beside_what_runs(tmp_path):
             first = pool.promise(meet, str(folder), 2)
             wait_for(lambda folder=folder: os.listdir(folder))
             second = pool.promise(meet, str(folder), 2)
-            wait_for(second.done)  # nobody drives: the hub's thread is to see to it
+            wait_for(second.done)  # nobody drives: the reactor's thread is to see to it
             assert first.result(30) == second.result(30)

@@ -314,7 +314,7 @@ def say_nonsense(by):
                 bulk.send_multipart(
                     [dice.randbytes(dice.randrange(50)) for _ in range(dice.randrange(1, 4))]
                 )
-            elif by == "lane":
+            elif by == "fast":
                 try:
                     drone._fast_transport._socket.send(dice.randbytes(dice.randrange(1, 50)))
                 except BlockingIOError:
@@ -330,7 +330,7 @@ def say_nonsense(by):
 
 
 @pytest.mark.guarantee("wire-1")
-@pytest.mark.parametrize("by", ["bulk", "lane", "results"])
+@pytest.mark.parametrize("by", ["bulk", "fast", "results"])
 def test_malformed_messages_of_a_drone_are_dropped_and_the_pool_works_on(by, caplog):
     caplog.set_level("INFO", logger="polycephaly")
     with poly.Pool(2, output="discard") as pool:
