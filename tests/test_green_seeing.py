@@ -11,6 +11,7 @@ from scripts import output_of, run_script
 
 import polycephaly as poly
 from polycephaly import green
+from polycephaly.green import report
 from polycephaly.green.aio import close_loop
 from polycephaly.green.scheduler import scheduler
 
@@ -242,6 +243,23 @@ def test_lock_and_barrier_and_awaiting_oneself_are_deadlocks_too():
     for fn in (locks, meets, awaits_itself):
         with pytest.raises(green.Deadlock):
             green.run(fn)
+
+
+@pytest.mark.guarantee("green-23")
+def test_what_got_ready_while_the_scheduler_asked_is_no_deadlock(monkeypatch):
+    """As a foreign call that has lost the ownership: it returns after the scheduler has looked for
+    threads that are ready, and before it looks which native threads are idle."""
+    channel = green.Channel()
+
+    def act_and_end(waiting):
+        green.spawn(channel.send("woken"))
+        return False
+
+    async def main():
+        return await green.spawn(channel.receive())
+
+    monkeypatch.setattr(report, "can_other_threads_act", act_and_end)
+    assert green.run(main) == "woken"
 
 
 def wakes_later(channel, word="woken"):

@@ -228,6 +228,9 @@ def _check_for_deadlock() -> None:
     ]
     if not stuck or can_other_threads_act(waiting) or _can_signal_handler_act():
         return
+    # Last: a native thread that was not seen to act may have ended its act since the owner looked.
+    if scheduler.ready:
+        return
     listed = "\n".join(
         f"  {_info(thread, {})}" for thread in islice(list(scheduler.live), MAX_LISTED_THREADS)
     )
