@@ -125,7 +125,7 @@ class FakeHandle(DroneHandle):
 
     def __init__(self, dispatcher, number, name, launcher):
         super().__init__(dispatcher, number, name)
-        self.launcher = launcher
+        self.spawner = launcher
         self.ref_table = RefTable(None, None, lambda: None)  # nothing is lent
         self.sent_to_it = []  # the messages that bring no work: type and numbers
         self.looks, self.felt, self.kills = (
