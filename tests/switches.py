@@ -231,6 +231,9 @@ def at_random(seed: int) -> Iterator[None]:
             sleep(2e-5)  # a thread that waits for the interpreter gets it
         return traced
 
+    # As if it were the package's: else `stacks` shows each thread that it stops as one that runs
+    # code of the user.
+    traced.__code__ = traced.__code__.replace(co_filename=f"{package}switches.py")
     before, interval = sys.gettrace(), sys.getswitchinterval()
     # What traces has bytecodes of its own, at which the interpreter may switch, and so where it
     # never would without it. So that is made rare, also where a test sets the interval. A failure
