@@ -420,7 +420,7 @@ def well_formed(frames: Sequence[bytes]) -> bytes:
 
 
 def packet(frames: Sequence[bytes], dice: random.Random) -> bytes:
-    """What goes through a fast transport: well formed, or not."""
+    """Packets through a fast transport, well formed or not."""
     whole = well_formed(frames)
     if dice.random() < 0.2:
         (whole,) = mutated([whole], dice)[:1]
@@ -789,7 +789,7 @@ def _check_strangers(pool: poly.Pool, heard: Heard, path: str, at_least: int) ->
             f"of {at_least} messages of strangers the reactor has heard {heard.strangers}"
         )
     if os.path.exists(path):
-        raise Finding("the reactor has unpickled what a stranger said")
+        raise Finding("the reactor has unpickled a message of a stranger")
     heard.check()
 
 
@@ -889,7 +889,7 @@ MARKS = 0x2A5C_3900  # many bits away from UNLIKELY: with one changed, a CANCEL 
 
 
 class ToDrones:
-    """Says to drones of a pool what a reactor might say, nearly."""
+    """Sends messages to drones of a pool that are nearly those of a reactor."""
 
     def __init__(self, pool: poly.Pool, heard: Heard, folder: str) -> None:
         self._pool = pool

@@ -537,7 +537,7 @@ def test_many_threads_with_slow_consumers_of_maps_get_all():
     assert not wrong
 
 
-# -- what the control thread holds -----------------------------------------------------------------
+# -- the control thread ----------------------------------------------------------------------------
 
 
 def use_up_descriptors():
@@ -545,7 +545,7 @@ def use_up_descriptors():
         leaked.append(os.open(os.devnull, os.O_RDONLY))
 
 
-def let_the_ear_find_a_full_lane_once():
+def let_the_control_thread_find_a_full_transport_once():
     from polycephaly.wire.fast_transport import FastTransport
 
     real, times = FastTransport.send, []
@@ -565,9 +565,9 @@ def short_or_long(i):
     return i
 
 
-def test_what_the_ear_could_not_send_is_not_lost():
+def test_what_the_control_thread_could_not_send_is_not_lost():
     with poly.Pool(1, initializer=limit_descriptors, initargs=(10,), output="discard") as pool:
-        pool.doit(let_the_ear_find_a_full_lane_once)
+        pool.doit(let_the_control_thread_find_a_full_transport_once)
         assert pool.promise(use_up_descriptors).exception(SOON).errno == errno.EMFILE
         asked = [(-1, pool.promise(short_or_long, -1)) for _ in range(300)]
         for _, each in asked:

@@ -116,7 +116,7 @@ def test_decoders_return_or_raise_malformed_after_any_change_of_one_byte(decoder
     decoders.decode([bytes(each) for each in frames], random.Random(0))
 
 
-def test_an_empty_packet_is_malformed_and_is_not_the_end_of_the_lane():
+def test_an_empty_packet_is_malformed_and_is_not_the_end_of_the_transport():
     mine, its = FastTransport.pair()
     fast_transport = FastTransport(its)
     with contextlib.closing(mine), contextlib.closing(fast_transport):
@@ -313,7 +313,7 @@ FOR_DRONES = {
 }
 
 
-def ear_of_this_drone():
+def control_thread_of_this_drone():
     return [
         thread.is_alive()
         for thread in threading.enumerate()
@@ -322,7 +322,9 @@ def ear_of_this_drone():
 
 
 @pytest.mark.parametrize("packet", FOR_DRONES.values(), ids=FOR_DRONES)
-def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_ear(packet, tmp_path):
+def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_control_thread(
+    packet, tmp_path
+):
     go = tmp_path / "go"
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
@@ -337,7 +339,7 @@ def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_ear(packe
         )  # it is still busy: this was its control thread
         go.touch()
         assert held.result(SOON) == "held"
-        assert pool.promise(ear_of_this_drone).result(SOON) == [True]
+        assert pool.promise(control_thread_of_this_drone).result(SOON) == [True]
         assert pool.promise(os.getpid).result(SOON) == pid
         fuzz.answers(pool, heard)
 

@@ -184,7 +184,7 @@ class _BeginsAsTheControlThreadParks:
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 )  # by which its thread ends
-def test_a_task_that_begins_as_the_ear_parks_is_listened_for():
+def test_a_task_that_begins_as_the_control_thread_parks_is_listened_for():
     drone = _BeginsAsTheControlThreadParks()
     control_thread = next(
         each for each in fork_guard._thread_locks if each.name == "polycephaly-control"

@@ -179,7 +179,7 @@ def test_output_appears_under_the_cell_that_ran_it(notebook):
         )
         notebook.listen_until(lambda cell=cell: cell.stdout and cell.stderr)
         assert cell.stdout.endswith(f"out {i}\n") and cell.stderr.endswith(f"err {i}\n")
-    # what the reactor's thread reads while the cell does something else
+    # The reactor's thread reads it while the cell does something else.
     cell = notebook.run(
         "import time\np = pool.promise(print, 'beside')\nwhile not p.done(): time.sleep(0.01)"
     )

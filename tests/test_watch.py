@@ -472,8 +472,8 @@ async def wait_in_a_coroutine():
 
 
 def located(drone):
-    """In what `drone` waits, once its control thread has said where: on a slow machine the wait may
-    be told before."""
+    """Return where `drone` waits, once its control thread has said that: on a slow machine the wait
+    may be told before."""
     waiting = drone.waiting
     return waiting if waiting is not None and waiting.line else None
 

@@ -49,7 +49,7 @@ def zygote(monkeypatch):
 
 
 def busy(reactor, **config):
-    """The one drone of a pool, and what it runs."""
+    """The one drone of a pool, and its running task."""
     dispatcher = dispatcher_of(reactor, 1, **config)
     return dispatcher.handles[0], give(dispatcher, sleep, 1)
 
@@ -882,7 +882,7 @@ def test_one_that_only_has_to_wait_for_a_processor_is_not_told(reactor, caplog):
     assert len(told(caplog)) == 1
 
 
-def test_an_ear_that_answers_late_completes_what_was_told(reactor, caplog):
+def test_a_control_thread_that_answers_late_completes_what_was_told(reactor, caplog):
     handle, task = waiting(reactor)
     reactor.pass_(70)
     assert handle.waiting.task == "sleep" and handle.waiting.where is None

@@ -161,7 +161,7 @@ def test_every_message_type_has_a_byte_of_its_own():
     assert len(set(kinds)) == len(kinds)
 
 
-def test_the_lane_gives_back_what_was_sent_or_refuses_it():
+def test_the_fast_transport_gives_back_what_was_sent_or_refuses_it():
     one, other = map(FastTransport, FastTransport.pair())
     for message in ([b"H" * 9], [b"W", b""], [b"W" * 30, b"x" * 40_000]):
         assert one.send(message)

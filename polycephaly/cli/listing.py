@@ -73,10 +73,10 @@ Examples:
 STATE is idle, busy, starting, retiring (the drone ends after its running tasks) or
 unresponsive, with the reason. FOR is the time since that state began. RUNNING also
 shows where a drone waits, if it has waited long without processor time (by default,
-for a minute). CLIENT is the process that submitted the task, PID@HOST if that is
-of another host; none for the pool's own tasks.
-MEMORY is the memory that the drone and its own processes hold for themselves, without
-memory that is shared with the pool's process.
+for a minute). CLIENT is the process that submitted the task, PID@HOST if that is of
+another host; none for the pool's own tasks. MEMORY is the memory that the drone and
+its own processes hold for themselves, without memory that is shared with the pool's
+process.
 """
 )
 @POOL_NAME

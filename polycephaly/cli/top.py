@@ -1,7 +1,7 @@
 """`polycephaly top`: like `ps`, updated continuously.
 
     status() at each update ──> picture ──> rich's Live, on the terminal's alternate screen
-    keys ── cbreak ──> order of the drones; the selected drone, and what to do with it; leave
+    keys ── cbreak ──> order of the drones; selection; interrupt, kill; leave
 
 The terminal is restored after a key, Ctrl-C, SIGTERM, SIGHUP or the end of the pool.
 """
@@ -100,7 +100,7 @@ def top(name: str, every: float) -> None:
                     elif key in _MOVES and drones:
                         selected = _move(drones, selected, _MOVES[key])
                     elif key in ("i", "k"):
-                        for drone in drones:  # only what is on the screen
+                        for drone in drones:  # only those on the screen
                             if drone["number"] == selected:
                                 _act(pool, key, drone)
                     if not key or monotonic() >= due:
@@ -156,11 +156,9 @@ def _act(pool: RemotePool, key: str, drone: dict[str, Any]) -> None:
     from ..engines.remote.drone import RemoteDrone, RemoteHandle
 
     handle = RemoteHandle(drone["number"], drone["name"], drone["pid"], drone["host"])
+    target = RemoteDrone(pool, handle)
     with suppress(RuntimeError):  # the drone has ended
-        if key == "k":
-            RemoteDrone(pool, handle).kill()
-        else:
-            RemoteDrone(pool, handle).interrupt()
+        target.kill() if key == "k" else target.interrupt()
 
 
 def _render(

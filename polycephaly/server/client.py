@@ -40,7 +40,7 @@ class Client(ClientFlow):
         self.name = name
         self._send_now = send_now
         self.has_left = False  # or was dropped
-        # Marks its tasks and the lines that they print: a secret, and its name for reports.
+        # Marks its tasks and the lines that they print: a secret, and its name for pool/status.py.
         self.tag = f"{secrets.token_hex(8)} {name}"
         self.unacknowledged_bytes = 0  # bytes of such lines that the client has not handled yet
         self.omitted_lines = 0

@@ -659,11 +659,8 @@ class Server:
             if name not in names:
                 raise RuntimeError(f"{self.name} has no client {name}, but {', '.join(names)}")
         chosen = [each for each in clients if (each.name in of if of else each is not asking)]
-        had_calls = {each.name for each in chosen if each.session.tasks or each.session.waiting}
+        had_calls = {each.name for each in chosen if each.session.cancel_each()}
         for each in chosen:
-            session = each.session
-            # Newest first: a waiting call would otherwise begin when a running one is cancelled.
-            session.cancel([*session.waiting, *reversed(session.tasks)], running=True)
             each.send([CANCEL])  # the client has more calls, which wait for credit
         return sorted(had_calls)
 

@@ -147,6 +147,12 @@ class ClientSession:
             if promise is not None and (running or not getattr(promise, "is_leased", False)):
                 promise.cancel(running=running)
 
+    def cancel_each(self) -> bool:
+        """Cancel all calls and report their outcomes. Return False if there were none."""
+        numbers = [*self.waiting, *reversed(self.tasks)]  # in the order of `cancel_all`
+        self.cancel(numbers, running=True)
+        return bool(numbers)
+
     def cancel_all(self) -> int:
         """Cancel all calls without reporting their outcomes; return their number."""
         tasks = list(self.tasks.values())
