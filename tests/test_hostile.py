@@ -185,10 +185,15 @@ def test_a_connection_accepted_later_is_not_taken_for_one_that_had_its_descripto
     with accepted_connection() as (accepted, near, far):
         # A message of one that had that descriptor's number before.
         accepted.mark_for_shutdown(far.fileno(), max_number=0)
-        accepted.check(60, 1)
+        for _ in range(2):
+            accepted.check(60, 1)
         near.sendall(b"x")
         assert far.recv(1) == b"x"
         accepted.mark_for_shutdown(far.fileno(), max_number=1)
+        accepted.check(60, 1)  # perhaps at once, before libzmq's thread has sent the reason
+        near.sendall(b"y")
+        assert far.recv(1) == b"y"
+        accepted.mark_for_shutdown(far.fileno(), max_number=1)  # for a further message
         accepted.check(60, 1)
         assert near.recv(1) == b""
 

@@ -34,7 +34,7 @@ _BYTES_RECEIVED = 128
 class _Tcp:
     def __init__(self, connection: socket.socket, number: int) -> None:
         self.number = number
-        self.marked_for_shutdown = False
+        self.checks_to_shutdown: int | None = None
         self.peer = connection.getpeername()
         self.silent_checks = 0  # checks since its last message
         self.read_until_message = _bytes_read(connection)  # at the last message
@@ -59,15 +59,17 @@ class Accepted:
             self._tcps[fd] = _Tcp(connection, self.count)
 
     def mark_for_shutdown(self, fd: int, max_number: int) -> None:
-        """Have the next check shut the connection by which a message arrived.
+        """Have the check after the next one shut the connection by which a message arrived.
+
+        The next check may follow at once. After it, libzmq's thread has time to send the reason.
 
         `max_number` is the number of connections accepted when the message's peer was let in. If
         the descriptor is another connection's by now, that connection has a higher number: the
         peer's own connection was open until then.
         """
         tcp = self._tcps.get(fd)
-        if tcp is not None and tcp.number <= max_number:
-            tcp.marked_for_shutdown = True
+        if tcp is not None and tcp.number <= max_number and tcp.checks_to_shutdown is None:
+            tcp.checks_to_shutdown = 2
 
     def discard(self, fd: int) -> None:
         self._tcps.pop(fd, None)
@@ -98,8 +100,10 @@ class Accepted:
             if fd in self._active_fds:
                 tcp.read_until_message, tcp.silent_checks = bytes_read, 0
             tcp.unfinished_bytes = bytes_read - tcp.read_until_message
-            if tcp.marked_for_shutdown:
-                self._shut(fd, "")
+            if tcp.checks_to_shutdown is not None:
+                tcp.checks_to_shutdown -= 1
+                if not tcp.checks_to_shutdown:
+                    self._shut(fd, "")
             elif tcp.silent_checks * interval > max_silence:
                 shut.append(self._shut(fd, f"no message for {max_silence:g} s"))
         self._active_fds.clear()
