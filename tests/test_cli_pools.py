@@ -623,9 +623,9 @@ def test_ps_tells_in_what_a_drone_waits(shell: Shell) -> None:
     with shell.pool("-n", 1, "--report-waiting", 0.3):
         os.mkfifo(shell.folder / "door")
         with shell.running("doit", "lab", "open('door').read()") as client:
-            # The wait counts anew after a moment in which the whole machine stood still.
             waiting: Any = wait_for(
-                lambda: json.loads(shell.say("ps", "lab", "--json"))["drones"][0]["waiting"]
+                lambda: json.loads(shell.say("ps", "lab", "--json"))["drones"][0]["waiting"],
+                60,  # seconds: it counts anew when the machine stood still
             )
             assert (
                 waiting["task"] == "code \"open('door').read()\""
@@ -641,7 +641,8 @@ def test_ps_tells_in_what_a_drone_waits(shell: Shell) -> None:
                     r"code \"open\('door'\)\.read\(\)\" has waited for .* "
                     r"in the system call openat$",
                     shell.say("ps", "lab").rstrip(),
-                )
+                ),
+                60,
             )
             open(shell.folder / "door", "w").close()
             assert client.communicate() == ("''\n", "")

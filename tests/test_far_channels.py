@@ -1392,12 +1392,15 @@ def test_an_end_that_came_twice_is_let_go_with_the_last_reference(pool):
     wait_for(lambda: ch.closed)
 
 
-def test_an_end_waits_for_the_other_calls_that_it_was_given_to():
+def test_an_end_waits_for_the_other_calls_that_it_was_given_to(tmp_path):
+    gate = str(tmp_path / "gate")
     with poly.Pool(1) as pool:
         ch = Channel(16)
         end = ch.sender()
+        pool.promise(hold_until, gate)  # until all three are on their way
         for _ in range(3):
             pool.promise(put_three, end)
+        append(gate, "open")
         assert list(ch) == [0, 1, 2] * 3
 
 

@@ -225,7 +225,7 @@ def test_a_lock_held_by_another_thread_at_the_fork_is_the_users_affair_but_ours_
         for t in threads: t.start()
         for _ in range(10):
             with poly.Pool(1) as pool:
-                pool.promise("import logging, decimal; logging.getLogger('z').info('u')").result(10)
+                pool.promise("import logging, decimal; logging.getLogger('z').info('u')").result(60)
         end.set()
         print("done")
     """)

@@ -361,7 +361,7 @@ def test_a_guard_may_be_used_again_and_in_several_selects_at_a_time():
                 second = green.spawn(select, b.receiving(), shared, shared)
                 third = green.spawn(select, b.receiving(), shared)
                 await turns()
-                if not first.done():
+                if not nobody_waits(a):
                     break
                 await second, await third
             await a.send("a")

@@ -164,7 +164,7 @@ def shutdown_that_cancels(make, folder):
     rest = [executor.submit(abs, -i) for i in range(20)]
     executor.shutdown(wait=False, cancel_futures=True)
     append(gate, "open")
-    futures.wait(rest, 0.5)  # the library never tells of those it has cancelled
+    wait_for(rest[-1].cancelled)  # the library never tells of those it has cancelled
     executor.shutdown()
     return first.result(10), rest[-1].cancelled(), error_of(executor.submit, abs, 1)
 

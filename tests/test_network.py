@@ -314,6 +314,7 @@ def test_a_client_tells_by_itself_that_it_lives(server, card, monkeypatch):
 
 def test_a_server_that_stood_still_lets_nobody_go(server, card, remote, monkeypatch):
     monkeypatch.setattr(tuning, "client_silence_seconds", 1.0)
+    monkeypatch.setattr(tuning, "client_check_seconds", 0.1)
     stood = threading.Event()
     server._post(
         lambda: (time.sleep(1.5), stood.set())
@@ -371,17 +372,20 @@ def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(
 
 
 def test_shutdown_with_cancel_futures_leaves_what_runs(server, card, tmp_path):
-    started = str(tmp_path / "started")
+    started, gate = str(tmp_path / "started"), str(tmp_path / "gate")
     remote = poly.connect(card)
 
     def run(i):
         append(started, str(i))
-        time.sleep(1)
+        hold_until(gate)
         return i
 
     promises = [remote.promise(run, i) for i in range(20)]
     wait_for(lambda: len(lines(started)) == 2)
-    remote.shutdown(cancel_futures=True)
+    remote.shutdown(wait=False, cancel_futures=True)
+    wait_for(promises[-1].cancelled)
+    append(gate, "open")
+    remote.shutdown()
     assert {p.cancelled() for p in promises} == {True, False}
     assert all(p.cancelled() or p.result() == i for i, p in enumerate(promises))
     assert not promises[int(lines(started)[0])].cancelled()
@@ -553,6 +557,7 @@ def test_a_key_that_is_refused_at_once_leaves_nobody_waiting(pool, monkeypatch):
             time.sleep(0.1)  # for libzmq to do so, of which it tells nothing
             return hello(**who)
 
+        monkeypatch.setattr(server, "_log_refusals", lambda: None)  # and count anew
         monkeypatch.setattr(connection_module, "pack_hello", late)
         with pytest.raises(ConnectionError, match="does not allow the key of this process"):
             poly.connect(server.address, server_key=server.key, keys=new_key_pair())

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -25,7 +26,9 @@ from polycephaly.wire.messages import PROFILE, Malformed
 
 
 def burns(gate):
-    while not os.path.exists(gate):
+    # Long enough to be sampled, also if the machine stands still meanwhile.
+    until = time.thread_time() + 0.3
+    while time.thread_time() < until or not os.path.exists(gate):
         burns_inside()
 
 

@@ -677,23 +677,24 @@ def test_a_promise_that_is_settled_by_what_a_collection_runs_while_it_is_hooked_
     assert told == "True\n"
 
 
-def test_a_finalizer_may_wait_while_its_thread_drives():
+def test_a_finalizer_may_wait_while_its_thread_drives(tmp_path):
     """A trace function stands for it: it is called in the middle of what waits, in the same
     thread."""
-    heard = []
+    heard, gate = [], tmp_path / "gate"
 
     def trace(frame, event, _):
         if frame.f_code.co_name == "_drive":
             if event == "line" and not heard:
                 heard.append(pool.promise(abs, -7).result(30))
+                gate.touch()
             return trace
         return None
 
-    with poly.Pool(1) as pool:
+    with poly.Pool(2) as pool:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            assert pool.promise(abs, -1).result(30) == 1
+            assert pool.promise(hold_until, str(gate)).result(30) == "held"
         finally:
             sys.settrace(before)
     assert heard == [7]

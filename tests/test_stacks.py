@@ -18,6 +18,7 @@ import polycephaly
 from polycephaly import green
 from polycephaly.drone import frames as drone_frames
 from polycephaly.pool.stacks import Stack, StackRequest
+from polycephaly.runtime.procfs import state_of
 from polycephaly.server.join import join
 from polycephaly.wire.messages import FRAMES, Malformed
 
@@ -77,15 +78,15 @@ def begun(started, count=1):
     wait_for(lambda: len(lines(started)) == count)
 
 
+def has_got_to(stack, function):
+    """`append` says that a drone has begun, and is before the line at which it stays."""
+    ours = [each for each in stack.frames if each.name == function]
+    return ours and "append(" not in ours[-1].line
+
+
 def in_place(drone, function):
     """The stack of the drone, which may not have got there yet."""
-    return wait_for(
-        lambda: (
-            (stack := drone.stack()).frames
-            and function in [each.name for each in stack.frames]
-            and stack
-        )
-    )
+    return wait_for(lambda: has_got_to(stack := drone.stack(), function) and stack)
 
 
 # -- on each engine --------------------------------------------------------------------------------
@@ -96,7 +97,13 @@ def test_a_stack_is_that_of_the_task_and_nothing_else(started):
     with poly.Pool(2) as pool:
         task = pool.promise(sleeps, started)
         begun(started)
-        busy, idle = sorted(pool.stacks(timeout=30), key=lambda each: each.state)
+        busy, idle = wait_for(
+            lambda: (
+                (both := sorted(pool.stacks(timeout=30), key=lambda each: each.state))
+                and has_got_to(both[0], "sleeps")
+                and both
+            )
+        )
         task.cancel()
     assert (busy.state, busy.task, busy.number, busy.item) == ("busy", "sleeps", task.number, None)
     assert busy.seconds >= 0 and not busy.threads
@@ -136,7 +143,7 @@ def test_a_wait_for_a_lock_is_told(started):
         task = drone.promise(waits, started)
         begun(started)
         stack = in_place(drone, "waits")
-        wait_for(lambda: last(drone.stack())[3] == "lock.acquire()  # WAITS")
+        assert last(stack)[3] == "lock.acquire()  # WAITS"
         assert stack.pid == drone.pid and stack.drone == drone.name
         task.cancel()
 
@@ -176,7 +183,7 @@ def test_a_function_of_c_has_no_frames_and_none_of_the_process_before_the_fork()
     with poly.Drone(report_waiting=0.2) as drone:
         task = drone.promise(time.sleep, 1000)
         wait_for(task.running)
-        stack = wait_for(lambda: (each := drone.stack()).task and each)
+        stack = wait_for(lambda: (each := drone.stack(timeout=30)).task and each)
         assert (stack.task, [*stack.frames]) == ("sleep", [])
         assert "no Python frames" in str(stack)
         waiting = wait_for(lambda: drone.waiting)
@@ -188,7 +195,7 @@ def test_the_item_of_a_map_is_told(started):
     with poly.Pool(1) as pool:
         results = pool.map(lambda n: n if n < 3 else sleeps(started), range(5))
         begun(started)
-        stack = wait_for(lambda: (each := pool.stacks()[0]).item is not None and each)
+        stack = in_place(pool.drones[0], "sleeps")
         assert stack.item == 3 and stack.frames[-1].name == "sleeps"
         results.close()
 
@@ -209,11 +216,15 @@ def test_tasks_that_run_beside_others_are_told_each(started):
     with poly.Pool(1, width=3) as pool:
         tasks = [pool.promise(outer, started) for _ in range(3)]
         begun(started, 3)
-        (stack,) = wait_for(lambda: len((each := pool.stacks())[0].threads) == 3 and each)
+
+        def found():
+            (stack,) = pool.stacks(timeout=30)
+            names = [[each.name for each in frames] for _, frames in stack.threads]
+            return names == [["outer", "inner"]] * 3 and stack
+
+        stack = wait_for(found)
         assert stack.state == "busy" and not stack.frames
         assert {name for name, _ in stack.threads} == {f"outer #{task.number}" for task in tasks}
-        for _, frames in stack.threads:
-            assert [each.name for each in frames] == ["outer", "inner"]
         for task in tasks:
             task.cancel()
 
@@ -232,7 +243,7 @@ def test_drones_of_drones_tell_their_own_frames_alone(started):
 
 def test_stacks_print_as_text():
     with polycephaly.Pool(2, name="lab") as pool:
-        stacks = pool.stacks()
+        stacks = pool.stacks(timeout=30)
         one, two = (f"{drone.name} (pid {drone.pid}): idle" for drone in pool.drones)
     assert str(stacks) == f"{one}\n\n{two}" and isinstance(stacks, list)
 
@@ -263,13 +274,14 @@ def test_c_code_that_holds_the_interpreter_is_told_by_what_is_known_from_outside
     with poly.Pool(2) as pool:
         holds, sleeper = pool.promise(sleep_holding_the_gil, started), pool.promise(sleeps, started)
         begun(started, 2)
-        silent, answers = sorted(pool.stacks(timeout=QUICK), key=lambda each: each.task)
+        silent = min(pool.stacks(timeout=QUICK), key=lambda each: each.task or "z")
         assert silent.state.startswith(f"no answer within {QUICK} s: the process holds its ")
         assert f"py-spy dump --native --pid {silent.pid}" in silent.state
         assert (silent.task, silent.number) == ("sleep_holding_the_gil", holds.number)
         assert "sleep_holding_the_gil" in str(silent) and "no answer within" in str(silent)
-        assert [each.name for each in answers.frames] == ["sleeps"]
-        pool.drones[[each.pid for each in pool.drones].index(silent.pid)].kill()
+        other, held = sorted(pool.drones, key=lambda each: each.pid == silent.pid)
+        assert [each.name for each in in_place(other, "sleeps").frames] == ["sleeps"]
+        held.kill()
         sleeper.cancel()
 
 
@@ -278,6 +290,7 @@ def test_a_process_that_is_stopped_is_told(started):
         task = drone.promise(sleeps, started)
         begun(started)
         os.kill(drone.pid, signal.SIGSTOP)
+        wait_for(lambda: state_of(drone.pid) == "T")
         try:
             assert "stopped by a signal" in drone.stack(timeout=QUICK).state
         finally:

@@ -22,7 +22,7 @@ import polycephaly as poly
 from polycephaly.engines.local import drone as image_main
 from polycephaly.engines.local.drone import LocalDrone
 from polycephaly.engines.local.launcher import Launcher
-from polycephaly.wire import messages
+from polycephaly.wire import fast_transport, messages
 from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.messages import (
     HELLO,
@@ -184,7 +184,8 @@ def fill(transport):
     return sent
 
 
-def test_a_message_may_wait_for_room_in_the_fast_transport():
+def test_a_message_may_wait_for_room_in_the_fast_transport(monkeypatch):
+    monkeypatch.setattr(fast_transport, "MAX_ROOM_WAIT_SECONDS", 60.0)
     one, other = map(FastTransport, FastTransport.pair())
     assert not one.send_soon([b"W", b"x" * 200_000])  # there will never be room for that
     fill(one)
@@ -197,7 +198,8 @@ def test_a_message_may_wait_for_room_in_the_fast_transport():
     assert sent == [True]
 
 
-def test_results_that_the_slot_no_longer_keeps_wait_for_room_before_they_go_to_zeromq():
+def test_results_that_the_slot_no_longer_keeps_wait_for_room_before_they_go_to_zeromq(monkeypatch):
+    monkeypatch.setattr(fast_transport, "MAX_ROOM_WAIT_SECONDS", 60.0)
     mine, its = map(FastTransport, FastTransport.pair())
     drone, by_bulk = LocalDrone.__new__(LocalDrone), []
     drone._fast_transport, drone._send_by_bulk = its, by_bulk.append
