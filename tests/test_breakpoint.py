@@ -95,6 +95,23 @@ def test_at_a_prompt_that_waits_for_the_task(tmp_path):
         terminal.read_until(">>> ")
 
 
+def test_at_a_prompt_that_waits_for_a_task_which_has_stopped_before(tmp_path):
+    with Terminal(tmp_path) as terminal:
+        terminal.type("import polycephaly as poly; pool = poly.Pool(1)\n")
+        terminal.type("p = pool.promise('x = 5; breakpoint(); x + 1')\n")
+        terminal.read_until("To debug it: polycephaly attach")
+        terminal.type("1000 + 1\n")
+        terminal.read_until("1001")
+        terminal.type("p.value\n")
+        terminal.read_until("(Pdb) ")
+        terminal.type("x = 8\n")
+        terminal.read_until("(Pdb) ")
+        terminal.type("c\n")
+        terminal.read_until("9")
+        terminal.read_until(">>> ")
+        terminal.type("pool.shutdown()\n")
+
+
 ATTACH = ("-m", "polycephaly", "attach")
 
 

@@ -79,15 +79,10 @@ def debug_frames(address: str) -> None:
     Raises `OSError` if no frames are kept there or their keeper does not answer, and `RuntimeError`
     without a terminal, or in the background.
     """
-    if can_ask_in_cell():
-        _talk_with(address)
-        return
-    terminal = _own_terminal(at_prompt=True)
-    if terminal is None:
+    if not _debug_here(address):
         raise RuntimeError(
             "this process is not in the foreground of a terminal: use `polycephaly attach` in one"
         )
-    lend_terminal(_connect(address)[0], terminal)
 
 
 def release_frames(address: str) -> None:
@@ -103,13 +98,13 @@ class DebugRequest:
         self._address = address
 
     def handle(self) -> None:
-        """Let the drone use this process's terminal, or the next cell that waits for a promise, if
-        there is one. Does not wait.
+        """Let the drone use this process's terminal. If that is at its prompt, or there is none,
+        let it use the prompt or notebook cell that next waits for a promise. Does not wait.
         """
         if _own_terminal() is not None:
             OwnThread("polycephaly-debugged", self._lend).start()
         else:
-            main_thread_calls.append(self._lend_cell)
+            main_thread_calls.append(self._lend_waiting)
 
     def _lend(self) -> None:
         with _terminal_lock, suppress(OSError):  # another process may have attached
@@ -118,20 +113,32 @@ class DebugRequest:
                 connection, _ = _connect(self._address)
                 lend_terminal(connection, terminal)
 
-    def _lend_cell(self) -> None:
-        if can_ask_in_cell():
-            try:
-                _talk_with(self._address)
-            except TimeoutError:  # the drone talks with another process, or has just been stopped
-                main_thread_calls.append(self._lend_cell)
-            except OSError:  # another process has attached
-                pass
+    def _lend_waiting(self) -> None:
+        """In the main thread, which waits for a promise."""
+        try:
+            _debug_here(self._address)
+        except TimeoutError:  # the drone talks with another process, or has just been stopped
+            main_thread_calls.append(self._lend_waiting)
+        except OSError:  # another process has attached
+            pass
 
 
-def _talk_with(address: str) -> None:
-    with hanging_up(_connect(address)[0]) as connection:
-        connection.sendall(CELL.encode())
-        talk(connection)
+def _debug_here(address: str) -> bool:
+    """Run a session in the running cell or this process's terminal; return False if there is none.
+
+    Called in the thread that reads from these.
+    """
+    if can_ask_in_cell():
+        with hanging_up(_connect(address)[0]) as connection:
+            connection.sendall(CELL.encode())
+            talk(connection)
+        return True
+    terminal = _own_terminal(at_prompt=True)
+    if terminal is None:
+        return False
+    with _terminal_lock:
+        lend_terminal(_connect(address)[0], terminal)
+    return True
 
 
 def _own_terminal(at_prompt: bool = False) -> str | None:
