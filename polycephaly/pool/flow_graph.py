@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from html import escape
 from itertools import islice
 from typing import Any, NamedTuple
 from weakref import ref
@@ -255,4 +254,6 @@ def _text(node: Node) -> str:
 
 
 def _escaped(text: str) -> str:
+    from html import escape  # not with each pool: it takes a millisecond
+
     return escape(text, quote=False).replace('"', "&quot;").replace("#", "#35;")

@@ -25,7 +25,6 @@ from __future__ import annotations
 import array
 import ctypes
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -171,7 +170,7 @@ def new_family() -> str:
     The zygote completes the name with its pid (`join_family`). Names of zygotes below begin with
     it.
     """
-    return os.environ.get(_FAMILY_VARIABLE) or secrets.token_hex(8)
+    return os.environ.get(_FAMILY_VARIABLE) or os.urandom(8).hex()
 
 
 def join_family(family: str) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -142,7 +141,7 @@ def _choose_directory() -> str:
             return inside
     parent = tempfile.gettempdir()
     _remove_abandoned(parent)
-    name = _PREFIX + secrets.token_hex(8)
+    name = _PREFIX + os.urandom(8).hex()
     directory = os.path.join(parent, name)
     return directory if len(directory) <= max_length else os.path.join("/tmp", name)
 
