@@ -503,6 +503,19 @@ def test_as_completed_in_asyncio():
     assert asyncio.run(main()) == [2, 0, 1]
 
 
+def test_a_step_of_as_completed_that_is_cancelled_loses_no_promise():
+    async def main():
+        ps = [Promise() for _ in range(2)]
+        found = poly.as_completed(ps)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(found), 0.01)
+        for i, p in enumerate(ps):
+            p.set_result(i)
+        return [p.value async for p in found]
+
+    assert asyncio.run(main()) == [0, 1]
+
+
 def test_what_is_no_promise_is_a_type_error():
     for combine in (poly.gather, poly.race, lambda *ps: poly.as_completed(ps)):
         with pytest.raises(TypeError, match="5"):
@@ -741,6 +754,9 @@ def test_waits_that_time_out_and_lost_races_leave_nothing_on_the_promise():
         assert next(iter(poly.as_completed([slow, fast]))) is fast  # and the iterator is dropped
         with pytest.raises(TypeError):
             poly.as_completed([slow, 5])
+        assert poly.race(fast, slow).value == 1  # which is settled before the other has a hook
+        for failed in (rejected(KeyError()), slow), (slow, rejected(KeyError())):
+            assert isinstance(poly.gather(*failed).exception(), KeyError)
     assert not slow._hooks
 
 

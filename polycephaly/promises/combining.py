@@ -15,7 +15,16 @@ from concurrent.futures import CancelledError, Future
 from time import monotonic
 from typing import Any, TypeVar, overload
 
-from .promise import CANCELLED, FINISHED, Promise, cancel_on_interrupt, fulfill, outcome, reject
+from .promise import (
+    CANCELLED,
+    FINISHED,
+    Promise,
+    Signal,
+    cancel_on_interrupt,
+    fulfill,
+    outcome,
+    reject,
+)
 
 __all__ = ["as_completed", "gather", "race"]
 
@@ -80,6 +89,7 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
         error = _error_of(future)
         if error is not None and not return_exceptions:
             reject(combined, error)
+            _unhook(promises, one_settled)
         else:
             # The pop is atomic. Only the number of entries matters, not which one is removed.
             waiting_for.pop()
@@ -95,8 +105,7 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
 
     if not promises:
         fulfill(combined, [])
-    for each in promises:
-        each.add_done_callback(one_settled)
+    _hook(promises, one_settled, combined)
     return combined
 
 
@@ -146,13 +155,25 @@ def race(*promises: Future[Any]) -> Promise[Any]:
     def one_settled(future: Future[Any]) -> None:
         first._awaited = ()
         first._settle(CANCELLED if future.cancelled() else FINISHED, *outcome(future))
-        for loser in promises:
-            if isinstance(loser, Promise):
-                loser._unhook(one_settled)
+        _unhook(promises, one_settled)
 
-    for each in promises:
-        each.add_done_callback(one_settled)
+    _hook(promises, one_settled, first)
     return first
+
+
+def _hook(promises: Iterable[Future[Any]], hook: Callable[[Any], None], to: Promise[Any]) -> None:
+    """Have `hook` called with each of `promises`, until `to` is settled."""
+    for each in promises:
+        each.add_done_callback(hook)
+    if to.done():  # perhaps before the last ones had the hook
+        _unhook(promises, hook)
+
+
+def _unhook(promises: Iterable[Future[Any]], hook: Callable[[Any], None]) -> None:
+    """Remove `hook` from those that are pending, so that they keep nothing alive."""
+    for each in promises:
+        if isinstance(each, Promise):
+            each._unhook(hook)
 
 
 class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the standard library
@@ -187,7 +208,8 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
         distinct = tuple(dict.fromkeys(promises))
         _check_futures("as_completed", distinct)
         # One slot per promise: the k-th promise that settles fills the k-th slot.
-        slots: list[Promise[F]] = [Promise() for _ in distinct]
+        # Signals: a consumer that is cancelled while it waits for a slot may wait for it again.
+        slots: list[Signal[F]] = [Signal() for _ in distinct]
         self._slots = slots
         self._pending = pending = dict.fromkeys(distinct)  # in the order given
         self._next = 0
@@ -205,12 +227,8 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
             each.add_done_callback(one_settled)
 
     def _remove_hooks(self) -> None:
-        """Remove the hook from the promises that are still pending, so that they keep nothing
-        alive.
-        """
-        for each in list(self._pending):
-            if isinstance(each, Promise):
-                each._unhook(self._hook)
+        if self._pending:
+            _unhook(list(self._pending), self._hook)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not finalizing():
@@ -240,9 +258,9 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
     async def __anext__(self) -> F:
         if self._next == len(self._slots):
             raise StopAsyncIteration
-        slot = self._slots[self._next]
+        future = await self._slots[self._next]
         self._next += 1
-        return await slot
+        return future
 
 
 class _Gathered(Promise[list[Any]]):
