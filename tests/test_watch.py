@@ -6,10 +6,12 @@ import ctypes
 import functools
 import inspect
 import itertools
+import json
 import logging
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,10 +20,11 @@ from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import pytest
-from faults import append, lines, sleep_holding_the_gil, spin_for_ever, wait_for
+from faults import append, hold_until, lines, sleep_holding_the_gil, spin_for_ever, wait_for
 from scripts import Script, run_script
 
 import polycephaly as poly
+from polycephaly.engines.local.launcher import Launcher
 from polycephaly.pool import health
 from polycephaly.pool.interfaces import State
 from polycephaly.runtime.procfs import state_of
@@ -328,6 +331,34 @@ def test_a_stopped_zygote_is_told_and_with_hang_timeout_replaced(start, quick, c
         assert isinstance(victim.exception(), poly.DroneDied)
         assert pool.promise(abs, -3).result(30) == 3
     assert any("zygote" in each for each in warnings_of(caplog))
+
+
+@pytest.mark.guarantee("death-10")
+def test_an_older_zygote_that_dies_with_the_current_one_changes_nothing(tmp_path):
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    with poly.Pool(1) as pool:
+        engine = pool._dispatcher.supervisor.engine
+        busy = pool.promise(hold_until, gate, started)
+        wait_for(lambda: lines(started))
+        older = engine._launcher
+        pool.refresh()
+        with pool._dispatcher.reactor._lock:
+            for each in (engine._launcher, older):
+                os.kill(each.pid, signal.SIGKILL)
+                wait_for(lambda each=each: state_of(each.pid) == "Z")
+        assert isinstance(busy.exception(), poly.DroneDied)
+        assert pool.promise(abs, -3).result(30) == 3
+
+
+def test_a_stopped_zygote_that_reads_no_orders_is_let_go_on(monkeypatch):
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher, told = Launcher.__new__(Launcher), []
+    launcher._control = mine
+    monkeypatch.setattr(Launcher, "continue_zygote", lambda _: told.append(its.recv(4096)))
+    with mine, its:
+        while not told:
+            launcher.kill(7)
+    assert json.loads(told[0]) == {"kill": 7, "signal": signal.SIGKILL}
 
 
 @pytest.fixture

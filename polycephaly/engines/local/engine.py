@@ -314,7 +314,9 @@ class LocalEngine(Engine):
     def _on_zygote_gone(self, launcher: Launcher) -> None:
         self._reactor.unwatch(launcher.fileno())
         launcher.close()
-        self._zygote_lost = launcher is self._launcher
+        is_current = launcher is self._launcher
+        # Not set back by the end of an older one: the replacement of this one may be on its way.
+        self._zygote_lost |= is_current
         orphaned = self._handles_of(launcher)
         for handle in orphaned:
             # The kernel has killed the drone, but not the programs that the drone had started.
@@ -336,11 +338,7 @@ class LocalEngine(Engine):
             )
             for handle in orphaned:
                 self._supervisor.on_died(handle, -signal.SIGKILL)
-        elif (
-            self._zygote_lost
-            and self._config.on_death == "replace"
-            and self._dispatcher.target_size()
-        ):
+        elif is_current and self._config.on_death == "replace" and self._dispatcher.target_size():
             log.warning(
                 "the zygote of %s was lost (exit code %s): taking a new snapshot",
                 self._config.name,

@@ -16,6 +16,8 @@ import os
 import signal
 import socket
 import sys
+from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -170,12 +172,22 @@ class Launcher:
             raise ValueError(
                 f"env= is too large for a drone: {len(message)} of at most {MAX_ORDER_BYTES} bytes"
             )
-        socket.send_fds(self._control, [message], ends)
+        self._send(message, ends)
 
     def kill(self, number: int, with_signal: int = signal.SIGKILL) -> None:
         """Have the drone's parent send the signal, so that no other process with its pid is hit."""
         with suppress(OSError):
-            self._control.send(json.dumps({"kill": number, "signal": with_signal}).encode())
+            self._send(json.dumps({"kill": number, "signal": with_signal}).encode())
+
+    def _send(self, message: bytes, fds: Sequence[int] = ()) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        try:
+            self._control.sendmsg([message], rights, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            # A zygote that a signal has stopped would not read, and the health monitor cannot
+            # continue it, because the caller holds the reactor's lock.
+            self.continue_zygote()
+            self._control.sendmsg([message], rights)
 
     def kill_zygote(self) -> None:
         """Kill the zygote; the kernel then ends its drones.
