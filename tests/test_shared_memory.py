@@ -1664,6 +1664,35 @@ def test_a_forked_child_that_writes_and_drops_and_ends_takes_nothing_from_its_pa
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_signal_handler_may_put_a_value_while_another_is_put(monkeypatch):
+    with poly.Pool(1) as pool:
+        found = []
+        before = signal.signal(
+            signal.SIGINT, lambda *_: found.append(pool.promise(len, bytes(200_000)))
+        )
+        take = store_module.Store._take_block
+
+        def interrupted(store, size):
+            monkeypatch.setattr(store_module.Store, "_take_block", take)
+            signal.raise_signal(signal.SIGINT)
+            return take(store, size)
+
+        monkeypatch.setattr(store_module.Store, "_take_block", interrupted)
+        try:
+            assert pool.doit(len, bytes(300_000)) == 300_000
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert [each.result(30) for each in found] == [200_000]
+
+
+def test_a_fork_while_another_thread_looks_for_ended_forks_can_do_so_itself():
+    with arena_module._forks_lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(not arena_module._forks_lock.acquire(blocking=False))
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_forked_child_outlives_the_pool():
     r, w = os.pipe()
     with poly.Pool(1) as pool:

@@ -374,6 +374,8 @@ def _after_fork_in_child() -> None:
     _forking.clear()
     _own_forks.clear()
     _forked_children.clear()
+    global _forks_lock
+    _forks_lock = threading.Lock()
 
 
 def release_ended_forks() -> None:

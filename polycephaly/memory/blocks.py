@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
 from ..runtime.deferred_sigint import DeferredSigint
+from ..runtime.fork_guard import GuardedLock
 from ..runtime.tuning import tuning
 from .arena import (
     MAX_REGIONS,
@@ -85,8 +85,7 @@ class Store:
         self._free: dict[int, deque[_Block]] = {}  # by size; warm blocks on the right
         self._warm_bytes = 0  # bytes of memory in the free blocks
         self.returned: deque[_Block] = deque()
-        self._lock = threading.Lock()
-        self._lock_owner = 0  # the thread that holds the lock
+        self._lock = GuardedLock()
 
     def put(self, runs: Sequence[Sequence[Buffer]]) -> tuple[Segment, list[tuple[int, int]]]:
         """Copy `runs`, each run's pieces end to end; return the segment, and the runs' places.
@@ -101,15 +100,12 @@ class Store:
             length = sum(map(len, run))
             places.append((size, length))
             size += -(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if self._lock_owner == threading.get_ident():
+        if self._lock.is_held_here():
             raise Full("a finalizer asked for memory while this thread was allocating some")
-        with self._lock, DeferredSigint():  # a Ctrl-C between the lines would lose the block
-            self._lock_owner = threading.get_ident()
-            try:
-                block = self._take_block(size)
-                segment = Segment(self, block, size)  # before `ended` is checked: see Arena.end
-            finally:
-                self._lock_owner = 0
+        # A Ctrl-C between the lines would lose the block; its handler runs without the lock.
+        with DeferredSigint(), self._lock:
+            block = self._take_block(size)
+            segment = Segment(self, block, size)  # before `ended` is checked: see Arena.end
         if self.arena.ended:
             raise Full("the pool has ended")
         if size > block.resident_bytes:
@@ -218,10 +214,9 @@ class Store:
         """
         release_ended_forks()
         # The lock's holder may be running a finalizer that waits for this thread: do not wait.
-        if not self._lock.acquire(blocking=False):
+        if self._lock.is_held_here() or not self._lock.acquire(blocking=False):
             return True
         try:
-            self._lock_owner = threading.get_ident()
             self._reclaim_blocks()
             latest = monotonic() - (tuning.warm_seconds if idle is None else idle)
             for free in self._free.values():
@@ -231,7 +226,6 @@ class Store:
                         self._free_pages(block)
             return self.has_idle_memory()
         finally:
-            self._lock_owner = 0
             self._lock.release()
 
     def has_idle_memory(self) -> bool:

@@ -169,11 +169,11 @@ class Inbox:
         """
         if not self.ended:
             return False
-        with self._split_lock, DeferredSigint():
+        with DeferredSigint(), self._split_lock:
             return not self.has_messages()
 
     def _split_more(self) -> bool:
-        with self._split_lock, DeferredSigint():  # a Ctrl-C between the lines would lose the chunk
+        with DeferredSigint(), self._split_lock:  # a Ctrl-C between the lines would lose the chunk
             if self._frames:  # another receiver was faster
                 return True
             try:
