@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -51,6 +52,33 @@ def total(traced):
 @poly.flow
 def numbers(value):
     return np.full(SIZE, value)
+
+
+meeting = threading.Barrier(2)
+
+
+class Met:
+    """Is unpickled here by two threads at the same time."""
+
+    def __init__(self):
+        self.numbers = np.full(SIZE, 1)
+
+    def __setstate__(self, state):
+        self.__dict__ = state
+        if os.getpid() == HERE:
+            meeting.wait(30)
+
+
+def test_threads_that_open_a_value_at_the_same_time_get_the_same_object():
+    with poly.Pool(1):
+        promise = poly.flow(Met)()
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(promise.value)) for _ in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert found[0] is found[1] is promise.value
 
 
 HERE = os.getpid()

@@ -317,6 +317,7 @@ def test_a_pool_that_was_not_used_before_a_fork_starts_anew_in_each_child():
                     assert "belongs to another process" in str(error)
                 else:
                     print("a drone of the parent took a task")
+            assert pool.doit(lambda: pool.doit(abs, -7)) == 7  # in its drone, it starts anew again
             with pool:
                 assert pool.doit(os.getppid) != os.getpid()
             print("served", flush=True)

@@ -21,6 +21,7 @@ docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for t
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -935,6 +936,15 @@ class _StartsAnew(Dispatcher):
 
 
 _restarting = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: the drones of the new dispatcher are forked while the lock is held."""
+    global _restarting
+    _restarting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _load(handle: DroneHandle) -> float:

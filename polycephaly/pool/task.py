@@ -552,12 +552,14 @@ class LazyTask(Task):
             if self._load_error is not None:
                 raise copy_error(self._load_error)
             try:
-                self._result = load(self._received_value)
+                value = load(self._received_value)
             except Lost as lost:
-                self._result = self.recompute(lost).result()
+                value = self.recompute(lost).result()
             except Exception as error:
                 self._load_error = error
                 raise
+            # Atomic, so that threads that open the value at the same time get the same object.
+            self._result = self.__dict__.setdefault("_opened", value)
             self._is_loaded = True
         return self._result
 
