@@ -12,12 +12,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 import polycephaly
 from polycephaly.cli.demo import securities
+from polycephaly.cli.serving import EndNow, EndRequest
 from polycephaly.demos.securities.generate import symbol_directory
 from polycephaly.demos.securities.model import LISTS
 
@@ -28,6 +30,22 @@ DEMO = [*COMMAND, "demo", "securities"]
 
 def polycephaly_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_a_signal_may_come_while_the_main_thread_begins_to_wait(monkeypatch):
+    ending = EndRequest()
+
+    def get():
+        ending._on_signal(signal.SIGTERM, None)
+        return requested.get()
+
+    requested = ending._requested
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(ending, "_requested", SimpleNamespace(get=get, put=requested.put))
+    ending.wait()
+    assert ending.reason == "SIGTERM"
+    with pytest.raises(EndNow):
+        ending._on_signal(signal.SIGTERM, None)
 
 
 STATUSES = {

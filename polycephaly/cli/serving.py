@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -42,16 +43,16 @@ class EndRequest:
     """The request to end. The main thread waits for the request; any thread may make it."""
 
     def __init__(self) -> None:
-        self.reason = ""
-        self._requested = threading.Event()
+        self.reason = ""  # not empty once the end was requested
+        self._requested: SimpleQueue[None] = SimpleQueue()  # which signal handlers may put into
         self._at_once = False
         self._main = threading.get_ident()
 
     def request(self, reason: str, at_once: bool = False) -> None:
-        if not self._requested.is_set():
+        if not self.reason:
             self.reason = reason
             self._at_once = at_once
-            self._requested.set()
+            self._requested.put(None)
         elif at_once:  # the main thread is ending, and waits for running tasks
             signal.pthread_kill(self._main, signal.SIGTERM)
 
@@ -61,12 +62,12 @@ class EndRequest:
             # Under nohup the process outlives SIGHUP.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        self._requested.wait()
+        self._requested.get()
         if self._at_once:
             raise EndNow
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._requested.is_set():
+        if self.reason:
             raise EndNow
         self.request(signal.Signals(number).name)
 
