@@ -398,7 +398,7 @@ def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Pro
     """Run one task on a fresh drone, forked from this process as it is now.
 
     The drone ends after the task; or earlier, with the thread or asyncio task that called this
-    function.
+    function. Each call starts two processes, the drone and its zygote: in loops, use a `Pool`.
 
     Parameters
     ----------

@@ -214,7 +214,9 @@ class Pool(ExecutorBase):
     def share(self, obj: T) -> Shared[T]:
         """Copy `obj` into shared memory once, for any number of calls.
 
-        Errors of pickling `obj` are raised.
+        Only arrays and other buffers in `obj` are mapped without a copy: all else, such as a dict
+        or a list, is unpickled by each call that takes the handle. For these, use a global that
+        exists before the pool, or an `initializer`. Errors of pickling `obj` are raised.
 
         Returns
         -------
