@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import operator
 import os
 import threading
 import time
@@ -133,6 +134,23 @@ def test_the_first_calls_go_out_before_the_first_next(pool, tmp_path):
 
 
 @pytest.mark.guarantee("pool-6")
+@pytest.mark.guarantee("pool-6")
+@pytest.mark.parametrize("ordered", [True, False])
+def test_results_do_not_wait_for_inputs_that_come_slowly(pool, ordered):
+    taken = []
+
+    def stream():  # as long as a test may take
+        for n in range(6000):
+            time.sleep(0.005)
+            taken.append(n)
+            yield n
+
+    list(pool.map(operator.neg, range(10)))  # its calls are known as short
+    results = pool.map(operator.neg, stream(), ordered=ordered)
+    assert [next(results) for _ in range(3)] and len(taken) < 6000
+    results.close()
+
+
 def test_a_slow_consumer_bounds_what_is_taken_and_held():
     source = Counting(itertools.count())
     with poly.Pool(2) as pool:

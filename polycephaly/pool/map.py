@@ -26,7 +26,7 @@ from ..promises.promise import Promise, fulfill
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
 from ..wire.slices import Answers, describe_item
-from .map_source import OneByOne
+from .map_source import SLICE_SECONDS, OneByOne
 from .task import Slice, Task
 
 __all__ = ["Results", "start_map"]
@@ -229,6 +229,7 @@ class _Ordered:
         max_tasks = self.source.tasks_ahead()
         if self._closed:
             return
+        begun = monotonic()
         while (
             self._calls_in_flight < max_calls
             and len(self._tasks) < max_tasks
@@ -243,6 +244,12 @@ class _Ordered:
                 return
             if not self._send(min(best, room)):
                 return
+            # Inputs may come slowly, from a socket for example: results do not wait for them.
+            if self._has_result() and monotonic() > begun + SLICE_SECONDS:
+                return
+
+    def _has_result(self) -> bool:
+        return self._tasks[0].done()
 
     def _send(self, max_calls: int) -> bool:
         """Send one task, of at most so many calls; return False if there is none."""
@@ -405,6 +412,9 @@ class _Unordered(_Ordered):
         if self._tasks and not self._arrived and self._next_arrival.done():
             self._next_arrival = Promise()
         return self._next_arrival if self._tasks and not self._arrived else None
+
+    def _has_result(self) -> bool:
+        return bool(self._arrived)
 
     def _add(self, task: Task) -> None:
         super()._add(task)

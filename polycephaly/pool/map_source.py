@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
 from operator import length_hint
 from pickle import dumps
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..promises.promise import Promise
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .dispatcher import Dispatcher
     from .interfaces import TaskOptions, TaskRunner
 
-__all__ = ["OneByOne", "Source"]
+__all__ = ["SLICE_SECONDS", "OneByOne", "Source"]
 
 SECONDS_AHEAD = 1.0
 """Seconds of calls that are kept in flight for each drone, by the mean time of a call so far. While
@@ -262,6 +263,7 @@ class Source(OneByOne):
             self._are_plain = False  # because the next rows are probably like these
             self._rows = chain(rows, self._rows)
             rows, source = [], islice(self._rows, max_calls)
+        until = monotonic() + SLICE_SECONDS  # if inputs come slowly, those that are there go first
         for row in self._until_error(source):
             if (
                 form != PICKLED
@@ -269,6 +271,8 @@ class Source(OneByOne):
                 and (type(row) in SMALL_TYPES or self._fit_together([row]))
             ):
                 rows.append(row)
+                if monotonic() > until:
+                    break
                 continue
             args = (row,) if self._has_one_iterable else row
             pickled = self._pickled(args) if max_calls > 1 else None
@@ -284,7 +288,7 @@ class Source(OneByOne):
                 form = PICKLED
             rows.append(pickled)
             size += len(pickled)
-            if size > MAX_SLICE_BYTES:
+            if size > MAX_SLICE_BYTES or monotonic() > until:
                 break
         else:
             self.exhausted = len(rows) < max_calls
