@@ -202,17 +202,20 @@ def pack(
     """
     if store is None:
         return capture(value, snapshot)
+    names_main = False
     if not bulky:
         try:
             plain = dumps(value, 5, buffer_callback=_only_small)
         except NeedsPlaceholder:
             raise
         except Exception:  # the value has large buffers, or the plain pickler cannot pickle it
-            plain = b"__main__"
-        if b"__main__" not in plain:
-            return plain if len(plain) < MIN_SHARED_PICKLE_BYTES else store_pickle(plain, store)
+            pass
+        else:
+            names_main = b"__main__" in plain
+            if not names_main:
+                return plain if len(plain) < MIN_SHARED_PICKLE_BYTES else store_pickle(plain, store)
     try:
-        return pack_strictly(value, snapshot, store)
+        return pack_strictly(value, snapshot, store, names_main)
     except (Full, OSError) as error:
         store.warn(error)
         return capture(value, snapshot)
@@ -230,12 +233,14 @@ def pack_out_of_band(value: object, snapshot: MainSnapshot) -> tuple[bytes, list
     return b"".join(pieces), buffers
 
 
-def pack_strictly(value: object, snapshot: MainSnapshot, store: Store) -> bytes | Serialized:
+def pack_strictly(
+    value: object, snapshot: MainSnapshot, store: Store, names_main: bool = False
+) -> bytes | Serialized:
     """Do the same as `pack`, but raise `Full` or `OSError` if there is no room.
 
-    Large parts are copied once only.
+    Large parts are copied once only. `names_main`: the plain pickler's output names `__main__`.
     """
-    pieces, buffers, _alive = _dump_in_pieces(value, snapshot)
+    pieces, buffers, _alive = _dump_in_pieces(value, snapshot, names_main)
     views = _with_views(pieces)
     if views is None:
         return _store_pieces([capture(value, snapshot)], [], store)
@@ -299,22 +304,23 @@ def _dump(
 
 
 def _dump_in_pieces(
-    value: object, snapshot: MainSnapshot
+    value: object, snapshot: MainSnapshot, names_main: bool = False
 ) -> tuple[list[bytes], list[memoryview], object]:
     """Return the pieces of `value`'s pickle, the buffers beside it, and an object to keep alive.
 
     The pieces may be views of that object's memory.
     """
     buffers: list[memoryview] = []
-    try:
-        pieces, alive = _dump(_Plain, value, snapshot, buffers)
-        if not any(map(_may_name_main, pieces)):
-            return pieces, buffers, alive
-    except NeedsPlaceholder:
-        raise
-    except Exception:  # as in `capture`
-        pass
-    buffers = []
+    if not names_main:
+        try:
+            pieces, alive = _dump(_Plain, value, snapshot, buffers)
+            if not any(map(_may_name_main, pieces)):
+                return pieces, buffers, alive
+        except NeedsPlaceholder:
+            raise
+        except Exception:  # as in `capture`
+            pass
+        buffers = []
     pieces, alive = _dump(_Capture, value, snapshot, buffers)
     return pieces, buffers, alive
 
