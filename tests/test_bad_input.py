@@ -87,6 +87,15 @@ def test_an_option_that_another_library_has_is_a_type_error_that_names_ours(thei
 
 
 @local_only
+@pytest.mark.parametrize(("theirs", "ours"), [("starmap", "map(f, *zip"), ("join", "shutdown()")])
+def test_a_method_that_multiprocessing_has_is_an_error_that_names_ours(theirs, ours):
+    with poly.Pool(1) as pool:
+        with pytest.raises(AttributeError, match=f"multiprocessing's {theirs}, use ") as caught:
+            getattr(pool, theirs)
+        assert ours in str(caught.value)
+        assert not hasattr(pool, "nothing_at_all")
+
+
 def test_an_option_of_rays_is_a_type_error_that_names_its_engine():
     with pytest.raises(TypeError, match=r"unexpected num_gpus: .*engine='ray'"):
         poly.Pool(1, num_gpus=1)

@@ -2,6 +2,7 @@
 it."""
 
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -153,6 +154,10 @@ def test_keep_is_a_word_of_promise_alone(pool):
 
     with pytest.raises(TypeError, match=r"keep is True or False, not 5.*functools.partial"):
         pool.promise(given, keep=5)
+    with pytest.raises(TypeError, match=r"keep is True or False, not False.*functools.partial"):
+        pool.promise(given, keep=False)  # as of pandas' drop_duplicates: whose is it?
+    assert pool.promise(functools.partial(given, keep=False)).value is False
+    assert pool.promise(abs, -1, keep=False).value == 1
     assert pool.doit(given, keep=5) == pool.submit(given, keep=5).result() == 5
     assert [each.value for each in pool.everywhere(given, keep=True)] == [True, True]
 

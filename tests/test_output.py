@@ -1,5 +1,6 @@
 """What drones print comes home line by line, with the drone's name; each promise keeps the tail."""
 
+import io
 import random
 import select
 import subprocess
@@ -12,6 +13,7 @@ from scripts import run_script
 
 from polycephaly.drone.console import set_tag
 from polycephaly.wire.chunks import ChunkParser, chunk
+from polycephaly.wire.output import Line, forward
 
 pytestmark = on_each_engine
 
@@ -35,6 +37,13 @@ def pool(lines):
 def speak():
     print("to stdout")
     print("to stderr", file=sys.stderr)
+
+
+def test_text_that_the_stream_of_this_process_cannot_encode_is_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    forward(Line("\xe4 costs 5 \u20ac", "p.0", "stdout"))
+    assert written.getvalue().decode("latin-1").endswith("\xe4 costs 5 \\u20ac\n")
 
 
 @pytest.mark.guarantee("output-1")

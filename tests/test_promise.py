@@ -503,6 +503,11 @@ def test_as_completed_in_asyncio():
     assert asyncio.run(main()) == [2, 0, 1]
 
 
+def test_as_completed_takes_one_iterable():
+    with pytest.raises(TypeError, match=r"one iterable.*as_completed\(\[a, b\]\)"):
+        poly.as_completed(Promise(), Promise())
+
+
 def test_a_step_of_as_completed_that_is_cancelled_loses_no_promise():
     async def main():
         ps = [Promise() for _ in range(2)]

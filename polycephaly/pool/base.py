@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from importlib import import_module
 from threading import Lock
 from types import TracebackType
-from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
 from weakref import WeakKeyDictionary, ref
 
 from ..promises.promise import Promise
@@ -38,6 +38,21 @@ __all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "innermost_pool", "wait_fo
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_NOT_GIVEN: Any = object()
+
+_NAMES_HERE = {
+    "apply": "doit(f, *args)",
+    "apply_async": "promise(f, *args)",
+    "map_async": "map(f, items)",
+    "imap": "map(f, items)",
+    "imap_unordered": "map(f, items, ordered=False)",
+    "starmap": "map(f, *zip(*rows))",
+    "starmap_async": "map(f, *zip(*rows))",
+    "close": "shutdown()",
+    "join": "shutdown()",
+    "terminate": "shutdown(cancel_futures=True)",
+}
 
 _pages: WeakKeyDictionary[TaskRunner, LivePage] = WeakKeyDictionary()
 """The live pages, by the dispatchers of their pools."""
@@ -83,7 +98,7 @@ class TaskTarget:
     ) -> Promise[T]: ...
 
     def promise(
-        self, work: str | Callable[..., Any], /, *args: Any, keep: bool = False, **kwargs: Any
+        self, work: str | Callable[..., Any], /, *args: Any, keep: bool = _NOT_GIVEN, **kwargs: Any
     ) -> Promise[Any]:
         """Run `work` on a drone, in submission order, and return a promise of its result.
 
@@ -108,7 +123,8 @@ class TaskTarget:
         Raises
         ------
         TypeError
-            If `work` is neither a string nor callable.
+            If `work` is neither a string nor callable, or ``keep=False`` is given, and `work` has a
+            parameter of this name, too.
         RuntimeError
             If the drone was released, or the pool was shut down.
 
@@ -122,8 +138,7 @@ class TaskTarget:
         """
         if not callable(work):
             check_work(work, args, kwargs)
-        if keep is not False:
-            check_keep(keep)
+        if keep is not _NOT_GIVEN and check_keep(keep, work):
             return self._dispatcher.submit(
                 work, args, kwargs, self._handle, self._task_options, KeptTask(self._dispatcher)
             )
@@ -287,6 +302,14 @@ class ExecutorBase(TaskTarget, Executor):
 
     # Results of `map` that may not have been read yet, by `id`. Each use is one atomic step.
     _maps: dict[int, ref[Results[Any]]] | None = None
+
+    if not TYPE_CHECKING:  # or type checkers would accept any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            here = _NAMES_HERE.get(name)
+            cure = here and f": instead of multiprocessing's {name}, use {here}"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{cure or ''}"
+            raise AttributeError(text, name=name, obj=self)
 
     @property
     def drones(self) -> Sequence[TaskTarget]:

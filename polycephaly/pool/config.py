@@ -211,12 +211,26 @@ def check_output(output: Any) -> Callable[[Line], object] | None:
     raise ValueError(f"output is 'forward', 'discard' or a callable, not {output!r}")
 
 
-def check_keep(keep: Any) -> None:
-    if keep is not True:
+def check_keep(keep: Any, work: object = None) -> bool:
+    """Return `keep`. Raise `TypeError` if it is no boolean, or if a False is probably meant for
+    `work`, which has a parameter of this name.
+    """
+    is_for_work = keep is False and callable(work) and _has_parameter(work, "keep")
+    if is_for_work or not isinstance(keep, bool):
         raise TypeError(
             f"keep is True or False, not {keep!r} (True: the value stays in its drone); pass an "
             "argument of this name to the function by functools.partial"
         )
+    return keep
+
+
+def _has_parameter(fn: Callable[..., object], name: str) -> bool:
+    from inspect import signature
+
+    try:
+        return name in signature(fn).parameters
+    except (TypeError, ValueError):  # a function of C that does not tell
+        return False
 
 
 def check_at_least(name: str, number: int, minimum: int) -> int:

@@ -103,8 +103,7 @@ def flow(
     >>> add(1, 2)
     3
     """
-    if keep is not False:
-        check_keep(keep)
+    check_keep(keep)
     options: dict[str, Any] = {}
     if timeout is not None:
         options["timeout"] = check_timeout(timeout)

@@ -343,10 +343,11 @@ class HealthMonitor:
             and self._dispatcher.config.on_death != "end"
         ):
             self._supervisor.kill_too_large(
-                handle, f"{usage} before its first task; the limit is max_memory={limit:,} bytes"
+                handle,
+                f"{usage} before its first task; the limit is max_memory={limit >> 20:,} MiB",
             )
         elif held > limit:
-            handle.kill(f"{usage}, more than max_memory={limit:,} bytes")
+            handle.kill(f"{usage}, more than max_memory={limit >> 20:,} MiB")
         # A lone drone is not replaced, because its pool would end with it.
         elif handle.state is State.READY and self._dispatcher.config.on_death != "end":
             log.info("drone %s is replaced: it holds %s MiB", handle.name, f"{held >> 20:,}")

@@ -205,6 +205,8 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
 
     def __init__(self, promises: Iterable[F], timeout: float | None = None) -> None:
         self._pending: dict[F, None] = {}
+        if isinstance(promises, Future):
+            raise TypeError("as_completed() takes one iterable of promises: as_completed([a, b])")
         distinct = tuple(dict.fromkeys(promises))
         _check_futures("as_completed", distinct)
         # One slot per promise: the k-th promise that settles fills the k-th slot.

@@ -286,5 +286,10 @@ def forward(line: Line) -> None:
     stream = sys.stdout if line.stream == "stdout" else sys.stderr
     if stream is not None:
         with suppress(ValueError, OSError):  # the stream is closed, or its reader is gone
-            stream.write(line + "\n")
+            try:
+                stream.write(line + "\n")
+            except UnicodeEncodeError:
+                encoding = stream.encoding or "ascii"
+                escaped = line.encode(encoding, "backslashreplace").decode(encoding)
+                stream.write(escaped + "\n")
             stream.flush()

@@ -54,8 +54,9 @@ def _import_main(init_main_from_name: str = "", init_main_from_path: str = "") -
     main = vars(sys.modules["__main__"])
     main["__name__"] = "__mp_main__"
     name, path = init_main_from_name, init_main_from_path
-    if name.endswith("__main__") or os.path.basename(path).partition(".")[0] == "ipython":
-        return  # the command line of a package: `multiprocessing` does not import that again either
+    program = os.path.basename(path).partition(".")[0]
+    if name.endswith("__main__") or program in ("ipython", "<stdin>"):
+        return  # a command line, or no file: `multiprocessing` does not import the former either
     if name:
         spec: Any = find_spec(name)
         if spec is None:

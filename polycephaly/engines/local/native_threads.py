@@ -74,7 +74,7 @@ class UnsafeFork(Exception):
             f"threads ({self}) and not the threads. The drones are fresh interpreters instead: "
             "they get copies of the values in __main__ that can be pickled, and import modules "
             "anew. To choose: start='fork' forks all the same; start='spawn' has each drone import "
-            "the main module; a pool that is made before the first use of that library can be "
+            "the main module; a pool that is made before that library is imported or used can be "
             "forked.",
             RuntimeWarning,
             stacklevel=_caller_stacklevel(),
