@@ -89,7 +89,6 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
         error = _error_of(future)
         if error is not None and not return_exceptions:
             reject(combined, error)
-            _unhook(promises, one_settled)
         else:
             # The pop is atomic. Only the number of entries matters, not which one is removed.
             waiting_for.pop()
@@ -105,7 +104,14 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
 
     if not promises:
         fulfill(combined, [])
-    _hook(promises, one_settled, combined)
+
+    def all_settled(_: Promise[Any]) -> None:
+        if waiting_for:  # else no promise has a hook any more
+            _unhook(promises, one_settled)
+
+    for each in promises:
+        each.add_done_callback(one_settled)
+    combined._hook(all_settled)  # called at once if one had failed before the last had a hook
     return combined
 
 
@@ -155,18 +161,11 @@ def race(*promises: Future[Any]) -> Promise[Any]:
     def one_settled(future: Future[Any]) -> None:
         first._awaited = ()
         first._settle(CANCELLED if future.cancelled() else FINISHED, *outcome(future))
-        _unhook(promises, one_settled)
 
-    _hook(promises, one_settled, first)
-    return first
-
-
-def _hook(promises: Iterable[Future[Any]], hook: Callable[[Any], None], to: Promise[Any]) -> None:
-    """Have `hook` called with each of `promises`, until `to` is settled."""
     for each in promises:
-        each.add_done_callback(hook)
-    if to.done():  # perhaps before the last ones had the hook
-        _unhook(promises, hook)
+        each.add_done_callback(one_settled)
+    first._hook(lambda _: _unhook(promises, one_settled))
+    return first
 
 
 def _unhook(promises: Iterable[Future[Any]], hook: Callable[[Any], None]) -> None:
