@@ -4,6 +4,7 @@ else."""
 import errno
 import gc
 import io
+import linecache
 import socket
 import threading
 import traceback
@@ -331,6 +332,17 @@ def test_the_remote_traceback_of_a_code_string_shows_its_lines(pool):
     assert "polycephaly/drone" not in text
 
 
+@pytest.mark.guarantee("error-2")
+def test_the_remote_traceback_of_a_function_of_a_later_cell_shows_its_lines(pool, monkeypatch):
+    name, source = "/tmp/ipykernel_1/1.py", "def divide(a):\n    return a / 0  # the line\n"
+    cells = {name: (len(source), None, source.splitlines(keepends=True), name)}
+    monkeypatch.setattr(linecache, "cache", linecache.cache | cells)
+    namespace = {"__name__": "__main__"}
+    exec(compile(source, name, "exec"), namespace)
+    text = remote_traceback(pool.promise(namespace["divide"], 1).exception())
+    assert name in text and "return a / 0  # the line" in text
+
+
 def test_a_syntax_error_in_a_code_string_shows_the_place(pool):
     error = pool.promise("x = 1\ny = = 2").exception()
     assert type(error) is SyntaxError and error.lineno == 2
@@ -467,6 +479,7 @@ class Large:
         lambda pool: pool.promise(raise_key_error).value,
         lambda pool: list(pool.map(lambda n: 1 / n, [1, 0])),
         lambda pool: poly.gather(pool.promise(raise_key_error)).value,
+        lambda pool: poly.race(pool.promise(raise_key_error)).value,
         lambda pool: pool.promise(threading.Lock, keep=True).value.value,
         lambda pool: poly.green.run(await_one, lambda: pool.promise(raise_key_error)),
     ],

@@ -9,7 +9,6 @@ import __future__
 
 import ast
 import itertools
-import linecache
 import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
@@ -17,15 +16,13 @@ from typing import Any
 
 from ..memory.references import load, load_joined, load_with_buffers
 from ..runtime.coroutines import is_coroutine
+from ..runtime.sources import keep_source
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 from ..wire.pickling import looked_up, main_namespace
 from ..wire.placeholders import promised_values
 from ..wire.slices import BATCHED_TYPES
 
 __all__ = ["LoadedFunction", "compile_source", "define", "run_if_coroutine"]
-
-MAX_KEPT_SOURCES = 1000
-"""Number of code strings whose source lines are kept for tracebacks."""
 
 
 class LoadedFunction:
@@ -165,11 +162,7 @@ def compile_source(source: str, file: str | None = None) -> tuple[CodeType, Code
 
 
 def _parse(source: str, name: str, flags: int) -> ast.Module:
-    if name not in linecache.cache:
-        _kept_sources.append(name)
-        if len(_kept_sources) > MAX_KEPT_SOURCES:
-            linecache.cache.pop(_kept_sources.pop(0), None)
-    linecache.cache[name] = (len(source), None, [f"{line}\n" for line in source.split("\n")], name)
+    keep_source(name, [f"{line}\n" for line in source.split("\n")])
     tree: ast.Module = compile(source, name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
     return tree
 
@@ -179,7 +172,6 @@ _ALL_FUTURE_FLAGS = sum(
 )
 _future_flags = 0  # those that code strings have requested
 _source_numbers = itertools.count(1)
-_kept_sources: list[str] = []
 
 
 def define(kind: int, payload: Any) -> LoadedFunction:

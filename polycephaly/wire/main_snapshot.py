@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from .._compat import reduce_code
 from ..memory.arena import Arena, Full, RangeRef, view
 from ..memory.blocks import Store
 from ..memory.references import Serialized, load_with_buffers
@@ -30,6 +29,7 @@ from .pickling import (
     main_namespace,
     pack_strictly,
     pickled_size,
+    reduce_code_with_source,
     store_pickle,
 )
 
@@ -169,7 +169,9 @@ def _pickle_definition(value: Any, store: Store | None) -> bytes | Serialized:
 class _Definitions(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickle definitions by value, with the drone's `__main__` as their globals."""
 
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: reduce_code})
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        {CodeType: reduce_code_with_source}
+    )
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)

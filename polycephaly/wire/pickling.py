@@ -40,6 +40,7 @@ from ..memory.arena import Full
 from ..memory.blocks import MIN_SHARED_PICKLE_BYTES, Store
 from ..memory.references import Place, Serialized
 from ..promises.promise import NeedsPlaceholder
+from ..runtime.sources import find_source, keep_source
 
 __all__ = [
     "ATOMIC_TYPES",
@@ -54,6 +55,7 @@ __all__ = [
     "pack_out_of_band",
     "pack_strictly",
     "pickled_size",
+    "reduce_code_with_source",
     "shared_snapshots",
     "store_pickle",
 ]
@@ -429,6 +431,19 @@ _REDUCERS: dict[Any, Any] = {
 }
 
 
+def reduce_code_with_source(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
+    """Reduce a code object, together with its source lines if these are in no file."""
+    reduced = reduce_code(code)
+    lines = find_source(code.co_filename)
+    return reduced if lines is None else (_make_code, (code.co_filename, lines, *reduced))
+
+
+def _make_code(name: str, lines: list[str], make: Any, args: tuple[Any, ...]) -> CodeType:
+    keep_source(name, lines)
+    made: CodeType = make(*args)
+    return made
+
+
 class _Plain(pickle.Pickler):
     def __init__(
         self, target: Any, snapshot: MainSnapshot, out_of_band: Callable[[PickleBuffer], bool]
@@ -440,7 +455,7 @@ class _Plain(pickle.Pickler):
 
 class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
-        _REDUCERS | {CodeType: reduce_code}
+        _REDUCERS | {CodeType: reduce_code_with_source}
     )
 
     def __init__(
