@@ -207,7 +207,7 @@ def test_unordered_gives_every_result_once(pool):
 def test_a_timeout_counts_from_the_call(pool, tmp_path):
     started = str(tmp_path / "started")
     results = pool.map(block_for_ever, [started], timeout=0.2)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"map\(block_for_ever, ...\) did not come within 0.2 s"):
         next(results)
     assert pool.doit(abs, -1) == 1
     assert list(pool.map(abs, [-1], timeout=30)) == [1]

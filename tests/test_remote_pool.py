@@ -321,6 +321,17 @@ def test_another_client_cancels_all_tasks_also_those_that_wait_at_their_client(
     assert remote.promise(os.getpid).result(SOON)  # still connected
 
 
+def test_a_call_that_waits_for_its_input_ends_with_the_connection(pool, card, monkeypatch):
+    with poly.serve(pool, file=card):
+        remote = poly.connect(card)
+    wait_for(lambda: remote._connection.has_ended)
+    # As if that had come between this look and the rest.
+    monkeypatch.setattr(remote._connection, "check_open", lambda: None)
+    waits = remote.promise(abs, poly.Promise())
+    assert isinstance(waits.exception(SOON), ConnectionError)
+    remote.shutdown()
+
+
 @pytest.mark.parametrize(
     ("properties", "name"),
     [

@@ -514,16 +514,18 @@ class DroneExecutor:
                     returned += task.take_from_end()
                 else:
                     returned.append(task.number)
-        if self._calls is not None:
-            returned += self._calls.take_from_end()
+        calls = self._calls  # read once: the main thread may set it to None
+        if calls is not None:
+            returned += calls.take_from_end()
         self._send(pack_numbers(RETURNED, returned[::-1]))
 
     def _on_cancel(self, frames: list[bytes]) -> None:
         targets = set(unpack_numbers(frames))
         withdrawn = []
         tasks = list(self._todo)
-        if self._calls is not None:
-            tasks.append(self._calls)
+        calls = self._calls
+        if calls is not None:
+            tasks.append(calls)
         for task in tasks:
             if isinstance(task, Calls):
                 withdrawn += task.withdraw(targets)

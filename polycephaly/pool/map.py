@@ -81,9 +81,8 @@ def start_map(
 
     `total` is the number of calls, if known.
     """
-    deadline = None if timeout is None else monotonic() + timeout
     bar = Progress(source.label, total) if progress else None
-    stream = (_Ordered if ordered else _Unordered)(source, buffersize, deadline, bar)
+    stream = (_Ordered if ordered else _Unordered)(source, buffersize, timeout, bar)
     stream.pool = pool
     if return_exceptions:
         stream.return_exceptions = source.one_by_one = True
@@ -200,14 +199,16 @@ class _Ordered:
         self,
         source: OneByOne,
         buffersize: int | None,
-        deadline: float | None,
+        timeout: float | None,
         progress: Progress | None,
     ) -> None:
         self.source = source
         # The thread that ends the pool may send while another begins to read.
         self._lock = Lock()
         self._buffersize = buffersize
-        self._deadline = deadline  # of all waits (`time.monotonic`)
+        self._timeout = timeout
+        # Of all waits (`time.monotonic`).
+        self._deadline = None if timeout is None else monotonic() + timeout
         self._progress = progress
         # Time of the last update of the bar. An update counts all tasks, so updates are limited.
         self._shown_at = 0.0
@@ -328,7 +329,13 @@ class _Ordered:
                     if self._deadline is None
                     else min(REFRESH_INTERVAL_SECONDS, self._deadline - monotonic())
                 )
-        promise.exception(None if self._deadline is None else self._deadline - monotonic())
+        try:
+            promise.exception(None if self._deadline is None else self._deadline - monotonic())
+        except TimeoutError:
+            raise TimeoutError(
+                f"the results of map({self.source.label}, ...) did not come within "
+                f"{self._timeout} s"
+            ) from None
         self.show()
 
     # -- for consumers that await ------------------------------------------------------------------

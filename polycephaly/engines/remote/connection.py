@@ -159,6 +159,8 @@ class Connection(ServerConnection):
         if inputs:
             self._waiting.add(task)
             task.wait_for(inputs)
+            if self.has_ended:
+                self._reject_all()
         else:
             self._enqueue(task)
         return task
