@@ -77,6 +77,22 @@ def test_calls_are_not_held_back_for_a_whole_slice_while_the_drones_are_idle():
     assert [task.count for task in sent if task is not None] == [1, 1, 1]
 
 
+pickled = []
+
+
+class Counted:
+    def __getstate__(self):
+        pickled.append(self)
+        return {}
+
+
+def test_a_function_that_captures_what_may_change_is_pickled_once_for_each_long_call(pool):
+    pickled.clear()
+    captured = Counted()
+    assert list(pool.map(lambda n: (captured, time.sleep(0.002), n)[2], range(20))) == [*range(20)]
+    assert len(pickled) == 21  # and once before the first
+
+
 # -- what is called --------------------------------------------------------------------------------
 
 

@@ -207,10 +207,12 @@ class Source(OneByOne):
         task = self.latest_task = self._next
         self._next = None
         if task is None and not self.exhausted:
-            self._definition = self.dispatcher.registry.define(self._fn)
+            if max_calls > 1:  # a single call is defined when it is submitted
+                self._definition = self.dispatcher.registry.define(self._fn)
+                if self._definition.captures:  # perhaps a handle, which it captured only now
+                    max_calls = 1
             try:
-                # The function may have captured a handle only now.
-                task = self._make_task(1 if self._definition.captures else max_calls)
+                task = self._make_task(max_calls)
             except RuntimeError as error:
                 if self.dispatcher.refusal is None:
                     raise
@@ -218,6 +220,7 @@ class Source(OneByOne):
                 self.error, self.exhausted = error, True
         if task is not None and not isinstance(task, Slice):
             self._item += 1
+            self._definition = getattr(task, "definition", self._definition)  # none if it failed
         return task
 
     def best_size(self) -> int:
