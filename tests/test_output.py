@@ -137,9 +137,17 @@ def test_a_line_is_whole_however_it_was_written(pool, lines):
     assert lines.of("stdout") == ["pieces"]
 
 
+@pytest.mark.guarantee("output-1")
+def test_a_partial_line_ends_with_its_task(pool, lines):
+    for text in ("one", "two"):
+        pool.doit(print, text, end="")
+    pool.doit("import sys; sys.stderr.write('three'); print('four')")
+    assert lines.of("stdout") == ["one", "two", "four"] and lines.of("stderr") == ["three"]
+
+
 def test_a_partial_line_comes_at_the_drones_end(lines):
     with poly.Pool(1, output=lines.append) as pool:
-        pool.doit(print, "no end", end="")
+        pool.doit("import os; os.write(1, b'no end')")
     assert lines.of("stdout") == ["no end"]
 
 
@@ -278,7 +286,7 @@ def test_what_is_no_chunk_is_printed_as_it_is(pool, lines):
 
 def test_a_lone_mark_is_not_held_back_for_ever(lines):
     with poly.Pool(1, output=lines.append) as pool:
-        pool.doit(print, "end \x1epoly:T;half", end="")
+        pool.doit("import os; os.write(1, b'end \\x1epoly:T;half')")
     assert lines.of("stdout") == ["end \x1epoly:T;half"]
 
 

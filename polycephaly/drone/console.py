@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-from ..wire.chunks import LOG, ORDER, TAG, chunk
+from ..wire.chunks import END, LOG, ORDER, TAG, chunk
 
 __all__ = [
     "STDERR",
@@ -61,11 +61,16 @@ class OutputTail:
     def take(self) -> bytes:
         """Return, as UTF-8, the last `MAX_TAIL_CHARS` characters added since the last call.
 
-        If there are any, the streams are flushed, so that the text is sent before the result.
+        If there are any, the streams are flushed, and lines that were begun are ended, so that the
+        text is sent before the result.
         """
         if not self.pieces:
             return b""
         _flush()
+        for pipe, stream in enumerate((sys.stdout, sys.stderr)):
+            if isinstance(stream, Console) and stream.has_begun_line:
+                stream.has_begun_line = False
+                write_record(pipe, END, "")
         text = "".join(self.pieces)[-MAX_TAIL_CHARS:]
         self.pieces.clear()
         self._size = 0
@@ -81,11 +86,13 @@ class Console(io.TextIOWrapper):
             io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
         self._tail = tail
+        self.has_begun_line = False
         self._is_stdout = fd == 1
         self._last_order = _last_record
 
     def write(self, text: str, /) -> int:
         self._tail.add(text)
+        self.has_begun_line = not text.endswith("\n")
         if self._is_stdout and self._last_order != _last_record:
             # A line that was begun before the record counts as printed after it.
             self._last_order = _last_record

@@ -22,6 +22,7 @@ from select import PIPE_BUF
 
 __all__ = [
     "DEBUG",
+    "END",
     "LOG",
     "MARK",
     "MAX_BODY_BYTES",
@@ -38,6 +39,8 @@ LOG = "L"
 """In stderr's pipe: a log record. Body: its number, a space, the record (see log_records.py)."""
 ORDER = "O"
 """In stdout's pipe: the text that follows was printed after the log record of that number."""
+END = "E"
+"""The line that was begun ends here, with its task."""
 DEBUG = "D"
 """In stderr's pipe: the drone has stopped at a `breakpoint()`. Body: see debugging.py."""
 MARK = b"\x1e"

@@ -22,7 +22,7 @@ from io import FileIO
 
 from ..promises.promise import callbacks
 from ..runtime import parent_death
-from .chunks import DEBUG, LOG, MARK, ORDER, TAG, ChunkParser
+from .chunks import DEBUG, END, LOG, MARK, ORDER, TAG, ChunkParser
 from .debugging import DebugRequest
 from .log_records import unpack_record
 
@@ -142,6 +142,9 @@ class LineSplitter:
             if body != self._tag:
                 self._split(b"", items, last=True)  # one task must not complete another task's line
             self._tag = body
+            return
+        if kind == END:
+            self._split(b"", items, last=True)
             return
         try:
             if kind == LOG:
