@@ -521,6 +521,25 @@ def test_a_step_of_as_completed_that_is_cancelled_loses_no_promise():
     assert asyncio.run(main()) == [0, 1]
 
 
+def test_tasks_that_share_an_as_completed_get_each_promise_once():
+    async def main():
+        ps, got = [Promise() for _ in range(6)], []
+        found = poly.as_completed(ps)
+
+        async def take():
+            async for p in found:
+                got.append(p.value)
+
+        takers = [asyncio.create_task(take()) for _ in range(3)]
+        for i, p in enumerate(ps):
+            await asyncio.sleep(0)
+            p.set_result(i)
+        await asyncio.gather(*takers)
+        return got
+
+    assert sorted(asyncio.run(main())) == [0, 1, 2, 3, 4, 5]
+
+
 def test_what_is_no_promise_is_a_type_error():
     for combine in (poly.gather, poly.race, lambda *ps: poly.as_completed(ps)):
         with pytest.raises(TypeError, match="5"):

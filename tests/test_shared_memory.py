@@ -1663,7 +1663,6 @@ def test_a_forked_child_that_writes_and_drops_and_ends_takes_nothing_from_its_pa
         assert is_full(pool.doit(echo, mine[3]), 3)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_signal_handler_may_put_a_value_while_another_is_put(monkeypatch):
     with poly.Pool(1) as pool:
         found = []
@@ -1685,6 +1684,7 @@ def test_a_signal_handler_may_put_a_value_while_another_is_put(monkeypatch):
         assert [each.result(30) for each in found] == [200_000]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_while_another_thread_looks_for_ended_forks_can_do_so_itself():
     with arena_module._forks_lock:
         child = os.fork()
@@ -1693,6 +1693,7 @@ def test_a_fork_while_another_thread_looks_for_ended_forks_can_do_so_itself():
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_outlives_the_pool():
     r, w = os.pipe()
     with poly.Pool(1) as pool:

@@ -257,11 +257,12 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
         return self
 
     async def __anext__(self) -> F:
-        if self._next == len(self._slots):
-            raise StopAsyncIteration
-        future = await self._slots[self._next]
-        self._next += 1
-        return future
+        while (index := self._next) < len(self._slots):
+            future = await self._slots[index]
+            if self._next == index:  # no other consumer has taken it
+                self._next += 1
+                return future
+        raise StopAsyncIteration
 
 
 class _Gathered(Promise[list[Any]]):

@@ -238,7 +238,7 @@ class Launcher:
         with suppress(ValueError):
             shared_snapshots.remove(self._current_snapshot)
         with suppress(OSError):
-            self._control.send(json.dumps({"goodbye": True}).encode())
+            self._send(json.dumps({"goodbye": True}).encode())
         parent_death.close(self._control)
 
     def end(self) -> int | None:
