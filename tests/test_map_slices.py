@@ -24,6 +24,7 @@ from in_time import FakeReactor, dispatcher_of
 from scripts import Script, output_of
 
 import polycephaly as poly
+from polycephaly.pool import map as map_module
 from polycephaly.pool.dispatcher import Dispatcher
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.map import _Ordered
@@ -72,9 +73,34 @@ def test_calls_are_not_held_back_for_a_whole_slice_while_the_drones_are_idle():
         return task
 
     stream.source.send_next = send
-    for _ in range(2):  # once, unless the machine stands still
+    for _ in range(3):  # once, unless the machine stands still
         stream.send_ahead()
     assert [task.count for task in sent if task is not None] == [1, 1, 1]
+
+
+def test_a_result_that_is_there_is_given_before_a_slow_input_is_taken(monkeypatch):
+    reactor = FakeReactor()
+    dispatcher, clock = dispatcher_of(reactor, 1), itertools.count()
+    monkeypatch.setattr(map_module, "monotonic", lambda: next(clock))  # each input takes a second
+    stream = _Ordered(
+        Source(dispatcher, TaskOptions(), operator.neg, [iter("abcdef")]), None, None, None
+    )
+    sent = []
+
+    def send(max_calls, send_next=stream.source.send_next):
+        sent.append(send_next(1))
+        reactor.turn()
+        sent[-1].handle.answers(sent[-1])
+        return sent[-1]
+
+    stream.source.send_next = send
+    counts = []
+    for _ in range(3):
+        for _ in range(2):  # as in `async for`
+            stream.send_ahead()
+        counts.append(len(sent))
+        stream.take_settled()
+    assert counts == [1, 2, 3]
 
 
 pickled = []

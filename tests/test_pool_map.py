@@ -134,7 +134,6 @@ def test_the_first_calls_go_out_before_the_first_next(pool, tmp_path):
 
 
 @pytest.mark.guarantee("pool-6")
-@pytest.mark.guarantee("pool-6")
 @pytest.mark.parametrize("ordered", [True, False])
 def test_results_do_not_wait_for_inputs_that_come_slowly(pool, ordered):
     taken = []
@@ -151,6 +150,7 @@ def test_results_do_not_wait_for_inputs_that_come_slowly(pool, ordered):
     results.close()
 
 
+@pytest.mark.guarantee("pool-6")
 def test_a_slow_consumer_bounds_what_is_taken_and_held():
     source = Counting(itertools.count())
     with poly.Pool(2) as pool:

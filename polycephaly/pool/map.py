@@ -212,6 +212,7 @@ class _Ordered:
         self._progress = progress
         # Time of the last update of the bar. An update counts all tasks, so updates are limited.
         self._shown_at = 0.0
+        self._inputs_are_slow = False
         self._calls_in_flight = 0  # calls in flight or not yet taken
         self._taken = 0
         self.was_read = False  # True if results were asked for, or will not be
@@ -230,6 +231,9 @@ class _Ordered:
         max_tasks = self.source.tasks_ahead()
         if self._closed:
             return
+        if self._inputs_are_slow and self._has_result():
+            self._inputs_are_slow = False  # until they are looked at again, for the next result
+            return
         begun = monotonic()
         while (
             self._calls_in_flight < max_calls
@@ -246,11 +250,12 @@ class _Ordered:
             if not self._send(min(best, room)):
                 return
             # Inputs may come slowly, from a socket for example: results do not wait for them.
-            if self._has_result() and monotonic() > begun + SLICE_SECONDS:
+            self._inputs_are_slow = monotonic() > begun + SLICE_SECONDS
+            if self._inputs_are_slow and self._has_result():
                 return
 
     def _has_result(self) -> bool:
-        return self._tasks[0].done()
+        return bool(self._tasks) and self._tasks[0].done()
 
     def _send(self, max_calls: int) -> bool:
         """Send one task, of at most so many calls; return False if there is none."""
