@@ -16,6 +16,7 @@ from engines import on_each_engine, poly
 from faults import wait_for
 
 from polycephaly.errors import copy_error
+from polycephaly.runtime.sources import add_lines, lines_of
 
 pytestmark = on_each_engine
 
@@ -341,6 +342,18 @@ def test_the_remote_traceback_of_a_function_of_a_later_cell_shows_its_lines(pool
     exec(compile(source, name, "exec"), namespace)
     text = remote_traceback(pool.promise(namespace["divide"], 1).exception())
     assert name in text and "return a / 0  # the line" in text
+
+
+def test_lines_that_come_with_a_function_replace_none_that_are_known(monkeypatch):
+    monkeypatch.setattr(linecache, "cache", {})
+    add_lines("<cell>", 2, "two\nthree\n")
+    add_lines("<cell>", 1, "one\nother\n")
+    assert linecache.getlines("<cell>") == ["one\n", "two\n", "three\n"]
+    code = compile("\n\ndef f():\n    return 1\n", "<of this process>", "exec")
+    assert lines_of(code) == ""
+    linecache.cache["<of this process>"] = 30, None, ["\n", "\n", "def f():\n", "    1\n"], ""
+    assert lines_of(code.co_consts[0]) == "def f():\n    1\n"
+    assert lines_of(code.co_consts[0].replace(co_filename="<cell>")) == ""  # it came itself
 
 
 def test_a_syntax_error_in_a_code_string_shows_the_place(pool):

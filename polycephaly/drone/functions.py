@@ -16,7 +16,7 @@ from typing import Any
 
 from ..memory.references import load, load_joined, load_with_buffers
 from ..runtime.coroutines import is_coroutine
-from ..runtime.sources import keep_source
+from ..runtime.sources import set_source
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 from ..wire.pickling import looked_up, main_namespace
 from ..wire.placeholders import promised_values
@@ -162,7 +162,7 @@ def compile_source(source: str, file: str | None = None) -> tuple[CodeType, Code
 
 
 def _parse(source: str, name: str, flags: int) -> ast.Module:
-    keep_source(name, [f"{line}\n" for line in source.split("\n")])
+    set_source(name, [f"{line}\n" for line in source.split("\n")])
     tree: ast.Module = compile(source, name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
     return tree
 

@@ -6,27 +6,50 @@
 from __future__ import annotations
 
 import linecache
+from itertools import zip_longest
+from types import CodeType
+from typing import Any
 
-__all__ = ["find_source", "keep_source"]
+__all__ = ["add_lines", "lines_of", "set_source"]
 
 MAX_KEPT_SOURCES = 1000
-MAX_SOURCE_LENGTH = 64 * 1024  # of a cell that a function carries
+"""Number of sources that are kept."""
+MAX_CARRIED_CHARS = 16 * 1024
+"""Maximum length of the lines that a function carries."""
 
-_kept_sources: list[str] = []
+_kept_sources: dict[str, None] = {}  # the names, in order
 
 
-def keep_source(name: str, lines: list[str]) -> None:
+def set_source(name: str, lines: list[str]) -> None:
     """Keep the lines of the code called `name`, and forget the oldest of many."""
     if name not in linecache.cache:
-        _kept_sources.append(name)
+        _kept_sources[name] = None
         if len(_kept_sources) > MAX_KEPT_SOURCES:
-            linecache.cache.pop(_kept_sources.pop(0), None)
+            oldest = next(iter(_kept_sources))
+            del _kept_sources[oldest]
+            linecache.cache.pop(oldest, None)
     linecache.cache[name] = sum(map(len, lines)), None, lines, name
 
 
-def find_source(name: str) -> list[str] | None:
-    """Return the lines of the code called `name` if it is in no file, and not too long to send."""
+def lines_of(code: CodeType) -> str:
+    """Return the lines of `code`, for `add_lines`; "" if they are in a file, or too long to carry.
+
+    Also "" if another process may use the same name for other code: the names of code strings and
+    of inputs at a prompt are numbers.
+    """
+    name = code.co_filename
     match linecache.cache.get(name):
-        case (int(length), None, list(lines), _) if length <= MAX_SOURCE_LENGTH:
-            return lines
-    return None
+        case (_, None, list(lines), _) if name not in _kept_sources and name[:8] != "<python-":
+            last = max((line for *_, line in code.co_lines() if line), default=0)
+            text = "".join(lines[code.co_firstlineno - 1 : last])
+            return text if len(text) <= MAX_CARRIED_CHARS else ""
+    return ""
+
+
+def add_lines(name: str, first: int, text: str) -> None:
+    """Add lines of the code called `name`, from number `first` on, where none are known yet."""
+    new = ["\n"] * (first - 1) + text.splitlines(keepends=True)
+    entry: Any = linecache.cache.get(name, (0, None, [], name))
+    if len(entry) == 4:
+        pairs = zip_longest(entry[2], new, fillvalue="\n")
+        set_source(name, [old if old.strip() else line for old, line in pairs])

@@ -40,7 +40,7 @@ from ..memory.arena import Full
 from ..memory.blocks import MIN_SHARED_PICKLE_BYTES, Store
 from ..memory.references import Place, Serialized
 from ..promises.promise import NeedsPlaceholder
-from ..runtime.sources import find_source, keep_source
+from ..runtime.sources import add_lines, lines_of
 
 __all__ = [
     "ATOMIC_TYPES",
@@ -434,14 +434,14 @@ _REDUCERS: dict[Any, Any] = {
 def reduce_code_with_source(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
     """Reduce a code object, together with its source lines if these are in no file."""
     reduced = reduce_code(code)
-    lines = find_source(code.co_filename)
-    return reduced if lines is None else (_make_code, (code.co_filename, lines, *reduced))
+    lines = lines_of(code)
+    return (_make_code, (lines, *reduced)) if lines else reduced
 
 
-def _make_code(name: str, lines: list[str], make: Any, args: tuple[Any, ...]) -> CodeType:
-    keep_source(name, lines)
-    made: CodeType = make(*args)
-    return made
+def _make_code(lines: str, make: Any, args: tuple[Any, ...]) -> CodeType:
+    code: CodeType = make(*args)
+    add_lines(code.co_filename, code.co_firstlineno, lines)
+    return code
 
 
 class _Plain(pickle.Pickler):
