@@ -1,16 +1,19 @@
 """What drones print comes home line by line, with the drone's name; each promise keeps the tail."""
 
 import io
+import os
 import random
 import select
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from engines import local_only, on_each_engine, poly
 from faults import wait_for
 from scripts import run_script
 
+from polycephaly import green
 from polycephaly.drone.console import set_tag
 from polycephaly.wire.chunks import ChunkParser, chunk
 from polycephaly.wire.output import Line, forward
@@ -143,6 +146,27 @@ def test_a_partial_line_ends_with_its_task(pool, lines):
         pool.doit(print, text, end="")
     pool.doit("import sys; sys.stderr.write('three'); print('four')")
     assert lines.of("stdout") == ["one", "two", "four"] and lines.of("stderr") == ["three"]
+
+
+@local_only
+def test_the_end_of_a_task_beside_others_does_not_end_their_lines(lines):
+    async def speaks(gate):
+        print("begins", end=" ")
+        while not os.path.exists(gate):
+            await green.sleep(0.002)
+        print("done")
+
+    async def is_silent(gate):
+        open(gate, "w").close()
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        poly.Pool(1, width=2, output=lines.append) as pool,
+    ):
+        first = pool.promise(speaks, gate := f"{folder}/gate")
+        pool.promise(is_silent, gate).result(30)
+        first.result(30)
+    assert lines.of("stdout") == ["begins done"]
 
 
 def test_a_partial_line_comes_at_the_drones_end(lines):

@@ -58,19 +58,19 @@ class OutputTail:
             self.pieces = ["".join(self.pieces)[-MAX_TAIL_CHARS:]]
             self._size = MAX_TAIL_CHARS
 
-    def take(self) -> bytes:
+    def take(self, ends_lines: bool) -> bytes:
         """Return, as UTF-8, the last `MAX_TAIL_CHARS` characters added since the last call.
 
-        If there are any, the streams are flushed, and lines that were begun are ended, so that the
-        text is sent before the result.
+        If there are any, the streams are flushed, so that the text is sent before the result. If
+        `ends_lines`, lines that were begun are ended.
         """
         if not self.pieces:
             return b""
         _flush()
-        for pipe, stream in enumerate((sys.stdout, sys.stderr)):
-            if isinstance(stream, Console) and stream.has_begun_line:
+        for stream in (sys.stdout, sys.stderr):
+            if ends_lines and isinstance(stream, Console) and stream.has_begun_line:
                 stream.has_begun_line = False
-                write_record(pipe, END, "")
+                write_record(STDOUT if stream.is_stdout else STDERR, END, "")
         text = "".join(self.pieces)[-MAX_TAIL_CHARS:]
         self.pieces.clear()
         self._size = 0
@@ -87,13 +87,13 @@ class Console(io.TextIOWrapper):
         )
         self._tail = tail
         self.has_begun_line = False
-        self._is_stdout = fd == 1
+        self.is_stdout = fd == 1
         self._last_order = _last_record
 
     def write(self, text: str, /) -> int:
         self._tail.add(text)
         self.has_begun_line = not text.endswith("\n")
-        if self._is_stdout and self._last_order != _last_record:
+        if self.is_stdout and self._last_order != _last_record:
             # A line that was begun before the record counts as printed after it.
             self._last_order = _last_record
             write_record(STDOUT, ORDER, str(self._last_order))

@@ -419,7 +419,8 @@ class DroneExecutor:
     def _add_overlapped_outcome(
         self, number: int, status: int, started: float, finished: float, payload: bytes | Serialized
     ) -> None:
-        self._outcomes.add(number, status, started, finished, payload)
+        # A line that was begun may be that of another task.
+        self._outcomes.add(number, status, started, finished, payload, ends_lines=False)
         if not self._outcomes.save_last():
             self._flush()
 

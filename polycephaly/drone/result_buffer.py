@@ -136,11 +136,13 @@ class ResultBuffer:
         finished: float,
         payload: bytes | Serialized,
         head: bytes = b"",
+        ends_lines: bool = True,
     ) -> None:
         self._has_new_handles = bool(self._drone_store.unreported)
         if self._has_new_handles:
             self._entries += [(entry, []) for entry in self.kept_value_entries(number)]
-        self._last = self.entry(number, status, started, finished, payload, head, self._tail.take())
+        output = self._tail.take(ends_lines)
+        self._last = self.entry(number, status, started, finished, payload, head, output)
         self._entries.append(self._last)
 
     def kept_value_entries(self, number: int) -> list[bytes]:

@@ -136,8 +136,9 @@ def _debug_here(address: str) -> bool:
     terminal = _own_terminal(at_prompt=True)
     if terminal is None:
         return False
+    connection, _ = _connect(address)
     with _terminal_lock:
-        lend_terminal(_connect(address)[0], terminal)
+        lend_terminal(connection, terminal)
     return True
 
 

@@ -292,7 +292,7 @@ def forward(line: Line) -> None:
             try:
                 stream.write(line + "\n")
             except UnicodeEncodeError:
-                encoding = stream.encoding or "ascii"
+                encoding = getattr(stream, "encoding", None) or "ascii"
                 escaped = line.encode(encoding, "backslashreplace").decode(encoding)
                 stream.write(escaped + "\n")
             stream.flush()
