@@ -1,12 +1,15 @@
 """Bad input is refused at the call, with the value; a limit of the machine is named and nothing is
 left."""
 
+import inspect
 import os
 import resource
 
 import pytest
 from engines import local_only, on_each_engine, poly
 from scripts import output_of, run_script
+
+import polycephaly
 
 pytestmark = on_each_engine
 
@@ -86,16 +89,27 @@ def test_an_option_that_another_library_has_is_a_type_error_that_names_ours(thei
             make(**{theirs: 4})
 
 
-@local_only
 @pytest.mark.parametrize(("theirs", "ours"), [("starmap", "map(f, *zip"), ("join", "shutdown()")])
 def test_a_method_that_multiprocessing_has_is_an_error_that_names_ours(theirs, ours):
-    with poly.Pool(1) as pool:
+    with polycephaly.Pool(1) as pool:
         with pytest.raises(AttributeError, match=f"multiprocessing's {theirs}, use ") as caught:
             getattr(pool, theirs)
         assert ours in str(caught.value)
         assert not hasattr(pool, "nothing_at_all")
+    assert "keep: 'bool' = False" in str(inspect.signature(polycephaly.Pool.promise))
 
 
+def test_a_property_of_a_class_of_pools_raises_its_own_error():
+    class Mine(polycephaly.Pool):
+        @property
+        def mine(self):
+            return self.typo
+
+    with Mine(1) as pool, pytest.raises(AttributeError, match="no attribute 'typo'"):
+        _ = pool.mine
+
+
+@local_only
 def test_an_option_of_rays_is_a_type_error_that_names_its_engine():
     with pytest.raises(TypeError, match=r"unexpected num_gpus: .*engine='ray'"):
         poly.Pool(1, num_gpus=1)

@@ -628,6 +628,8 @@ def test_waiting_repetitions_are_cancelled_with_the_queue(tmp_path, served):
         failing = pool.options(retries=policy).promise(fail_when_told)
         wait_for(lambda: log.exists())
         pool.shutdown(wait=False, cancel_futures=True)
+        end = pool._dispatcher  # or the connection
+        wait_for(lambda: end._recall_sent if served else end.has_cancelled)
         (tmp_path / "go").touch()
         assert isinstance(failing.exception(30), KeyError)
         assert log.read_text().count("run") == 1

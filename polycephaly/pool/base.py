@@ -39,7 +39,13 @@ __all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "innermost_pool", "wait_fo
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_NOT_GIVEN: Any = object()
+
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "False"
+
+
+_NOT_GIVEN: Any = _NotGiven()
 
 _NAMES_HERE = {
     "apply": "doit(f, *args)",
@@ -306,6 +312,8 @@ class ExecutorBase(TaskTarget, Executor):
     if not TYPE_CHECKING:  # or type checkers would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(type(self), name):  # a property that has raised: raise its own error
+                object.__getattribute__(self, name)
             here = _NAMES_HERE.get(name)
             cure = here and f": instead of multiprocessing's {name}, use {here}"
             text = f"{type(self).__name__!r} object has no attribute {name!r}{cure or ''}"
