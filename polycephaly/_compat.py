@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import threading
 from _signal import getsignal, signal  # type: ignore[import-not-found]  # `signal` takes five times as long
+from _thread import RLock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType
@@ -29,6 +31,7 @@ __all__ = [
     "ray_session_dir",
     "reduce_code",
     "remote_traceback_type",
+    "renew_in_child",
     "reset_multiprocessing",
     "run_exit_handlers",
     "seed_numpy",
@@ -83,10 +86,13 @@ def importing_main() -> Iterator[None]:
         del current._inheriting
 
 
-def is_held_here(lock: threading.RLock) -> Callable[[], bool]:
-    """Return a function that tells whether the calling thread holds `lock`."""
-    owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
-    return owned
+is_held_here: Callable[[RLock], bool] = RLock._is_owned  # type: ignore[attr-defined]
+"""A method of `RLock`, in C: whether the calling thread holds the lock."""
+
+
+def renew_in_child(lock: Any) -> None:
+    """Make `lock`, a `threading.Lock`, free in each forked child, whoever holds it at the fork."""
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)
 
 
 def forget_dummy_thread() -> None:

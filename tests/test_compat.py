@@ -2,16 +2,19 @@
 
 import _thread
 import io
+import os
 import pickle
 import sys
 import threading
 from multiprocessing import spawn
+from types import FunctionType
 
 import cloudpickle
 import pytest
 from scripts import run_script
 
 from polycephaly import _compat
+from polycephaly.runtime.fork_guard import GuardedLock
 from polycephaly.wire import main_snapshot
 
 
@@ -83,14 +86,31 @@ def test_a_process_that_imports_its_main_module_is_told_to_start_no_others():
 
 
 def test_a_lock_knows_who_holds_it():
-    lock, elsewhere = threading.RLock(), []
-    is_held_here = _compat.is_held_here(lock)
+    lock, elsewhere = GuardedLock(), []
+    is_held_here = lock.is_held_here
     with lock:
         assert is_held_here()
         thread = threading.Thread(target=lambda: elsewhere.append(is_held_here()))
         thread.start()
         thread.join()
     assert not is_held_here() and elsewhere == [False]
+
+
+def test_a_lock_that_knows_who_holds_it_is_taken_by_code_of_c():
+    names = "__enter__", "__exit__", "acquire", "release", "is_held_here"
+    assert not any(isinstance(getattr(GuardedLock, name), FunctionType) for name in names)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_lock_that_is_renewed_is_free_in_a_forked_child():
+    lock = threading.Lock()
+    _compat.renew_in_child(lock)
+    with lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(not lock.acquire(blocking=False))
+        assert lock.locked()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_frames_of_all_threads_are_known():

@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from .._compat import renew_in_child
+
 __all__ = [
     "MAX_REGIONS",
     "REGION_BYTES",
@@ -319,6 +321,7 @@ _forked_children: dict[int, list[RangeRef]] = {}
 forked.
 """
 _forks_lock = threading.Lock()
+renew_in_child(_forks_lock)
 
 
 @contextmanager
@@ -374,8 +377,6 @@ def _after_fork_in_child() -> None:
     _forking.clear()
     _own_forks.clear()
     _forked_children.clear()
-    global _forks_lock
-    _forks_lock = threading.Lock()
 
 
 def release_ended_forks() -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from .._compat import is_held_here
 from ..runtime.deferred_sigint import DeferredSigint
+from ..runtime.fork_guard import GuardedLock
 from ..runtime.tuning import tuning
 from .arena import (
     MAX_REGIONS,
@@ -86,9 +85,7 @@ class Store:
         self._free: dict[int, deque[_Block]] = {}  # by size; warm blocks on the right
         self._warm_bytes = 0  # bytes of memory in the free blocks
         self.returned: deque[_Block] = deque()
-        # Taken by C code, so that no signal handler comes between the lock and the block under it.
-        self._lock = threading.RLock()
-        self._is_locked_here = is_held_here(self._lock)
+        self._lock = GuardedLock()
 
     def put(self, runs: Sequence[Sequence[Buffer]]) -> tuple[Segment, list[tuple[int, int]]]:
         """Copy `runs`, each run's pieces end to end; return the segment, and the runs' places.
@@ -103,7 +100,7 @@ class Store:
             length = sum(map(len, run))
             places.append((size, length))
             size += -(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if self._is_locked_here():
+        if self._lock.is_held_here():
             raise Full("a finalizer asked for memory while this thread was allocating some")
         # A Ctrl-C between the lines would lose the block; its handler runs without the lock.
         with DeferredSigint(), self._lock:
@@ -217,7 +214,7 @@ class Store:
         """
         release_ended_forks()
         # The lock's holder may be running a finalizer that waits for this thread: do not wait.
-        if self._is_locked_here() or not self._lock.acquire(blocking=False):
+        if self._lock.is_held_here() or not self._lock.acquire(blocking=False):
             return True
         try:
             self._reclaim_blocks()

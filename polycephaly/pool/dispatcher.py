@@ -21,7 +21,6 @@ docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for t
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections import deque
@@ -30,6 +29,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from .._compat import renew_in_child
 from ..errors import Lost, copy_error
 from ..memory.references import Serialized
 from ..promises.combining import race
@@ -936,15 +936,7 @@ class _StartsAnew(Dispatcher):
 
 
 _restarting = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """In a forked child: the drones of the new dispatcher are forked while the lock is held."""
-    global _restarting
-    _restarting = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+renew_in_child(_restarting)  # the drones of the new dispatcher are forked while it is held
 
 
 def _load(handle: DroneHandle) -> float:

@@ -26,6 +26,7 @@ import os
 import sys
 import threading
 import warnings
+from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
@@ -46,24 +47,15 @@ guard = threading.RLock()
 """Held while a reactor starts, ends or forks."""
 
 
-class GuardedLock:
-    """The lock under which a thread runs, which knows whether the calling thread holds it.
+class GuardedLock(RLock):  # type: ignore[misc]
+    """A lock that knows whether the calling thread holds it.
 
-    Despite the `RLock`, a thread takes it once only.
+    Despite the base class, a thread takes it once only. All its methods are C code, so that no
+    signal handler raises between the lock and the block under it.
     """
 
-    def __init__(self) -> None:
-        lock: Any = threading.RLock()
-        self.acquire: Callable[..., bool] = lock.acquire
-        self.release: Callable[[], None] = lock.release
-        self.is_held_here = is_held_here(lock)
-        """Return True if the calling thread holds the lock."""
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
+    is_held_here = is_held_here
+    """Return True if the calling thread holds the lock."""
 
 
 _thread_locks: dict[threading.Thread, AbstractContextManager[Any]] = {}

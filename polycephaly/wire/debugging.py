@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 
+from .._compat import renew_in_child
 from ..promises.promise import main_thread_calls, waiting_threads
 from ..runtime.fork_guard import OwnThread
 from .cell import can_ask_in_cell, hanging_up, talk
@@ -52,14 +53,7 @@ process, or hang.
 
 # Held by a `DebugRequest` that uses this process's terminal, so that others wait for their turn.
 _terminal_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _terminal_lock
-    _terminal_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+renew_in_child(_terminal_lock)
 os.register_at_fork(after_in_child=main_thread_calls.clear)
 
 
