@@ -83,16 +83,20 @@ def test_time_limits_wait_for_the_end_of_the_session(tmp_path):
         terminal.read_until("TimeoutError")
 
 
+def end_session_with_9(terminal):
+    terminal.read_until("(Pdb) ")
+    terminal.type("x = 8\n")
+    terminal.read_until("(Pdb) ")
+    terminal.type("c\n")
+    terminal.read_until("9")
+    terminal.read_until(">>> ")
+
+
 def test_at_a_prompt_that_waits_for_the_task(tmp_path):
     with Terminal(tmp_path) as terminal:
         terminal.type("import polycephaly as poly\n")
         terminal.type("with poly.Pool(1) as pool: pool.doit('x = 5; breakpoint(); x + 1')\n\n")
-        terminal.read_until("(Pdb) ")
-        terminal.type("x = 8\n")
-        terminal.read_until("(Pdb) ")
-        terminal.type("c\n")
-        terminal.read_until("9")
-        terminal.read_until(">>> ")
+        end_session_with_9(terminal)
 
 
 def test_at_a_prompt_that_waits_for_a_task_which_has_stopped_before(tmp_path):
@@ -103,12 +107,7 @@ def test_at_a_prompt_that_waits_for_a_task_which_has_stopped_before(tmp_path):
         terminal.type("1000 + 1\n")
         terminal.read_until("1001")
         terminal.type("p.value\n")
-        terminal.read_until("(Pdb) ")
-        terminal.type("x = 8\n")
-        terminal.read_until("(Pdb) ")
-        terminal.type("c\n")
-        terminal.read_until("9")
-        terminal.read_until(">>> ")
+        end_session_with_9(terminal)
         terminal.type("pool.shutdown()\n")
 
 

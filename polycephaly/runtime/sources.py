@@ -38,8 +38,9 @@ def lines_of(code: CodeType) -> str:
     of inputs at a prompt are numbers.
     """
     name = code.co_filename
+    is_unique = name not in _kept_sources and not name.startswith("<python-")
     match linecache.cache.get(name):
-        case (_, None, list(lines), _) if name not in _kept_sources and name[:8] != "<python-":
+        case (_, None, list(lines), _) if is_unique:
             last = max((line for *_, line in code.co_lines() if line), default=0)
             text = "".join(lines[code.co_firstlineno - 1 : last])
             return text if len(text) <= MAX_CARRIED_CHARS else ""

@@ -34,7 +34,7 @@ _BYTES_RECEIVED = 128
 class _Tcp:
     def __init__(self, connection: socket.socket, number: int) -> None:
         self.number = number
-        self.checks_to_shutdown: int | None = None
+        self.checks_to_shutdown = 0  # 0: not marked
         self.peer = connection.getpeername()
         self.silent_checks = 0  # checks since its last message
         self.read_until_message = _bytes_read(connection)  # at the last message
@@ -68,7 +68,7 @@ class Accepted:
         peer's own connection was open until then.
         """
         tcp = self._tcps.get(fd)
-        if tcp is not None and tcp.number <= max_number and tcp.checks_to_shutdown is None:
+        if tcp is not None and tcp.number <= max_number and not tcp.checks_to_shutdown:
             tcp.checks_to_shutdown = 2
 
     def discard(self, fd: int) -> None:
@@ -100,7 +100,7 @@ class Accepted:
             if fd in self._active_fds:
                 tcp.read_until_message, tcp.silent_checks = bytes_read, 0
             tcp.unfinished_bytes = bytes_read - tcp.read_until_message
-            if tcp.checks_to_shutdown is not None:
+            if tcp.checks_to_shutdown:
                 tcp.checks_to_shutdown -= 1
                 if not tcp.checks_to_shutdown:
                     self._shut(fd, "")
