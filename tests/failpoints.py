@@ -96,7 +96,7 @@ POINTS = {
         ("drone", "takes outcomes", "drone.result_buffer:ResultBuffer.take_message"),
         ("drone", "sends outcomes", "drone.executor:DroneExecutor._send_outcomes"),
         ("drone", "flushes", "drone.executor:DroneExecutor._flush"),
-        ("drone", "says what it has sent", "wire.status_table:Slot.mark_all_sent"),
+        ("drone", "says what it has sent", "wire.status_table:Slot.mark_all_answered"),
         ("drone", "sends", "engines.local.drone:LocalDrone._send"),
         ("drone", "sends by its fast transport", "wire.fast_transport:FastTransport.send"),
         ("drone", "sends by bulk", "engines.local.drone:LocalDrone._send_by_bulk"),

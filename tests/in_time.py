@@ -81,7 +81,7 @@ class FakeReactor:
             self._inbox.popleft()()
         self.timers.fire_due()
         for dispatcher in self.tenants[:]:
-            if dispatcher.queue or dispatcher.dedicated_waiting:
+            if dispatcher.queue or dispatcher.needs_dispatch:
                 dispatcher.dispatch(self.now)
             dispatcher.after_critical_section()
 
@@ -115,7 +115,7 @@ class FakeReactor:
     def catch_up(self):
         pass
 
-    def end_lease(self):
+    def release(self):
         pass
 
 
@@ -309,7 +309,7 @@ def dispatcher_of(reactor, size, *, ready=True, launcher=None, engine=None, **co
     """A pool whose drones are `ready`, or have not even a pid."""
     if launcher is not None:
         launcher.reactor = reactor
-    with mock.patch.object(polycephaly.pool.dispatcher, "lease_reactor", lambda: reactor):
+    with mock.patch.object(polycephaly.pool.dispatcher, "acquire_reactor", lambda: reactor):
         dispatcher = polycephaly.pool.dispatcher.Dispatcher(
             PoolConfig(size=size, **(USUAL | config)), (engine or FakeEngine(launcher)).open
         )

@@ -125,7 +125,7 @@ def test_work_that_waits_for_promises_and_then_for_what_it_takes_is_called_off_w
 def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
     class Meanwhile(deque):
         def __len__(self):
-            dispatcher.dedicated_waiting = True  # as a caller's thread says it
+            dispatcher.needs_dispatch = True  # as a caller's thread says it
             return 0
 
     with poly.Pool(2) as pool:
@@ -135,10 +135,10 @@ def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
         def turn():
             handle = dispatcher.handles[0]
             before, handle.dedicated = handle.dedicated, Meanwhile()
-            dispatcher.dedicated_waiting = False
+            dispatcher.needs_dispatch = False
             dispatcher.supervisor._mark_ready(handle)
             handle.dedicated = before
-            said = dispatcher.dedicated_waiting
+            said = dispatcher.needs_dispatch
             dispatcher.reactor.deliver(lambda: seen.set_result(said))
 
         dispatcher.reactor.post(turn)

@@ -333,9 +333,11 @@ class DroneExecutor:
                 error, item = self._outcomes.pack_error(run.error), run.failed_item()
         with self.socket_lock:
             self._slice = None
-            answers = pack_answers(run.done[run.sent :], run.packed, error, self._store, item)
+            answers = pack_answers(
+                run.done[run.answers_sent :], run.packed, error, self._store, item
+            )
             rest = run.cut()
-        done = len(run.done) - run.sent + (error is not None)
+        done = len(run.done) - run.answers_sent + (error is not None)
         return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
 
     def _send_outcomes(self) -> bool:
@@ -364,10 +366,10 @@ class DroneExecutor:
             return
         rest = run.cut()
         run.was_cut = True
-        run.sent = len(run.done)
-        if rest or run.sent:
-            answers = pack_answers(run.done[: run.sent], run.packed, None, self._store)
-            head = split_head(run.sent, rest, RUNNING)
+        run.answers_sent = len(run.done)
+        if rest or run.answers_sent:
+            answers = pack_answers(run.done[: run.answers_sent], run.packed, None, self._store)
+            head = split_head(run.answers_sent, rest, RUNNING)
             # Before the answers, which may contain these handles.
             kept_values = self._outcomes.kept_value_entries(run.number)
             entry, large = self._outcomes.entry(
@@ -431,7 +433,7 @@ class DroneExecutor:
             self._split_by_bulk = False
             since_bulk = self._last_flush - self._last_bulk_send
             # With overlapped tasks, `_last_done` is the last task before them.
-            self._status_slot.mark_all_sent(
+            self._status_slot.mark_all_answered(
                 self._last_done, by_fast_transport and since_bulk >= BULK_DELIVERY_SECONDS
             )
 

@@ -9,8 +9,8 @@ returned, so that other drones can run them, and the answers so far are sent. Th
 on with the current call and sends that answer by itself.
 
 `calls` is a deque, and each of its two ends has one taker, so a call is either run or returned.
-`sent`, which is used while holding `socket_lock`, divides the answers sent by the control thread
-from those sent by the main thread at the end.
+`answers_sent`, which is used while holding `socket_lock`, divides the answers sent by the control
+thread from those sent by the main thread at the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SliceRun:
     ) -> None:
         self.number = number
         self.done: list[Any] = []
-        self.sent = 0  # number of answers in `done` that were sent
+        self.answers_sent = 0  # number of answers in `done` that were sent
         self.packed = False  # some of `done` are `Packed`
         self.was_cut = False
         self.started = monotonic()

@@ -173,7 +173,7 @@ class InlineDrone(DroneExecutor):
     def keep(self, result: bytes) -> bool:
         return False  # each answer is posted at once
 
-    def mark_all_sent(self, number: int, delivered: bool) -> None:
+    def mark_all_answered(self, number: int, delivered: bool) -> None:
         """Do nothing: an answer that is posted arrives before the end of its drone."""
 
     # -- any thread that holds the reactor's lock --------------------------------------------------
@@ -230,4 +230,4 @@ class InlineDrone(DroneExecutor):
     def _on_answer(self, frames: list[bytes]) -> None:
         dispatcher = self._engine.dispatcher
         handle_message(dispatcher, self._handle, frames)
-        dispatcher.dedicated_waiting = True  # of other drones, whose turn it may be
+        dispatcher.needs_dispatch = True  # of other drones, whose turn it may be

@@ -52,7 +52,7 @@ from .health import HealthMonitor
 from .interfaces import AssignedDrone, State, TaskOptions
 from .leases import Leases
 from .locality import Locality
-from .reactor import lease_reactor
+from .reactor import acquire_reactor
 from .resources import Resources, insert_in_order
 from .stacks import StackRequests
 from .stall_detection import StallDetector
@@ -88,7 +88,7 @@ class Dispatcher(DispatcherBase):
         # Set for good by the first task with a priority or resources: from then on the reactor's
         # thread queues all tasks, in order.
         self.keeps_order = False
-        # Those of `waiting` that it has yet to queue. A drone has a set for tasks of its own.
+        # Those of `awaiting_inputs` that it has yet to queue. A drone has a set for its own tasks.
         self.to_enqueue: set[Task] = set()
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
@@ -114,13 +114,13 @@ class Dispatcher(DispatcherBase):
         try:
             # Otherwise a Ctrl-C could leave a zygote that no object refers to.
             with DeferredSigint():
-                self.reactor = lease_reactor()
+                self.reactor = acquire_reactor()
                 try:
                     if config.max_queued is not None:
                         self.backpressure = BackPressure(self.reactor, config.max_queued)
                     self.supervisor.use(open_engine(self))
                 except BaseException:
-                    self.reactor.end_lease()
+                    self.reactor.release()
                     raise
                 self.post(self._begin)
                 has_begun = True
@@ -172,7 +172,7 @@ class Dispatcher(DispatcherBase):
             if target is not None:
                 task.target = target
             if inputs:
-                self.waiting.add(task)
+                self.awaiting_inputs.add(task)
                 task.wait_for(inputs)
                 if self.has_ended:
                     self._reject_waiting()
@@ -240,11 +240,11 @@ class Dispatcher(DispatcherBase):
 
     def _enqueue(self, task: Task) -> bool:
         """Queue `task`. Return True if the reactor's thread will do that: until then the task is in
-        `waiting`.
+        `awaiting_inputs`.
         """
         if self.keeps_order:
             (self if task.target is None else task.target).to_enqueue.add(task)
-            self.waiting.add(task)
+            self.awaiting_inputs.add(task)
             self.post(self._enqueue_in_order, task)
             if self.has_ended:
                 self._reject_waiting()
@@ -261,7 +261,7 @@ class Dispatcher(DispatcherBase):
             self.locality.add(task, task.preferred_drone)
             return False
         self.queue.append(task)
-        self.wake_idle_drone(task)
+        self.request_dispatch(task)
         if self.has_ended:
             self.reject_all(self.queue)
         return False
@@ -273,7 +273,7 @@ class Dispatcher(DispatcherBase):
 
     def _enqueue_dedicated(self, task: Task, target: AssignedDrone) -> None:
         target.dedicated.append(task)
-        self.dedicated_waiting = True
+        self.needs_dispatch = True
         self.reactor.wake()
         # The queue was emptied when the drone died, perhaps before the append above.
         if target.state is State.DEAD:
@@ -292,7 +292,7 @@ class Dispatcher(DispatcherBase):
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
         if task._state != PENDING or not self._enqueue(task):
-            self.waiting.discard(task)
+            self.awaiting_inputs.discard(task)
         if self.closing or (task.target is not None and task.target.state is State.RETIRING):
             self.post(self.end_if_last, task.target)
 
@@ -390,7 +390,7 @@ class Dispatcher(DispatcherBase):
         of_drones = sum(
             len(each.in_flight) + len(each.dedicated) + len(each.preferred) for each in self.handles
         )
-        return len(self.queue) + len(self.waiting) + len(self.parked) + of_drones
+        return len(self.queue) + len(self.awaiting_inputs) + len(self.parked) + of_drones
 
     def note_waiting_thread(self, task: Task) -> None:
         """Note that a thread waits for `task`, which itself waits for promises."""
@@ -406,8 +406,8 @@ class Dispatcher(DispatcherBase):
         """Send what drones can take: first the tasks for one drone, then those with resources and
         those of the queue, by priority.
         """
-        if self.dedicated_waiting:
-            self.dedicated_waiting = False
+        if self.needs_dispatch:
+            self.needs_dispatch = False
             for handle in self.handles:
                 if handle.dedicated and handle.can_take(dedicated=True):
                     self.send(handle, handle.dedicated, len(handle.dedicated), now)
@@ -544,11 +544,11 @@ class Dispatcher(DispatcherBase):
                 self.reactor.deliver(each.cancel)
 
     def _enqueue_in_order(self, task: Task) -> None:
-        """Queue `task` by its priority, and take it out of `waiting`."""
+        """Queue `task` by its priority, and take it out of `awaiting_inputs`."""
         (self if task.target is None else task.target).to_enqueue.discard(task)
         if not self.has_ended:  # else rejected by the thread that submitted it, or by `_finish`
             self._queue_in_order(task)
-            self.waiting.discard(task)
+            self.awaiting_inputs.discard(task)
 
     def _queue_in_order(self, task: Task) -> None:
         payload = task.payload
@@ -589,7 +589,7 @@ class Dispatcher(DispatcherBase):
             self.resources.add(task, first=first)
         elif task.target is not None:
             insert_in_order(task.target.dedicated, task, first=first)
-            self.dedicated_waiting = True
+            self.needs_dispatch = True
         elif task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
             self.locality.insert(task, task.preferred_drone, first=first)
         else:
@@ -598,7 +598,7 @@ class Dispatcher(DispatcherBase):
     def after_answer(self, handle: DroneHandle) -> None:
         """Update `handle` after an answer to one of its tasks in flight."""
         if handle.dedicated or self.locality or self.resources:
-            self.dedicated_waiting = True
+            self.needs_dispatch = True
         if (
             handle.state is State.READY
             and handle.tasks_left(self.config.max_tasks) <= 0
@@ -638,11 +638,11 @@ class Dispatcher(DispatcherBase):
         )
         for task in recomputed:
             if not task.done():
-                self.waiting.add(task)
+                self.awaiting_inputs.add(task)
                 try:
                     task.recompute_inputs(lost)
                 except BaseException as error:
-                    self.waiting.discard(task)
+                    self.awaiting_inputs.discard(task)
                     self.reactor.deliver(partial(reject, task, copy_error(error)))
         self.end_check_due = True
 
@@ -652,7 +652,7 @@ class Dispatcher(DispatcherBase):
         """Stop `task`, whose promise was cancelled. A queued task is skipped; for a task in flight,
         the drone receives CANCEL.
         """
-        self.waiting.discard(task)
+        self.awaiting_inputs.discard(task)
         self.parked.discard(task)
         self._cancel_delay(task)
         self.resources.on_withdrawn(task)
@@ -779,7 +779,7 @@ class Dispatcher(DispatcherBase):
 
     def _close(self, cancel: bool, running: bool) -> None:
         # A Ctrl-C in `_enqueue_dedicated` may have left a dedicated task without this flag.
-        self.closing = self.dedicated_waiting = True
+        self.closing = self.needs_dispatch = True
         if cancel:
             self.has_cancelled = True
             for task in [*self.queue, *self.unqueued_tasks()]:
@@ -805,7 +805,7 @@ class Dispatcher(DispatcherBase):
         if self.abandoned:
             return False
         # Checked first, because a task that has left these sets is in a queue by then.
-        if self.resources.have_unsettled_tasks() or self.waiting or self.parked:
+        if self.resources.have_unsettled_tasks() or self.awaiting_inputs or self.parked:
             return True
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it was queued
@@ -819,7 +819,7 @@ class Dispatcher(DispatcherBase):
         """
         self.end_check_due = False
         if not self.closing or self._unfinished():
-            if self.closing and self.waiting:
+            if self.closing and self.awaiting_inputs:
                 self.stall_detector.schedule_check()
             # A kept value was requested after the last drone had ended, and is computed again.
             if self.closing and not self.handles:
@@ -840,7 +840,7 @@ class Dispatcher(DispatcherBase):
         counts = self.tasks_done, self.tasks_cancelled, self.record.failed
         ready = [handle for handle in self.handles if handle.state >= State.READY]
         return any(counts) or any(
-            (self.queue, self.waiting, self.parked, *(each.in_flight for each in ready))
+            (self.queue, self.awaiting_inputs, self.parked, *(each.in_flight for each in ready))
         )
 
     def disable_in_child(self) -> None:
@@ -864,7 +864,7 @@ class Dispatcher(DispatcherBase):
         self.closing = self.abandoned = True
         for task in [*self.queue, *self.unqueued_tasks()]:
             self.reactor.deliver(task.cancel)
-        self.waiting.clear()
+        self.awaiting_inputs.clear()
         self.parked.clear()
         for task in list(self.delayed):
             self._cancel_delay(task)
@@ -885,15 +885,15 @@ class Dispatcher(DispatcherBase):
         self.reject_all(self.queue)
         self._reject_waiting()
         self.reactor.last_callbacks.append(partial(fulfill, self.ended))
-        self.reactor.end_lease()
+        self.reactor.release()
 
     def _reject_waiting(self) -> None:
-        """Reject the tasks that were added to `waiting` after `abandon` had cleared it."""
-        for task in [*self.waiting]:
+        """Reject the tasks that were added to `awaiting_inputs` after `abandon` had cleared it."""
+        for task in [*self.awaiting_inputs]:
             assert self.refusal is not None  # set before the end
             reject(task, copy_error(self.refusal))
             task.release_inputs()
-            self.waiting.discard(task)
+            self.awaiting_inputs.discard(task)
 
     def explain(self, error: BaseException) -> None:
         """Add the remedy to a `NameError` for a name that was defined after the snapshot."""

@@ -40,8 +40,8 @@ _CATCH_UP_MASK = 1024 - 1
 class DispatcherBase(Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
 
-    Changed only while holding the reactor's lock, except `queue`, `waiting`, `refusal`,
-    `output_listeners` and `dedicated_waiting`, which any thread may change by one atomic step.
+    Changed only while holding the reactor's lock, except `queue`, `awaiting_inputs`, `refusal`,
+    `output_listeners` and `needs_dispatch`, which any thread may change by one atomic step.
     """
 
     reactor: Reactor
@@ -57,13 +57,13 @@ class DispatcherBase(Tenant):
         self.output_listeners: dict[str, Listener] = {}
         self.queue: deque[Task] = deque()
         # Tasks that wait for promises among their arguments, or to be queued by the reactor.
-        self.waiting: set[Task] = set()
+        self.awaiting_inputs: set[Task] = set()
         # For kept values or resources, or leased to another process, or failed and to be run again.
         self.parked: set[Task] = set()
         self.delayed: dict[Task, Timer] = {}  # those of `parked` that run again after a delay
         self.handles: list[DroneHandle] = []
-        # A drone is idle: a thread that adds a task calls `wake_idle_drone`.
-        self.wants_tasks = self.dedicated_waiting = False
+        # A drone is idle: a thread that adds a task calls `request_dispatch`.
+        self.wants_tasks = self.needs_dispatch = False
         self.has_ended = False
         self.closing = False
         self.has_cancelled = False  # tasks that no drone has begun were cancelled at the end
@@ -176,7 +176,7 @@ class DispatcherBase(Tenant):
             if handle.state < State.RETIRING and not handle.retire_when_ready
         ]
 
-    def wake_idle_drone(self, task: Task) -> None:
+    def request_dispatch(self, task: Task) -> None:
         """Wake an idle drone for the queued `task`."""
         if self.wants_tasks:
             self.reactor.send_tasks(self)
@@ -199,7 +199,7 @@ class DispatcherBase(Tenant):
         """Count `task` as parked: it waits for kept values, resources or another attempt, or is
         leased to another process.
 
-        The task may be in `waiting` too, until `on_inputs_ready` returns.
+        The task may be in `awaiting_inputs` too, until `on_inputs_ready` returns.
         """
         self.parked.add(task)
 
@@ -208,7 +208,7 @@ class DispatcherBase(Tenant):
         return any(task.target is handle and not task.done() for task in self.unqueued_tasks())
 
     def unqueued_tasks(self) -> list[Task]:
-        return [*self.waiting, *self.parked]
+        return [*self.awaiting_inputs, *self.parked]
 
     def reject_later(self, task: Task, make_error: Callable[[], BaseException]) -> None:
         """Reject `task` after the lock is released, where `make_error` may run code of users."""

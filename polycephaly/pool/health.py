@@ -213,7 +213,7 @@ class HealthMonitor:
     def _mark_responsive(self, handle: DroneHandle) -> None:
         """Note that the drone responds again. Its dedicated tasks may have waited for that."""
         handle.unresponsive = None
-        self._dispatcher.dedicated_waiting = True
+        self._dispatcher.needs_dispatch = True
 
     def _check_zygote(self, spawner: Spawner, tracker: _ActivityTracker, now: float) -> None:
         """Check whether a signal has stopped the zygote. That is the only sign of trouble, because

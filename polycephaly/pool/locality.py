@@ -62,8 +62,8 @@ class Locality:
         task.preferred_drone = handle
         task.preferred_since = dispatcher.reactor.timers.now()
         handle.preferred.append(task)
-        self._has_tasks = dispatcher.dedicated_waiting = True
-        dispatcher.wake_idle_drone(task)
+        self._has_tasks = dispatcher.needs_dispatch = True
+        dispatcher.request_dispatch(task)
         # The queue was emptied when the drone retired, perhaps before the append above.
         if handle.state >= State.RETIRING:
             dispatcher.post(self.release, handle)
@@ -79,7 +79,7 @@ class Locality:
         if not first:
             task.preferred_since = self._dispatcher.reactor.timers.now()
         insert_in_order(handle.preferred, task, first=first)
-        self._has_tasks = self._dispatcher.dedicated_waiting = True
+        self._has_tasks = self._dispatcher.needs_dispatch = True
         if handle.state >= State.RETIRING:
             self._dispatcher.post(self.release, handle)
 

@@ -39,7 +39,7 @@ from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
 from ..runtime.tuning import tuning
 from .event_loop import EventLoop
 
-__all__ = ["DrivingSignal", "Reactor", "Tenant", "lease_reactor"]
+__all__ = ["DrivingSignal", "Reactor", "Tenant", "acquire_reactor"]
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Tenant:
     queue: deque[Any]
     wants_tasks = False
     """Tasks in `queue` can be sent: a thread that adds one calls `Reactor.send_tasks`."""
-    dedicated_waiting = False
+    needs_dispatch = False
     """`dispatch` may have something to send that is not in `queue`."""
     finishes_at_exit = False
     """To finish all its tasks before the interpreter ends."""
@@ -85,16 +85,16 @@ class Tenant:
         """In a forked child: refuse all use. Called without the lock."""
 
 
-def lease_reactor() -> Reactor:
+def acquire_reactor() -> Reactor:
     """Return this process's reactor, started if need be.
 
-    The reactor lives until `Reactor.end_lease` was called as often.
+    The reactor lives until `Reactor.release` was called as often.
     """
     global _reactor
     with fork_guard.guard:
         if _reactor is None:
             _reactor = Reactor()
-        _reactor.leases += 1
+        _reactor.users += 1
         return _reactor
 
 
@@ -139,7 +139,7 @@ def _end_with_interpreter() -> None:
 class Reactor(EventLoop):
     def __init__(self) -> None:
         super().__init__("polycephaly-reactor")
-        self.leases = 0
+        self.users = 0
         self.tenants: list[Tenant] = []
         self.last_callbacks: list[Callable[[], object]] = []
         """Called in order when their tenant has ended, or, if it was the last, the reactor too, so
@@ -192,7 +192,7 @@ class Reactor(EventLoop):
             self.wake()
             return
         with DeferredSigint():
-            while tenant.wants_tasks and (tenant.queue or tenant.dedicated_waiting):
+            while tenant.wants_tasks and (tenant.queue or tenant.needs_dispatch):
                 if not self._lock.acquire(blocking=False):
                     self.wake()
                     return
@@ -343,7 +343,7 @@ class Reactor(EventLoop):
     def _run_tenants(self, now: float) -> None:
         for tenant in self.tenants[:]:
             try:
-                if tenant.queue or tenant.dedicated_waiting:
+                if tenant.queue or tenant.needs_dispatch:
                     tenant.dispatch(now)
                 tenant.after_critical_section()
             except Exception as error:
@@ -364,7 +364,7 @@ class Reactor(EventLoop):
 
     def _poll(self, timeout: float) -> list[tuple[int, int]]:
         events = super()._poll(
-            min(timeout, TICK_SECONDS) if self._lent_to_driver or not self.leases else timeout
+            min(timeout, TICK_SECONDS) if self._lent_to_driver or not self.users else timeout
         )
         if self._lent_to_driver:
             self._reclaim_fast_epoll()
@@ -373,31 +373,31 @@ class Reactor(EventLoop):
     def _has_anything_to_do(self) -> bool:
         return bool(
             super()._has_anything_to_do()
-            or (self.last_callbacks and self.leases)
+            or (self.last_callbacks and self.users)
             or self._can_send()
         )
 
     def _can_send(self) -> bool:
         return any(
-            (tenant.wants_tasks and tenant.queue) or tenant.dedicated_waiting
+            (tenant.wants_tasks and tenant.queue) or tenant.needs_dispatch
             for tenant in self.tenants
         )
 
     def _end_if_over(self) -> bool:
-        ended = self.leases == 0 and self._end()
-        if ended or self.leases:
+        ended = self.users == 0 and self._end()
+        if ended or self.users:
             while self.last_callbacks:
                 self.last_callbacks.pop(0)()
         return ended
 
     def _end(self) -> bool:
-        """End the reactor, unless it has been leased again.
+        """End the reactor, unless it has been acquired again.
 
         While a thread drives, the reactor does not end. Its thread tries again soon after.
         """
         global _reactor
         with fork_guard.guard, ExitStack() as last:
-            if self.leases or self._inbox or not self._driver_lock.acquire(blocking=False):
+            if self.users or self._inbox or not self._driver_lock.acquire(blocking=False):
                 return False
             last.callback(self._driver_lock.release)
             if _reactor is self:
@@ -410,10 +410,10 @@ class Reactor(EventLoop):
             os.close(self._nudge_fd)
         return True
 
-    def end_lease(self) -> None:
-        """Undo one `lease_reactor`. Not while holding the lock, because it takes the fork guard."""
+    def release(self) -> None:
+        """Undo one `acquire_reactor`. Not while holding the lock: it takes the fork guard."""
         with fork_guard.guard:
-            self.leases -= 1
+            self.users -= 1
         self.wake()
 
 

@@ -134,7 +134,7 @@ class Resources:
 
     def _request_dispatch(self) -> None:
         # The reactor then calls `Dispatcher.dispatch`, even if the pool's queue is empty.
-        self._dispatcher.dedicated_waiting = True
+        self._dispatcher.needs_dispatch = True
 
     def _drop_settled(self, queue: deque[Task]) -> bool:
         """Drop settled tasks from the head; return False if no others are left."""

@@ -46,16 +46,18 @@ class StallDetector:
             handle.in_flight or handle.dedicated or handle.preferred
             for handle in dispatcher.handles
         ):
-            if dispatcher.waiting:
+            if dispatcher.awaiting_inputs:
                 self.schedule_check()
             return
         seen: set[Any] = set()  # each is visited once, however many tasks wait for it
-        for task in [*dispatcher.waiting]:  # a copy, because other threads add tasks meanwhile
+        for task in [
+            *dispatcher.awaiting_inputs
+        ]:  # a copy, because other threads add tasks meanwhile
             promise = unsettled_root(task, seen)
             if promise is not None:
                 more = (
-                    f", and {len(dispatcher.waiting) - 1} more wait"
-                    if len(dispatcher.waiting) > 1
+                    f", and {len(dispatcher.awaiting_inputs) - 1} more wait"
+                    if len(dispatcher.awaiting_inputs) > 1
                     else ""
                 )
                 message = (

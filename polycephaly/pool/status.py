@@ -33,13 +33,13 @@ IDENTITY_FIELDS = ("number", "name", "pid", "host")
 
 def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
     """Return the dict of `Pool.status`. Any thread may call this."""
-    queued, waiting = len(dispatcher.queue), len(dispatcher.waiting)
+    queued, waiting = len(dispatcher.queue), len(dispatcher.awaiting_inputs)
     in_flight = running = 0
     for task in list(dispatcher.parked):
         if task.is_leased:
             in_flight += 1
             running += task.runs_elsewhere
-        elif task not in dispatcher.waiting:
+        elif task not in dispatcher.awaiting_inputs:
             waiting += 1
     for handle in list(dispatcher.handles):
         queued += len(handle.dedicated) + len(handle.preferred)

@@ -214,7 +214,7 @@ class Supervisor:
         self._failed_starts = 0
         # No `|=`: between its read and its write another thread may set the flag.
         if handle.dedicated or self._locality or self._resources:
-            self._dispatcher.dedicated_waiting = True
+            self._dispatcher.needs_dispatch = True
         self._dispatcher.end_check_due = True
         if handle.retire_when_ready:
             self.retire(handle)

@@ -97,8 +97,8 @@ class Task(Promise[Any]):
     client_tag = ""  # `Client.tag` of the client of a served pool that has submitted the task
     # The client's function, if a joined host may run the task (server/session.py).
     client_function: Any = None
-    # Leases of a remote pool's shared values (engines/remote/shared.py), held until sending.
-    leases: Any = None
+    # References to a remote pool's shared values (engines/remote/shared.py), held until sending.
+    shared_refs: Any = None
     # Kept values whose handles are in the answer, held until the answer is unpickled.
     answer_objects: list[object] | None = None
     is_leased = False  # leased to another process, which may be running it

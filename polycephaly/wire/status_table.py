@@ -5,7 +5,7 @@ starts (an 8-byte store, about 40 ns). So the controller knows without a message
 drone had begun. Each drone has one slot:
 
     started   number of the task begun last
-    sent      number of the last task whose result went to the socket
+    answered  number of the last task whose result went to the socket
     kept      bytes of results that are done and might be lost with the drone: they wait to be sent
               with others, or were lately given to ZeroMQ, whose own thread writes them
     beat      heartbeat: a counter that changes while a task runs
@@ -27,7 +27,7 @@ import os
 __all__ = ["StatusTable"]
 
 SLOT_BYTES = 16 * 1024  # bytes of a slot, most of them for kept results
-_STARTED, _SENT, _KEPT, _BEAT, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CELLS = range(8)
+_STARTED, _ANSWERED, _KEPT, _BEAT, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CELLS = range(8)
 HEADER_BYTES = _CELLS * 8
 
 
@@ -72,8 +72,8 @@ class StatusTable:
     def started(self, slot: int) -> int:
         return self._read(slot, _STARTED)
 
-    def sent(self, slot: int) -> int:
-        return self._read(slot, _SENT)
+    def answered(self, slot: int) -> int:
+        return self._read(slot, _ANSWERED)
 
     def beat(self, slot: int) -> int:
         return self._read(slot, _BEAT)
@@ -134,7 +134,7 @@ class Slot:
         self._cells[_DEBUGGED] = debugged
 
     def keep(self, result: bytes) -> bool:
-        """Keep a result until `mark_all_sent`; return False if the slot has no room for it."""
+        """Keep a result until `mark_all_answered`; return False if the slot has no room for it."""
         end = self._kept + len(result)
         if end > len(self._buffer):
             self.is_full = len(result) <= len(self._buffer)
@@ -143,9 +143,9 @@ class Slot:
         self._kept = self._cells[_KEPT] = end
         return True
 
-    def mark_sent(self, number: int) -> None:
+    def mark_answered(self, number: int) -> None:
         """Note that the result of task `number` will be sent and is not kept."""
-        self._cells[_SENT] = number
+        self._cells[_ANSWERED] = number
 
     def replace_kept(self, results: list[bytes]) -> None:
         """Keep these results, and no others."""
@@ -153,13 +153,13 @@ class Slot:
         for each in results:
             Slot.keep(self, each)
 
-    def mark_all_sent(self, number: int, delivered: bool) -> None:
+    def mark_all_answered(self, number: int, delivered: bool) -> None:
         """Note that all results up to that of task `number` have gone to the socket.
 
         With `delivered`, they reach the controller even if this drone dies. If the slot is full,
         the kept results are forgotten in any case, to make room for the next ones.
         """
-        self._cells[_SENT] = number
+        self._cells[_ANSWERED] = number
         if delivered or self.is_full:
             self._kept = self._cells[_KEPT] = 0
             self.is_full = False

@@ -139,7 +139,7 @@ class LocalHandle(DroneHandle):
         return self.launcher.status_table.started(self.slot)
 
     def last_answered(self) -> int:
-        return self.launcher.status_table.sent(self.slot)
+        return self.launcher.status_table.answered(self.slot)
 
     def is_debugged(self) -> bool:
         return self.launcher.status_table.is_debugged(self.slot)
@@ -151,7 +151,7 @@ class LocalHandle(DroneHandle):
         hundredths = int(100 * threads.get(str(pid), (0, 0))[0])
         return (
             status_table.started(slot),
-            status_table.sent(slot),
+            status_table.answered(slot),
             status_table.beat(slot),
             hundredths,
         ), threads
@@ -178,7 +178,7 @@ class LocalHandle(DroneHandle):
             for thread, times in threads.items()
             if thread != str(status_table.control_thread(slot))
         }
-        done = status_table.started(slot), status_table.sent(slot), self.tasks_done
+        done = status_table.started(slot), status_table.answered(slot), self.tasks_done
         steps = status_table.steps(slot)
         if steps:
             return (*done, steps), others

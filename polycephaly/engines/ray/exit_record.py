@@ -58,7 +58,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 class FinalState(NamedTuple):
     started: int = 0
-    sent: int = 0
+    answered: int = 0
     kept: bytes = b""
     out: bytes = b""
     err: bytes = b""
@@ -92,9 +92,9 @@ class ExitRecord(Slot):
 
     def skip_result(self) -> None:
         """Note that the result of the task begun last will be sent and is not in the page."""
-        self.mark_sent(self._last_started)
+        self.mark_answered(self._last_started)
 
-    def mark_all_sent(self, number: int, delivered: bool) -> None:
+    def mark_all_answered(self, number: int, delivered: bool) -> None:
         """Do nothing: results are kept until they are acknowledged."""
 
     def count_entries(self) -> int:
@@ -223,7 +223,7 @@ def read_exit_record(folder: str, out_from: int, err_from: int) -> FinalState | 
     try:
         return FinalState(
             status_table.started(0),
-            status_table.sent(0),
+            status_table.answered(0),
             status_table.kept(0),
             _read_final_output(folder, OUT, out_from),
             _read_final_output(folder, ERR, err_from),

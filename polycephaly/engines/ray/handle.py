@@ -191,7 +191,7 @@ class RayHandle(DroneHandle):
         )
 
     def last_answered(self) -> int:
-        return self._final_state.sent
+        return self._final_state.answered
 
     def heartbeat(self) -> tuple[object, dict[str, tuple[float, float]]]:
         return self._last_read_report, {}

@@ -20,7 +20,7 @@ from . import pool_registry
 from .connection import Connection
 from .drone import RemoteDrone, RemoteHandle
 from .messages import MAX_UNANSWERED_CALLS
-from .shared import Lease, RemoteShared
+from .shared import RemoteShared, SharedRef
 
 __all__ = ["RemotePool", "connect"]
 
@@ -78,8 +78,8 @@ class RemotePool(ExecutorBase):
         """
         pickled, out_of_band = pack_out_of_band(obj, NO_SHARED_NAMES)
         buffers = [pickled, *out_of_band]
-        lease = Lease(self._connection, self._connection.share(buffers))
-        return RemoteShared(self, lease, sum(map(len, buffers)))
+        ref = SharedRef(self._connection, self._connection.share(buffers))
+        return RemoteShared(self, ref, sum(map(len, buffers)))
 
     # -- the pool itself ---------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ from .messages import (
     read_sizes,
 )
 from .server_connection import ServerConnection
-from .shared import Lease, pickling_call
+from .shared import SharedRef, pickling_call
 
 __all__ = ["Connection"]
 
@@ -145,14 +145,14 @@ class Connection(ServerConnection):
             definition = self.registry.define(what)
             if definition.takes_function:
                 args = (what, *args)
-            leases: list[Lease] = []
-            pickling_call.connection, pickling_call.leases = self, leases
+            shared_refs: list[SharedRef] = []
+            pickling_call.connection, pickling_call.shared_refs = self, shared_refs
             try:
                 inputs = task.capture(definition, args, kwargs, self.registry)
             finally:
-                pickling_call.connection, pickling_call.leases = None, []
-            if leases:
-                task.leases = leases
+                pickling_call.connection, pickling_call.shared_refs = None, []
+            if shared_refs:
+                task.shared_refs = shared_refs
         except Exception as error:
             reject(task, error)
             return task
@@ -273,7 +273,7 @@ class Connection(ServerConnection):
         is_over = task.done() or target_died or is_refused or self._recall_sent
         delay = None if is_over else task.next_delay(error)
         if delay is None:
-            task.recompute_payload = task.leases = None
+            task.recompute_payload = task.shared_refs = None
             self._waiting.discard(task)
             self.deliver(partial(reject, task, task.with_attempts(error)))
         else:
@@ -296,7 +296,7 @@ class Connection(ServerConnection):
         if timer is not None:
             self.cancel_timer(timer)
             task.payload, task.recompute_payload = b"", None
-        task.leases = None
+        task.shared_refs = None
 
     def _close(self, cancel: str) -> None:
         self._closing = True
@@ -356,7 +356,7 @@ class Connection(ServerConnection):
                             task.recompute_payload = task.payload
                             self._waiting.add(task)  # until `on_failed`
                         else:
-                            task.leases = None
+                            task.shared_refs = None
                     task.status, task.payload, task.output = status, payload, tail
                     self.deliver(
                         partial(settle_task, task, CANCELLED, None, None)
@@ -435,7 +435,7 @@ class Connection(ServerConnection):
         self._acknowledge_output()
         while self.queue and self._has_credit():
             items = self._unused_definitions()
-            held_leases: list[Any] = []  # keeps leases until the items are sent
+            held_refs: list[Any] = []  # keeps the values until the items are sent
             size = 0
             while size < MAX_BATCH_BYTES and self._has_credit():
                 try:
@@ -458,14 +458,14 @@ class Connection(ServerConnection):
                     retries = 0
                 target = 0 if task.target is None else task.target.number
                 kind = task.kind
-                if task.leases is not None:
+                if task.shared_refs is not None:
                     kind, payload = (
                         kind | WITH_SHARED,
-                        pack_shared_numbers([lease.number for lease in task.leases], payload),
+                        pack_shared_numbers([ref.number for ref in task.shared_refs], payload),
                     )
-                    held_leases.append(task.leases)
+                    held_refs.append(task.shared_refs)
                     if task.retry is None:
-                        task.leases = None
+                        task.shared_refs = None
                 items.append(
                     Item(
                         task.number,

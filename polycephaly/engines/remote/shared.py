@@ -5,7 +5,7 @@
 
 The server unpickles none of it; the server only stores the bytes. They are freed when the client
 disconnects, or when the handle is released or lost and no unsent call refers to the value: each
-such call holds the handle's *lease* until the call is sent, so that RELEASE is sent after the call.
+such call holds the handle's `SharedRef` until the call is sent, so that RELEASE is sent after it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ...promises.promise import ReleasableHandle, misplaced_error
 from .messages import RELEASE, pack_numbers
 from .server_connection import ServerConnection
 
-__all__ = ["Lease", "RemoteShared", "pickling_call"]
+__all__ = ["RemoteShared", "SharedRef", "pickling_call"]
 
 T = TypeVar("T")
 
 
 class _PicklingCall(threading.local):
-    """The call whose arguments this thread is pickling: its connection and the leases it takes."""
+    """The call whose arguments this thread is pickling: its connection and the values it takes."""
 
     connection: object = None
-    leases: list[Lease]
+    shared_refs: list[SharedRef]
 
 
 pickling_call = _PicklingCall()
 
 
-class Lease:
+class SharedRef:
     """Shared ownership of a value in a server's memory.
 
-    RELEASE is sent when the last reference to the lease is lost.
+    RELEASE is sent when the last object that holds it is lost.
     """
 
     def __init__(self, connection: ServerConnection, number: int) -> None:
@@ -68,45 +68,45 @@ class RemoteShared(ReleasableHandle, Generic[T]):
     1000000
     """
 
-    def __init__(self, pool: ExecutorBase, lease: Lease, nbytes: int) -> None:
+    def __init__(self, pool: ExecutorBase, ref: SharedRef, nbytes: int) -> None:
         self._pool = pool
-        self._lease: Lease | None = lease
+        self._ref: SharedRef | None = ref
         self._nbytes = nbytes
 
     @property
     def value(self) -> T:
         """The value, fetched from the pool. Raises `ValueError` after `release`."""
-        self._require_lease()
+        self._require_ref()
         value: T = self._pool.doit(_identity, self)
         return value
 
     @property
     def nbytes(self) -> int:
         """Bytes of the value as stored. Raises `ValueError` after `release`."""
-        self._require_lease()
+        self._require_ref()
         return self._nbytes
 
     def release(self) -> None:
         """Free the memory as soon as no call needs the value. May be called more than once."""
-        self._lease = None
+        self._ref = None
 
-    def _require_lease(self) -> Lease:
-        lease = self._lease
-        if lease is None:
+    def _require_ref(self) -> SharedRef:
+        ref = self._ref
+        if ref is None:
             raise ValueError("this shared value was released")
-        return lease
+        return ref
 
     def __reduce__(self) -> tuple[Any, tuple[int]]:
-        lease = self._require_lease()
-        if pickling_call.connection is not lease.connection:
+        ref = self._require_ref()
+        if pickling_call.connection is not ref.connection:
             raise misplaced_error(
                 "a remote shared value can be pickled only for calls of its own pool"
             )
-        pickling_call.leases.append(lease)
-        return shared_value, (len(pickling_call.leases) - 1,)
+        pickling_call.shared_refs.append(ref)
+        return shared_value, (len(pickling_call.shared_refs) - 1,)
 
     def __repr__(self) -> str:
-        state = "released" if self._lease is None else f"{self._nbytes:,} bytes"
+        state = "released" if self._ref is None else f"{self._nbytes:,} bytes"
         return f"<RemoteShared {state} at {id(self):#x}>"
 
 
