@@ -10,33 +10,13 @@ import logging
 import os
 import sys
 import threading
-from _signal import getsignal, signal  # type: ignore[import-not-found]  # `signal` takes five times as long
+from _signal import getsignal as getsignal  # type: ignore[import-not-found]
+from _signal import signal as signal  # `signal.signal` takes five times as long
 from _thread import RLock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import CodeType
 from typing import Any
-
-__all__ = [
-    "allows_input",
-    "class_setstate",
-    "clear_exit_handlers",
-    "current_frames",
-    "detach_log_handlers",
-    "disable_ray_auto_connect",
-    "forget_dummy_thread",
-    "getsignal",
-    "importing_main",
-    "is_held_here",
-    "ray_session_dir",
-    "reduce_code",
-    "remote_traceback_type",
-    "renew_in_child",
-    "reset_multiprocessing",
-    "run_exit_handlers",
-    "seed_numpy",
-    "signal",
-]
 
 current_frames = sys._current_frames
 """The frame in which each native thread is, by its identity."""

@@ -14,6 +14,7 @@ from struct import Struct
 import numpy as np
 import pytest
 
+from polycephaly.errors import Malformed
 from polycephaly.memory import arena as arena_module
 from polycephaly.memory import blocks as store_module
 from polycephaly.memory.arena import Arena, Full, view
@@ -27,7 +28,6 @@ from polycephaly.memory.references import (
     load_joined,
     load_with_buffers,
 )
-from polycephaly.wire.messages import Malformed
 from polycephaly.wire.pickling import (
     MIN_LARGE_BUFFER_BYTES,
     MainSnapshot,

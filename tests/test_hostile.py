@@ -14,6 +14,7 @@ from faults import append, hold_until, lines, wait_for
 import polycephaly as poly
 from polycephaly.engines.remote import messages as frames
 from polycephaly.engines.remote.keys import Card
+from polycephaly.errors import Malformed
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server import admin
 from polycephaly.server.accepted import Accepted
@@ -21,7 +22,7 @@ from polycephaly.server.fairness import FairOrder
 from polycephaly.server.flow_control import ClientFlow
 from polycephaly.server.server import Server
 from polycephaly.server.session import ClientSession
-from polycephaly.wire.messages import CALL, DEFINE_CODE, FORGET, Malformed
+from polycephaly.wire.messages import CALL, DEFINE_CODE, FORGET
 
 # MB: the interpreter, 64 MB that may be unfinished, and what comes between two looks (0.2 s, and
 # more on a busy machine). One attacker sends 4 GB.

@@ -25,10 +25,11 @@ from polycephaly.engines.remote import connection as connection_module
 from polycephaly.engines.remote import messages, pool_registry
 from polycephaly.engines.remote.keys import Card, new_key_pair
 from polycephaly.engines.remote.messages import Item
+from polycephaly.errors import Malformed
 from polycephaly.pool import handlers
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server import server as server_module
-from polycephaly.wire.messages import CALL, DEFINE_CALLABLE, Malformed
+from polycephaly.wire.messages import CALL, DEFINE_CALLABLE
 
 np = pytest.importorskip("numpy")
 

@@ -17,12 +17,13 @@ from faults import append, block_for_ever, lines, sleep_holding_the_gil, wait_fo
 from in_time import FakeReactor, dispatcher_of
 
 import polycephaly
+from polycephaly.errors import Malformed
 from polycephaly.pool import profile as profiles
 from polycephaly.pool.profile import read_samples
 from polycephaly.runtime import sampler as samplers
 from polycephaly.runtime.sampler import OTHERS, StackSampler
 from polycephaly.timeline.flame import own_samples, page_of, speedscope_of
-from polycephaly.wire.messages import PROFILE, Malformed
+from polycephaly.wire.messages import PROFILE
 
 
 def burns(gate):

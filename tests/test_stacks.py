@@ -17,10 +17,11 @@ from in_time import FakeReactor, dispatcher_of, give
 import polycephaly
 from polycephaly import green
 from polycephaly.drone import frames as drone_frames
+from polycephaly.errors import Malformed
 from polycephaly.pool.stacks import Stack, StackRequest
 from polycephaly.runtime.procfs import state_of
 from polycephaly.server.join import join
-from polycephaly.wire.messages import FRAMES, Malformed
+from polycephaly.wire.messages import FRAMES
 
 QUICK = 0.3  # seconds: of a drone that will not answer
 

@@ -13,12 +13,13 @@ from unittest.mock import Mock
 import pytest
 from in_time import WHY, FakeReactor, FakeZygote, dispatcher_of, give, make_ready
 
+from polycephaly.errors import Malformed
 from polycephaly.pool import health
 from polycephaly.pool.health import BUSY_FRACTION, MEMORY_CHECK_SECONDS, NEAR_LIMIT_FRACTION
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.supervisor import MAX_FAILED_STARTS
 from polycephaly.runtime.tuning import tuning
-from polycephaly.wire.messages import FRAMES, STOP, Malformed
+from polycephaly.wire.messages import FRAMES, STOP
 
 LOOK, QUIET, STOPPED = (
     tuning.health_check_seconds,

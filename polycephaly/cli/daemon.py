@@ -22,8 +22,6 @@ from typing import Protocol
 
 from .reach import error_text
 
-__all__ = ["ReportStart", "run_in_background", "run_in_foreground"]
-
 
 class ReportStart(Protocol):
     """Report the outcome of the start, once. Status 0: the command is up.

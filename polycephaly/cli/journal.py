@@ -25,8 +25,6 @@ from ..wire.output import Line, forward
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
-__all__ = ["Journal", "log_path", "rotated_path"]
-
 MAX_LOG_BYTES = 8 << 20
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _TERMINAL_FORMAT = "%(levelname)s: %(message)s"

@@ -13,8 +13,6 @@ from .tables import Column, as_json, duration, mebibytes, show
 if TYPE_CHECKING:
     from ..engines.remote.keys import Card
 
-__all__ = ["DRONES", "drone_row", "list_pools", "ps", "status_of"]
-
 POOLS = (
     Column("NAME"), Column("PID", right=True), Column("DRONES", right=True),
     Column("BUSY", right=True), Column("QUEUED", right=True), Column("CLIENTS", right=True),

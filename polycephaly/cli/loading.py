@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["CannotLoad", "Setup", "load"]
-
 
 class CannotLoad(Exception):
     """Loading failed. The text is the traceback of the user's code."""

@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from ..engines.remote.client import RemotePool
     from ..wire.output import Line
 
-__all__ = [
-    "POOL_NAME",
-    "complete_pool",
-    "connect_to",
-    "error_text",
-    "one_line_errors",
-    "parse_size",
-]
-
 CONNECT_TIMEOUT_SECONDS = 5.0
 
 

@@ -28,8 +28,6 @@ from .daemon import ReportStart
 from .journal import Journal
 from .loading import CannotLoad, Setup, load
 
-__all__ = ["serve_pool"]
-
 log = logging.getLogger("polycephaly")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

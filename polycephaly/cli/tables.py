@@ -15,8 +15,6 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Column", "as_json", "duration", "grid", "mebibytes", "printable", "show"]
-
 _COLOURS = {
     "busy": "green",
     "idle": "dim",

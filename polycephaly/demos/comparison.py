@@ -22,27 +22,6 @@ from importlib.util import find_spec
 from operator import methodcaller
 from typing import Any
 
-__all__ = [
-    "CONTENDERS",
-    "OURS",
-    "QUICK",
-    "SIZES",
-    "WARM_UP_TASKS",
-    "Contender",
-    "Executors",
-    "Sizes",
-    "gather_us",
-    "loky",
-    "map_us",
-    "multiprocessing_pool",
-    "noop",
-    "polycephaly_pool",
-    "process_pool_executor",
-    "round_trip_us",
-    "sum_of_pages",
-    "transfer_ms",
-]  # fmt: skip
-
 OURS = "polycephaly"
 WARM_UP_TASKS = 100
 RUNS = 3  # of these, the median counts: the first of a fresh process is slower

@@ -25,8 +25,6 @@ from .. import _compat
 from ..runtime.connections import InheritanceSearch
 from ..wire.pickling import main_namespace
 
-__all__ = ["call_as_imported", "call_with_inherited_args", "needs_inheritance", "prepare_child"]
-
 _inherited_args: tuple[Any, ...] | bytes = ()
 
 

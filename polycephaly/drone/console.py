@@ -21,19 +21,6 @@ from contextlib import suppress
 
 from ..wire.chunks import END, LOG, ORDER, TAG, chunk
 
-__all__ = [
-    "STDERR",
-    "STDOUT",
-    "OutputTail",
-    "current_tag",
-    "disable_record_order",
-    "has_printed",
-    "open_console",
-    "send_log_record",
-    "set_tag",
-    "write_record",
-]
-
 MAX_TAIL_CHARS = 4096
 STDOUT, STDERR = 0, 1
 _MAX_TAG_CHARS = 128

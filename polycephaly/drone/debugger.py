@@ -19,8 +19,6 @@ from ..wire.debugging import CELL, MAX_TEXT_BYTES, RELEASE, debug_address
 from ..wire.status_table import Slot
 from .console import STDERR, write_record
 
-__all__ = ["Debugger", "keep_frames", "open_debugger"]
-
 
 def open_debugger(frame: FrameType, directory: str, slot: Slot) -> Debugger:
     """Wait until a process lends its terminal, and return a debugger that uses it.

@@ -27,8 +27,10 @@ from time import monotonic, process_time
 from typing import Any
 
 from .. import _compat
+from ..errors import Malformed
 from ..memory.references import RefTable, Serialized
 from ..promises import promise
+from ..promises.promise import pickling_state
 from ..runtime.sampler import MAX_HERTZ, SWITCH_SECONDS, StackSampler
 from ..timeline.event_log import EventLog, event_log
 from ..wire import placeholders
@@ -55,7 +57,6 @@ from ..wire.messages import (
     VALUE,
     WITHDRAWN,
     WORK,
-    Malformed,
     message_type,
     pack_frames,
     pack_numbers,
@@ -66,7 +67,6 @@ from ..wire.messages import (
     unpack_work,
 )  # fmt: skip
 from ..wire.pickling import MainSnapshot
-from ..wire.placeholders import pickling_state
 from ..wire.slices import (
     ENDED,
     FAILED,
@@ -85,8 +85,6 @@ from .overlap import Overlap
 from .result_buffer import ResultBuffer
 from .slices import SliceRun
 from .store import DroneStore
-
-__all__ = ["DroneExecutor", "log_malformed"]
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,6 @@ from ..wire.pickling import MainSnapshot, capture
 from . import console
 from .functions import LoadedFunction, define
 
-__all__ = ["NO_SHARED_NAMES", "ForwardedFunction", "pack_error", "run_client_call", "shared_value"]
-
 NO_SHARED_NAMES = MainSnapshot(())
 """The names that the client's `__main__` and this one have in common: none."""
 

@@ -22,8 +22,6 @@ from typing import Any
 from .._compat import current_frames
 from ..promises import promise
 
-__all__ = ["DRONE_DIR", "frames_now", "sampled_threads"]
-
 Entry = tuple[str, int, str, str]
 """File, line and function of a frame, and the text of the line if known, else ""."""
 Place = tuple[str, int, str]

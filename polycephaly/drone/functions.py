@@ -22,8 +22,6 @@ from ..wire.pickling import looked_up, main_namespace
 from ..wire.placeholders import promised_values
 from ..wire.slices import BATCHED_TYPES
 
-__all__ = ["LoadedFunction", "compile_source", "define", "run_if_coroutine"]
-
 
 class LoadedFunction:
     """A callable or code string, called with pickled arguments."""

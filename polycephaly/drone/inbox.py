@@ -9,8 +9,6 @@ from typing import Any
 from ..wire.messages import KEEP
 from .functions import LoadedFunction
 
-__all__ = ["Calls", "ReceivedTask"]
-
 
 class ReceivedTask:
     __slots__ = ("definition", "keeps", "kind", "number", "payload")

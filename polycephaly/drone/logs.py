@@ -24,8 +24,6 @@ from .. import _compat
 from ..wire.log_records import pack_record
 from .console import send_log_record
 
-__all__ = ["install_log_forwarding"]
-
 _inherited: list[Any] = []  # the controller's handlers, kept so that none is closed here
 
 

@@ -12,8 +12,6 @@ import sys
 import types
 from typing import Any
 
-__all__ = ["replace_kernel_input"]
-
 
 def replace_kernel_input() -> None:
     # An imported ipykernel alone makes no kernel, and each drone would import IPython in vain.

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from ..green import GreenThread
 
-__all__ = ["EndedTask", "Overlap"]
-
 
 class EndedTask(NamedTuple):
     """A task that has ended, and its start and end times (`time.monotonic`)."""

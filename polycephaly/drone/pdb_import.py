@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["replace_set_trace"]
-
 
 def replace_set_trace(hook: Callable[..., None]) -> None:
     """Replace `pdb.set_trace` by `hook`: now if pdb is imported, otherwise when it is. Code that

@@ -13,8 +13,6 @@ from typing import Any
 from ..wire.pickling import main_namespace
 from .functions import compile_source, run_if_coroutine
 
-__all__ = ["Program"]
-
 _MISSING = object()
 
 

@@ -41,8 +41,6 @@ from ..wire.status_table import Slot
 from .console import OutputTail
 from .store import DroneStore
 
-__all__ = ["ResultBuffer"]
-
 
 class ResultBuffer:
     def __init__(

@@ -34,8 +34,6 @@ from ..wire.slices import (
     unpack_calls,
 )
 
-__all__ = ["SliceRun"]
-
 MAX_ANSWER_BYTES = 256 * 1024
 """Bytes of answers after which a slice ends and returns the rest."""
 

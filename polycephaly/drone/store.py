@@ -29,11 +29,10 @@ from itertools import islice
 from typing import Any
 
 from ..memory.references import load
+from ..promises.promise import pickling_state
 from ..store.kept import restore_handle
 from ..wire import placeholders
 from ..wire.kept_values import pack_description, pack_kept_value
-
-__all__ = ["DroneStore", "size_of"]
 
 _DRONE_NUMBER_BIT = 1 << 63  # marks numbers that no task has
 _MAX_EXAMINED_OBJECTS = 1000
@@ -127,7 +126,7 @@ class LocalKeptValue:
         return self.value
 
     def make_placeholder(self) -> tuple[Any, tuple[int]]:
-        context = placeholders.pickling_state.context
+        context = pickling_state.context
         if context is not None:
             where = (
                 "was sent through a channel"
@@ -140,7 +139,7 @@ class LocalKeptValue:
                 "elsewhere, send its `value`"
             )
         # No process would hold the value of the inner handle.
-        if placeholders.pickling_state.for_other_process:
+        if pickling_state.for_other_process:
             raise TypeError(
                 f"a value that drone {self.holder_name} keeps contains the handle of another kept "
                 "value, so the outer value cannot be sent to another process: let a task of that "

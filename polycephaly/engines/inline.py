@@ -38,8 +38,6 @@ from ..wire.messages import CANCEL, FRAMES, RECALL, STOP, message_type, unpack_n
 from ..wire.pickling import MainSnapshot, capture
 from ..wire.placeholders import drone_thread
 
-__all__ = ["ThisProcess"]
-
 _nothing: Any = None  # no store, no memory to lend: nothing leaves this process
 _every_number: Any = range(1 << 64)
 

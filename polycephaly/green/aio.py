@@ -21,8 +21,6 @@ from ..runtime.fork_guard import OwnThread
 from .scheduler import PARK, scheduler
 from .thread import Wake, outside_error
 
-__all__ = ["aio", "close_loop"]
-
 T = TypeVar("T")
 
 

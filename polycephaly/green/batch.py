@@ -38,8 +38,6 @@ from .spawning import start
 from .thread import GreenThread, Wake, pause, qualname
 from .waiting import Refused
 
-__all__ = ["Batch", "Call", "call"]
-
 H = TypeVar("H")
 P = ParamSpec("P")
 Q = TypeVar("Q")

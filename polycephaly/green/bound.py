@@ -19,8 +19,6 @@ from ..runtime import forked
 from .scheduler import CoroutineWrapper, Driver, InContext, scheduler
 from .thread import GreenThread, ThreadGroup
 
-__all__ = ["BoundThread"]
-
 
 class BoundThread(GreenThread[Any]):
     """A green thread whose steps and foreign calls run on one native thread."""

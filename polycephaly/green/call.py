@@ -24,8 +24,6 @@ from .scheduler import IN_CALL, LOST, NO_CALL, PARK, PARKED, YIELDED, scheduler
 from .thread import GreenThread, outside_error
 from .watchdog import watchdog
 
-__all__ = ["call", "call_long"]
-
 records = history.records
 
 P = ParamSpec("P")

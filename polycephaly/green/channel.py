@@ -42,8 +42,6 @@ from .select import Guard
 from .thread import GreenThread, Wake, outside_error, pause
 from .waiting import NOTHING, ChannelQueues, QueuedOperation, Refused, Waiter, WaitQueue
 
-__all__ = ["Channel", "Receiver", "Sender"]
-
 T = TypeVar("T")
 
 ready = scheduler.ready

@@ -13,8 +13,6 @@ from .scheduler import scheduler
 from .spawning import spawn
 from .thread import qualname
 
-__all__ = ["Collected", "make_apply", "run_all"]
-
 
 class Collected:
     """The base class of `map`'s results where the caller cannot block: awaited for a list of all

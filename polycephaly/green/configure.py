@@ -5,8 +5,6 @@ from __future__ import annotations
 from .scheduler import scheduler
 from .watchdog import watchdog
 
-__all__ = ["configure"]
-
 
 def configure(*, window: float | None = None, native_threads: int | None = None) -> None:
     """Change settings of green threads in this process. Arguments left out change nothing.

@@ -15,8 +15,6 @@ from .scheduler import scheduler
 from .spawning import start
 from .thread import Cancelled, GreenThread, Wake, outside_error, pause
 
-__all__ = ["Group"]
-
 T = TypeVar("T")
 
 _NO_WAKE = Wake()

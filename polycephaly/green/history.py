@@ -18,8 +18,6 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
 
-__all__ = ["History", "history"]
-
 LONG_POINTS = 2  # points from which on a function counts as long
 MAX_POINTS = 4  # points that a function can have
 # Calls on another native thread before one is tried in place again. Each time, the number is

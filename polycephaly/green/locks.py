@@ -18,8 +18,6 @@ from .spawning import start
 from .thread import GreenThread
 from .waiting import WaitQueue
 
-__all__ = ["Barrier", "Event", "Lock", "Semaphore"]
-
 
 class _ThreadQueue(WaitQueue[GreenThread[Any]]):
     """A queue of waiting green threads."""

@@ -34,8 +34,6 @@ from .scheduler import scheduler
 from .spawning import spawn
 from .thread import GreenThread, qualname
 
-__all__ = ["Mapped", "map", "par"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

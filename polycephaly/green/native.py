@@ -25,8 +25,6 @@ from functools import partial
 from .._compat import forget_dummy_thread
 from ..promises.promise import callbacks
 
-__all__ = ["NativeThreadPool"]
-
 log = logging.getLogger("polycephaly.green")
 
 # If thousands of jobs end at once, most workers should end too, not linger.

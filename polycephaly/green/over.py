@@ -31,8 +31,6 @@ from .locks import Semaphore
 from .scheduler import scheduler
 from .spawning import spawn
 
-__all__ = ["Spread", "par_over"]
-
 T = TypeVar("T")
 
 MAX_PENDING_PER_WORKER = 4  # items per green thread in progress, or done before an earlier one

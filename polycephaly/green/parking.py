@@ -15,8 +15,6 @@ from typing import Any, NoReturn, TypeVar
 from .scheduler import PARK, scheduler
 from .thread import GREEN_RUN_ADVICE, GreenThread, outside_error
 
-__all__ = ["Parking", "parks"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

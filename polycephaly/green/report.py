@@ -28,8 +28,6 @@ from .thread import GreenThread, NativeThread
 from .waiting import QueuedOperation
 from .watchdog import watchdog
 
-__all__ = ["ThreadInfo", "threads", "timeline"]
-
 MAX_LISTED_THREADS = 20  # in a `Deadlock`
 
 OWN_PACKAGE = __name__.rpartition(".")[0]

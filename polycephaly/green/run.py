@@ -12,8 +12,6 @@ from ..runtime.deferred_sigint import DeferredSigint
 from .scheduler import scheduler
 from .spawning import start
 
-__all__ = ["in_asyncio", "run"]
-
 T = TypeVar("T")
 
 

@@ -39,22 +39,6 @@ from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.timers import Timers
 from .native import IDLE_WORKER_SECONDS, NativeThreadPool
 
-__all__ = [
-    "IN_CALL",
-    "LOST",
-    "PARK",
-    "PARKED",
-    "YIELDED",
-    "CoroutineWrapper",
-    "Driver",
-    "InContext",
-    "Interrupted",
-    "Schedulable",
-    "scheduler",
-    "unsupported_await_error",
-    "unwrap",
-]
-
 DEADLOCK_GRACE_SECONDS = 0.02  # without a runnable thread, before the owner checks for a deadlock
 MAX_NATIVE_THREADS = 16384  # the usual limits of the kernel are 2 to 6 times as many
 MAX_FORK_PAUSE_SECONDS = 0.25  # a fork waits so long for the running step to end

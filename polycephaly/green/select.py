@@ -28,8 +28,6 @@ from .scheduler import PARK, scheduler
 from .thread import GreenThread, outside_error
 from .waiting import NOTHING, ChannelQueues, Refused, Waiter
 
-__all__ = ["Chosen", "Guard", "after", "select", "settled", "skip"]
-
 T = TypeVar("T")
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")

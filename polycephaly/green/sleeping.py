@@ -12,8 +12,6 @@ from .parking import Parking, parks
 from .scheduler import YIELDED, scheduler
 from .thread import Cancelled, GreenThread, calling_thread, outside_error
 
-__all__ = ["current", "sleep", "timeout"]
-
 
 class _Sleep(Parking):
     """The awaitable of `sleep`, which is also the alarm in the heap of timers."""

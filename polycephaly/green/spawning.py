@@ -14,8 +14,6 @@ from .bound import BoundThread
 from .scheduler import InContext, scheduler
 from .thread import GreenThread, NativeThread, ThreadGroup, as_coroutine, qualname
 
-__all__ = ["spawn", "start"]
-
 T = TypeVar("T")
 
 OwnGreenThread: type[GreenThread[Any]] = GreenThread

@@ -45,17 +45,6 @@ from .scheduler import (
     unwrap,
 )
 
-__all__ = [
-    "Cancelled",
-    "GreenThread",
-    "NativeThread",
-    "Wake",
-    "calling_thread",
-    "outside_error",
-    "pause",
-    "qualname",
-]
-
 T = TypeVar("T")
 
 SHORT_CALL_SECONDS = 0.0005  # a shorter call need not have been moved to another thread

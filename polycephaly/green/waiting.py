@@ -11,8 +11,6 @@ from ..errors import ChannelClosed
 from .scheduler import PARK, scheduler
 from .thread import GreenThread, Wake
 
-__all__ = ["NOTHING", "ChannelQueues", "Extra", "QueuedOperation", "Refused", "WaitQueue", "Waiter"]
-
 T = TypeVar("T")
 
 NOTHING: Any = object()

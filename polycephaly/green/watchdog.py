@@ -25,8 +25,6 @@ from typing import Any
 from .history import history
 from .scheduler import NO_CALL, Driver, scheduler
 
-__all__ = ["Watchdog", "watchdog"]
-
 SLOW_INTERVAL_SECONDS = 0.05  # between looks while no foreign calls are made
 QUIET_CHECKS = 20  # looks without a foreign call before the watchdog looks slowly again
 MAX_STEP_SECONDS = 0.1  # longer times without an await are reported; and again at each doubling

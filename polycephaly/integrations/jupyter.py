@@ -28,8 +28,6 @@ from ..wire import output
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["load_ipython_extension", "unload_ipython_extension"]
-
 _WORD = re.compile(r"\s*(\S+)")
 _FLAGS = {"-a": "async", "--async": "async"}
 _OPTIONS = {

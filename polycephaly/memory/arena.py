@@ -34,21 +34,6 @@ from typing import Any
 
 from .._compat import renew_in_child
 
-__all__ = [
-    "MAX_REGIONS",
-    "REGION_BYTES",
-    "Arena",
-    "Full",
-    "Mapping",
-    "RangeRef",
-    "address_of",
-    "has_running_forks",
-    "hold_ranges_through_fork",
-    "map_range",
-    "release_ended_forks",
-    "view",
-]
-
 REGION_BYTES = 1 << 41
 """Size in bytes of one region's addresses: 2 TiB. Only pages that were written take memory."""
 MAX_REGIONS = 1 << 21

@@ -33,8 +33,6 @@ from .arena import (
 )
 from .references import Place, Serialized
 
-__all__ = ["Segment", "Store", "find_place", "pristine_view"]
-
 Buffer = bytes | bytearray | memoryview
 
 ALIGNMENT_BYTES = 64

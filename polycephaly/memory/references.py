@@ -26,18 +26,6 @@ from typing import Any
 from ..errors import Malformed
 from .arena import MAX_REGIONS, REGION_BYTES, Arena, RangeRef, view
 
-__all__ = [
-    "ObjectRef",
-    "Place",
-    "Received",
-    "RefTable",
-    "Serialized",
-    "load",
-    "load_joined",
-    "load_with_buffers",
-    "unpack_header",
-]
-
 _COUNTS = Struct("<HI")
 _REF = Struct("<QQQ")
 _PLACE = Struct("<HQQ")

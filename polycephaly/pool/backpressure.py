@@ -16,8 +16,6 @@ from functools import partial
 from ..promises.promise import fulfill
 from .reactor import DrivingSignal, Reactor
 
-__all__ = ["BackPressure"]
-
 Backlog = Callable[[], int]
 """A bound method that counts the tasks which wait in a queue."""
 

@@ -34,8 +34,6 @@ from .map import Results, start_map
 from .map_source import OneByOne
 from .retry import Retry
 
-__all__ = ["DroneBase", "ExecutorBase", "TaskTarget", "innermost_pool", "wait_for"]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

@@ -38,8 +38,6 @@ from .interfaces import AssignedDrone
 from .stacks import StackRequest, StackRequests, frames_of
 from .task import Task
 
-__all__ = ["Cancellation"]
-
 GRACE_STEPS = 10  # steps between an interrupt and a kill
 STACK_SECONDS = 0.05  # between the request for a task's frames and the task's deadline
 

@@ -14,8 +14,6 @@ from .record import Cursor
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-__all__ = ["take_news", "take_timeline"]
-
 
 def take_timeline(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
     """Return the timeline of all drones, or of the drone `only`.

@@ -15,26 +15,6 @@ from ..wire.output import Line, forward
 from .interfaces import TaskOptions
 from .retry import Retry
 
-__all__ = [
-    "PoolConfig",
-    "check_at_least",
-    "check_cwd",
-    "check_env",
-    "check_hang_timeout",
-    "check_initializer",
-    "check_keep",
-    "check_memory",
-    "check_needs",
-    "check_output",
-    "check_priority",
-    "check_resources",
-    "check_retries",
-    "check_seconds",
-    "check_start",
-    "check_timeout",
-    "check_work",
-]  # fmt: skip
-
 START_METHODS = ("fork", "spawn")
 MIN_HANG_TIMEOUT_SECONDS = 0.5
 MIN_MAX_MEMORY_BYTES = 1 << 20  # a smaller limit is a mistake

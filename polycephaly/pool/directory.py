@@ -26,20 +26,18 @@ from weakref import WeakValueDictionary, finalize
 
 from ..errors import DroneDied, Lost
 from ..memory.references import Received, load
-from ..promises.promise import Promise, fulfill, reject
+from ..promises.promise import Promise, fulfill, pickling_state, reject
 from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
 from ..wire.functions import RemoteFunction
 from ..wire.kept_values import unpack_description, unpack_kept_values
 from ..wire.messages import FETCH, TaskBatch
-from ..wire.placeholders import known_owners, pickling_state, resolve
+from ..wire.placeholders import known_owners, resolve
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .interfaces import State
 from .reactor import DrivingSignal
 from .task import Task
-
-__all__ = ["KeptTask", "ObjectDirectory", "RemoteObject"]
 
 
 class RefCount:

@@ -59,8 +59,6 @@ from .stall_detection import StallDetector
 from .supervisor import Supervisor, pool_error
 from .task import Slice, Task
 
-__all__ = ["Dispatcher"]
-
 log = logging.getLogger(__name__)
 
 # Interval of the checks whether a malformed message has replaced an answer.

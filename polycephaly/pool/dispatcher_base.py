@@ -31,8 +31,6 @@ from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .task import Task
 
-__all__ = ["DispatcherBase"]
-
 # A mask: once in so many calls, a thread that submits many tasks serves the drones.
 _CATCH_UP_MASK = 1024 - 1
 

@@ -41,8 +41,6 @@ from .waiting import Waiting
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Drone", "doit", "promise"]
-
 T = TypeVar("T")
 
 _names = itertools.count(1)

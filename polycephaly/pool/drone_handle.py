@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from ..runtime.timers import Timer
     from ..wire.functions import RemoteFunction
 
-__all__ = ["DroneHandle", "Spawner", "Times", "drain"]
-
 T = TypeVar("T")
 Times = dict[str, tuple[float, float]]
 """Of each thread: the seconds that it has run, and the seconds that it waited for a processor."""

@@ -26,8 +26,6 @@ from typing import Any
 
 from .drone_handle import DroneHandle
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """Starts drones. Sets the dispatcher's `registry`, whose functions are pickled against the

@@ -30,8 +30,6 @@ from ..promises.promise import callbacks, settling_threads
 from ..runtime import fork_guard, parent_death
 from ..runtime.timers import Timer, Timers
 
-__all__ = ["EventLoop", "Source"]
-
 log = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 3600.0  # the kernel does not accept a timeout of years

@@ -30,8 +30,6 @@ from .directory import KeptTask
 from .flow_graph import record_failure, record_node
 from .retry import Retry
 
-__all__ = ["flow"]
-
 
 @overload
 def flow(fn: Callable[..., Any], /) -> Callable[..., Any]: ...

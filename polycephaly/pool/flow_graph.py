@@ -19,8 +19,6 @@ from weakref import ref
 from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..timeline.spans import short_name
 
-__all__ = ["Graph", "Node", "record_failure", "record_node"]
-
 MAX_NODES = 20_000
 """Number of nodes whose inputs are remembered: about 5 MB."""
 # Number of old failures that are dropped together. Dropping them singly would be slow, because each

@@ -16,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Malformed
 from ..memory.references import Received
 from ..promises.promise import FINISHED, callbacks, fulfill
 from ..wire.exceptions import unpack_exception
@@ -38,7 +39,6 @@ from ..wire.messages import (
     VALUE,
     VALUES,
     WITHDRAWN,
-    Malformed,
     Outcome,
     message_type,
     unpack_frames,
@@ -55,8 +55,6 @@ from .task import Answer, AnswerBatch, Slice, Task
 
 if TYPE_CHECKING:
     from ..wire.functions import RemoteFunction
-
-__all__ = ["handle_message", "handle_unsent_results", "settle", "settle_task"]
 
 log = logging.getLogger(__name__)
 

@@ -25,16 +25,14 @@ from dataclasses import replace
 from time import time
 from typing import Any
 
+from ..errors import Malformed
 from ..runtime.procfs import state_of
 from ..runtime.tuning import tuning
-from ..wire.messages import Malformed
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, Spawner, Times
 from .interfaces import State
 from .supervisor import Supervisor
 from .waiting import Waiting, with_item
-
-__all__ = ["HealthMonitor"]
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,6 @@ from ..promises.html import table
 from .drone_handle import DroneHandle
 from .status import drone_state, running_label
 
-__all__ = ["drone_table"]
-
 
 def drone_table(title: str, handles: Iterable[DroneHandle]) -> str:
     return table(title, ("drone", "pid", "state", "runs", "done"), map(_row, handles))

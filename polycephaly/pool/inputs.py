@@ -25,8 +25,6 @@ from ..promises.trampoline import Trampoline
 from ..wire.placeholders import promised_value
 from .interfaces import TaskOwner
 
-__all__ = ["Placeholders", "cancel_upstream", "propagate_failure", "remove_settled_hooks"]
-
 _MIN_STALE_HOOKS = 32
 _INPUT_NOTE = "failed input: "
 

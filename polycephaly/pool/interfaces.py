@@ -16,20 +16,6 @@ from ..wire.functions import FunctionRegistry
 from ..wire.output import Line, Listener
 from .retry import Retry
 
-__all__ = [
-    "AssignedDrone",
-    "EventLoop",
-    "HandleOwner",
-    "KeptValue",
-    "LivePage",
-    "ResourceOwner",
-    "State",
-    "TaskOptions",
-    "TaskOwner",
-    "TaskRunner",
-    "ValueDirectory",
-]
-
 
 class State(IntEnum):
     """The state of a drone: see drone_handle.py."""

@@ -17,8 +17,6 @@ from contextlib import suppress
 from .dispatcher_base import DispatcherBase
 from .task import Task
 
-__all__ = ["Leases"]
-
 # Tasks that cannot be leased, after which the search for others behind them is given up.
 _MAX_SKIPPED_TASKS = 1000
 

@@ -29,8 +29,6 @@ from .interfaces import AssignedDrone, State
 from .resources import insert_in_order
 from .task import Task
 
-__all__ = ["Locality"]
-
 MOVE_SECONDS_PER_BYTE = 2e-9
 """Approximate seconds to move a byte between drones: pickling, one copy, unpickling."""
 # Tasks that are checked in the queue of one drone, when other drones may take tasks over.

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from .dispatcher import Dispatcher
 from .engine import Engine
 
-__all__ = ["Machine", "find_machine"]
-
 
 class Machine(Protocol):
     """The place where drones run: this machine, or a cluster."""

@@ -29,8 +29,6 @@ from ..wire.slices import Answers, describe_item
 from .map_source import SLICE_SECONDS, OneByOne
 from .task import Slice, Task
 
-__all__ = ["Results", "start_map"]
-
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
 MAX_TIMER_SECONDS = 1.0
 MAX_CALLS_AT_END = 100_000

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from .dispatcher import Dispatcher
     from .interfaces import TaskOptions, TaskRunner
 
-__all__ = ["SLICE_SECONDS", "OneByOne", "Source"]
-
 SECONDS_AHEAD = 1.0
 """Seconds of calls that are kept in flight for each drone, by the mean time of a call so far. While
 the results after a long call wait for it, the other drones must not run out of calls.

@@ -10,8 +10,6 @@ from typing import Any
 from ..errors import NoSuchName
 from ..wire.pickling import main_namespace
 
-__all__ = ["get", "has", "pull", "push"]
-
 
 def push(names: dict[str, Any]) -> None:
     main_namespace().update(names)

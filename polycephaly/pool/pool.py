@@ -39,8 +39,6 @@ from .status import describe_pool
 if TYPE_CHECKING:
     from .profile import Profile
 
-__all__ = ["Pool"]
-
 T = TypeVar("T")
 
 _names = itertools.count(1)

@@ -27,8 +27,6 @@ from .dispatcher import Dispatcher
 from .interfaces import State
 from .stacks import DroneRequest
 
-__all__ = ["Profile"]
-
 ANSWER_SECONDS = 5.0
 """How long the drones may take to report their samples."""
 ENDED = "the drone ended before the block"

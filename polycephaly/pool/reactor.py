@@ -39,8 +39,6 @@ from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
 from ..runtime.tuning import tuning
 from .event_loop import EventLoop
 
-__all__ = ["DrivingSignal", "Reactor", "Tenant", "acquire_reactor"]
-
 log = logging.getLogger(__name__)
 
 # Tasks that a delivery makes ready: if fewer, they wait for its end, to be sent as one message.

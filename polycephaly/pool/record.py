@@ -32,8 +32,6 @@ from ..wire.messages import CALL_SLICE, VALUE
 from ..wire.messages import ERROR as FAILED
 from .task import Answer, Task
 
-__all__ = ["Cursor", "TraceBuffer"]
-
 _definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", "kind", "answer"))
 
 OTHER_FUNCTIONS = "(others)"

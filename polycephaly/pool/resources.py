@@ -23,8 +23,6 @@ from .drone_handle import DroneHandle
 from .interfaces import AssignedDrone, State
 from .task import Task
 
-__all__ = ["Resources", "insert_in_order"]
-
 
 class Resources:
     """The resources of one pool, and the tasks that wait for them."""

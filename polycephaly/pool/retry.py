@@ -11,8 +11,6 @@ from typing import Any
 
 from ..errors import DroneDied
 
-__all__ = ["MAX_DELAY_SECONDS", "Retry"]
-
 MAX_DELAY_SECONDS = 86_400.0
 
 # The state of `random` belongs to the program: a seed there must give the same numbers as ever.

@@ -18,25 +18,14 @@ from traceback import FrameSummary, StackSummary
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
+from ..errors import Malformed
 from ..promises.promise import fulfill
-from ..wire.messages import Malformed
 from .config import check_timeout
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .reactor import DrivingSignal
 from .task import Task
 from .waiting import with_item
-
-__all__ = [
-    "ANSWER_SECONDS",
-    "DroneRequest",
-    "Stack",
-    "StackRequest",
-    "StackRequests",
-    "Stacks",
-    "frames_of",
-    "read_report",
-]
 
 T = TypeVar("T")
 

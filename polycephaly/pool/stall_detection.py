@@ -19,8 +19,6 @@ from ..runtime.tuning import tuning
 from .dispatcher_base import DispatcherBase
 from .task import Task
 
-__all__ = ["StallDetector"]
-
 
 class StallDetector:
     """The stall detection of one pool."""

@@ -18,16 +18,6 @@ from .interfaces import State
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-__all__ = [
-    "IDENTITY_FIELDS",
-    "describe_drones",
-    "describe_identity",
-    "describe_pool",
-    "drone_state",
-    "held_memory",
-    "running_label",
-]
-
 IDENTITY_FIELDS = ("number", "name", "pid", "host")
 
 

@@ -37,8 +37,6 @@ from .resources import Resources
 from .stacks import StackRequests
 from .task import Task
 
-__all__ = ["Supervisor", "pool_error", "surplus"]
-
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 5.0  # seconds for a drone's exit handlers

@@ -49,8 +49,6 @@ from .inputs import Placeholders, cancel_upstream, propagate_failure, remove_set
 from .interfaces import AssignedDrone, TaskOptions, TaskOwner
 from .retry import Retry
 
-__all__ = ["Answer", "AnswerBatch", "Sending", "Slice", "Task"]
-
 _numbers = itertools.count(1)
 _FUTURE_CURE = (
     " (a future of the standard library cannot be pickled: pass `polycephaly.race(future)`, a "

@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Waiting", "with_item"]
-
 
 @dataclass(frozen=True)
 class Waiting:

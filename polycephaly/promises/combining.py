@@ -26,8 +26,6 @@ from .promise import (
     reject,
 )
 
-__all__ = ["as_completed", "gather", "race"]
-
 T = TypeVar("T")
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-__all__ = ["promise_table", "table"]
-
 _BAR_PIXELS = 320
 _PHASES = (  # for each phase: the time in `Spans` at which the phase begins, its colour, its name
     ("queued", "#c9ced6", "waited"),

@@ -37,22 +37,6 @@ from typing import Any, Generic, Self, TypeVar, cast, overload
 from ..runtime.tuning import tuning
 from .trampoline import Trampoline
 
-__all__ = [
-    "Handle",
-    "NeedsPlaceholder",
-    "Promise",
-    "ReleasableHandle",
-    "Signal",
-    "Spans",
-    "callbacks",
-    "cancel_on_interrupt",
-    "fulfill",
-    "misplaced_error",
-    "outcome",
-    "pickling_state",
-    "reject",
-]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from os import getpid
 from typing import Any
 
-__all__ = ["Trampoline"]
-
 
 class Trampoline(threading.local):
     def __init__(self, max_depth: int) -> None:

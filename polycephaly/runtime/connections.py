@@ -34,8 +34,6 @@ from typing import Any
 
 from .procfs import children_of
 
-__all__ = ["InheritanceSearch", "replace_connections"]
-
 _NETWORK_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _STREAM_TYPES = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
 

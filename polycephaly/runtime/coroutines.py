@@ -8,8 +8,6 @@ from __future__ import annotations
 from types import CoroutineType, GeneratorType
 from typing import Any
 
-__all__ = ["is_awaitable", "is_coroutine", "is_coroutine_function"]
-
 _ITERABLE = 0x100  # inspect.CO_ITERABLE_COROUTINE: set by `types.coroutine`
 _FLAGS = 0x80 | _ITERABLE  # inspect.CO_COROUTINE
 

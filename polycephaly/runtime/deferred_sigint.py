@@ -23,8 +23,6 @@ from typing import Self
 from .._compat import getsignal
 from .._compat import signal as set_handler
 
-__all__ = ["DeferredSigint", "is_safe_from_signals"]
-
 _SIGINT = int(signal.SIGINT)
 _SIGNAL_NAMES = ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGCHLD")
 _OTHER_SIGNALS = tuple(int(getattr(signal, name)) for name in _SIGNAL_NAMES)

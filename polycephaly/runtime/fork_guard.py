@@ -33,16 +33,6 @@ from typing import Any
 
 from .._compat import is_held_here
 
-__all__ = [
-    "GuardedLock",
-    "OwnThread",
-    "add_thread_lock",
-    "fork",
-    "own_thread_ids",
-    "pauses",
-    "remove_thread_lock",
-]
-
 guard = threading.RLock()
 """Held while a reactor starts, ends or forks."""
 

@@ -19,8 +19,6 @@ from typing import NoReturn
 
 from .. import _compat
 
-__all__ = ["exit_if_forked", "generation"]
-
 generation = 0
 """The number of forks between the first process and this one."""
 

@@ -31,12 +31,6 @@ import sys
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
-__all__ = [
-    "CLOSED_IN_CHILD", "Descriptor", "become_subreaper", "children", "close", "close_in_child",
-    "die_with_parent", "end_family", "end_process_group", "join_family", "new_family",
-    "open_pidfd", "receive_fds",
-]  # fmt: skip
-
 
 class Closable(Protocol):
     def close(self) -> object: ...

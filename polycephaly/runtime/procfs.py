@@ -8,20 +8,6 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-__all__ = [
-    "boot_id",
-    "children_of",
-    "descendants",
-    "memory_of",
-    "processor_seconds_of",
-    "processor_times",
-    "set_process_name",
-    "start_time_of",
-    "state_of",
-    "system_call_of",
-    "threads_of",
-]  # fmt: skip
-
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _X86_64 = {

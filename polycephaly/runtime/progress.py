@@ -8,8 +8,6 @@ from contextlib import suppress
 from operator import length_hint
 from typing import Any
 
-__all__ = ["REFRESH_INTERVAL_SECONDS", "Progress", "total_of"]
-
 REFRESH_INTERVAL_SECONDS = 0.1  # seconds between two updates of the bar
 
 

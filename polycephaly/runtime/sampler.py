@@ -18,8 +18,6 @@ from typing import Any
 from .._compat import current_frames
 from .fork_guard import OwnThread
 
-__all__ = ["MAX_HERTZ", "SWITCH_SECONDS", "Frame", "StackSampler"]
-
 MAX_HERTZ = 1000
 MAX_FRAMES = 200
 """Innermost frames of one stack: a deep recursion would fill megabytes."""

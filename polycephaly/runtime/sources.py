@@ -10,8 +10,6 @@ from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
-__all__ = ["add_lines", "lines_of", "set_source"]
-
 MAX_KEPT_SOURCES = 1000
 """Number of sources that are kept."""
 MAX_CARRIED_CHARS = 16 * 1024

@@ -10,16 +10,6 @@ from _thread import allocate_lock, get_native_id, start_new_thread
 from collections.abc import Iterator
 from contextlib import suppress
 
-__all__ = [
-    "ZMQ_THREADS",
-    "check_descriptors",
-    "check_threads",
-    "name_limit",
-    "processor_limit",
-    "shared_memory_ceiling",
-    "usable_processors",
-]
-
 
 def check_descriptors(drones: int) -> None:
     """Raise `OSError` if `drones` drones would exceed the limit of file descriptors.

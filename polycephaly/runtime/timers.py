@@ -16,8 +16,6 @@ from itertools import count
 from time import monotonic
 from typing import Protocol
 
-__all__ = ["Alarm", "Timer", "Timers"]
-
 _MAX_UNSWEPT_TIMERS = 64  # cancelled timers, up to which no sweep is worth its time
 
 

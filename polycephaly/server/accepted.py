@@ -24,8 +24,6 @@ from contextlib import suppress
 
 from ..engines.remote.messages import MAX_FRAME_BYTES
 
-__all__ = ["Accepted"]
-
 MAX_UNFINISHED_BYTES = 64 << 20  # of all connections together
 # offset of tcpi_bytes_received (8 bytes, Linux 4.1 and later) in struct tcp_info
 _BYTES_RECEIVED = 128

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engines.remote.messages import REPLY, pack_json
+from ..errors import Malformed
 from ..pool.collecting import take_news
 from ..pool.status import IDENTITY_FIELDS, describe_identity
 from ..promises.promise import Promise
@@ -23,15 +24,12 @@ from ..runtime import fork_guard
 from ..store.shared import Shared, store_pickled
 from ..timeline.plain import pack_timeline
 from ..timeline.timeline import Timeline
-from ..wire.messages import Malformed
 from .client import Client
 from .drone_requests import DRONE_REQUESTS, Reply
 from .joined import JoinedHosts
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool
-
-__all__ = ["AdminService"]
 
 TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines
 REPLY_TIMEOUT_SECONDS = 1.0  # closing the server waits so long for each reply in preparation

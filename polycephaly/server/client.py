@@ -15,8 +15,6 @@ from ..wire.output import Line
 from .flow_control import ClientFlow
 from .session import ClientSession
 
-__all__ = ["Client"]
-
 
 class Client(ClientFlow):
     """A connected client. `name` names its process. `send_now` sends a message to it at once.

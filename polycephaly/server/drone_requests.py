@@ -16,8 +16,6 @@ from .session import find_drone
 if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher
 
-__all__ = ["DRONE_REQUESTS", "Reply"]
-
 Reply = Callable[..., None]
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher
     from ..pool.task import Task
 
-__all__ = ["FairOrder"]
-
 PAUSE_FACTOR = 20
 """Pause after an ordering, as a multiple of its duration: the reactor has other things to do."""
 

@@ -24,10 +24,8 @@ from ..engines.remote.messages import (
     pack_numbers,
     read_numbers,
 )
+from ..errors import Malformed
 from ..runtime.tuning import tuning
-from ..wire.messages import Malformed
-
-__all__ = ["ClientFlow", "Flow"]
 
 INITIAL_RESULT_BYTES = 256 << 10  # assumed for a client's first results
 MESSAGE_OVERHEAD_BYTES = 128  # counted for each message beside its frames: libzmq's overhead

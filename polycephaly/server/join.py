@@ -48,21 +48,20 @@ from ..engines.remote.messages import (
     read_work,
 )
 from ..engines.remote.server_connection import ServerConnection
+from ..errors import Malformed
 from ..pool.config import check_timeout
 from ..pool.status import describe_drones
 from ..pool.task import Task
 from ..promises.promise import Promise
 from ..runtime import fork_guard
 from ..timeline.plain import pack_timeline
-from ..wire.messages import CALL, Malformed
+from ..wire.messages import CALL
 from ..wire.output import Line
 from .drone_requests import DRONE_REQUESTS
 from .session import ClientFunction, ClientSession, make_result, submit_call
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool
-
-__all__ = ["Joined", "join"]
 
 log = logging.getLogger("polycephaly")
 

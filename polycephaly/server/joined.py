@@ -50,7 +50,7 @@ from ..engines.remote.messages import (
     read_numbers,
     read_results,
 )
-from ..errors import DroneDied
+from ..errors import DroneDied, Malformed
 from ..pool.interfaces import State
 from ..pool.status import IDENTITY_FIELDS
 from ..pool.task import Task
@@ -58,15 +58,13 @@ from ..promises.promise import Promise, fulfill, reject
 from ..timeline.plain import unpack_timeline
 from ..timeline.timeline import Timeline
 from ..wire.functions import KnownFunctions
-from ..wire.messages import FORGET, WITHDRAWN, Malformed
+from ..wire.messages import FORGET, WITHDRAWN
 from ..wire.output import Line
 from .flow_control import Flow
 from .session import ClientFunction
 
 if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher
-
-__all__ = ["JoinedHost", "JoinedHosts"]
 
 log = logging.getLogger("polycephaly")
 

@@ -69,6 +69,7 @@ from ..engines.remote.messages import (
     read_shared_value,
     read_work,
 )
+from ..errors import Malformed
 from ..pool.event_loop import EventLoop
 from ..promises.promise import Promise, settling_threads
 from ..runtime.procfs import start_time_of
@@ -77,7 +78,7 @@ from ..runtime.tuning import tuning
 from ..runtime.version import __version__
 from ..store.shared import Shared
 from ..wire.endpoint import SocketSource, has_input, new_context
-from ..wire.messages import CALL, ERROR, Malformed
+from ..wire.messages import CALL, ERROR
 from ..wire.output import Line
 from .accepted import Accepted
 from .admin import AdminService
@@ -89,8 +90,6 @@ from .session import ClientFunction, ClientSession, make_result, submit_call
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool
-
-__all__ = ["Server", "serve"]
 
 log = logging.getLogger(__name__)
 

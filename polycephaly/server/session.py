@@ -25,7 +25,7 @@ from ..engines.remote.messages import (
     read_json,
     read_shared_numbers,
 )
-from ..errors import copy_error
+from ..errors import Malformed, copy_error
 from ..pool.config import check_needs
 from ..pool.drone_handle import DroneHandle
 from ..pool.interfaces import State, TaskOptions
@@ -40,13 +40,10 @@ from ..wire.messages import (
     ERROR,
     FORGET,
     WITHDRAWN,
-    Malformed,
 )
 
 if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher
-
-__all__ = ["ClientFunction", "ClientSession", "find_drone", "make_result", "submit_call"]
 
 
 class ClientFunction:

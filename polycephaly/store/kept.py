@@ -7,8 +7,6 @@ from typing import Any, Generic, Self, TypeVar
 from ..promises.promise import ReleasableHandle
 from ..wire.placeholders import ValueOwner, current_store, known_owners
 
-__all__ = ["Kept", "restore_handle"]
-
 T = TypeVar("T")
 
 

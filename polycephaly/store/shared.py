@@ -15,11 +15,8 @@ from typing import Any, Generic, TypeVar
 from ..memory.arena import Full, view
 from ..memory.blocks import Store, pristine_view
 from ..memory.references import Serialized, load_with_buffers
-from ..promises.promise import ReleasableHandle
+from ..promises.promise import ReleasableHandle, pickling_state
 from ..wire.pickling import MainSnapshot, pack_strictly
-from ..wire.placeholders import pickling_state
-
-__all__ = ["Shared"]
 
 T = TypeVar("T")
 

@@ -22,8 +22,6 @@ from .spans import Span, Sums
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["Figures", "bottleneck_of"]
-
 BUSY_SHARE = 0.8  # share of the time; start and end of any run take the rest
 SINGLE_CALL_SHARE = 0.6  # of the time, taken by one call: the run cannot get much shorter
 MIN_TASKS_PER_DRONE = 4  # with fewer, uneven tasks leave drones idle at the end

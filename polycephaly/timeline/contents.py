@@ -10,8 +10,6 @@ from .spans import Span, Sums, sums_of
 if TYPE_CHECKING:
     from .entries import Aggregated, Entry
 
-__all__ = ["Contents"]
-
 Key = tuple[str, str]
 
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from .spans import DONE, Span, Sums
 
-__all__ = ["Aggregated", "Entry"]
-
 
 class Aggregated(NamedTuple):
     """The sums of spans that are no longer kept, with their number, first and last time."""

@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 
 from .spans import DONE, ERROR, RUNNING, Span, short_name
 
-__all__ = ["EventLog", "LoggedEvent", "event_log"]
-
 MAX_KEPT_EVENTS = 4000
 MAX_LIVES_LOGGED = 256
 MIN_EVENT_SECONDS = 50e-6

@@ -17,8 +17,6 @@ from .trace import json_of
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["check", "write"]
-
 
 def check(path: str | os.PathLike[str]) -> Path:
     """Return `path` as a Path, if its suffix is a known format.

@@ -16,8 +16,6 @@ from ..runtime.version import __version__
 from .page import data_of, make_page, read_text
 from .picture import OTHERS_COLOUR, PALETTE
 
-__all__ = ["CONTROLLER", "Samples", "of_drones", "own_samples", "page_of", "speedscope_of"]
-
 CONTROLLER = "controller"
 """The name of this process."""
 Samples = Counter[tuple[Frame, ...]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["percent", "printable", "seconds", "size"]
-
 
 def seconds(value: float) -> str:
     """Return a time with three significant digits and a suitable unit."""

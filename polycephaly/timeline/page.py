@@ -31,8 +31,6 @@ from .text import facts, table
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["STATUSES", "data_of", "make_page", "page_of", "part_of", "read_text"]
-
 MAX_ARROWS = 50_000  # a page could not show more
 
 _FILE_POLICY = (

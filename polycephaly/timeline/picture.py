@@ -26,8 +26,6 @@ from .text import facts
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["Bar", "Box", "Drawing", "TextLabel", "colours", "draw", "draw_bars", "ticks"]
-
 PALETTE = (
     "#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44",
     "#33bbee", "#cc3311", "#009988", "#8866cc", "#997744",

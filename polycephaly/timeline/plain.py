@@ -8,8 +8,6 @@ from .entries import Aggregated
 from .spans import Span, Sums
 from .timeline import Timeline
 
-__all__ = ["pack_timeline", "unpack_timeline"]
-
 
 def pack_timeline(timeline: Timeline) -> dict[str, Any]:
     return {

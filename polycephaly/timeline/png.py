@@ -12,8 +12,6 @@ from .picture import Bar, TextLabel, draw
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["png_of"]
-
 SCALE = 2  # pixels of the picture for one of the drawing
 MAX_HEIGHT_PIXELS = 32_000  # the rest is cut off
 LIGHT_COLOURS = {

@@ -17,8 +17,6 @@ from .spans import Span
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["Row", "covered", "rows"]
-
 
 @dataclass(slots=True)
 class Row:

@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "CANCELLED",
-    "DIED",
-    "DONE",
-    "ERROR",
-    "RUNNING",
-    "SENT",
-    "TIMEOUT",
-    "Span",
-    "Sums",
-    "short_name",
-    "sums_of",
-]
-
 DONE, ERROR, CANCELLED, TIMEOUT, DIED = "done", "error", "cancelled", "timeout", "died"
 RUNNING, SENT = "running", "sent"  # at the moment when the timeline was taken
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from .contents import Contents
 
-__all__ = ["bars_of", "svg_of"]
-
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 STYLE = """
   svg { --ink: #1c2126; --soft: #66707a; --line: #e3e7eb; --paper: #ffffff; --alarm: #d11f2f; }

@@ -16,8 +16,6 @@ from .spans import Sums
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["facts", "table", "text"]
-
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WAITING_MARK = "·"
 MAX_SHOWN_THREADS = 26  # of one drone

@@ -6,8 +6,6 @@ import os
 
 from .contents import Contents
 
-__all__ = ["Timeline"]
-
 MAX_NOTEBOOK_BYTES = 1 << 21  # of a picture: a notebook keeps all outputs
 
 

@@ -24,8 +24,6 @@ from .spans import Span
 if TYPE_CHECKING:
     from .contents import Contents
 
-__all__ = ["events", "json_of"]
-
 MAX_FLOW_SPANS = 20_000  # spans with an arrow each way; a file with more is too large for viewers
 # Length of a slice of the controller, of which only the moment is known.
 INSTANT_MICROSECONDS = 1.0

@@ -15,17 +15,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = [
-    "channel_address",
-    "on_directory_made",
-    "on_directory_removed",
-    "on_snapshot_taken",
-    "own_address",
-    "pid_of",
-    "record_exit",
-    "recorded_exit_code",
-]
-
 parent_directory: str | None = None
 """In a drone: the directory of the reactor that started it. The drone's own reactor makes its
 directory inside this one.

@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 
 from .._compat import allows_input
 
-__all__ = ["ASK", "can_ask_in_cell", "hanging_up", "talk"]
-
 ASK = "\x05"
 """Marks in the text of a session where the debugger waits for a line. The text since the last
 newline is its prompt.

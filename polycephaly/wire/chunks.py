@@ -20,19 +20,6 @@ import re
 from collections.abc import Iterator
 from select import PIPE_BUF
 
-__all__ = [
-    "DEBUG",
-    "END",
-    "LOG",
-    "MARK",
-    "MAX_BODY_BYTES",
-    "ORDER",
-    "TAG",
-    "Chunk",
-    "ChunkParser",
-    "chunk",
-]
-
 TAG = "T"
 """The text that follows was printed on behalf of the body, a short name. An empty body ends it."""
 LOG = "L"

@@ -26,18 +26,6 @@ from ..promises.promise import main_thread_calls, waiting_threads
 from ..runtime.fork_guard import OwnThread
 from .cell import can_ask_in_cell, hanging_up, talk
 
-__all__ = [
-    "CELL",
-    "RELEASE",
-    "DebugRequest",
-    "debug_address",
-    "debug_frames",
-    "frames_address",
-    "lend_terminal",
-    "release_frames",
-    "waiting_debuggers",
-]
-
 RELEASE = "release"
 """In place of a terminal's path: the frames of a failed task are not needed any more."""
 

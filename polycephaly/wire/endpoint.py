@@ -30,8 +30,6 @@ import zmq
 from ..runtime.system_limits import ZMQ_THREADS, check_threads
 from . import addresses
 
-__all__ = ["BulkTransport", "SocketSource", "connect", "has_input", "input_fd", "new_context"]
-
 _PREFIX = "polycephaly-"
 _MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit for the path of a Unix socket is 107
 _MIN_ABANDONED_SECONDS = 60.0  # the owner of a younger directory may not have locked it yet

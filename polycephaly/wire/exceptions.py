@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 from .._compat import remote_traceback_type
 from ..errors import RemoteError
 
-__all__ = ["pack_exception", "unpack_exception"]
-
 _OS_FIELDS = ("errno", "strerror", "filename", "filename2")
 _REDUCE_METHODS = ("__reduce__", "__reduce_ex__")
 

@@ -25,9 +25,7 @@ from contextlib import suppress
 from struct import Struct
 from typing import Any
 
-from .messages import Malformed
-
-__all__ = ["FastTransport"]
+from ..errors import Malformed
 
 # Of a packet's frames; the kernel's default buffer holds four such packets.
 MAX_PACKET_BYTES = 48 * 1024

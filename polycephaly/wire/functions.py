@@ -38,8 +38,6 @@ from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
 from .pickling import ATOMIC_TYPES, MainSnapshot, goes_with_calls, main_namespace, pack
 from .placeholders import Directory, PicklingContext
 
-__all__ = ["FunctionRegistry", "KnownFunctions", "RemoteFunction", "goes_by_reference"]
-
 _MISSING = object()
 _all_missing = itertools.repeat(_MISSING)
 _MAX_CODE_STRINGS = 1024

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..errors import Malformed
 
-__all__ = ["pack_description", "pack_kept_value", "unpack_description", "unpack_kept_values"]
-
 _SIZE = Struct("<Q")
 _KEPT_VALUE = Struct("<QQB")
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from .chunks import MAX_BODY_BYTES
 
-__all__ = ["pack_record", "unpack_record"]
-
 _FIELDS = (
     "name", "levelno", "levelname", "msg", "pathname", "lineno", "funcName", "created", "msecs",
     "relativeCreated", "process", "thread", "threadName", "exc_text", "stack_info",

@@ -33,8 +33,6 @@ from .pickling import (
     store_pickle,
 )
 
-__all__ = ["Snapshot", "restore_snapshot", "take_snapshot"]
-
 MAX_PICKLE_BYTES = 16 << 20
 """Limit in bytes of the pickle of one name, if there is no shared memory for it."""
 _INTERPRETER_NAMES = frozenset((

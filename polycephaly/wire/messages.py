@@ -31,12 +31,6 @@ from typing import Any
 
 from ..errors import Malformed
 
-__all__ = [
-    "Item", "Malformed", "Outcome", "TaskBatch", "message_type", "pack_frames", "pack_numbers",
-    "pack_outcome", "pack_outcomes", "pack_values", "status_of", "unpack_frames", "unpack_lists",
-    "unpack_numbers", "unpack_outcomes", "unpack_work",
-]  # fmt: skip
-
 # A batch carries one pickle per task, opaque here, so a broken pickle affects only its own task.
 # Frames are checked for shape and size before their content is used; `Malformed` names the error.
 PROTOCOL = 1

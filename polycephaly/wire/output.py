@@ -26,19 +26,6 @@ from .chunks import DEBUG, END, LOG, MARK, ORDER, TAG, ChunkParser
 from .debugging import DebugRequest
 from .log_records import unpack_record
 
-__all__ = [
-    "Line",
-    "LineSplitter",
-    "Listener",
-    "OrderedItems",
-    "OutputItems",
-    "OutputMerger",
-    "OutputRecord",
-    "OutputSource",
-    "deliver",
-    "forward",
-]
-
 delivery_context: contextvars.Context | None = None
 """If set, lines and records are delivered in a copy of this context: in a notebook, the context of
 the cell that the output appears under.

@@ -42,24 +42,6 @@ from ..memory.references import Place, Serialized
 from ..promises.promise import NeedsPlaceholder
 from ..runtime.sources import add_lines, lines_of
 
-__all__ = [
-    "ATOMIC_TYPES",
-    "BULKY_TYPES",
-    "MIN_LARGE_BUFFER_BYTES",
-    "MainSnapshot",
-    "capture",
-    "common_snapshot",
-    "goes_with_calls",
-    "join_payloads",
-    "pack",
-    "pack_out_of_band",
-    "pack_strictly",
-    "pickled_size",
-    "reduce_code_with_source",
-    "shared_snapshots",
-    "store_pickle",
-]
-
 MIN_LARGE_BUFFER_BYTES = 64 * 1024
 """Minimum size in bytes of a buffer that is stored beside its pickle."""
 _MIN_CONTENT_BYTES = 256 * 1024

@@ -26,22 +26,6 @@ from ..promises.promise import pickling_state
 if TYPE_CHECKING:
     from .pickling import MainSnapshot
 
-__all__ = [
-    "Directory",
-    "PayloadWithRefs",
-    "PicklingContext",
-    "ValueOwner",
-    "current_store",
-    "drone_thread",
-    "known_owners",
-    "pickling_state",
-    "promised_value",
-    "promised_values",
-    "resolve",
-    "split_remote_objects",
-    "with_remote_objects",
-]
-
 
 class Directory(Protocol):
     """A pool's record of the values that its drones keep."""

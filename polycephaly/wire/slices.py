@@ -21,17 +21,11 @@ from reprlib import Repr
 from struct import Struct
 from typing import Any, NamedTuple
 
+from ..errors import Malformed
 from ..memory.blocks import Store
 from ..memory.references import Serialized, load_joined, load_with_buffers
 from ..runtime.tuning import tuning
-from .messages import Malformed
 from .pickling import ATOMIC_TYPES, join_payloads
-
-__all__ = [
-    "BATCHED_TYPES", "ENDED", "FAILED", "ITEMS", "MIN_SEPARATE_LENGTH", "PICKLED", "ROWS",
-    "RUNNING", "SMALL_TYPES", "Answers", "Packed", "describe_item", "pack_answers", "pack_calls",
-    "slice_calls", "split_head", "unpack_calls", "unpack_split",
-]  # fmt: skip
 
 ITEMS, ROWS, PICKLED = range(3)
 """Forms of rows: a single argument, a tuple of arguments, or the pickle of such a tuple."""

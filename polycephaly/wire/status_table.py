@@ -24,8 +24,6 @@ from __future__ import annotations
 import mmap
 import os
 
-__all__ = ["StatusTable"]
-
 SLOT_BYTES = 16 * 1024  # bytes of a slot, most of them for kept results
 _STARTED, _ANSWERED, _KEPT, _BEAT, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CELLS = range(8)
 HEADER_BYTES = _CELLS * 8

@@ -9,8 +9,6 @@ from itertools import pairwise
 from random import Random
 from statistics import fmean, stdev
 
-__all__ = ["DAYS", "Indicators", "indicators"]
-
 DAYS = 250
 """Days of trading in a year."""
 WINDOW_DAYS = 20

@@ -31,8 +31,6 @@ from .main_maker import MainMaker
 if TYPE_CHECKING:
     from .zygote import DroneSpec
 
-__all__ = ["start_bare_zygote"]
-
 _MAIN_MODULE_KEYS = ("init_main_from_name", "init_main_from_path")
 """The keys in which `multiprocessing` names the main module that a child imports."""
 

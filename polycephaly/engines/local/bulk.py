@@ -13,8 +13,6 @@ from ...wire.endpoint import BulkTransport, has_input, input_fd
 if TYPE_CHECKING:
     from ...pool.reactor import Reactor
 
-__all__ = ["BulkSocket"]
-
 log = logging.getLogger(__name__)
 
 # Messages read while holding the reactor's lock once: a stranger that sends without end must not

@@ -24,8 +24,6 @@ from typing import Protocol
 
 from ...runtime import fork_guard
 
-__all__ = ["HEARTBEAT_SECONDS", "ControlThread"]
-
 TAKEOVER_SECONDS = 0.005
 """Time that a task runs before the control thread begins to receive."""
 HEARTBEAT_SECONDS = 0.1

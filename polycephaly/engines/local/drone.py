@@ -33,6 +33,7 @@ from ...drone.logs import install_log_forwarding
 from ...drone.notebook import replace_kernel_input
 from ...drone.overlap import Overlap
 from ...drone.pdb_import import replace_set_trace
+from ...errors import Malformed
 from ...memory.arena import Arena
 from ...memory.blocks import Store
 from ...memory.references import RefTable
@@ -41,7 +42,7 @@ from ...runtime.tuning import tuning
 from ...wire import addresses, endpoint
 from ...wire.debugging import frames_address
 from ...wire.fast_transport import FastTransport
-from ...wire.messages import HELLO, OPEN, PROTOCOL, Malformed, pack_numbers  # fmt: skip
+from ...wire.messages import HELLO, OPEN, PROTOCOL, pack_numbers  # fmt: skip
 from ...wire.pickling import MainSnapshot, shared_snapshots
 from ...wire.status_table import StatusTable
 from .control_thread import HEARTBEAT_SECONDS, ControlThread
@@ -49,8 +50,6 @@ from .zygote import DroneSpec, Order
 
 if TYPE_CHECKING:
     from ...drone.debugger import Debugger
-
-__all__ = ["drone_main"]
 
 
 def drone_main(

@@ -48,8 +48,6 @@ from .zygote import DroneSpec, Order
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
 
-__all__ = ["LocalEngine", "ThisMachine"]
-
 log = logging.getLogger(__name__)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ...errors import Malformed
 from ...memory.references import RefTable
 from ...pool.drone_handle import DroneHandle, Times
 from ...pool.handlers import handle_message, handle_unsent_results
@@ -25,15 +26,13 @@ from ...runtime.procfs import (
 )
 from ...runtime.tuning import tuning
 from ...wire.fast_transport import FastTransport
-from ...wire.messages import OPEN, Malformed, pack_numbers
+from ...wire.messages import OPEN, pack_numbers
 from ...wire.output import OutputItems, OutputMerger, OutputSource
 from .bulk import BulkSocket
 from .launcher import Launcher
 
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
-
-__all__ = ["LocalHandle"]
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,6 @@ from .bare import start_bare_zygote
 from .native_threads import UnsafeFork, check_after_fork, check_before_fork
 from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, run_zygote
 
-__all__ = ["Launcher"]
-
 
 class Launcher:
     """One zygote.

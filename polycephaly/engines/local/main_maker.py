@@ -18,8 +18,6 @@ from ...memory.arena import Arena
 from ...wire.main_snapshot import Snapshot, restore_snapshot
 from ...wire.pickling import MainSnapshot
 
-__all__ = ["MainMaker"]
-
 
 @dataclass(frozen=True, slots=True)
 class MainMaker:

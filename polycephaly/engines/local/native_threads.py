@@ -32,8 +32,6 @@ from time import sleep
 from ...runtime.procfs import processor_times, state_of
 from ...runtime.tuning import tuning
 
-__all__ = ["UnsafeFork", "check_after_fork", "check_before_fork"]
-
 MAX_ASLEEP_CHECKS = 250
 """Checks in a row, a millisecond apart, after which a waiting thread counts as unknown."""
 _HARMLESS_NAMES = ("ZMQbg/", "jemalloc_bg_thd")

@@ -49,8 +49,6 @@ from ...wire.status_table import StatusTable
 if TYPE_CHECKING:
     from .main_maker import MainMaker
 
-__all__ = ["DroneSpec", "Order", "run_zygote"]
-
 # To wait for the owner's end after its end of the parent-death pipe has closed.
 OWNER_END_TIMEOUT_SECONDS = 2.0
 SWEEP_INTERVAL_SECONDS = 0.02  # between searches for orphans

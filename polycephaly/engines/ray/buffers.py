@@ -30,17 +30,6 @@ from ...memory.arena import Full
 from ...memory.blocks import MIN_SHARED_PICKLE_BYTES
 from ...memory.references import Received, Serialized, unpack_header
 
-__all__ = [
-    "LazyBuffers",
-    "OutOfBandBuffers",
-    "PendingResultStore",
-    "RayRefTable",
-    "RayStore",
-    "ReceivedFromRay",
-    "StoredBuffers",
-    "current_session",
-]
-
 LARGE_RESULT_BYTES = 1 << 20
 """From this size, a result is not copied before it is sent: its drone runs no other task until
 then."""

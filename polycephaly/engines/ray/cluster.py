@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
     from ...pool.engine import Engine
 
-__all__ = ["Cluster"]
-
 CONNECT_TIMEOUT_SECONDS = 8.0
 _PLACEMENT_OPTIONS = (
     "num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env",

@@ -44,8 +44,6 @@ from ...wire.messages import RETURNED, SHARED, pack_numbers, status_of
 from .buffers import OutOfBandBuffers, PendingResultStore, RayRefTable
 from .exit_record import ERR, OUT, ExitRecord, OutputFile, open_folder
 
-__all__ = ["DroneActor", "Report", "SpawnReply", "SpawnRequest"]
-
 LISTEN_DELAY_SECONDS = 0.005  # that a task runs before the control thread begins to listen
 REPORT_INTERVAL_SECONDS = 0.5  # between reports of a long task
 IDLE_CHECK_INTERVAL_SECONDS = 1.0  # between checks for output while no task runs

@@ -62,8 +62,6 @@ from .switch import HALF_MAX_CALLS, Switch
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
 
-__all__ = ["RayEngine"]
-
 log = logging.getLogger(__name__)
 
 # After which a silent drone is probed. A short `hang_timeout` shortens this time, and for idle

@@ -35,15 +35,6 @@ from ..._compat import ray_session_dir
 from ...runtime.procfs import start_time_of
 from ...wire.status_table import SLOT_BYTES, Slot, StatusTable
 
-__all__ = [
-    "ExitRecord",
-    "FinalState",
-    "OutputFile",
-    "kill_owner",
-    "open_folder",
-    "read_exit_record",
-]
-
 _STATUS_FILE, OUT, ERR, _FOUND_FILE = "page", "out", "err", "found"
 # How long a dead drone's folder waits for its driver, after another drone has found it.
 UNREAD_FOLDER_SECONDS = 120.0

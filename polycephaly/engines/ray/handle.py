@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from ...errors import Lost
+from ...errors import Lost, Malformed
 from ...memory.references import Serialized
 from ...pool.drone_handle import DroneHandle
 from ...pool.handlers import handle_message, handle_unsent_results
 from ...pool.interfaces import State
 from ...pool.task import Task
-from ...wire.messages import STOP, WORK, Malformed
+from ...wire.messages import STOP, WORK
 from ...wire.output import LineSplitter, OrderedItems, OutputItems, OutputMerger
 from ...wire.placeholders import split_remote_objects
 from .buffers import LazyBuffers, OutOfBandBuffers, RayRefTable
@@ -32,8 +32,6 @@ from .exit_record import FinalState
 
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
-
-__all__ = ["RayHandle"]
 
 _CHUNK_BYTES = 1 << 20
 

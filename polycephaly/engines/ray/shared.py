@@ -10,8 +10,6 @@ from ...wire.functions import FunctionRegistry
 from ...wire.pickling import MainSnapshot, pack_strictly
 from .buffers import LazyBuffers, RayStore
 
-__all__ = ["RayShared", "share"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
-__all__ = ["Switch"]
-
 MAX_WAITING_REPORTS = 64
 """Reports that may wait for the driver. If there are more, `put_report` waits."""
 HALF_MAX_CALLS = 256

@@ -22,8 +22,6 @@ from .drone import RemoteDrone, RemoteHandle
 from .messages import MAX_UNANSWERED_CALLS
 from .shared import RemoteShared, SharedRef
 
-__all__ = ["RemotePool", "connect"]
-
 T = TypeVar("T")
 
 

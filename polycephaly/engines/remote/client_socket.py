@@ -18,8 +18,6 @@ from .forks import Peer, connected_peers, peer_of
 from .keys import Card, wants_ipv6
 from .messages import BYE, CHUNK_BYTES, MAX_FRAME_BYTES, PART, PING
 
-__all__ = ["ClientSocket"]
-
 HEARTBEAT_MS = 3000
 HEARTBEAT_TIMEOUT_MS = 12000
 

@@ -29,7 +29,7 @@ from pickle import dumps
 from typing import Any
 
 from ...drone.forwarded import NO_SHARED_NAMES
-from ...errors import DroneDied, copy_error
+from ...errors import DroneDied, Malformed, copy_error
 from ...pool.drone_handle import drain
 from ...pool.handlers import settle, settle_task
 from ...pool.interfaces import TaskOptions
@@ -38,7 +38,7 @@ from ...promises.promise import CANCELLED, FINISHED, Promise, reject
 from ...runtime.timers import Timer
 from ...runtime.tuning import tuning
 from ...wire.functions import FunctionRegistry, KnownFunctions, RemoteFunction
-from ...wire.messages import ERROR, FORGET, WITHDRAWN, Malformed
+from ...wire.messages import ERROR, FORGET, WITHDRAWN
 from ...wire.output import Line
 from .keys import Card
 from .messages import (
@@ -76,8 +76,6 @@ from .messages import (
 )
 from .server_connection import ServerConnection
 from .shared import SharedRef, pickling_call
-
-__all__ = ["Connection"]
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,6 @@ from ...pool.base import DroneBase, ExecutorBase
 from ...pool.stacks import Stack
 from ...pool.waiting import Waiting
 
-__all__ = ["RemoteDrone", "RemoteHandle"]
-
 
 class RemoteHandle(NamedTuple):
     """The identity of a remote drone; the target of its tasks, as a local drone handle is."""

@@ -12,8 +12,6 @@ import socket
 import stat
 from contextlib import suppress
 
-__all__ = ["Peer", "connected_peers", "listening_ports", "peer_of"]
-
 Peer = tuple[str, int] | None
 
 listening_ports: set[int] = set()

@@ -27,8 +27,6 @@ from zmq.utils import z85
 from ...runtime.procfs import start_time_of
 from .private_files import read_private
 
-__all__ = ["Card", "check_address", "check_key", "new_key_pair", "wants_ipv6"]
-
 KEY_CHARACTERS = 40
 
 

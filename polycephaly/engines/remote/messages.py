@@ -24,20 +24,8 @@ from collections.abc import Iterator, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
+from ...errors import Malformed
 from ...runtime.version import __version__
-from ...wire.messages import Malformed
-
-__all__ = [
-    "ALIVE", "BYE", "CANCEL", "CHUNK_BYTES", "HELLO", "HOST_STATUS", "LINE_OVERHEAD_BYTES",
-    "MAX_FRAME_BYTES", "MAX_UNANSWERED_BYTES", "MAX_UNANSWERED_CALLS", "MAX_UNANSWERED_REQUESTS",
-    "OUTPUT", "OUTPUT_ACK", "PART", "PING", "RECALL", "REFUSED", "RELEASE", "REPLY", "REQUEST",
-    "RESULTS", "RETURNED", "RUNNING", "SHARE", "WINDOW", "WITH_SHARED", "WORK",
-    "Item", "Result",
-    "pack_definition", "pack_hello", "pack_json", "pack_numbers", "pack_results",
-    "pack_shared_numbers", "pack_shared_value", "pack_work",
-    "read_definition", "read_hello", "read_json", "read_lines", "read_numbers", "read_results",
-    "read_shared_numbers", "read_shared_value", "read_work",
-]  # fmt: skip
 
 PROTOCOL = 7  # protocols 3 and 4 pickled other names of modules, classes and functions
 

@@ -31,18 +31,6 @@ from pathlib import Path
 from ...runtime.procfs import start_time_of
 from .keys import Card, check_address, check_key
 
-__all__ = [
-    "card_path",
-    "check_name",
-    "check_name_available",
-    "find_card",
-    "register",
-    "registry_directory",
-    "resolve_card",
-    "running_cards",
-    "unregister",
-]
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import stat
 
-__all__ = ["read_private"]
-
 MAX_FILE_BYTES = 1 << 20
 
 

@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from ...errors import Malformed
 from ...pool.event_loop import EventLoop
 from ...promises.promise import Promise, Signal, fulfill, reject, settling_threads
 from ...runtime.timers import Timer
 from ...wire.endpoint import SocketSource
-from ...wire.messages import Malformed
 from .client_socket import ClientSocket
 from .keys import Card
-
-__all__ = ["ServerConnection"]
 
 log = logging.getLogger(__name__)
 

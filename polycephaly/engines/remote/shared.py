@@ -19,8 +19,6 @@ from ...promises.promise import ReleasableHandle, misplaced_error
 from .messages import RELEASE, pack_numbers
 from .server_connection import ServerConnection
 
-__all__ = ["RemoteShared", "SharedRef", "pickling_call"]
-
 T = TypeVar("T")
 
 

@@ -28,16 +28,6 @@ from ...wire import addresses
 from ..channel import Channel
 from .opcodes import BYE, HEADER, HELLO, NAMES
 
-__all__ = [
-    "HANDLERS",
-    "LOSS_CALLBACKS",
-    "PeerConnection",
-    "PeerEnding",
-    "Transport",
-    "ending_of",
-    "keep_last",
-]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -23,8 +23,6 @@ from .owner import CreditAccount, OwnedChannel, OwnedState
 from .packed import PackedItem
 from .transaction import Transaction, is_in_select
 
-__all__ = ["OwnedBufferedChannel", "make_owned"]
-
 
 class OwnedBufferedChannel(OwnedChannel, _Buffered[Any]):
     __slots__ = ()

@@ -31,6 +31,7 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ...errors import ChannelClosed, DroneDied
+from ...promises.promise import pickling_state
 from ...wire import placeholders
 from .. import channel as channels
 from ..channel import Channel, Receiver, Sender
@@ -38,8 +39,6 @@ from ..scheduler import scheduler
 from . import opcodes
 from .connection import HANDLERS, PeerConnection, keep_last
 from .handlers import channel_of
-
-__all__ = ["new_receiver", "new_sender", "on_loss"]
 
 T = TypeVar("T")
 
@@ -108,8 +107,8 @@ class _CountedEnd(channels.End[T]):
     def __reduce__(self) -> Any:
         self._open_channel()
         self._handed_on = True
-        if placeholders.pickling_state.context is not None:
-            placeholders.pickling_state.context.add_moved(self)
+        if pickling_state.context is not None:
+            pickling_state.context.add_moved(self)
         return _unpickle_end, (type(self), self.channel, self._number, self._token)
 
     def _follow_task(self, task: Any) -> None:

@@ -19,8 +19,6 @@ from .owner import OwnedState, PendingOperation
 from .packed import CLOSED_OR_RELEASED, PackedItem
 from .transaction import Transaction
 
-__all__ = ["channel_of", "on_loss"]
-
 log = logging.getLogger("polycephaly.green")
 
 

@@ -28,8 +28,6 @@ from .owner import OwnedChannel
 from .proxy import ChannelProxy, make_proxy, proxies
 from .transport import inherited_transports
 
-__all__ = ["convert_inherited", "is_inherited", "number_of_inherited"]
-
 _INHERITED_BIT = 1 << 63
 _ADDRESS_BITS = 48
 _MAX_GENERATIONS = 1 << 15

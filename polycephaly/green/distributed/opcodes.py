@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from struct import Struct
 
-__all__ = ["HEADER", "NAMES", "SELECT"]
-
 HEADER = Struct("<BQQQ")
 SELECT = Struct("<Q")
 

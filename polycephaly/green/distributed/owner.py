@@ -21,8 +21,6 @@ from .connection import PeerConnection, Transport
 from .packed import pack_reason, unpack_item
 from .transaction import Transaction, is_in_select
 
-__all__ = ["CreditAccount", "OwnedChannel", "OwnedState", "PendingOperation"]
-
 
 class PendingOperation(Waiter):
     """A send or receive of another process, which waits for the answer of this one."""

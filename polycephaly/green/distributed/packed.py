@@ -9,9 +9,6 @@ from ...wire import pickling as capturing
 from ...wire import placeholders
 from ...wire.exceptions import pack_exception
 
-__all__ = ["CLOSED_OR_RELEASED", "PackedItem", "pack_item", "pack_reason", "unpack_item"]
-
-
 CLOSED_OR_RELEASED = "was closed, or its owning process has released it"
 """Said of a channel that the owning process knows only by number. The process that asked adds the
 channel's name."""

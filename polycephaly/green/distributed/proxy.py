@@ -33,8 +33,6 @@ from .credit import make_owned
 from .packed import CLOSED_OR_RELEASED, PackedItem, pack_item, unpack_item
 from .transport import ChannelTransport, get_transport
 
-__all__ = ["ChannelProxy", "make_proxy", "on_loss", "proxies", "unpickle_channel"]
-
 
 class _ProxyState:
     """The state of a proxy."""

@@ -28,8 +28,6 @@ from ..select import Offer
 from .packed import pack_item, unpack_item
 from .transport import get_transport
 
-__all__ = ["Transaction", "select_number"]
-
 log = logging.getLogger("polycephaly.green")
 
 

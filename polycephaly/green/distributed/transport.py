@@ -46,8 +46,6 @@ from ..scheduler import scheduler
 from .connection import PeerConnection, PeerEnding, ending_of, keep_last
 from .opcodes import BYE, HELLO
 
-__all__ = ["ChannelTransport", "get_transport", "inherited_transports"]
-
 log = logging.getLogger("polycephaly.green")
 
 POLL_INTERVAL_SECONDS = 0.0002  # between two polls of a busy owner thread

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from ...engines.remote.client import RemotePool
     from ...pool.pool import Pool
 
-__all__ = ["make_app"]
-
 NO_TOKEN = "The token is missing or wrong: use the whole address that the program has printed.\n"
 GONE = "the pool is gone"
 CHARTS = "polycephaly.timeline"  # the package that has the files of charts

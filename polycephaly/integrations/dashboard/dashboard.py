@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ...engines.remote.client import RemotePool
     from ...pool.pool import Pool
 
-__all__ = ["Dashboard"]
-
 MAX_CONNECTIONS = 64
 MISSING = "the live page needs starlette and uvicorn: pip install 'polycephaly[dashboard]'"
 

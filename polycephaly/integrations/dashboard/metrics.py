@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["CONTENT_TYPE", "metrics_of"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTERS = {

@@ -14,20 +14,7 @@ from pickle import loads
 from struct import Struct
 from typing import Any, NamedTuple
 
-from ...wire.messages import Malformed
-
-__all__ = [
-    "FAREWELL",
-    "GREETING",
-    "HEAD",
-    "MAX_MESSAGE_BYTES",
-    "TOLD",
-    "WROTE",
-    "Frame",
-    "Message",
-    "message_of",
-    "split_frames",
-]
+from ...errors import Malformed
 
 HEAD = Struct("<BIQ")
 TOLD, WROTE = 1, 2

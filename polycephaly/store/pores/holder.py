@@ -34,8 +34,6 @@ from ...runtime.procfs import start_time_of
 from .frames import FAREWELL, GREETING
 from .inbox import MAX_NAME_BYTES, is_trusted_peer
 
-__all__ = ["Content", "Holder", "PoreIdentity", "machine_id", "process_name"]
-
 
 @dataclass(frozen=True)
 class PoreIdentity:

@@ -25,13 +25,11 @@ from contextlib import contextmanager, suppress
 from secrets import compare_digest
 from typing import Any, Protocol
 
+from ...errors import Malformed
 from ...promises.promise import Signal, fulfill
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
-from ...wire.messages import Malformed
 from .frames import FAREWELL, GREETING, Frame, split_frames
-
-__all__ = ["MAX_UNRECEIVED_BYTES", "ConnectedHolder", "Inbox", "is_trusted_peer"]
 
 log = logging.getLogger("polycephaly.store.pores")
 

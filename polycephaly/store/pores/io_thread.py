@@ -30,8 +30,6 @@ from ...runtime import parent_death
 from ...runtime.fork_guard import OwnThread
 from .inbox import MAX_UNRECEIVED_BYTES, ConnectedHolder, Inbox, is_trusted_peer
 
-__all__ = ["PoreIOThread", "io_thread"]
-
 BATCH_DELAY_SECONDS = 0.0002
 """See the module's docstring."""
 RETRY_SECONDS = 0.1

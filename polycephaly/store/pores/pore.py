@@ -34,8 +34,6 @@ from .io_thread import io_thread
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["Pore"]
-
 # Bit mask: every 128th `receive` lets other green threads run first.
 YIELD_MASK = 127
 
