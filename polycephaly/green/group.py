@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from _thread import get_ident
 from collections.abc import Awaitable, Callable, Coroutine
-from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from .scheduler import scheduler
@@ -127,12 +126,7 @@ class Group:
         self._owner = scheduler.current
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> bool:
+    async def __aexit__(self, kind: object, error: BaseException | None, at: object) -> bool:
         self._wake = _NO_WAKE  # from here on, `cancel` reaches only the members
         if self._interruption is not None and error is not self._interruption:
             self._interruption.withdrawn = True  # must not hit the code after the block

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from _thread import get_ident
 from collections.abc import Awaitable
-from types import TracebackType
 from typing import Any
 
 from ..runtime.timers import Timer
@@ -156,12 +155,7 @@ class timeout:  # noqa: N801 - reads like a function
         self._error = Cancelled(f"the time limit of {self.seconds} s has expired")
         self._thread._interrupt(self._error)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, at: object) -> None:
         if self._timer is not None:
             scheduler.timers.cancel(self._timer)
         if self._error is None:

@@ -10,7 +10,6 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from importlib import import_module
 from threading import Lock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
 from weakref import WeakKeyDictionary, ref
 
@@ -583,12 +582,7 @@ class ExecutorBase(TaskTarget, Executor):
         _pools.set((*_pools.get(), ref(self)))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leave()
         try:
             if kind is None:
@@ -601,12 +595,7 @@ class ExecutorBase(TaskTarget, Executor):
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leave()
         try:
             if kind is None:

@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..promises.promise import Promise
@@ -204,12 +203,7 @@ class Drone(DroneBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._dispatcher.config.on_death == "end":
             self._dispatcher.finish(cancel=kind is not None)
         else:  # a drone of a pool, which continues
@@ -223,12 +217,7 @@ class Drone(DroneBase):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._dispatcher.config.on_death == "end":
             await self._dispatcher.finish_async(cancel=kind is not None)
         else:

@@ -17,7 +17,7 @@ import signal
 import threading
 from _thread import get_ident
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from .._compat import getsignal
@@ -69,12 +69,7 @@ class DeferredSigint:
         if self._on_trip is not None:
             self._on_trip()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         handler = self._handler
         if handler is not None:
             set_handler(_SIGINT, handler)

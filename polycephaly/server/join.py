@@ -18,7 +18,6 @@ import logging
 import os
 import socket
 from collections import deque
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..engines.remote import pool_registry
@@ -147,12 +146,7 @@ class Joined(ServerConnection):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.leave(now=kind is not None)
 
     def __repr__(self) -> str:
