@@ -37,6 +37,7 @@ from polycephaly.promises.promise import FINISHED, Promise
 from polycephaly.wire import placeholders
 from polycephaly.wire.exceptions import pack_exception
 from polycephaly.wire.messages import (
+    CALL_KEYWORDS,
     CALL_SLICE,
     CALLS,
     CANCEL,
@@ -121,7 +122,7 @@ class Running:
 
     def __init__(self, number, name, keys, overlaps):
         self.number, self.name, self.keys, self.overlaps = number, name, keys, overlaps
-        self.payload = None  # of one call, opened when that begins
+        self.payload = self.kind = None  # of one call, opened when that begins
         self.is_slice = self.keeps = False
         self.done = self.sent = 0
         self.was_cut = False
@@ -216,7 +217,7 @@ class ScriptedDrone(FakeHandle):
             task.is_slice = True
         else:
             task = self._enqueue(number, definition, [])
-            task.keeps, task.payload = bool(kind & KEEP), payload
+            task.keeps, task.payload, task.kind = bool(kind & KEEP), payload, kind & ~KEEP
 
     def _enqueue(self, number, definition, keys):
         assert definition in self.known, f"function {definition} was not sent to {self.name}"
@@ -247,12 +248,13 @@ class ScriptedDrone(FakeHandle):
         self.started = task.number
         self.running[task.number] = task
         if task.payload is not None:
-            task.keys = [self.world.key_of(self._open(task.payload))]
+            task.keys = [self.world.key_of(self._open(task.payload, task.kind))]
         self.world.on_begun(self, task, task.keys[:1])
 
-    def _open(self, payload):
+    def _open(self, payload, kind):
         with mock.patch.object(placeholders, "local_store", self):
-            return loads(payload) if payload else ()
+            opened = loads(payload) if payload else ()
+        return opened[0] if kind == CALL_KEYWORDS else opened
 
     def value(self, number):
         """As `resolve` in a pickle finds it."""

@@ -32,6 +32,17 @@ def test_promises_at_any_depth_arrive_as_values(pool):
     )
 
 
+class Unhashable(poly.Promise):
+    def __eq__(self, other):
+        return self is other
+
+
+def test_a_promise_of_a_class_without_a_hash_may_be_inside(pool):
+    promise = Unhashable()
+    promise.set_result(20)
+    assert pool.doit(sum, [promise, 1, promise]) == 41
+
+
 def test_what_is_far_too_deep_is_refused_at_once(pool):
     deep = []
     for _ in range(50_000):

@@ -160,7 +160,7 @@ class Dispatcher(DispatcherBase):
                 self.check_width(definition)
             if definition.takes_function:
                 args = (work, *args)
-            inputs = task.capture(definition, args, kwargs, self.registry)
+            inputs = task.capture(definition, args, kwargs)
             if definition.captures:
                 task.hold_captured()
         except Exception as error:

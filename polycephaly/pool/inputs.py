@@ -1,7 +1,7 @@
 """Promises among the arguments of a call, and the propagation of their failures.
 
     arguments ──pickled──> a placeholder per promise ──> the drone: `promised_value(index)`
-                              └──> Placeholders.inputs: the call waits for these
+                              └──> PicklingContext.inputs: the call waits for these
 
 The pickler finds the promises at any depth, because it visits every object anyway. So arguments
 that are no promises cost nothing. A function that captures a promise travels as an argument itself
@@ -17,38 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from ..errors import copy_error
-from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise, pickling_state
+from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise
 from ..promises.trampoline import Trampoline
-from ..wire.placeholders import promised_value
 from .interfaces import TaskOwner
 
 _MIN_STALE_HOOKS = 32
 _INPUT_NOTE = "failed input: "
-
-
-class Placeholders:
-    """A ``with`` block in which this thread pickles arguments."""
-
-    def __init__(self) -> None:
-        self.inputs: list[Promise[Any]] = []
-        self._indices: dict[int, int] = {}
-
-    def __enter__(self) -> Self:
-        self._before = pickling_state.reduce_promise
-        pickling_state.reduce_promise = self._stand_in
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pickling_state.reduce_promise = self._before
-
-    def _stand_in(self, promise: Promise[Any]) -> tuple[Any, tuple[int]]:
-        index = self._indices.setdefault(id(promise), len(self.inputs))
-        if index == len(self.inputs):
-            self.inputs.append(promise)
-        return promised_value, (index,)
 
 
 # -- propagation of failures -----------------------------------------------------------------------

@@ -94,9 +94,7 @@ class Supervisor:
         initializer, initargs = self.engine.initializer(initializer, initargs)
         definition = self._dispatcher.registry.define(initializer)
         first = Task(self._dispatcher)
-        if definition.takes_function or first.capture(
-            definition, initargs, {}, self._dispatcher.registry
-        ):
+        if definition.takes_function or first.capture(definition, initargs, {}):
             raise TypeError(
                 f"the initializer {definition.label} or its initargs contain a promise, or a value "
                 "shared on Ray: pass the value itself"

@@ -45,7 +45,7 @@ from ..wire.placeholders import (
 )
 from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, slice_calls
 from .flow_graph import record_failure
-from .inputs import Placeholders, cancel_upstream, propagate_failure, remove_settled_hooks
+from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
 from .interfaces import AssignedDrone, TaskOptions, TaskOwner
 from .retry import Retry
 
@@ -132,11 +132,7 @@ class Task(Promise[Any]):
         self.retries = retries
 
     def capture(
-        self,
-        definition: RemoteFunction,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        registry: FunctionRegistry,
+        self, definition: RemoteFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Sequence[Promise[Any]]:
         """Pickle the arguments, and return the promises among them. Raises the errors of
         pickling.
@@ -166,59 +162,31 @@ class Task(Promise[Any]):
         if together:
             self.args = args
             return inputs
-        if inputs or definition.takes_function:
-            return self._capture_with_placeholders(args, kwargs, registry, bulky)
-        with PicklingContext(registry.directory, registry.snapshot) as pickling:
-            try:
-                if kwargs:
-                    self.kind = CALL_KEYWORDS
-                    self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
-                elif args:
-                    self.payload = pack(args, registry.snapshot, registry.store, bulky)
-            except NeedsPlaceholder:  # there is a promise inside
-                return self._capture_with_placeholders(args, kwargs, registry, bulky)
-            except Exception as error:
-                self._add_pickling_note(error, args, kwargs, registry)
-                raise
-        self._hold_found(pickling)
-        return inputs
+        return self._pack_arguments(args, kwargs, bulky)
 
-    def _capture_with_placeholders(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry, bulky: bool
+    def _pack_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], bulky: bool
     ) -> Sequence[Promise[Any]]:
+        registry = self.dispatcher.registry
+        inputs: dict[int, tuple[int, Promise[Any]]] = {}
         self.kind = CALL_KEYWORDS
-        with (
-            Placeholders() as placeholders,
-            PicklingContext(registry.directory, registry.snapshot) as pickling,
-        ):
+        with PicklingContext(registry.directory, registry.snapshot, inputs) as pickling:
             try:
                 self.payload = pack((args, kwargs), registry.snapshot, registry.store, bulky)
             except NeedsPlaceholder as misplaced:  # of another pool: no call can carry it
                 raise TypeError(*misplaced.args) from None
             except Exception as error:
-                self._add_pickling_note(error, args, kwargs, registry)
+                first = -self.definition.takes_function
+                error.add_note(
+                    f"while pickling the arguments of {self.definition.label}: "
+                    f"{_describe_unpicklable(args, kwargs, registry, first)}"
+                )
                 raise
-        self._hold_found(pickling)
-        return placeholders.inputs
-
-    def _add_pickling_note(
-        self,
-        error: Exception,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        registry: FunctionRegistry,
-    ) -> None:
-        error.add_note(
-            f"while pickling the arguments of {self.definition.label}: "
-            f"{_describe_unpicklable(args, kwargs, registry, -self.definition.takes_function)}"
-        )
-
-    def _hold_found(self, pickling: PicklingContext) -> None:
-        """Hold the kept values and the ends of channels that the pickler has found."""
         if pickling.remote_objects:
             self.add_kept_values(pickling.remote_objects)
         if pickling.moved:
             self._add_channel_ends(pickling.moved)
+        return [promise for _, promise in inputs.values()]
 
     def hold_captured(self) -> None:
         """Hold the kept values that the function captures until this call is answered."""
@@ -258,10 +226,11 @@ class Task(Promise[Any]):
             views = [
                 pristine_view(segment)[at : at + length] for segment, at, length in payload.places
             ]
-            args: tuple[Any, ...] = load_with_buffers(payload.inline, views)
+            args = load_with_buffers(payload.inline, views)
         else:
-            args = loads(payload) if payload else ()
-        return args
+            args = loads(payload)
+        positional: tuple[Any, ...] = args[0]
+        return positional
 
     def wait_for(self, inputs: Sequence[Promise[Any]]) -> None:
         """Have `Dispatcher.on_inputs_ready` called once: when all `inputs` have values, or when one
@@ -308,9 +277,9 @@ class Task(Promise[Any]):
             if args is not None:
                 self.args, self.payload, self.weight = None, b"", type(self).weight
                 if any(isinstance(value, Promise) for value in values):
-                    inputs = self._capture_with_placeholders(tuple(values), {}, registry, True)
+                    inputs = self._pack_arguments(tuple(values), {}, True)
                 else:
-                    inputs = self.capture(self.definition, tuple(values), {}, registry)
+                    inputs = self.capture(self.definition, tuple(values), {})
                 if not all(each._is_lazy for each in inputs):
                     raise TypeError("the value of a promise is or contains another promise")
                 if captured:
@@ -706,7 +675,7 @@ def _describe_unpicklable(
     """Return which argument cannot be pickled. `first` is the number of the first one."""
     for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args, first)), *kwargs.items()]:
         try:
-            with Placeholders():
+            with PicklingContext(registry.directory, registry.snapshot, {}):
                 capture(arg, registry.snapshot)
         except Exception:
             return f"{name}, a {type(arg).__qualname__}{_FUTURE_CURE if _has_future(arg) else ''}"

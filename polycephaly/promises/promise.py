@@ -95,9 +95,6 @@ code that runs under the lock is in finalizers.
 
 
 class _PicklingState(threading.local):
-    reduce_promise: Callable[[Promise[Any]], tuple[Any, ...]] | None = None
-    """Set while this thread pickles arguments that may contain promises. Returns the value to
-    pickle in place of a promise, in the form of `__reduce__`."""
     context: Any = None
     """The `PicklingContext` (wire/placeholders.py) of the call that this thread is pickling."""
     for_other_process = False
@@ -794,12 +791,14 @@ class Promise(Future[T], Handle, Generic[T]):
         return condition
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if pickling_state.reduce_promise is None:
+        context = pickling_state.context
+        if context is None or context.inputs is None:
             raise misplaced_error(
                 "a promise can be pickled only for a call, as or inside the function or its "
                 f"arguments: return or send its value instead ({self!r})"
             )
-        return pickling_state.reduce_promise(self)
+        placeholder: tuple[Any, ...] = context.add_input(self)
+        return placeholder
 
     def _description(self) -> str:
         """Return the name of this promise for messages."""

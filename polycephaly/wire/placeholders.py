@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakValueDictionary
 
 from ..memory.references import Serialized
-from ..promises.promise import pickling_state
+from ..promises.promise import Promise, pickling_state
 
 if TYPE_CHECKING:
     from .pickling import MainSnapshot
@@ -38,18 +38,32 @@ class PicklingContext:
     """The pickling context: values pickled in this block belong to a call of that directory's pool.
 
     `snapshot` is shared with the process that runs the call; if None, shared values travel as
-    handles. `remote_objects` holds the kept values found, by number. `moved` holds the objects that
-    follow the call's fate (see `_follow_task`). The context is entered for every call whose
-    arguments are pickled, and costs a third of a microsecond.
+    handles. `inputs` is given where promises may stand in the values, and gets each promise with
+    the index of its placeholder. `remote_objects` holds the kept values found, by number. `moved`
+    holds the objects that follow the call's fate (see `_follow_task`). The context is entered for
+    every call whose arguments are pickled, and costs a third of a microsecond.
     """
 
-    __slots__ = ("_outer", "directory", "moved", "remote_objects", "snapshot")
+    __slots__ = ("_outer", "directory", "inputs", "moved", "remote_objects", "snapshot")
 
-    def __init__(self, directory: Directory | None, snapshot: MainSnapshot | None = None) -> None:
+    def __init__(
+        self,
+        directory: Directory | None,
+        snapshot: MainSnapshot | None = None,
+        inputs: dict[int, tuple[int, Promise[Any]]] | None = None,
+    ) -> None:
         self.directory = directory
         self.snapshot = snapshot
+        self.inputs = inputs
         self.remote_objects: dict[int, Any] | None = None
         self.moved: list[Any] | None = None
+
+    def add_input(self, promise: Promise[Any]) -> tuple[Callable[[int], Any], tuple[int]]:
+        """Return what is pickled in place of `promise`, in the form of `__reduce__`."""
+        assert self.inputs is not None
+        # By identity: a class of users may be unhashable.
+        index, _ = self.inputs.setdefault(id(promise), (len(self.inputs), promise))
+        return promised_value, (index,)
 
     def add_moved(self, thing: Any) -> None:
         if self.moved is None:

@@ -65,11 +65,13 @@ class RayShared(ReleasableHandle, Generic[T]):
         return promise
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        if pickling_state.reduce_promise is None:
+        context = pickling_state.context
+        if context is None or context.inputs is None:
             raise misplaced_error(
                 "a value shared on Ray can be pickled only for calls of its own pool"
             )
-        return pickling_state.reduce_promise(self._require_promise())
+        placeholder: tuple[Any, tuple[Any, ...]] = context.add_input(self._require_promise())
+        return placeholder
 
     def __repr__(self) -> str:
         state = "released" if self._promise is None else f"{self.nbytes:,} bytes"

@@ -146,7 +146,7 @@ class Connection(ServerConnection):
             shared_refs: list[SharedRef] = []
             pickling_call.connection, pickling_call.shared_refs = self, shared_refs
             try:
-                inputs = task.capture(definition, args, kwargs, self.registry)
+                inputs = task.capture(definition, args, kwargs)
             finally:
                 pickling_call.connection, pickling_call.shared_refs = None, []
             if shared_refs:
