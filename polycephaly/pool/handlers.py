@@ -193,17 +193,21 @@ def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, no
             [at - handle.clock_offset for at in times] for times in (started, finished)
         )
     tasks = handle.remove_many_in_flight(numbers)
-    definitions = {task.definition for task in tasks if task is not None}
-    alike = len(definitions) == 1
-    dispatcher.record.add_batch(
-        handle.name, tasks, started, finished, seconds, now, len(payload), alike
-    )
-    if alike:
-        definitions.pop().record_duration(seconds, len(tasks))
+    answered = [task for task in tasks if task is not None]  # others were given up as lost
+    functions = {task.definition for task in answered}
+    if len(functions) == 1 and len(answered) == len(tasks):
+        dispatcher.record.add_batch(
+            handle.name, answered, started, finished, seconds, now, len(payload)
+        )
+        functions.pop().record_duration(seconds, len(tasks))
     else:
+        size = len(payload) // len(tasks)
         for task, began, ended in zip(tasks, started, finished, strict=True):
             if task is not None:
                 task.definition.record_duration(ended - began, 1)
+                task.answer, task.status = Answer(began, ended, now, task.weight, size), VALUE
+        answered.sort(key=lambda task: task.definition.number)
+        dispatcher.record.add_answers(handle.name, answered, {})
     last = tasks[-1]
     if last is not None and last.position > handle.highest_answered:
         handle.highest_answered = last.position

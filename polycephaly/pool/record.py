@@ -27,7 +27,6 @@ from ..runtime.tuning import tuning
 from ..timeline.entries import Aggregated, Entry
 from ..timeline.event_log import spans_of, unpack_events
 from ..timeline.spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
-from ..wire.functions import RemoteFunction
 from ..wire.messages import CALL_SLICE, VALUE
 from ..wire.messages import ERROR as FAILED
 from .task import Answer, Task
@@ -74,61 +73,28 @@ class TraceBuffer:
     def add_batch(
         self,
         drone: str,
-        tasks: Sequence[Task | None],
+        tasks: Sequence[Task],
         started: list[float],
         finished: list[float],
         running: float,
         received: float,
         size: int,
-        same_function: bool,
     ) -> None:
-        """Record tasks that were answered together, with values of `size` bytes.
+        """Record calls of one function that were answered together, with values of `size` bytes.
 
-        If `same_function`, all are calls of one function. Short ones share one span.
+        Short ones share one span.
         """
         count = len(tasks)
-        if not same_function or not all(tasks):  # some were lost, and answered nevertheless
-            self._add_by_definition(drone, tasks, started, finished, received, size / count)
-            return
-        first: Any = tasks[0]
-        last: Any = tasks[-1]
+        first = tasks[0]
         calls = 1
         times: tuple[Sequence[float], Sequence[float]] = started, finished
         links: Sequence[tuple[int, tuple[int, ...], int | None]] = ()
         if count > 1 and running < MIN_OWN_SPAN_SECONDS * count:
             times, calls = (started[:1], finished[-1:]), count
         else:
-            links = [
-                (task.call_number, task.input_numbers, task.first_item)
-                for task in tasks
-                if task is not None
-            ]
+            links = [(task.call_number, task.input_numbers, task.first_item) for task in tasks]
         measured = *times, running, received, first.weight * count, size, None, links
-        self._add_entry(drone, first, last, DONE, calls, *measured)
-
-    def _add_by_definition(
-        self,
-        drone: str,
-        tasks: Sequence[Task | None],
-        started: list[float],
-        finished: list[float],
-        received: float,
-        size: float,
-    ) -> None:
-        by_definition: dict[RemoteFunction, list[int]] = {}
-        for index, task in enumerate(tasks):
-            if task is not None:
-                by_definition.setdefault(task.definition, []).append(index)
-        for indices in by_definition.values():
-            alike = [tasks[index] for index in indices]
-            began, ended = (
-                [started[index] for index in indices],
-                [finished[index] for index in indices],
-            )
-            running = sum(ended) - sum(began)
-            self.add_batch(
-                drone, alike, began, ended, running, received, int(size * len(indices)), True
-            )
+        self._add_entry(drone, first, tasks[-1], DONE, calls, *measured)
 
     def add_answers(self, drone: str, tasks: list[Task], parts: Mapping[int, int]) -> None:
         """Record tasks that were answered one by one, in one message.
