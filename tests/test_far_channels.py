@@ -782,6 +782,26 @@ def test_the_death_of_the_home_is_told_to_all_who_wait_with_its_cause():
         run(all_wait)
 
 
+@pytest.mark.guarantee("channel-3")
+def test_the_death_of_the_home_is_told_to_those_behind_a_select_on_two_of_its_channels():
+    with poly.Pool(1) as pool:
+        (drone,) = pool.drones
+        one, two = made_in(drone), made_in(drone)
+
+        async def both_wait():
+            choosing = green.spawn(select(one.receiving(), two.receiving()))
+            await turns()
+            behind = green.spawn(two.receive())
+            await turns()
+            os.kill(drone.pid, signal.SIGKILL)
+            async with green.timeout(30):  # without the error, a wait that does not end
+                for each in (choosing, behind):
+                    with pytest.raises(ChannelClosed, match="was killed by SIGKILL"):
+                        await each
+
+        run(both_wait)
+
+
 def test_the_end_of_the_home_is_told_too():
     with poly.Drone() as drone:
         ch, other = made_in(drone), made_in(drone)

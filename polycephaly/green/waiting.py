@@ -94,8 +94,8 @@ class Waiter:
     def __init__(self, thread: GreenThread[Any], item: Any = None) -> None:
         self.thread = thread
         self.item = item
-        # The WaitQueue that the waiter stands in, or the Transaction (distributed/transaction.py)
-        # that has taken it out.
+        # The WaitQueue that the waiter stands in, the Transaction (distributed/transaction.py) that
+        # has taken it out, or the Request (distributed/proxy.py) to another process.
         self.location: Any = None
 
     def serve(self, value: Any) -> None:
@@ -278,9 +278,14 @@ class ChannelQueues:
         self._drop_empty_queue(end)
         return True
 
-    def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
-        """Interrupt a waiter that could not be withdrawn: it first gets its item."""
+    def _interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
+        """Withdraw `waiter` and return True. If it has been served, interrupt it and return False:
+        it first gets its item.
+        """
+        if self._withdraw_waiter(end, waiter):
+            return True
         waiter.thread._interrupt(error)
+        return False
 
     def _drop_empty_queue(self, end: str) -> None:
         if end == "send":
@@ -405,9 +410,8 @@ class QueuedOperation(Waiter):
         raise StopIteration(value)
 
     def throw(self, error: BaseException, *_: Any) -> Any:
-        if self.channel._withdraw_waiter(self.end, self):
+        if self.channel._interrupt_waiter(self.end, self, error):
             raise error
-        self.channel._interrupt_served(self, error)
         return PARK
 
     def close(self) -> None:

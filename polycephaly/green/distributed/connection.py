@@ -80,7 +80,6 @@ class PeerConnection:
         # For proxies here of channels there; by number of the operation, or of the channel.
         self.numbers = count(1)
         self.requests: dict[int, Any] = {}  # requests not answered yet
-        self.held_offers: dict[int, Any] = {}  # offers of a select that is HELD
         self.credits: dict[int, Any] = {}  # places in their buffers, granted to this process
         # For proxies there of channels here.
         self.operations: dict[int, Any] = {}  # operations that are not over

@@ -41,6 +41,7 @@ def convert_inherited(channel: Any) -> None:
     process.
     """
     if isinstance(channel, ChannelProxy):
+        channel._generation = -channels.generation
         return
     generation = abs(channel._generation)
     owner_address = next(

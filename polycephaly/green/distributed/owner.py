@@ -284,11 +284,11 @@ class OwnedChannel(Channel[Any]):
             return False
         return super()._withdraw_waiter(end, waiter)
 
-    def _interrupt_served(self, waiter: Waiter, error: BaseException) -> None:
+    def _interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
         if isinstance(waiter.location, Transaction):
             waiter.location.errors.append(error)
-        else:
-            super()._interrupt_served(waiter, error)
+            return False
+        return super()._interrupt_waiter(end, waiter, error)
 
     # -- other processes ---------------------------------------------------------------------------
 

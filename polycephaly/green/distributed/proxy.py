@@ -1,7 +1,7 @@
 """The proxy side: a channel in a process other than its owning process.
 
-    await send(item) ──pickled──> RemoteOperation, parked ──OFFER──> owner ──DONE──> goes on
-    await receive() ──> RemoteOperation, parked ──DEMAND──> owner ──GIVE──> unpickled, TAKE
+    await send(item) ──pickled──> Request, parked ──OFFER──> owner ──DONE──> goes on
+    await receive() ──> Request, parked ──DEMAND──> owner ──GIVE──> unpickled, TAKE
 
 A proxy is a `Channel` like any other, but without `claim` and a `default` of `select`. A thread
 that waits here waits for another process, so this is no deadlock.
@@ -13,9 +13,7 @@ An unrequested REFUSED sets `_closed`.
 
 from __future__ import annotations
 
-from _thread import get_ident
-from collections.abc import Generator
-from types import coroutine
+from collections.abc import Callable
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -23,14 +21,14 @@ from ...errors import ChannelClosed, ItemLost
 from ...wire.exceptions import unpack_exception
 from .. import channel as channels
 from ..channel import Channel, Claim, _Buffered
-from ..parking import Parking
-from ..scheduler import PARK, scheduler
+from ..scheduler import scheduler
 from ..select import Offer
-from ..waiting import NOTHING, Refused, Waiter
+from ..waiting import NOTHING, Waiter
 from . import opcodes
 from .connection import HANDLERS, PeerConnection, PeerEnding
 from .credit import make_owned
 from .packed import CLOSED_OR_RELEASED, PackedItem, pack_item, unpack_item
+from .transaction import select_number
 from .transport import ChannelTransport, get_transport
 
 
@@ -47,111 +45,55 @@ class _ProxyState:
         self.name = name
 
 
-class RemoteOperation(Parking):
-    """A send or receive requested from the owning process; the awaitable of its answer."""
+class Request:
+    """A send or receive requested from the owning process: the `location` of its waiter, which is a
+    green thread or an offer of a `select`.
+    """
 
-    __slots__ = ("errors", "number", "payload", "peer", "proxy", "was_sent")
+    __slots__ = ("end", "errors", "is_held", "number", "peer", "proxy", "waiter", "was_sent")
 
-    def __init__(self, proxy: ChannelProxy, peer: PeerConnection, payload: bytes | None) -> None:
-        super().__init__()
+    def __init__(
+        self, proxy: ChannelProxy, peer: PeerConnection, end: str, waiter: Any, payload: bytes
+    ) -> None:
         self.proxy = proxy
         self.peer = peer
-        self.payload = payload  # None for a receive
-        self.errors: list[BaseException] = []
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return f"Channel.{'receive' if self.payload is None else 'send'}"
-
-    def enter(self, thread: Any) -> bool:
-        peer, self.number = self.peer, next(self.peer.numbers)
-        peer.requests[self.number] = self
+        self.end = end
+        self.waiter = waiter
+        self.errors: list[BaseException] = []  # interruptions of a send, which waits for its answer
+        self.is_held = False  # an offer of a `select` that is HELD
         self.was_sent = not peer.lost
-        kind = opcodes.DEMAND if self.payload is None else opcodes.OFFER
-        peer.put(kind, self.proxy._extra.number, self.number, _NO_SELECT + (self.payload or b""))
-        return True
+        self.number = next(peer.numbers)
+        peer.requests[self.number] = self
+        waiter.location = self
+        kind = opcodes.OFFER if end == "send" else opcodes.DEMAND
+        peer.put(kind, proxy._extra.number, self.number, payload)
 
-    def send(self, value: Any) -> Any:
-        if value.__class__ is Refused:
-            raise value.error
-        return super().send(value)
-
-    def throw(self, error: BaseException, *_: Any) -> Any:
-        if self.number not in self.peer.requests:  # already answered: the answer comes first
-            self.thread._interrupt(error)  # type: ignore[union-attr]
-            return PARK
-        if self.payload is None:  # a GIVE under way will be answered with PASS
-            self.leave()
-            raise error
-        self.errors.append(error)
-        if len(self.errors) == 1:
-            self.peer.put(opcodes.WITHDRAW, 0, self.number)
-        return PARK
-
-    def leave(self) -> None:
-        if self.peer.requests.pop(self.number, None) is not None:
-            self.peer.put(opcodes.WITHDRAW, 0, self.number)
-
-    # -- answers of the owning process -------------------------------------------------------------
-
-    def on_done(self, value: Any = None) -> None:
-        self.wake(value)
+    def finish(self, finish: Callable[[Any], object], value: Any) -> None:
+        self.peer.requests.pop(self.number, None)
+        self.waiter.location = None
+        finish(value)
         for error in self.errors:
-            self.thread._interrupt(error)  # type: ignore[union-attr]
+            self.waiter.thread._interrupt(error)
 
-    def on_withdrawn(self) -> None:
-        self.wake(Refused(self.errors[0]))
-        for error in self.errors[1:]:
-            self.thread._interrupt(error)  # type: ignore[union-attr]
+    def fail(self, error: BaseException, may_have_happened: bool = False) -> None:
+        if self.errors and not may_have_happened:
+            error = self.errors.pop(0)
+        self.finish(self.waiter.fail if self.is_held else self.waiter.refuse, error)
 
-    def on_refused(self, error: BaseException) -> None:
-        if self.errors:
-            self.on_withdrawn()
+    def take(self, item: PackedItem) -> None:
+        self.peer.put(opcodes.TAKE, 0, self.number)
+        try:
+            value = unpack_item(item)
+        except Exception as error:
+            self.finish(self.waiter.fail, error)
         else:
-            self.wake(Refused(error))
-
-    def on_lost(self, error: ChannelClosed) -> None:
-        if self.payload is None or not self.was_sent:
-            self.on_refused(error)
-            return
-        self.wake(Refused(_item_lost_error(error)))
-        for each in self.errors:
-            self.thread._interrupt(each)  # type: ignore[union-attr]
+            self.finish(self.waiter.complete, value)
 
 
 class ChannelProxy(Channel[Any]):
     __slots__ = ()
     _extra: _ProxyState  # type: ignore[assignment]
     is_remote = True
-
-    # -- operations of green threads ---------------------------------------------------------------
-
-    @coroutine
-    def send(self, item: Any) -> Generator[Any, Any, None]:
-        if get_ident() != scheduler.owner:
-            yield from self._run_in_proxy_thread(self._send_here, item)
-        else:
-            yield from self._send_here(item)
-
-    @coroutine
-    def receive(self) -> Generator[Any, Any, Any]:
-        if get_ident() != scheduler.owner:
-            return (yield from self._run_in_proxy_thread(self._receive_here))
-        return (yield from self._receive_here())
-
-    @coroutine
-    def _send_here(self, item: Any) -> Generator[Any, Any, None]:
-        peer = self._peer()
-        content = pack_item(item)
-        if not self._send_by_credit(peer, content):
-            yield from RemoteOperation(self, peer, content)
-
-    @coroutine
-    def _receive_here(self) -> Generator[Any, Any, Any]:
-        return unpack_item((yield from RemoteOperation(self, self._peer(may_be_closed=True), None)))
-
-    def _send_by_credit(self, peer: PeerConnection, content: bytes) -> bool:
-        return False
 
     def _peer(self, may_be_closed: bool = False) -> PeerConnection:
         """Return the connection to the owning process. Raises `ChannelClosed`."""
@@ -182,33 +124,35 @@ class ChannelProxy(Channel[Any]):
         return NOTHING
 
     def _enqueue(self, end: str, waiter: Waiter) -> None:
-        assert isinstance(waiter, Offer)
-        select = waiter.select
+        number = 0
         try:
             peer = self._peer(may_be_closed=end == "receive")
-            if not select.number:
-                select.number = next(get_transport().selects)
-            payload = opcodes.SELECT.pack(select.number) + (
+            if isinstance(waiter, Offer):
+                number = select_number(waiter)[1]
+            payload = opcodes.SELECT.pack(number) + (
                 pack_item(waiter.item) if end == "send" else b""
             )
         except Exception as error:
             waiter.refuse(error)
             return
-        number = next(peer.numbers)
-        peer.requests[number] = waiter
-        waiter.registration = peer, number, self
-        peer.put(
-            opcodes.OFFER if end == "send" else opcodes.DEMAND, self._extra.number, number, payload
-        )
+        Request(self, peer, end, waiter, payload)
 
     def _withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
-        assert isinstance(waiter, Offer)
-        if waiter.registration is None:
+        request, waiter.location = waiter.location, None
+        if request is None:
             return False
-        (peer, number, _), waiter.registration = waiter.registration, None
-        if peer.requests.pop(number, None) is not None:
-            peer.put(opcodes.WITHDRAW, 0, number)
+        if request.peer.requests.pop(request.number, None) is not None:
+            request.peer.put(opcodes.WITHDRAW, 0, request.number)
         return True
+
+    def _interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
+        request = waiter.location
+        if request is None or end == "receive":  # a GIVE under way will be answered with PASS
+            return super()._interrupt_waiter(end, waiter, error)
+        request.errors.append(error)
+        if len(request.errors) == 1:
+            request.peer.put(opcodes.WITHDRAW, 0, request.number)
+        return False
 
     # -- closing, and the rest ---------------------------------------------------------------------
 
@@ -266,7 +210,6 @@ class BufferedChannelProxy(ChannelProxy, _Buffered[Any]):
         )
 
 
-_NO_SELECT = opcodes.SELECT.pack(0)
 proxies: WeakValueDictionary[tuple[str, int], Channel[Any]] = WeakValueDictionary()
 """The proxies in this process, by address and number. However often a channel arrives, it is one
 object in each process."""
@@ -341,82 +284,49 @@ def _complete_error(proxy: Any, error: ChannelClosed) -> ChannelClosed:
 
 
 def _on_done(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    operation = peer.requests.pop(op, None)
-    if operation is not None:
-        operation.on_done()
+    request = peer.requests.get(op)
+    if request is not None:
+        request.finish(request.waiter.complete, None)
 
 
 def _on_withdrawn(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    operation = peer.requests.pop(op, None)
-    if operation is not None:
-        operation.on_withdrawn()
+    request = peer.requests.get(op)
+    if request is not None:
+        request.fail(request.errors[0])
 
 
 def _on_give(peer: PeerConnection, _: int, op: int, payload: bytes) -> None:
-    waiter = peer.requests.get(op)
-    item = PackedItem(payload)
-    if waiter is None:
-        peer.put(opcodes.PASS, 0, op)
-    elif isinstance(waiter, RemoteOperation):
-        del peer.requests[op]
-        peer.put(opcodes.TAKE, 0, op)
-        waiter.on_done(item)
-    elif op in peer.held_offers:  # the select was held for this item
-        del peer.held_offers[op]
-        _take_item(peer, op, waiter, item)
+    request, item = peer.requests.get(op), PackedItem(payload)
+    if request is not None and (request.is_held or not isinstance(request.waiter, Offer)):
+        request.take(item)
     else:
-
-        def on_hold_answer(held: bool) -> None:
-            if held:
-                _take_item(peer, op, waiter, item)
-            else:
-                peer.put(opcodes.PASS, 0, op)
-
-        waiter.select.request_hold(on_hold_answer)
-
-
-def _take_item(peer: PeerConnection, op: int, offer: Offer, item: PackedItem) -> None:
-    peer.put(opcodes.TAKE, 0, op)
-    _drop_offer(peer, op, offer)
-    try:
-        value = unpack_item(item)
-    except Exception as error:
-        offer.fail(error)
-    else:
-        offer.complete(value)
-
-
-def _drop_offer(peer: PeerConnection, op: int, offer: Offer) -> None:
-    """Drop an offer without WITHDRAW, because the owning process knows that it is over."""
-    peer.requests.pop(op, None)
-    offer.registration = None
+        _hold(peer, op, lambda request: request.take(item))
 
 
 def _on_hold(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    waiter = peer.requests.get(op)
-    if waiter is None:
+    def on_held(request: Request) -> None:
+        request.is_held = True
+        peer.put(opcodes.HELD, 0, op)
+
+    _hold(peer, op, on_held)
+
+
+def _hold(peer: PeerConnection, op: int, on_held: Callable[[Request], object]) -> None:
+    """Call `on_held` when the `select` of an offer is held; answer PASS if it is over."""
+    request = peer.requests.get(op)
+    if request is None:
         peer.put(opcodes.PASS, 0, op)
-        return
-
-    def on_hold_answer(held: bool) -> None:
-        if held:
-            peer.held_offers[op] = waiter
-        peer.put(opcodes.HELD if held else opcodes.PASS, 0, op)
-
-    waiter.select.request_hold(on_hold_answer)
-
-
-def _on_commit(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    offer = peer.held_offers.pop(op, None)
-    if offer is not None:
-        _drop_offer(peer, op, offer)
-        offer.complete(None)
+    else:
+        request.waiter.select.request_hold(
+            lambda held: on_held(request) if held else peer.put(opcodes.PASS, 0, op)
+        )
 
 
 def _on_release(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    offer = peer.held_offers.pop(op, None)
-    if offer is not None:
-        offer.release()
+    request = peer.requests.get(op)
+    if request is not None and request.is_held:
+        request.is_held = False
+        request.waiter.release()
 
 
 def _on_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> None:
@@ -428,19 +338,11 @@ def _on_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> N
         if peer.credits.get(number) == 0:  # else RECALL is about to come
             del peer.credits[number]
         return
-    waiter, held = peer.requests.pop(op, None), peer.held_offers.pop(op, None)
-    if isinstance(error, ChannelClosed) and waiter is not None:
-        error = _complete_error(
-            waiter.proxy if isinstance(waiter, RemoteOperation) else waiter.registration[2], error
-        )
-    if isinstance(waiter, RemoteOperation):
-        waiter.on_refused(error)
-    elif isinstance(waiter, Offer):
-        waiter.registration = None
-        if held is not None:
-            waiter.fail(error)
-        else:
-            waiter.refuse(error)
+    request = peer.requests.get(op)
+    if request is not None:
+        if isinstance(error, ChannelClosed):
+            error = _complete_error(request.proxy, error)
+        request.fail(error)
 
 
 def _on_credit(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
@@ -462,21 +364,14 @@ def _on_recall(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
 
 def on_loss(peer: PeerConnection) -> None:
     """Fail all operations on the channels of a process that is gone."""
-    waiting, peer.requests = peer.requests, {}
-    held, peer.held_offers = peer.held_offers, {}
-    for op, waiter in waiting.items():
-        if isinstance(waiter, RemoteOperation):
-            waiter.on_lost(_owner_gone_error(waiter.proxy, peer.ending))
-        elif isinstance(waiter, Offer):
-            error = _owner_gone_error(waiter.registration[2], peer.ending)
-            waiter.registration = None
-            if op not in held:
-                waiter.refuse(error)
-            elif waiter.select.guards[waiter.index].end == "send":
-                # A receiver may have been given the item.
-                waiter.fail(_item_lost_error(error))
-            else:
-                waiter.fail(error)
+    while peer.requests:  # the end of a `select` withdraws its other offers
+        request = peer.requests.pop(next(iter(peer.requests)))
+        error = _owner_gone_error(request.proxy, peer.ending)
+        # A receiver may have been given the item.
+        is_lost = request.end == "send" and (
+            request.is_held if isinstance(request.waiter, Offer) else request.was_sent
+        )
+        request.fail(_item_lost_error(error) if is_lost else error, is_lost)
     for reference in proxies.valuerefs():  # a copy: other threads may add proxies meanwhile
         proxy: Any = reference()
         if proxy is not None and proxy._extra.owner_address == peer.address:
@@ -489,7 +384,7 @@ HANDLERS.update(
         opcodes.WITHDRAWN: _on_withdrawn,
         opcodes.GIVE: _on_give,
         opcodes.HOLD: _on_hold,
-        opcodes.COMMIT: _on_commit,
+        opcodes.COMMIT: _on_done,
         opcodes.RELEASE: _on_release,
         opcodes.REFUSED: _on_refused,
         opcodes.CREDIT: _on_credit,
