@@ -1583,15 +1583,15 @@ def test_a_finalizer_that_closes_a_channel_while_its_thread_writes_holds_nobody_
 
 
 def test_an_end_that_goes_with_many_calls_is_counted_once_for_each_drone(pool):
-    from polycephaly.green.distributed.ends import _counts
+    from polycephaly.green.distributed.ends import _open_ends
 
     ch = Channel()
     end = ch.sender()
     drone = pool.drones[0]
     for _ in range(30):
         drone.doit(store, end)
-    holders = _counts[ch].holders
-    wait_for(lambda: [len(each) for each in holders.values()] == [1])
+    (counted,) = _open_ends[ch].values()
+    wait_for(lambda: len(counted.holders) == 1)
     drone.kill()
     with pytest.raises(ChannelClosed):
         ch.get(20)

@@ -26,8 +26,9 @@ from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
+from itertools import count
 from struct import Struct
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ...errors import ChannelClosed, DroneDied
@@ -80,13 +81,14 @@ class _CountedEnd(channels.End[T]):
             and (self._came_with_call or _is_drone())
             and self._generation >= channels.oldest_generation
         ):
-            scheduler.post(partial(_drop_end, self.channel, self._number, self._token))
+            report = _Report(self._token)
+            scheduler.post(partial(_tell, self.channel, opcodes.DROPPED, self._number, report))
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._register_inherited()
-            scheduler.post(partial(_end_closed, self.channel, self._number))
+            scheduler.post(partial(_tell, self.channel, opcodes.ENDED, self._number, _Report()))
 
     def _open_channel(self) -> Channel[T]:
         if self._closed:
@@ -147,15 +149,8 @@ class _CountedEnd(channels.End[T]):
     def _report_if_misplaced(self, error: BaseException) -> None:
         if not self._calls and not self._closed:
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            if self.channel.is_remote:
-                _send(
-                    self.channel,
-                    opcodes.MISPLACED,
-                    self._number,
-                    _TOKENS.pack(self._token, 0) + reason.encode(),
-                )
-            else:
-                _drop_misplaced(self.channel, self._number, self._token, reason, error)
+            report = _Report(self._token, _NO_TOKEN, reason, error)
+            _tell(self.channel, opcodes.MISPLACED, self._number, report)
 
     def __repr__(self) -> str:
         name = type(self).__name__.removeprefix("Counted")
@@ -184,25 +179,30 @@ def _cancelled_error(task: Any) -> CancelledError:
     return CancelledError(f"{task.label} was cancelled")
 
 
-class _EndCounts:
-    """The ends of one channel, in its owning process.
+class _OpenEnd:
+    """An open end, in the owning process of its channel.
 
-    `holders` maps each end to its holders, by token; None stands for this process, if the end has
-    come back. `past_tokens` maps each end to the last tokens that were handed on, in order. `calls`
-    counts the calls from here that are on their way with an end. While there are any, the death of
-    a last holder has no effect yet, and `abandoned` keeps its cause.
+    `holders` are by token; None stands for this process, if the end has come back. `past_tokens`
+    are the last that were handed on, in order. `calls` counts the calls from here that are on their
+    way with the end. While there are any, the death of the last holder has no effect yet, and
+    `loss` keeps its cause.
     """
 
-    def __init__(self) -> None:
-        self.last_number = 0
-        self.open: dict[Literal["send", "receive"], set[int]] = {"send": set(), "receive": set()}
-        self.holders: dict[int, dict[int, PeerConnection | None]] = {}
-        self.past_tokens: dict[int, dict[int, None]] = {}
-        self.calls: dict[int, int] = {}
-        self.abandoned: dict[int, tuple[str, BaseException | None]] = {}
+    def __init__(self, kind: Literal["send", "receive"]) -> None:
+        self.kind = kind
+        self.holders: dict[int, PeerConnection | None] = {}
+        self.past_tokens: dict[int, None] = {}
+        self.calls = 0
+        self.loss: tuple[str, BaseException | None] | None = None
 
 
-_counts: WeakKeyDictionary[Channel[Any], _EndCounts] = WeakKeyDictionary()
+# Any thread may add an end, so loops take a copy. Only the owner thread removes and changes ends.
+_open_ends: WeakKeyDictionary[Channel[Any], dict[int, _OpenEnd]] = WeakKeyDictionary()
+_numbers = count(1)
+
+
+def _find_end(channel: Channel[Any], number: int) -> _OpenEnd | None:
+    return _open_ends.get(channel, {}).get(number)
 
 
 def new_sender(channel: Channel[T]) -> Sender[T]:
@@ -221,13 +221,8 @@ def _count_end(channel: Channel[Any], kind: Literal["send", "receive"]) -> int:
         raise RuntimeError(
             f"an end of {channel!r} can be made only in the process that made the channel"
         )
-    count = _counts.get(channel)
-    if count is None:
-        count = _counts.setdefault(channel, _EndCounts())
-    # No call up to the next line, so no other thread runs in between.
-    count.last_number += 1
-    number = count.last_number
-    count.open[kind].add(number)
+    number = next(_numbers)
+    _open_ends.setdefault(channel, {})[number] = _OpenEnd(kind)
     return number
 
 
@@ -272,131 +267,124 @@ def _report_arrival(channel: Channel[Any], number: int, previous: int) -> int:
     outlives it that would wait for the end.
     """
     token = secrets.randbits(63) | 1
-    if not channel.is_remote:
-        scheduler.post(partial(_add_holder, channel, number, None, token, previous))
-        return token
     sent = allocate_lock()
     sent.acquire()
-    scheduler.post(
-        partial(_send_at_once, channel, opcodes.OPENED, number, _TOKENS.pack(token, previous), sent)
-    )
-    if _is_drone() and get_ident() != scheduler.owner:
+    scheduler.post(partial(_report_arrival_at_once, channel, number, token, previous, sent))
+    if channel.is_remote and _is_drone() and get_ident() != scheduler.owner:
         step = REPORT_TIMEOUT_SECONDS / REPORT_STEPS
         any(sent.acquire(timeout=step) for _ in range(REPORT_STEPS))
     return token
 
 
-def _send_at_once(
-    channel: Channel[Any], opcode: int, number: int, payload: bytes, sent: LockType
+def _report_arrival_at_once(
+    channel: Channel[Any], number: int, token: int, previous: int, sent: LockType
 ) -> None:
     try:
-        _send(channel, opcode, number, payload)
+        _tell(channel, opcodes.OPENED, number, _Report(token, previous))
         if scheduler.transport is not None:
             scheduler.transport.flush_during_step()
     finally:
         sent.release()
 
 
-def _send(channel: Any, opcode: int, number: int, payload: bytes = b"") -> None:
-    try:
-        channel._peer(may_be_closed=True).put(opcode, channel._extra.number, number, payload)
-    except ChannelClosed:
-        pass
+class _Report(NamedTuple):
+    """What a process tells of its copy of an end."""
+
+    token: int = _NO_TOKEN
+    previous: int = _NO_TOKEN  # the token that the end arrived with
+    reason: str = ""
+    cause: BaseException | None = None
 
 
-def _end_closed(channel: Channel[Any], number: int) -> None:
+def _tell(channel: Any, opcode: int, number: int, report: _Report) -> None:
+    """Tell the owning process, which may be this one, what has become of an end."""
     if channel.is_remote:
-        _send(channel, opcodes.ENDED, number)
+        payload = _TOKENS.pack(report.token, report.previous) + report.reason.encode()
+        channel.tell(opcode, number, payload)
     else:
-        _remove_end(channel, number)
+        _ACTIONS[opcode](channel, number, None, report)
 
 
-def _drop_end(channel: Channel[Any], number: int, token: int) -> None:
-    if channel.is_remote:
-        _send(channel, opcodes.DROPPED, number, _TOKENS.pack(token, _NO_TOKEN))
-    else:
-        _release_end(channel, number, token)
+def _on_report(
+    opcode: int, peer: PeerConnection, channel: int, number: int, payload: bytes
+) -> None:
+    target = channel_of(peer, channel)
+    if target is not None:
+        token, previous = _TOKENS.unpack_from(payload)
+        report = _Report(token, previous, payload[_TOKENS.size :].decode())
+        _ACTIONS[opcode](target, number, peer, report)
 
 
-def _release_end(channel: Channel[Any], number: int, token: int) -> None:
+def _on_closed(channel: Any, number: int, _: object, __: _Report) -> None:
+    _remove_end(channel, number)
+
+
+def _on_dropped(channel: Any, number: int, _: object, report: _Report) -> None:
     """Release an end, in the owning process.
 
     If the token holds nothing any more, the end was handed on, or has arrived at the same process
     again.
     """
-    count = _counts.get(channel)
-    holders = None if count is None else count.holders.get(number)
-    if count is None or not holders or token not in holders:
+    end = _find_end(channel, number)
+    if end is None or report.token not in end.holders:
         return
-    _forget_holder(count, channel, holders.pop(token))
-    if not holders:  # no process died: the channel closes as if by hand
+    _forget_holder(channel, end.holders.pop(report.token))
+    if not end.holders:  # no process died: the channel closes as if by hand
         _after_grace(partial(_remove_if_abandoned, channel, number, "", None))
 
 
 def _remove_end(
     channel: Any, number: int, loss: str = "", cause: BaseException | None = None
 ) -> None:
-    count = _counts.get(channel)
-    if count is None:
+    ends = _open_ends.get(channel, {})
+    end = ends.pop(number, None)
+    if end is None:
         return
-    count.past_tokens.pop(number, None)
-    count.abandoned.pop(number, None)
-    for holder in count.holders.pop(number, {}).values():
-        _forget_holder(count, channel, holder)
-    for end, others in count.open.items():
-        if number in others:
-            others.discard(number)
-            if not others and not channel.closed:
-                if loss:
-                    reason = ChannelClosed(f"the last end that could {end} was {loss}")
-                    reason.__cause__ = cause
-                    channel._extra.reason = reason
-                channel.close()
+    for holder in end.holders.values():
+        _forget_holder(channel, holder)
+    if not channel.closed and all(each.kind != end.kind for each in [*ends.values()]):
+        if loss:
+            reason = ChannelClosed(f"the last end that could {end.kind} was {loss}")
+            reason.__cause__ = cause
+            channel._extra.reason = reason
+        channel.close()
 
 
-def _is_open(count: _EndCounts, number: int) -> bool:
-    return any(number in others for others in count.open.values())
-
-
-def _add_holder(
-    channel: Any, number: int, holder: PeerConnection | None, token: int, previous: int
-) -> None:
-    count = _counts.get(channel)
-    if count is not None and _is_open(count, number):
-        past_tokens, holders = (
-            count.past_tokens.setdefault(number, {}),
-            count.holders.setdefault(number, {}),
-        )
-        keep_last(past_tokens, previous, None)  # keeps more than can be in transit at once
-        if token not in past_tokens:
-            for old_token in [each for each, owner in holders.items() if owner is holder]:
-                del holders[old_token]
-            holders[token] = holder
+def _on_opened(channel: Any, number: int, holder: PeerConnection | None, report: _Report) -> None:
+    end = _find_end(channel, number)
+    if end is not None:
+        keep_last(end.past_tokens, report.previous, None)  # more than can be in transit at once
+        if report.token not in end.past_tokens:
+            for old_token in [each for each, owner in end.holders.items() if owner is holder]:
+                del end.holders[old_token]
+            end.holders[report.token] = holder
             if holder is not None:
                 holder.ends.add(channel)
-        _forget_holder(count, channel, holders.pop(previous, None))
+        _forget_holder(channel, end.holders.pop(report.previous, None))
 
 
-def _forget_holder(count: _EndCounts, channel: Any, holder: PeerConnection | None) -> None:
+def _forget_holder(channel: Any, holder: PeerConnection | None) -> None:
     if holder is not None and not any(
-        holder in others.values() for others in count.holders.values()
+        holder in each.holders.values() for each in [*_open_ends[channel].values()]
     ):
         holder.ends.discard(channel)
 
 
-def _drop_misplaced(
-    channel: Any, number: int, token: int, reason: str, cause: BaseException | None
-) -> None:
+def _on_misplaced(channel: Any, number: int, _: object, report: _Report) -> None:
+    # Posted, because `_drop_misplaced` receives messages, which a handler must not do.
+    scheduler.post(partial(_drop_misplaced, channel, number, report))
+
+
+def _drop_misplaced(channel: Any, number: int, report: _Report) -> None:
     """Drop the holder of an end whose call came to nothing, unless the end was handed on."""
     if scheduler.transport is not None:
         scheduler.transport.receive_all()
-    count = _counts.get(channel)
-    if count is None or not _is_open(count, number) or token in count.past_tokens.get(number, ()):
+    end = _find_end(channel, number)
+    if end is None or report.token in end.past_tokens:
         return
-    holders = count.holders.get(number, {})
-    holders.pop(token, None)
-    if not holders:
-        _remove_end(channel, number, f"lost with its call: {reason}", cause)
+    end.holders.pop(report.token, None)
+    if not end.holders:
+        _remove_end(channel, number, f"lost with its call: {report.reason}", report.cause)
 
 
 def _after_grace(action: Callable[[], object], steps: int = GRACE_STEPS) -> None:
@@ -410,70 +398,43 @@ def _remove_if_abandoned(channel: Any, number: int, loss: str, cause: BaseExcept
     """
     if scheduler.transport is not None:
         scheduler.transport.receive_all()
-    count = _counts.get(channel)
-    if count is None or not _is_open(count, number) or count.holders.get(number):
+    end = _find_end(channel, number)
+    if end is None or end.holders:
         return
     # One of the calls may run again (`retries`), for example, which may take its time.
-    if number in count.calls:
-        count.abandoned[number] = loss, cause
+    if end.calls:
+        end.loss = loss, cause
     else:
         _remove_end(channel, number, loss, cause)
 
 
 def _count_calls(channel: Any, number: int, change: int) -> None:
-    count = None if channel.is_remote else _counts.get(channel)
-    if count is None:
+    end = None if channel.is_remote else _find_end(channel, number)
+    if end is None:
         return
-    left = count.calls.pop(number, 0) + change
-    if left:
-        count.calls[number] = left
-    elif number in count.abandoned:
-        loss, cause = count.abandoned.pop(number)
+    end.calls += change
+    if not end.calls and end.loss is not None:
+        (loss, cause), end.loss = end.loss, None
         _after_grace(partial(_remove_if_abandoned, channel, number, loss, cause))
-
-
-def _on_end_opened(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
-    target = channel_of(peer, channel)
-    if target is not None:
-        _add_holder(target, number, peer, *_TOKENS.unpack(payload))
-
-
-def _on_end_closed(peer: PeerConnection, channel: int, number: int, _: bytes) -> None:
-    target = channel_of(peer, channel)
-    if target is not None:
-        _remove_end(target, number)
-
-
-def _on_end_dropped(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
-    target = channel_of(peer, channel)
-    if target is not None:
-        _release_end(target, number, _TOKENS.unpack(payload)[0])
-
-
-def _on_end_misplaced(peer: PeerConnection, channel: int, number: int, payload: bytes) -> None:
-    target = channel_of(peer, channel)
-    if target is not None:
-        token, _ = _TOKENS.unpack_from(payload)
-        reason = payload[_TOKENS.size :].decode()
-        # Posted, because `_drop_misplaced` receives messages, which a handler must not do.
-        scheduler.post(partial(_drop_misplaced, target, number, token, reason, None))
 
 
 def on_loss(peer: PeerConnection) -> None:
     for channel in list(peer.ends):
-        count = _counts[channel]
-        for number, holders in list(count.holders.items()):
-            tokens = [token for token, holder in holders.items() if holder is peer]
+        for number, end in list(_open_ends[channel].items()):
+            tokens = [token for token, holder in end.holders.items() if holder is peer]
             for token in tokens:
-                del holders[token]
-            if tokens and not holders:
+                del end.holders[token]
+            if tokens and not end.holders:
                 loss = f"in {peer}, which {peer.ending.description}"
                 _after_grace(
                     partial(_remove_if_abandoned, channel, number, loss, peer.ending.death)
                 )
 
 
-HANDLERS[opcodes.OPENED] = _on_end_opened
-HANDLERS[opcodes.ENDED] = _on_end_closed
-HANDLERS[opcodes.DROPPED] = _on_end_dropped
-HANDLERS[opcodes.MISPLACED] = _on_end_misplaced
+_ACTIONS: dict[int, Callable[[Any, int, PeerConnection | None, _Report], None]] = {
+    opcodes.OPENED: _on_opened,
+    opcodes.ENDED: _on_closed,
+    opcodes.DROPPED: _on_dropped,
+    opcodes.MISPLACED: _on_misplaced,
+}
+HANDLERS.update({opcode: partial(_on_report, opcode) for opcode in _ACTIONS})

@@ -14,6 +14,7 @@ An unrequested REFUSED sets `_closed`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -165,19 +166,16 @@ class ChannelProxy(Channel[Any]):
         self._closed = True
         scheduler.post(self._close_here)
 
+    def tell(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
+        """Send a message about the channel, unless its owning process is gone."""
+        with suppress(ChannelClosed):
+            self._peer(may_be_closed=True).put(kind, self._extra.number, number, payload)
+
     def _close_here(self) -> None:
-        try:
-            self._peer(may_be_closed=True).put(opcodes.CLOSE, self._extra.number)
-        except ChannelClosed:
-            pass
+        self.tell(opcodes.CLOSE)
 
     def _return_item_here(self, item: Any) -> None:
-        try:
-            self._peer(may_be_closed=True).put(
-                opcodes.RETURN, self._extra.number, 0, pack_item(item)
-            )
-        except ChannelClosed:  # no process can receive the item any more
-            pass
+        self.tell(opcodes.RETURN, 0, pack_item(item))
 
     def __reduce__(self) -> Any:
         state = self._extra
