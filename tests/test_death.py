@@ -366,7 +366,7 @@ def scribble_over_the_running_page():
     from polycephaly.drone import executor
 
     (drone,) = executor._executors
-    drone._status_slot._cells[2] = 500
+    drone._status_page._cells[2] = 500
     os._exit(1)
 
 

@@ -506,7 +506,7 @@ def leave(seed, number):
         (_, *bodies) = fuzz.message(
             seed, number, fuzz.result_messages(store, ref_table, known)[:12]
         )
-    drone._status_slot.keep((bodies or [b""])[0][:8000])
+    drone._status_page.keep((bodies or [b""])[0][:8000])
     if dice.random() < 0.3:
-        drone._status_slot._cells[2] = dice.choice(fuzz.EXTREMES)
+        drone._status_page._cells[2] = dice.choice(fuzz.EXTREMES)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -496,19 +496,18 @@ def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
         page.add_report(1, before)
         page.add_report(2, before)
         page.acknowledge(0)
-        assert page._status_table.kept(0) == b"abc"
+        assert page.kept() == b"abc"
         page.acknowledge(1)
-        assert page._status_table.kept(0) == b"c"
+        assert page.kept() == b"c"
         assert page.keep(b"d")
         page.acknowledge(2)
-        assert page._status_table.kept(0) == b"cd"
+        assert page.kept() == b"cd"
         page.add_report(3, page.count_entries())
         page.acknowledge(3)
-        assert page._status_table.kept(0) == b""
+        assert page.kept() == b""
     finally:
         page._cells.release()
         page._buffer.release()
-        page._status_table.close()
 
 
 def print_much(times):

@@ -17,7 +17,6 @@ from polycephaly.pool.interfaces import State
 from polycephaly.pool.map_source import Source
 from polycephaly.pool.supervisor import surplus
 from polycephaly.wire.messages import RECALL, STOP
-from polycephaly.wire.status_table import SLOT_BYTES, StatusTable
 
 
 def task(*inputs):
@@ -134,22 +133,6 @@ def test_a_pool_that_is_closed_does_not_grow(reactor):
         dispatcher.resize(2, 0, ())
 
 
-def test_a_status_table_grows_for_all_that_map_it():
-    table = StatusTable(2)
-    other = StatusTable(2, os.dup(table.fd))
-    writer = table.writer(1)
-    table.grow(5)
-    table.grow(3)
-    assert table.slots == 5 and os.fstat(table.fd).st_size == 5 * SLOT_BYTES
-    other.map_all()
-    other.writer(4).mark_started(7)
-    writer.mark_started(6)
-    assert (other.slots, table.started(4), other.started(1)) == (5, 7, 6)
-    table.close()
-    other.close()
-    assert table.started(1) == 0
-
-
 # -- with drones -----------------------------------------------------------------------------------
 
 
@@ -248,7 +231,7 @@ def test_an_error_of_env_changes_nothing():
 
 def test_new_drones_are_of_the_pools_snapshot_also_after_many_and_after_a_refresh():
     with poly.Pool(1) as pool:
-        pool.resize(9)  # more than the slots of the status table that the zygote was started with
+        pool.resize(9)
         assert len({each.value for each in pool.everywhere(os.getpid)}) == 9
         pool.refresh()
         pool.resize(20)

@@ -42,7 +42,7 @@ from polycephaly.wire.messages import (
     unpack_outcomes,
     unpack_work,
 )  # fmt: skip
-from polycephaly.wire.status_table import StatusTable
+from polycephaly.wire.status_page import StatusPage, make_status_file
 
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
@@ -198,23 +198,22 @@ def test_a_message_may_wait_for_room_in_the_fast_transport(monkeypatch):
     assert sent == [True]
 
 
-def test_results_that_the_slot_no_longer_keeps_wait_for_room_before_they_go_to_zeromq(monkeypatch):
+def test_results_that_the_page_no_longer_keeps_wait_for_room_before_they_go_to_zeromq(monkeypatch):
     monkeypatch.setattr(fast_transport, "MAX_ROOM_WAIT_SECONDS", 60.0)
     mine, its = map(FastTransport, FastTransport.pair())
     drone, by_bulk = LocalDrone.__new__(LocalDrone), []
     drone._fast_transport, drone._send_by_bulk = its, by_bulk.append
-    table = StatusTable(1)
-    drone._status_slot = slot = table.writer(0)
+    fd = make_status_file()
+    drone._status_page = page = StatusPage(fd)
+    os.close(fd)
     fill(its)
     assert not drone._send([b"kept, too"]) and by_bulk == [[b"kept, too"]]
-    while slot.keep(b"x" * 1000):
+    while page.keep(b"x" * 1000):
         pass
     reader = threading.Thread(target=lambda: [*iter(mine.receive, [b"last"])])
     reader.start()
     assert drone._send([b"last"]) and len(by_bulk) == 1
     reader.join()
-    del drone, slot
-    table.close()
 
 
 def test_what_an_end_has_sent_is_received_though_it_closed_with_messages_unread():

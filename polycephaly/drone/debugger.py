@@ -16,19 +16,19 @@ from ..wire import addresses
 from ..wire.cell import ASK, hanging_up
 from ..wire.chunks import DEBUG
 from ..wire.debugging import CELL, MAX_TEXT_BYTES, RELEASE, debug_address
-from ..wire.status_table import Slot
+from ..wire.status_page import StatusPage
 from .console import STDERR, write_record
 
 
-def open_debugger(frame: FrameType, directory: str, slot: Slot) -> Debugger:
+def open_debugger(frame: FrameType, directory: str, page: StatusPage) -> Debugger:
     """Wait until a process lends its terminal, and return a debugger that uses it.
 
     Raises `KeyboardInterrupt` if the task is cancelled meanwhile.
     """
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     with ExitStack() as session:
-        slot.set_debugged(True)
-        session.callback(slot.set_debugged, False)
+        page.set_debugged(True)
+        session.callback(page.set_debugged, False)
         keyboard, screen = _wait_for_terminal(where, directory, session)
         print(f"{addresses.own_name}: {where}", file=screen)
         return Debugger(keyboard, screen, session.pop_all())

@@ -76,7 +76,7 @@ from ..wire.slices import (
     pack_answers,
     split_head,
 )
-from ..wire.status_table import Slot
+from ..wire.status_page import StatusPage
 from .console import OutputTail, current_tag, disable_record_order, set_tag
 from .frames import DRONE_DIR, frames_now, sampled_threads
 from .functions import LoadedFunction, define
@@ -107,7 +107,7 @@ class DroneExecutor:
     def __init__(
         self,
         name: str,
-        status_slot: Slot,
+        status_page: StatusPage,
         snapshot: MainSnapshot,
         store: Any,
         ref_table: RefTable,
@@ -115,7 +115,7 @@ class DroneExecutor:
         events: EventLog = event_log,
     ) -> None:
         """Create the executor in the main thread, whose handler for SIGINT is replaced."""
-        self._status_slot = status_slot
+        self._status_page = status_page
         self._definitions: dict[int, LoadedFunction] = {}
         self._todo: deque[ReceivedTask | Calls] = deque()
         self._calls: Calls | None = None  # being run
@@ -138,7 +138,7 @@ class DroneExecutor:
         # Overlapped tasks whose values are to stay in this drone.
         self._keeping_numbers: set[int] = set()
         self._outcomes = self._buffer_type(
-            status_slot, snapshot, store, ref_table, tail, self._drone_store, events
+            status_page, snapshot, store, ref_table, tail, self._drone_store, events
         )
         self._take_over_process()
 
@@ -216,7 +216,7 @@ class DroneExecutor:
         Values that are small and immutable are sent together.
         """
         take, call = calls.queue.popleft, calls.definition.call_with
-        mark_started = self._status_slot.mark_started
+        mark_started = self._status_page.mark_started
         outcomes = self._outcomes
         add_value = outcomes.add_value
         finished = monotonic()
@@ -264,7 +264,7 @@ class DroneExecutor:
     def _run_task(self, task: ReceivedTask) -> None:
         outcomes = self._outcomes
         number = task.number
-        self._status_slot.mark_started(number)
+        self._status_page.mark_started(number)
         status = VALUE
         payload: bytes | Serialized = b""
         definition = task.definition
@@ -381,7 +381,7 @@ class DroneExecutor:
         if overlap is None:
             overlap = self._overlap = Overlap()
             self._watch_overlap(overlap)
-        self._status_slot.mark_started(task.number)
+        self._status_page.mark_started(task.number)
         started = monotonic()
         try:
             if task.number in self._pending_interrupts:
@@ -431,7 +431,7 @@ class DroneExecutor:
             self._split_by_bulk = False
             since_bulk = self._last_flush - self._last_bulk_send
             # With overlapped tasks, `_last_done` is the last task before them.
-            self._status_slot.mark_all_answered(
+            self._status_page.mark_all_answered(
                 self._last_done, by_fast_transport and since_bulk >= BULK_DELIVERY_SECONDS
             )
 
@@ -617,16 +617,16 @@ class DroneExecutor:
         return self._current or (-1 if self._calls is not None else 0)
 
     def beat(self) -> None:
-        self._status_slot.beat()
+        self._status_page.beat()
         has_overlapped = self._overlap is not None and bool(self._overlap.running)
         if has_overlapped or self._main_thread in promise.waiting_threads:
             green = sys.modules.get("polycephaly.green.scheduler")
-            self._status_slot.set_steps(1 if green is None else 1 + green.scheduler.busy_periods)
+            self._status_page.set_steps(1 if green is None else 1 + green.scheduler.busy_periods)
         else:
-            self._status_slot.set_steps(0)
+            self._status_page.set_steps(0)
 
     def set_control_thread_id(self, thread: int) -> None:
-        self._status_slot.set_control_thread(thread)
+        self._status_page.set_control_thread(thread)
 
 
 _executors: list[DroneExecutor] = []

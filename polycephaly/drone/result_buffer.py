@@ -1,16 +1,16 @@
 """The outcomes of a drone's tasks, from the end of each task until they are sent.
 
     a task ends ──add──> lists ──take_message──> one RESULTS message
-                           └──save_last──> the status table, which outlives this drone
+                           └──save_last──> the status page, which outlives this drone
 
 Values that are small and immutable are stored as they are and pickled together when they are sent.
-In the status table each is an outcome by itself.
+In the status page each is an outcome by itself.
 
 The main thread adds, saves and, between tasks, sends. The control thread sends while a task runs
 for long, so that no outcome waits for its end. A thread that calls `take_message` holds
 `socket_lock` until the outcomes are sent. Only the main thread appends to the two lists, and
 entries are taken from their beginnings: each is one atomic step. Outcomes sent by the control
-thread stay in the status table until the main thread sends. If the drone dies meanwhile, the
+thread stay in the status page until the main thread sends. If the drone dies meanwhile, the
 controller receives them twice, and recognises that.
 """
 
@@ -37,7 +37,7 @@ from ..wire.messages import (
     pack_values,
 )
 from ..wire.pickling import BULKY_TYPES, MIN_LARGE_BUFFER_BYTES, MainSnapshot, capture, pack
-from ..wire.status_table import Slot
+from ..wire.status_page import StatusPage
 from .console import OutputTail
 from .store import DroneStore
 
@@ -45,7 +45,7 @@ from .store import DroneStore
 class ResultBuffer:
     def __init__(
         self,
-        status_slot: Slot,
+        status_page: StatusPage,
         snapshot: MainSnapshot,
         store: Store,
         ref_table: RefTable,
@@ -53,7 +53,7 @@ class ResultBuffer:
         drone_store: DroneStore,
         events: EventLog,
     ) -> None:
-        self._status_slot = status_slot
+        self._status_page = status_page
         self._snapshot = snapshot
         self._store = store
         self._ref_table = ref_table
@@ -154,11 +154,11 @@ class ResultBuffer:
     def save_last(self) -> bool:
         """Return True if the last outcome outlives this drone from now on.
 
-        Otherwise it must be sent at once: the status table is full, or has no place for the payload
+        Otherwise it must be sent at once: the status page is full, or has no place for the payload
         beside the entry.
         """
         entry, large = self._last
-        return not large and not self._has_new_handles and self._status_slot.keep(entry)
+        return not large and not self._has_new_handles and self._status_page.keep(entry)
 
     def add_value(self, number: int, started: float, finished: float, value: Any) -> bool:
         """Add a small, immutable value of a task; return True if the table keeps it."""
@@ -167,7 +167,7 @@ class ResultBuffer:
             return self.save_last()
         self._values.append((number, started, finished, value))
         pickled = b"" if value is None else dumps(value, 5)
-        return self._status_slot.keep(pack_outcome(number, VALUE, started, finished, pickled, b""))
+        return self._status_page.keep(pack_outcome(number, VALUE, started, finished, pickled, b""))
 
     # -- sending -----------------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class InlineDrone(DroneExecutor):
     def _take_over_process(self) -> None:
         """Leave signals and forks of this process to the program."""
 
-    # -- in place of a status table ----------------------------------------------------------------
+    # -- in place of a status page ----------------------------------------------------------------
 
     def mark_started(self, number: int) -> None:
         if not self.ended:

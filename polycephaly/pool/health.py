@@ -1,6 +1,6 @@
 """The health monitor: observes the drones of a pool from outside, at intervals.
 
-    status table: started, sent, heartbeat ┐
+    status page: started, answered, beats ┐
     /proc: processor time ─────────────────┴─> unchanged for `stalled_seconds`: reported;
                                                unchanged for `hang_timeout`: killed
     /proc: threads let run ──> none for `report_waiting` seconds: the wait is reported

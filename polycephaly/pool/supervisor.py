@@ -2,7 +2,7 @@
 
     begin ──> Engine.start ──> STARTING ──HELLO──> PREPARING (initializer) ──> READY
                                                      max_tasks, refresh, release, resize │
-    slot and name free <── DEAD <──exited── STOPPING <──STOP, if all is answered── RETIRING
+           name free    <── DEAD <──exited── STOPPING <──STOP, if all is answered── RETIRING
 
 A drone that dies is removed. The tasks that the drone had not begun go back to the dispatcher, and
 another drone takes its place, from the same snapshot. Failed starts are counted; after a few in a
@@ -252,7 +252,6 @@ class Supervisor:
     def resize(self, size: int) -> None:
         """Start drones, or retire some, so that `size` drones take tasks."""
         self._dispatcher.size = size
-        self.engine.make_room(size)
         for handle in surplus(self._dispatcher.current_drones(), size):
             self.retire(handle)
         self.start_missing()

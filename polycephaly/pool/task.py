@@ -376,7 +376,7 @@ class Task(Promise[Any]):
     def start_over(self) -> None:
         """Make the task ready to be queued again.
 
-        The task gets a new number: late messages and the status table name the attempt before.
+        The task gets a new number: late messages and the status page name the attempt before.
         """
         self.first_number = self.call_number
         self.number = next(_numbers)

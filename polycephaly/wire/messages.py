@@ -190,7 +190,7 @@ def pack_outcome(
 ) -> bytes:
     """Return one entry of a RESULTS body.
 
-    Outcomes that wait in the status table (wire/status_table.py) have the same format.
+    Outcomes that wait in the status page (wire/status_page.py) have the same format.
     """
     entry = _OUTCOME.pack(number, status, started, finished, len(payload), len(output))
     return entry + payload + output if output else entry + payload

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ...memory.arena import Arena
 from ...wire.main_snapshot import Snapshot
 from ...wire.pickling import MainSnapshot
-from ...wire.status_table import StatusTable
 from .main_maker import MainMaker
 
 if TYPE_CHECKING:
@@ -38,8 +37,8 @@ _MAIN_MODULE_KEYS = ("init_main_from_name", "init_main_from_path")
 class _BareZygote:
     """Pickled for the fresh interpreter, in which `multiprocessing` calls `_bootstrap`."""
 
-    def __init__(self, control: int, status_table_fd: int, arena: Arena, spec: DroneSpec) -> None:
-        self.descriptors = control, status_table_fd, arena.fd
+    def __init__(self, control: int, arena: Arena, spec: DroneSpec) -> None:
+        self.descriptors = control, arena.fd
         self._ceiling = arena.ceiling
         self._spec = spec
         self._owner = os.getpid()
@@ -50,11 +49,10 @@ class _BareZygote:
         os.close(parent_sentinel)
         for fd in self.descriptors:
             os.set_inheritable(fd, False)
-        control, status_table_fd, arena = self.descriptors
+        control, arena = self.descriptors
         run_zygote(
             socket.socket(fileno=control),
             self._spec,
-            StatusTable(self._spec.slots, status_table_fd),
             Arena(self._ceiling, arena),
             MainSnapshot(()),
             self._owner,
@@ -82,7 +80,7 @@ class _PopenStandIn:
 
 
 def start_bare_zygote(
-    control: int, status_table_fd: int, arena: Arena, spec: DroneSpec, snapshot: Snapshot | None
+    control: int, arena: Arena, spec: DroneSpec, snapshot: Snapshot | None
 ) -> int:
     """Start a bare zygote for `spec`, and return its pid.
 
@@ -100,7 +98,6 @@ def start_bare_zygote(
         inherited_args = None if spec.inherited_args is None else _pickled(spec.inherited_args)
         zygote = _BareZygote(
             control,
-            status_table_fd,
             arena,
             replace(spec, inherited_args=inherited_args, main=MainMaker(snapshot, module)),
         )

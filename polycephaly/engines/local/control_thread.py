@@ -83,7 +83,7 @@ class ControlThread:
                     self._drone.send_requested_values()
                 except BaseException:
                     # A message or result that was taken would be lost, and a caller would wait for
-                    # ever. So the drone ends: the status table shows which tasks are done, which
+                    # ever. So the drone ends: the status page shows which tasks are done, which
                     # one was running, and which can run elsewhere.
                     with suppress(BaseException):
                         os.write(2, traceback.format_exc().encode())

@@ -44,7 +44,7 @@ from ...wire.debugging import frames_address
 from ...wire.fast_transport import FastTransport
 from ...wire.messages import HELLO, OPEN, PROTOCOL, pack_numbers  # fmt: skip
 from ...wire.pickling import MainSnapshot, shared_snapshots
-from ...wire.status_table import StatusTable
+from ...wire.status_page import StatusPage
 from .control_thread import HEARTBEAT_SECONDS, ControlThread
 from .zygote import DroneSpec, Order
 
@@ -56,7 +56,7 @@ def drone_main(
     order: Order,
     spec: DroneSpec,
     fast_transport: socket.socket,
-    status_table: StatusTable,
+    status_page: StatusPage,
     arena: Arena,
     snapshot: MainSnapshot,
     control: socket.socket,
@@ -75,7 +75,7 @@ def drone_main(
     shared_snapshots[:] = [lambda: snapshot]
     if spec.imports_main():
         _report_start(order, snapshot, control)
-    drone = LocalDrone(order, spec, fast_transport, status_table, arena, snapshot)
+    drone = LocalDrone(order, spec, fast_transport, status_page, arena, snapshot)
     try:
         drone.serve()
     finally:
@@ -97,7 +97,7 @@ class LocalDrone(DroneExecutor):
         order: Order,
         spec: DroneSpec,
         fast_transport: socket.socket,
-        status_table: StatusTable,
+        status_page: StatusPage,
         arena: Arena,
         snapshot: MainSnapshot,
     ) -> None:
@@ -111,7 +111,7 @@ class LocalDrone(DroneExecutor):
         store = Store(arena, order.number)
         super().__init__(
             order.name,
-            status_table.writer(order.slot),
+            status_page,
             snapshot,
             store,
             RefTable(arena, None, self._wake_main_thread),
@@ -186,7 +186,7 @@ class LocalDrone(DroneExecutor):
         with self._debugger_lock:
             debugger = self._debugger
             if debugger is None or not debugger.takes(get_ident()):
-                debugger = open_debugger(frame, self._directory, self._status_slot)
+                debugger = open_debugger(frame, self._directory, self._status_page)
                 self._debugger = debugger
         # The last call, because the debugger stops at the next line that is not of this package.
         debugger.set_trace(frame)
@@ -314,9 +314,9 @@ class LocalDrone(DroneExecutor):
         """Send a message; return True if it went by the fast transport."""
         if self._fast_transport.send(frames):
             return True
-        # A full slot keeps nothing any more, and ZeroMQ's thread may lose these results if the
+        # A full page keeps nothing any more, and ZeroMQ's thread may lose these results if the
         # process dies soon.
-        if self._status_slot.is_full and self._fast_transport.send_soon(frames):
+        if self._status_page.is_full and self._fast_transport.send_soon(frames):
             return True
         self._send_by_bulk(frames)
         return False

@@ -39,6 +39,7 @@ from ...wire.debugging import frames_address
 from ...wire.fast_transport import FastTransport
 from ...wire.functions import FunctionRegistry
 from ...wire.output import OutputSource
+from ...wire.status_page import StatusPage, make_status_file
 from .bulk import BulkSocket
 from .drone import drone_main
 from .handle import LocalHandle
@@ -77,9 +78,6 @@ class LocalEngine(Engine):
         self._reactor = self._dispatcher.reactor
         self._bulk = self._reactor.source(BulkSocket)
         self._zygote_lost = self._started = False
-        self._slots = 0
-        self._free_slots: list[int] = []
-        self.make_room(self._config.size)
         self._launchers: list[Launcher] = []
         try:
             self._arena = Arena(shared_memory_ceiling())
@@ -162,21 +160,12 @@ class LocalEngine(Engine):
         self._reactor.watch(fd, partial(self._dispatcher.run_guarded, callback, *args))
 
     def can_start(self) -> bool:
-        return bool(self._free_slots) and not self._zygote_lost
-
-    def make_room(self, size: int) -> None:
-        # Twice: until a drone has ended, another has begun. Many may be retiring after a `resize`.
-        used = self._slots - len(self._free_slots)
-        more = range(self._slots, max(2 * size, used + size))
-        self._free_slots[:0] = reversed(more)
-        self._slots += len(more)
+        return not self._zygote_lost
 
     def start(self, number: int, name: str, index: int) -> LocalHandle | None:
-        slot = self._free_slots.pop()
-        handle = LocalHandle(self._dispatcher, number, slot, name, self._launcher, self._bulk)
+        handle = LocalHandle(self._dispatcher, number, name, self._launcher, self._bulk)
         ends: list[int] = []
         try:
-            self._launcher.status_table.grow(self._slots)
             for stream in ("stdout", "stderr"):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer)
@@ -184,9 +173,10 @@ class LocalEngine(Engine):
             mine, theirs = FastTransport.pair()
             ends.append(theirs.detach())
             handle.fast_transport = parent_death.close_in_child(FastTransport(mine))
+            ends.append(make_status_file())
+            handle.status_page = StatusPage(ends[-1])
             order = Order(
                 handle.number,
-                slot,
                 handle.identity.hex(),
                 name,
                 self._dispatcher.environments[index],
@@ -195,7 +185,6 @@ class LocalEngine(Engine):
             self._launcher.start(order, ends)
         except Exception as error:
             handle.close()
-            self._free_slots.append(slot)
             if not isinstance(error, (BrokenPipeError, ConnectionResetError)):
                 self._supervisor.on_start_error(name_limit(error))
             return None  # if the zygote is gone, `_read_reports` handles the loss
@@ -260,8 +249,6 @@ class LocalEngine(Engine):
 
     def reclaim(self, handle: DroneHandle) -> None:
         assert isinstance(handle, LocalHandle)
-        if handle.slot not in self._free_slots:
-            self._free_slots.append(handle.slot)
         if handle.launcher is not self._launcher and not self._handles_of(handle.launcher):
             self._retire_launcher(handle.launcher)  # the last drone of an old snapshot is gone
 
@@ -271,7 +258,6 @@ class LocalEngine(Engine):
         spec = DroneSpec(
             drone_main,
             self._bulk.directory,
-            self._slots,
             parent_death.new_family(),
             self._inherited_args,
             post_mortem=self._config.post_mortem,
@@ -325,18 +311,16 @@ class LocalEngine(Engine):
                     os.killpg(handle.pid, signal.SIGKILL)
         if orphaned:
             parent_death.end_family(launcher.family, launcher.pid)
-        if self._dispatcher.begun.done():
-            # Before `_reap` closes the status table, which has the tasks that drones were running.
-            for handle in orphaned:
-                self._supervisor.on_died(handle, -signal.SIGKILL)
         code = self._reap(launcher)
-        if not self._dispatcher.begun.done():
+        has_begun = self._dispatcher.begun.done()
+        if not has_begun:
             self._dispatcher.give_up_starting(
                 RuntimeError(f"the zygote ended (exit code {code}) before it was ready")
             )
-            for handle in orphaned:
-                self._supervisor.on_died(handle, -signal.SIGKILL)
-        elif is_current and self._config.on_death == "replace" and self._dispatcher.target_size():
+        for handle in orphaned:
+            self._supervisor.on_died(handle, -signal.SIGKILL)
+        may_replace = has_begun and is_current and self._config.on_death == "replace"
+        if may_replace and self._dispatcher.target_size():
             log.warning(
                 "the zygote of %s was lost (exit code %s): taking a new snapshot",
                 self._config.name,

@@ -1,4 +1,4 @@
-"""The controller's handle of a local drone: fast transport, output and slot of the status table."""
+"""The controller's handle of a local drone: fast transport, output and status page."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from ...runtime.tuning import tuning
 from ...wire.fast_transport import FastTransport
 from ...wire.messages import OPEN, pack_numbers
 from ...wire.output import OutputItems, OutputMerger, OutputSource
+from ...wire.status_page import StatusPage
 from .bulk import BulkSocket
 from .launcher import Launcher
 
@@ -51,18 +52,12 @@ _GIL_REASON = "the process holds its interpreter (the GIL) in C code"
 
 class LocalHandle(DroneHandle):
     dispatcher: Dispatcher
+    status_page: StatusPage
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        number: int,
-        slot: int,
-        name: str,
-        launcher: Launcher,
-        bulk: BulkSocket,
+        self, dispatcher: Dispatcher, number: int, name: str, launcher: Launcher, bulk: BulkSocket
     ) -> None:
         super().__init__(dispatcher, number, name)
-        self.slot = slot
         self.launcher = self.spawner = launcher
         self._bulk = bulk
         self.identity = b"\x01" + os.urandom(16)
@@ -135,25 +130,20 @@ class LocalHandle(DroneHandle):
     # -- state of the drone ------------------------------------------------------------------------
 
     def last_started(self) -> int:
-        return self.launcher.status_table.started(self.slot)
+        return self.status_page.started()
 
     def last_answered(self) -> int:
-        return self.launcher.status_table.answered(self.slot)
+        return self.status_page.answered()
 
     def is_debugged(self) -> bool:
-        return self.launcher.status_table.is_debugged(self.slot)
+        return self.status_page.is_debugged()
 
     def heartbeat(self) -> tuple[object, Times]:
         assert self.pid is not None
-        status_table, slot, pid = self.launcher.status_table, self.slot, self.pid
+        page, pid = self.status_page, self.pid
         threads = {thread: processor_times(pid, thread) for thread in threads_of(pid)}
         hundredths = int(100 * threads.get(str(pid), (0, 0))[0])
-        return (
-            status_table.started(slot),
-            status_table.answered(slot),
-            status_table.beat(slot),
-            hundredths,
-        ), threads
+        return (page.started(), page.answered(), page.beats(), hundredths), threads
 
     def is_waiting(self) -> bool:
         assert self.pid is not None
@@ -171,14 +161,14 @@ class LocalHandle(DroneHandle):
         runs green threads. So in that case only the steps of green threads count, and threads that
         compute. Otherwise each thread counts that the kernel has let run.
         """
-        status_table, slot = self.launcher.status_table, self.slot
+        page = self.status_page
         others = {
             thread: times
             for thread, times in threads.items()
-            if thread != str(status_table.control_thread(slot))
+            if thread != str(page.control_thread())
         }
-        done = status_table.started(slot), status_table.answered(slot), self.tasks_done
-        steps = status_table.steps(slot)
+        done = page.started(), page.answered(), self.tasks_done
+        steps = page.steps()
         if steps:
             return (*done, steps), others
         return (*done, {thread: ran for thread, (ran, _) in others.items()}), {}
@@ -256,7 +246,7 @@ class LocalHandle(DroneHandle):
     def collect_last_results(self) -> None:
         self.catch_up()  # messages that had already reached this process count
         self._bulk.receive(MAX_DRAINED_MESSAGES)
-        handle_unsent_results(self.dispatcher, self, self.launcher.status_table.kept(self.slot))
+        handle_unsent_results(self.dispatcher, self, self.status_page.kept())
 
     def close(self) -> None:
         reactor = self.dispatcher.reactor

@@ -27,7 +27,6 @@ from ...runtime import fork_guard, parent_death
 from ...wire import addresses
 from ...wire.main_snapshot import Snapshot, take_snapshot
 from ...wire.pickling import MainSnapshot, shared_snapshots
-from ...wire.status_table import StatusTable
 from .bare import start_bare_zygote
 from .native_threads import UnsafeFork, check_after_fork, check_before_fork
 from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, run_zygote
@@ -54,12 +53,7 @@ class Launcher:
         # all of `__main__` is sent by value.
         self.snapshot = MainSnapshot(() if self.imports_main else None)
         self._knows_names = not self.imports_main
-        self.status_table = StatusTable(spec.slots)
-        try:
-            self.pid = self._start(start, spec, store, name)
-        except BaseException:
-            self.status_table.close()
-            raise
+        self.pid = self._start(start, spec, store, name)
         self.pidfd = parent_death.open_pidfd(self.pid)
         shared_snapshots.append(self._current_snapshot)
         addresses.on_snapshot_taken()
@@ -94,7 +88,7 @@ class Launcher:
             with hold_ranges_through_fork(self._kept_memory):
                 pid = fork_guard.fork()
             if pid == 0:
-                run_zygote(theirs, spec, self.status_table, self.arena, self.snapshot, owner)
+                run_zygote(theirs, spec, self.arena, self.snapshot, owner)
             if not forced:
                 check_after_fork()
             return pid
@@ -117,9 +111,7 @@ class Launcher:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = parent_death.close_in_child(mine)
         try:
-            return start_bare_zygote(
-                theirs.fileno(), self.status_table.fd, self.arena, spec, self.main_copy
-            )
+            return start_bare_zygote(theirs.fileno(), self.arena, spec, self.main_copy)
         except BaseException:
             parent_death.close(self._control)
             raise
@@ -259,6 +251,5 @@ class Launcher:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        self.status_table.close()
         self._kept_memory.clear()
         return code

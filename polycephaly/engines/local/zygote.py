@@ -44,7 +44,7 @@ from ...runtime.connections import replace_connections
 from ...runtime.procfs import set_process_name
 from ...wire.addresses import channel_address, record_exit
 from ...wire.pickling import MainSnapshot
-from ...wire.status_table import StatusTable
+from ...wire.status_page import StatusPage
 
 if TYPE_CHECKING:
     from .main_maker import MainMaker
@@ -75,7 +75,6 @@ class Order:
     """An order to the zygote to start one drone."""
 
     number: int  # of the drone in its pool, and of the drone's region in the arena
-    slot: int  # of the status table
     # Hex. A process that knows the identity can send to the reactor, so it is in no file and on no
     # command line.
     identity: str
@@ -92,10 +91,9 @@ class DroneSpec:
     """The start parameters that all drones of one zygote share."""
 
     drone_main: Callable[
-        [Order, DroneSpec, socket.socket, StatusTable, Arena, MainSnapshot, socket.socket], None
+        [Order, DroneSpec, socket.socket, StatusPage, Arena, MainSnapshot, socket.socket], None
     ]
     directory: str  # the owner's private directory, with its socket
-    slots: int
     family: str  # see runtime/parent_death.py
     # Objects that a process can get only at its start; see drone/child.py. Pickled for a bare
     # zygote.
@@ -109,12 +107,7 @@ class DroneSpec:
 
 
 def run_zygote(
-    control: socket.socket,
-    spec: DroneSpec,
-    status_table: StatusTable,
-    arena: Arena,
-    snapshot: MainSnapshot,
-    owner: int,
+    control: socket.socket, spec: DroneSpec, arena: Arena, snapshot: MainSnapshot, owner: int
 ) -> NoReturn:
     """Run the zygote to its end; `owner` is the pid of the controller process.
 
@@ -122,7 +115,7 @@ def run_zygote(
     """
     status = 1
     try:
-        zygote = _Zygote(control, spec, status_table, arena, snapshot, owner)
+        zygote = _Zygote(control, spec, arena, snapshot, owner)
         zygote.serve()
         status = 0
     except BaseException:
@@ -153,14 +146,12 @@ class _Zygote:
         self,
         control: socket.socket,
         spec: DroneSpec,
-        status_table: StatusTable,
         arena: Arena,
         snapshot: MainSnapshot,
         owner: int,
     ) -> None:
         self._control = control
         self._spec = spec
-        self._status_table = status_table
         self._arena = arena
         self._snapshot = snapshot
         self._drones: dict[int, int] = {}  # pid -> number
@@ -220,7 +211,7 @@ class _Zygote:
 
     def _handle_order(self) -> None:
         try:
-            message, fds = parent_death.receive_fds(self._control, MAX_ORDER_BYTES, 3)
+            message, fds = parent_death.receive_fds(self._control, MAX_ORDER_BYTES, 4)
         except ConnectionResetError:
             return  # the owner has not read all reports; its last orders, a goodbye say, come next
         except OSError:
@@ -241,9 +232,6 @@ class _Zygote:
                 os.close(fd)
 
     def _start(self, order: Order, stream_fds: list[int]) -> None:
-        if order.slot >= self._status_table.slots:
-            self._status_table.map_all()
-        self._status_table.clear(order.slot)
         zygote = os.getpid()
         try:
             pid = os.fork()
@@ -280,7 +268,8 @@ class _Zygote:
             for name in _IGNORED_SIGNALS:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            stdout, stderr, fast_transport = stream_fds
+            stdout, stderr, fast_transport, status_file = stream_fds
+            status_page = StatusPage(status_file)
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             if self._spec.imports_main():
@@ -288,7 +277,8 @@ class _Zygote:
                 parent_death.close_in_child(self._control)
             else:
                 self._control.close()
-            for fd in (self._wakeup_reader, self._wakeup_writer, self._owner_pidfd, stdout, stderr):
+            pipe = self._wakeup_reader, self._wakeup_writer
+            for fd in (*pipe, self._owner_pidfd, stdout, stderr, status_file):
                 if fd is not None:
                     os.close(fd)
             os.environ.update(order.env)
@@ -302,7 +292,7 @@ class _Zygote:
                 order,
                 self._spec,
                 fast_socket,
-                self._status_table,
+                status_page,
                 self._arena,
                 self._snapshot,
                 self._control,

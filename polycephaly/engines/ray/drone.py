@@ -152,7 +152,7 @@ class _ResultBuffer(ResultBuffer):
     def save_last(self) -> bool:
         """Keep the result noted last, unless its buffers go beside: those die with this drone."""
         if status_of(self._last[0]) & SHARED:
-            self._status_slot.skip_result()  # type: ignore[attr-defined]
+            self._status_page.skip_result()  # type: ignore[attr-defined]
             return False
         return super().save_last()
 

@@ -1,10 +1,10 @@
-"""The exit record of a drone on Ray: a folder on its node, with a status table and its output.
+"""The exit record of a drone on Ray: a folder on its node, with a status page and its output.
 
     task begun, unacknowledged results ──> page ─┐
     descriptors 1 and 2 ──> out, err ────────────┴── read on that node after a death ──> driver
 
 The page has the task that had begun, and the results that did not reach the driver, as on one
-machine (wire/status_table.py). A result stays there until the driver has acknowledged the
+machine (wire/status_page.py). A result stays there until the driver has acknowledged the
 report that brought it.
 
 Output that was read some megabytes ago is freed, so that a drone that prints for days fills no
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from ..._compat import ray_session_dir
 from ...runtime.procfs import start_time_of
-from ...wire.status_table import SLOT_BYTES, Slot, StatusTable
+from ...wire.status_page import PAGE_BYTES, StatusPage
 
 _STATUS_FILE, OUT, ERR, _FOUND_FILE = "page", "out", "err", "found"
 # How long a dead drone's folder waits for its driver, after another drone has found it.
@@ -55,15 +55,15 @@ class FinalState(NamedTuple):
     err: bytes = b""
 
 
-class ExitRecord(Slot):
+class ExitRecord(StatusPage):
     """The writer's side of the page. An outcome without room there is only noted as sent."""
 
     def __init__(self, folder: str) -> None:
         path = os.path.join(folder, _STATUS_FILE)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(fd, SLOT_BYTES)
-        self._status_table = StatusTable(1, fd)
-        super().__init__(self._status_table._bytes)
+        os.ftruncate(fd, PAGE_BYTES)
+        super().__init__(fd)
+        os.close(fd)
         self._entries: deque[bytes] = deque()
         self._dropped = 0  # number of acknowledged entries, which came before `_entries`
         # Report numbers, each with the number of entries that were kept before the report.
@@ -206,21 +206,22 @@ def read_exit_record(folder: str, out_from: int, err_from: int) -> FinalState | 
     _ensure_owner_dead(folder)
     path = os.path.join(folder, _STATUS_FILE)
     try:
-        status_table = StatusTable(1, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         # No page: the drone has ended by itself and removed its folder. Or another process has
         # removed the folder, and the tasks that had begun are unknown.
         return None
     try:
+        page = StatusPage(fd)
         return FinalState(
-            status_table.started(0),
-            status_table.answered(0),
-            status_table.kept(0),
+            page.started(),
+            page.answered(),
+            page.kept(),
             _read_final_output(folder, OUT, out_from),
             _read_final_output(folder, ERR, err_from),
         )
     finally:
-        status_table.close()
+        os.close(fd)
         shutil.rmtree(folder, ignore_errors=True)
 
 

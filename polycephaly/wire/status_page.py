@@ -1,0 +1,128 @@
+"""The status page: shared memory in which a drone displays the task that it runs.
+
+The controller and the drone map the page. The drone writes the number of each task that it starts
+(an 8-byte store, about 40 ns). So the controller knows without a message which tasks a dead drone
+had begun:
+
+    started   number of the task begun last
+    answered  number of the last task whose result went to the socket
+    kept      bytes of results that are done and might be lost with the drone: they wait to be sent
+              with others, or were lately given to ZeroMQ, whose own thread writes them
+    beats     heartbeat: a counter that changes while a task runs
+    control   the kernel's number of the control thread, whose running is no sign of progress
+    steps     while the main thread waits for promises, or tasks overlap: one more than the number
+              of times that green threads have gone on; else 0
+    debugged  1 while the drone is at a `breakpoint()`; else 0
+
+Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn, and the count of
+kept bytes is written after the bytes. See docs/decisions/0012-status-page-for-exactly-once.md.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from ..memory.arena import map_range
+
+PAGE_BYTES = 16 * 1024  # most of them for kept results
+_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CELLS = range(8)
+_HEADER_BYTES = _CELLS * 8
+
+
+def make_status_file() -> int:
+    """Return the descriptor of a new page, in memory without a name: no file can be left behind."""
+    fd = os.memfd_create("polycephaly-status", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, PAGE_BYTES)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class StatusPage:
+    """The page in the file `fd`, which need not stay open. Raises `OSError`."""
+
+    def __init__(self, fd: int) -> None:
+        memory = memoryview(map_range(fd, 0, PAGE_BYTES, mmap.MAP_SHARED))
+        self._cells = memory[:_HEADER_BYTES].cast("Q")
+        self._buffer = memory[_HEADER_BYTES:]
+        self._kept = 0
+        self.is_full = False  # the last result had no room beside the kept ones
+
+    # -- for the controller ------------------------------------------------------------------------
+
+    def started(self) -> int:
+        return self._cells[_STARTED]
+
+    def answered(self) -> int:
+        return self._cells[_ANSWERED]
+
+    def beats(self) -> int:
+        return self._cells[_BEATS]
+
+    def control_thread(self) -> int:
+        return self._cells[_CONTROL_THREAD]
+
+    def steps(self) -> int:
+        return self._cells[_STEPS]
+
+    def is_debugged(self) -> bool:
+        return self._cells[_DEBUGGED] != 0
+
+    def kept(self) -> bytes:
+        """Return the results that were done and are not yet known to be sent."""
+        return bytes(self._buffer[: self._cells[_KEPT]])
+
+    # -- for the drone -----------------------------------------------------------------------------
+
+    def mark_started(self, number: int) -> None:
+        self._cells[_STARTED] = number
+
+    def beat(self) -> None:
+        """Count a heartbeat. Any thread of the drone may call this.
+
+        If two threads count at once, one count may get lost. The counter changes all the same.
+        """
+        self._cells[_BEATS] += 1
+
+    def set_control_thread(self, thread: int) -> None:
+        self._cells[_CONTROL_THREAD] = thread
+
+    def set_steps(self, count: int) -> None:
+        self._cells[_STEPS] = count
+
+    def set_debugged(self, debugged: bool) -> None:
+        self._cells[_DEBUGGED] = debugged
+
+    def keep(self, result: bytes) -> bool:
+        """Keep a result until `mark_all_answered`; return False if there is no room for it."""
+        end = self._kept + len(result)
+        if end > len(self._buffer):
+            self.is_full = len(result) <= len(self._buffer)
+            return False
+        self._buffer[self._kept : end] = result
+        self._kept = self._cells[_KEPT] = end
+        return True
+
+    def mark_answered(self, number: int) -> None:
+        """Note that the result of task `number` will be sent and is not kept."""
+        self._cells[_ANSWERED] = number
+
+    def replace_kept(self, results: list[bytes]) -> None:
+        """Keep these results, and no others."""
+        self._kept = self._cells[_KEPT] = 0
+        for each in results:
+            StatusPage.keep(self, each)
+
+    def mark_all_answered(self, number: int, delivered: bool) -> None:
+        """Note that all results up to that of task `number` have gone to the socket.
+
+        With `delivered`, they reach the controller even if this drone dies. If the page is full,
+        the kept results are forgotten in any case, to make room for the next ones.
+        """
+        self._cells[_ANSWERED] = number
+        if delivered or self.is_full:
+            self._kept = self._cells[_KEPT] = 0
+            self.is_full = False
