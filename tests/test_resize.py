@@ -337,3 +337,20 @@ def test_shrinking_and_growing_with_busy_drones_finds_room_each_time(tmp_path):
         wait_for(lambda: len(pool.drones) == 2 and all(each.pid for each in pool.drones))
         assert pool.doit(abs, -1) == 1
         (tmp_path / "go").touch()
+
+
+def test_refreshing_a_busy_pool_makes_no_drones_without_end(tmp_path):
+    go = str(tmp_path / "go")
+    with poly.Pool(1, output="discard") as pool:
+        handles = pool._dispatcher.handles
+        held = [pool.promise(hold_until, go)]
+        wait_for(held[0].running)
+        pool.refresh()
+        held.append(pool.promise(hold_until, go))
+        wait_for(held[1].running)
+        refreshing = threading.Thread(target=pool.refresh)
+        refreshing.start()  # waits until one of the two has ended
+        wait_for(lambda: [each.state for each in handles] == [State.RETIRING] * 2)
+        (tmp_path / "go").touch()
+        refreshing.join()
+        assert pool.doit(abs, -1) == 1

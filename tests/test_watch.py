@@ -334,7 +334,8 @@ def test_a_stopped_zygote_is_told_and_with_hang_timeout_replaced(start, quick, c
 
 
 @pytest.mark.guarantee("death-10")
-def test_an_older_zygote_that_dies_with_the_current_one_changes_nothing(tmp_path):
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_older_zygote_that_dies_costs_its_own_drones_only(tmp_path, alone):
     gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
     with poly.Pool(1) as pool:
         engine = pool._dispatcher.supervisor.engine
@@ -343,7 +344,7 @@ def test_an_older_zygote_that_dies_with_the_current_one_changes_nothing(tmp_path
         older = engine._launcher
         pool.refresh()
         with pool._dispatcher.reactor._lock:
-            for each in (engine._launcher, older):
+            for each in (older,) if alone else (engine._launcher, older):
                 os.kill(each.pid, signal.SIGKILL)
                 wait_for(lambda each=each: state_of(each.pid) == "Z")
         assert isinstance(busy.exception(), poly.DroneDied)

@@ -42,7 +42,7 @@ from polycephaly.wire.messages import (
     unpack_outcomes,
     unpack_work,
 )  # fmt: skip
-from polycephaly.wire.status_page import StatusPage, make_status_file
+from polycephaly.wire.status_page import StatusPage, make_status_file, map_page
 
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
@@ -204,7 +204,7 @@ def test_results_that_the_page_no_longer_keeps_wait_for_room_before_they_go_to_z
     drone, by_bulk = LocalDrone.__new__(LocalDrone), []
     drone._fast_transport, drone._send_by_bulk = its, by_bulk.append
     fd = make_status_file()
-    drone._status_page = page = StatusPage(fd)
+    drone._status_page = page = StatusPage(map_page(fd))
     os.close(fd)
     fill(its)
     assert not drone._send([b"kept, too"]) and by_bulk == [[b"kept, too"]]

@@ -161,7 +161,7 @@ class ResultBuffer:
         return not large and not self._has_new_handles and self._status_page.keep(entry)
 
     def add_value(self, number: int, started: float, finished: float, value: Any) -> bool:
-        """Add a small, immutable value of a task; return True if the table keeps it."""
+        """Add a small, immutable value of a task; return True if the page keeps it."""
         if self._tail.pieces or forked.generation != self._generation:
             self.add(number, VALUE, started, finished, b"" if value is None else dumps(value, 5))
             return self.save_last()

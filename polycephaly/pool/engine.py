@@ -50,6 +50,9 @@ class Engine:
         """Return False while a new snapshot is being taken, or if there is no room for a drone."""
         return True
 
+    def make_room(self, size: int) -> None:
+        """Prepare for `size` drones at a time."""
+
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         """Start the drone with this index. None if that failed, which has then been reported."""
         raise NotImplementedError

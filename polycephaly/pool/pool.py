@@ -441,7 +441,7 @@ class Pool(ExecutorBase):
         Notes
         -----
         If an additional drone cannot be started, that is logged and tried again. Each drone that is
-        replaced before it has ended counts in addition.
+        replaced before it has ended counts in addition, up to twice the largest number.
 
         Examples
         --------

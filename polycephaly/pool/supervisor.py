@@ -252,6 +252,7 @@ class Supervisor:
     def resize(self, size: int) -> None:
         """Start drones, or retire some, so that `size` drones take tasks."""
         self._dispatcher.size = size
+        self.engine.make_room(size)
         for handle in surplus(self._dispatcher.current_drones(), size):
             self.retire(handle)
         self.start_missing()

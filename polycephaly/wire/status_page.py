@@ -20,6 +20,7 @@ kept bytes is written after the bytes. See docs/decisions/0012-status-page-for-e
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 
@@ -41,11 +42,15 @@ def make_status_file() -> int:
     return fd
 
 
-class StatusPage:
-    """The page in the file `fd`, which need not stay open. Raises `OSError`."""
+def map_page(fd: int) -> memoryview:
+    """Map the page in the file `fd`, which need not stay open. Raises `OSError`."""
+    if os.fstat(fd).st_size < PAGE_BYTES:  # reading beyond the end would kill this process
+        raise OSError(errno.ENODATA, "a status page that is too short")
+    return memoryview(map_range(fd, 0, PAGE_BYTES, mmap.MAP_SHARED))
 
-    def __init__(self, fd: int) -> None:
-        memory = memoryview(map_range(fd, 0, PAGE_BYTES, mmap.MAP_SHARED))
+
+class StatusPage:
+    def __init__(self, memory: memoryview) -> None:
         self._cells = memory[:_HEADER_BYTES].cast("Q")
         self._buffer = memory[_HEADER_BYTES:]
         self._kept = 0
@@ -126,3 +131,7 @@ class StatusPage:
         if delivered or self.is_full:
             self._kept = self._cells[_KEPT] = 0
             self.is_full = False
+
+
+NO_PAGE = StatusPage(memoryview(bytes(PAGE_BYTES)))
+"""That of a drone that is not there yet, or no more."""

@@ -44,19 +44,15 @@ class _BareZygote:
         self._owner = os.getpid()
 
     def _bootstrap(self, parent_sentinel: int) -> NoReturn:
-        from .zygote import run_zygote
+        from .zygote import Zygote
 
         os.close(parent_sentinel)
         for fd in self.descriptors:
             os.set_inheritable(fd, False)
         control, arena = self.descriptors
-        run_zygote(
-            socket.socket(fileno=control),
-            self._spec,
-            Arena(self._ceiling, arena),
-            MainSnapshot(()),
-            self._owner,
-        )
+        end = socket.socket(fileno=control)
+        shared = Arena(self._ceiling, arena)
+        Zygote(end, self._spec, shared, MainSnapshot(()), self._owner).run()
 
 
 class _PopenStandIn:

@@ -34,7 +34,6 @@ from ...drone.notebook import replace_kernel_input
 from ...drone.overlap import Overlap
 from ...drone.pdb_import import replace_set_trace
 from ...errors import Malformed
-from ...memory.arena import Arena
 from ...memory.blocks import Store
 from ...memory.references import RefTable
 from ...runtime import forked, parent_death
@@ -46,36 +45,28 @@ from ...wire.messages import HELLO, OPEN, PROTOCOL, pack_numbers  # fmt: skip
 from ...wire.pickling import MainSnapshot, shared_snapshots
 from ...wire.status_page import StatusPage
 from .control_thread import HEARTBEAT_SECONDS, ControlThread
-from .zygote import DroneSpec, Order
+from .zygote import Order, Zygote
 
 if TYPE_CHECKING:
     from ...drone.debugger import Debugger
 
 
 def drone_main(
-    order: Order,
-    spec: DroneSpec,
-    fast_transport: socket.socket,
-    status_page: StatusPage,
-    arena: Arena,
-    snapshot: MainSnapshot,
-    control: socket.socket,
+    order: Order, zygote: Zygote, fast_transport: socket.socket, status_page: StatusPage
 ) -> None:
-    """Run a drone until it is told to stop.
-
-    `control` is used if the drone reports its own start.
-    """
+    """Run a drone until it is told to stop."""
+    spec, snapshot = zygote.spec, zygote.snapshot
     addresses.parent_directory, addresses.own_name = spec.directory, order.name
     channel = sys.modules.get("polycephaly.green.channel")
     if channel is not None and addresses.parent_address is not None:
         channel.lineage.append((channel.oldest_generation, addresses.parent_address))
     prepare_child(order.name, spec.inherited_args)
     if spec.main is not None:
-        snapshot = spec.main.make(arena)
+        snapshot = spec.main.make(zygote.arena)
     shared_snapshots[:] = [lambda: snapshot]
     if spec.imports_main():
-        _report_start(order, snapshot, control)
-    drone = LocalDrone(order, spec, fast_transport, status_page, arena, snapshot)
+        _report_start(order, snapshot, zygote.control)
+    drone = LocalDrone(order, zygote, fast_transport, status_page, snapshot)
     try:
         drone.serve()
     finally:
@@ -95,10 +86,9 @@ class LocalDrone(DroneExecutor):
     def __init__(
         self,
         order: Order,
-        spec: DroneSpec,
+        zygote: Zygote,
         fast_transport: socket.socket,
         status_page: StatusPage,
-        arena: Arena,
         snapshot: MainSnapshot,
     ) -> None:
         tail = open_console()
@@ -108,6 +98,7 @@ class LocalDrone(DroneExecutor):
         if not os.environ.get("PYTHONBREAKPOINT"):
             sys.breakpointhook = self._open_debugger
         replace_set_trace(self._open_debugger)
+        spec, arena = zygote.spec, zygote.arena
         store = Store(arena, order.number)
         super().__init__(
             order.name,

@@ -39,7 +39,7 @@ from ...wire.debugging import frames_address
 from ...wire.fast_transport import FastTransport
 from ...wire.functions import FunctionRegistry
 from ...wire.output import OutputSource
-from ...wire.status_page import StatusPage, make_status_file
+from ...wire.status_page import StatusPage, make_status_file, map_page
 from .bulk import BulkSocket
 from .drone import drone_main
 from .handle import LocalHandle
@@ -78,6 +78,7 @@ class LocalEngine(Engine):
         self._reactor = self._dispatcher.reactor
         self._bulk = self._reactor.source(BulkSocket)
         self._zygote_lost = self._started = False
+        self.make_room(self._config.size)
         self._launchers: list[Launcher] = []
         try:
             self._arena = Arena(shared_memory_ceiling())
@@ -160,7 +161,14 @@ class LocalEngine(Engine):
         self._reactor.watch(fd, partial(self._dispatcher.run_guarded, callback, *args))
 
     def can_start(self) -> bool:
-        return not self._zygote_lost
+        return self._count_alive() < self._max_drones and not self._zygote_lost
+
+    def make_room(self, size: int) -> None:
+        # Twice: until a drone has ended, another has begun. Many may be retiring after a `resize`.
+        self._max_drones = max(2 * size, self._count_alive() + size)
+
+    def _count_alive(self) -> int:
+        return sum(handle.alive for handle in self._dispatcher.handles)
 
     def start(self, number: int, name: str, index: int) -> LocalHandle | None:
         handle = LocalHandle(self._dispatcher, number, name, self._launcher, self._bulk)
@@ -174,7 +182,7 @@ class LocalEngine(Engine):
             ends.append(theirs.detach())
             handle.fast_transport = parent_death.close_in_child(FastTransport(mine))
             ends.append(make_status_file())
-            handle.status_page = StatusPage(ends[-1])
+            handle.status_page = StatusPage(map_page(ends[-1]))
             order = Order(
                 handle.number,
                 handle.identity.hex(),
@@ -331,11 +339,13 @@ class LocalEngine(Engine):
 
     def _retire_launcher(self, launcher: Launcher) -> None:
         """Let a zygote end that is no longer needed, and reap it then."""
+        if launcher not in self._launchers:  # it has ended by itself
+            return
         self._reactor.unwatch(launcher.fileno())
         launcher.close()
         if launcher.pidfd is None:
             self._reap(launcher)
-        elif launcher in self._launchers:
+        else:
             self._watch(launcher.pidfd, self._reap, launcher)
 
     def _reap(self, launcher: Launcher) -> int | None:

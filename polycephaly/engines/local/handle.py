@@ -28,7 +28,7 @@ from ...runtime.tuning import tuning
 from ...wire.fast_transport import FastTransport
 from ...wire.messages import OPEN, pack_numbers
 from ...wire.output import OutputItems, OutputMerger, OutputSource
-from ...wire.status_page import StatusPage
+from ...wire.status_page import NO_PAGE
 from .bulk import BulkSocket
 from .launcher import Launcher
 
@@ -52,7 +52,7 @@ _GIL_REASON = "the process holds its interpreter (the GIL) in C code"
 
 class LocalHandle(DroneHandle):
     dispatcher: Dispatcher
-    status_page: StatusPage
+    status_page = NO_PAGE
 
     def __init__(
         self, dispatcher: Dispatcher, number: int, name: str, launcher: Launcher, bulk: BulkSocket
@@ -261,4 +261,5 @@ class LocalHandle(DroneHandle):
             parent_death.close(end)
         self.streams.clear()
         self.fast_transport = None
+        self.status_page = NO_PAGE
         self.ref_table.close()

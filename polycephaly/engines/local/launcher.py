@@ -29,7 +29,7 @@ from ...wire.main_snapshot import Snapshot, take_snapshot
 from ...wire.pickling import MainSnapshot, shared_snapshots
 from .bare import start_bare_zygote
 from .native_threads import UnsafeFork, check_after_fork, check_before_fork
-from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, run_zygote
+from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, Zygote
 
 
 class Launcher:
@@ -88,7 +88,7 @@ class Launcher:
             with hold_ranges_through_fork(self._kept_memory):
                 pid = fork_guard.fork()
             if pid == 0:
-                run_zygote(theirs, spec, self.arena, self.snapshot, owner)
+                Zygote(theirs, spec, self.arena, self.snapshot, owner).run()
             if not forced:
                 check_after_fork()
             return pid
@@ -153,7 +153,7 @@ class Launcher:
         return self._control.fileno()
 
     def start(self, order: Order, ends: list[int]) -> None:
-        """Order a drone, with its `ends` of stdout, stderr and fast transport.
+        """Order a drone, with its `ends` of stdout, stderr, fast transport and status page.
 
         Raises `OSError` if the zygote is gone, and `ValueError` if the order is too large.
         """

@@ -1,7 +1,7 @@
 """The zygote: a copy of the controller process, or a bare interpreter, that forks the drones.
 
-    reactor ──Order, with stdout, stderr and fast transport──> zygote ──fork──> drone
-    reactor ──kill (a number, a signal), goodbye─────────────> zygote ──signal──> drone
+    reactor ──Order, with stdout, stderr, fast transport, status page──> zygote ──fork──> drone
+    reactor ──kill (a number, a signal), goodbye──> zygote ──signal──> drone
     reactor <──ready, started, failed, exited── zygote <──SIGCHLD── drone
     reactor <──started, if the drone imports the main module── drone
 
@@ -44,7 +44,7 @@ from ...runtime.connections import replace_connections
 from ...runtime.procfs import set_process_name
 from ...wire.addresses import channel_address, record_exit
 from ...wire.pickling import MainSnapshot
-from ...wire.status_page import StatusPage
+from ...wire.status_page import StatusPage, map_page
 
 if TYPE_CHECKING:
     from .main_maker import MainMaker
@@ -90,9 +90,7 @@ class Order:
 class DroneSpec:
     """The start parameters that all drones of one zygote share."""
 
-    drone_main: Callable[
-        [Order, DroneSpec, socket.socket, StatusPage, Arena, MainSnapshot, socket.socket], None
-    ]
+    drone_main: Callable[[Order, Zygote, socket.socket, StatusPage], None]
     directory: str  # the owner's private directory, with its socket
     family: str  # see runtime/parent_death.py
     # Objects that a process can get only at its start; see drone/child.py. Pickled for a bare
@@ -104,26 +102,6 @@ class DroneSpec:
     def imports_main(self) -> bool:
         """Return True if each drone imports the main module, and then reports its own start."""
         return self.main is not None and self.main.snapshot is None
-
-
-def run_zygote(
-    control: socket.socket, spec: DroneSpec, arena: Arena, snapshot: MainSnapshot, owner: int
-) -> NoReturn:
-    """Run the zygote to its end; `owner` is the pid of the controller process.
-
-    Never returns, because in a fork the frames below are the controller's.
-    """
-    status = 1
-    try:
-        zygote = _Zygote(control, spec, arena, snapshot, owner)
-        zygote.serve()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with suppress(BaseException):
-            zygote.end_everything()
-        os._exit(status)
 
 
 def reset_inherited_state() -> None:
@@ -141,7 +119,7 @@ def reset_inherited_state() -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - stays open
 
 
-class _Zygote:
+class Zygote:
     def __init__(
         self,
         control: socket.socket,
@@ -150,29 +128,46 @@ class _Zygote:
         snapshot: MainSnapshot,
         owner: int,
     ) -> None:
-        self._control = control
-        self._spec = spec
-        self._arena = arena
-        self._snapshot = snapshot
+        self.control = control
+        self.spec = spec
+        self.arena = arena
+        self.snapshot = snapshot
+        self._owner = owner
         self._drones: dict[int, int] = {}  # pid -> number
+
+    def run(self) -> NoReturn:
+        """Serve, and end the process: in a fork, the frames below are the controller's."""
+        status = 1
+        try:
+            self._prepare()
+            self.serve()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(BaseException):
+                self.end_everything()
+            os._exit(status)
+
+    def _prepare(self) -> None:
         with suppress(OSError):
             os.setsid()
         parent_death.become_subreaper()
         set_process_name("zygote")
         reset_inherited_state()
         # Only a fork has the controller's connections; a bare zygote has none of these.
-        if spec.main is None:
-            replace_connections(owner, spec.inherited_args or ())
+        if self.spec.main is None:
+            replace_connections(self._owner, self.spec.inherited_args or ())
         for name in _IGNORED_SIGNALS:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-        parent_death.join_family(spec.family)
+        parent_death.join_family(self.spec.family)
         self._wakeup_reader, self._wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         # Opened before getppid() is checked: if the owner ended earlier, this process has another
         # parent.
-        self._owner_pidfd = parent_death.open_pidfd(owner)
-        self._owner_gone = os.getppid() != owner
+        self._owner_pidfd = parent_death.open_pidfd(self._owner)
+        self._owner_gone = os.getppid() != self._owner
         self._said_goodbye = False
         self._sweep_until = 0.0
         self._reports: deque[bytes] = deque()
@@ -185,7 +180,7 @@ class _Zygote:
     def serve(self) -> None:
         """Serve until the owner says goodbye, closes the parent-death pipe, or ends."""
         poll = select.poll()
-        for fd in (self._control.fileno(), self._wakeup_reader, self._owner_pidfd):
+        for fd in (self.control.fileno(), self._wakeup_reader, self._owner_pidfd):
             if fd is not None:
                 poll.register(fd, select.POLLIN)
         self._report(ready=os.getpid())
@@ -193,9 +188,9 @@ class _Zygote:
             sweeping = time.monotonic() < self._sweep_until
             if sweeping:
                 self._kill_orphans()
-            poll.modify(self._control, select.POLLIN | (select.POLLOUT if self._reports else 0))
+            poll.modify(self.control, select.POLLIN | (select.POLLOUT if self._reports else 0))
             for fd, events in poll.poll(SWEEP_INTERVAL_SECONDS * 1000 if sweeping else None):
-                if fd == self._control.fileno():
+                if fd == self.control.fileno():
                     if events & select.POLLOUT:
                         self._send_reports()
                     if events & ~select.POLLOUT:
@@ -211,7 +206,7 @@ class _Zygote:
 
     def _handle_order(self) -> None:
         try:
-            message, fds = parent_death.receive_fds(self._control, MAX_ORDER_BYTES, 4)
+            message, fds = parent_death.receive_fds(self.control, MAX_ORDER_BYTES, 4)
         except ConnectionResetError:
             return  # the owner has not read all reports; its last orders, a goodbye say, come next
         except OSError:
@@ -241,7 +236,7 @@ class _Zygote:
         if pid == 0:
             self._drone_main(order, stream_fds, zygote)
         self._drones[pid] = order.number
-        if not self._spec.imports_main():
+        if not self.spec.imports_main():
             self._report(started=order.number, pid=pid)
 
     def _kill(self, number: int, with_signal: int) -> None:
@@ -269,14 +264,14 @@ class _Zygote:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             stdout, stderr, fast_transport, status_file = stream_fds
-            status_page = StatusPage(status_file)
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
-            if self._spec.imports_main():
+            status_page = StatusPage(map_page(status_file))
+            if self.spec.imports_main():
                 # Open until the drone has reported its start. The zygote reports the drone's end.
-                parent_death.close_in_child(self._control)
+                parent_death.close_in_child(self.control)
             else:
-                self._control.close()
+                self.control.close()
             pipe = self._wakeup_reader, self._wakeup_writer
             for fd in (*pipe, self._owner_pidfd, stdout, stderr, status_file):
                 if fd is not None:
@@ -286,17 +281,9 @@ class _Zygote:
                 os.chdir(order.cwd)
             if self._collector_enabled:
                 gc.enable()
-            self._arena.adopt()
+            self.arena.adopt()
             fast_socket = socket.socket(fileno=fast_transport)
-            self._spec.drone_main(
-                order,
-                self._spec,
-                fast_socket,
-                status_page,
-                self._arena,
-                self._snapshot,
-                self._control,
-            )
+            self.spec.drone_main(order, self, fast_socket, status_page)
             status = 0
         except BaseException:
             os.write(2, traceback.format_exc().encode())
@@ -322,13 +309,13 @@ class _Zygote:
             _, status = os.waitpid(pid, 0)
             if number is not None:
                 del self._drones[pid]
-                address = channel_address(self._spec.directory, pid)
+                address = channel_address(self.spec.directory, pid)
                 record_exit(address, os.waitstatus_to_exitcode(status))
                 # The kernel's list of children may miss one while others come and go: so `serve`
                 # looks again for a while.
                 self._sweep_until = time.monotonic() + SWEEP_DURATION_SECONDS
                 self._kill_orphans()
-                shutil.rmtree(os.path.join(self._spec.directory, str(pid)), ignore_errors=True)
+                shutil.rmtree(os.path.join(self.spec.directory, str(pid)), ignore_errors=True)
                 self._report(exited=number, status=status)
 
     def _kill_orphans(self) -> None:
@@ -352,7 +339,7 @@ class _Zygote:
                     time.sleep(SWEEP_INTERVAL_SECONDS)
         if not self._said_goodbye:
             self._wait_for_owner_end()
-            shutil.rmtree(self._spec.directory, ignore_errors=True)
+            shutil.rmtree(self.spec.directory, ignore_errors=True)
 
     def _wait_for_owner_end(self) -> None:
         """Wait, for a limited time, until the owner has ended and makes no more files.
@@ -375,7 +362,7 @@ class _Zygote:
         """
         try:
             while self._reports:
-                self._control.send(self._reports[0], socket.MSG_DONTWAIT)
+                self.control.send(self._reports[0], socket.MSG_DONTWAIT)
                 self._reports.popleft()
         except BlockingIOError:
             pass

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from ..._compat import ray_session_dir
 from ...runtime.procfs import start_time_of
-from ...wire.status_page import PAGE_BYTES, StatusPage
+from ...wire.status_page import PAGE_BYTES, StatusPage, map_page
 
 _STATUS_FILE, OUT, ERR, _FOUND_FILE = "page", "out", "err", "found"
 # How long a dead drone's folder waits for its driver, after another drone has found it.
@@ -62,7 +62,7 @@ class ExitRecord(StatusPage):
         path = os.path.join(folder, _STATUS_FILE)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(fd, PAGE_BYTES)
-        super().__init__(fd)
+        super().__init__(map_page(fd))
         os.close(fd)
         self._entries: deque[bytes] = deque()
         self._dropped = 0  # number of acknowledged entries, which came before `_entries`
@@ -207,12 +207,15 @@ def read_exit_record(folder: str, out_from: int, err_from: int) -> FinalState | 
     path = os.path.join(folder, _STATUS_FILE)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            page = StatusPage(map_page(fd))
+        finally:
+            os.close(fd)
     except OSError:
         # No page: the drone has ended by itself and removed its folder. Or another process has
         # removed the folder, and the tasks that had begun are unknown.
         return None
     try:
-        page = StatusPage(fd)
         return FinalState(
             page.started(),
             page.answered(),
@@ -221,7 +224,6 @@ def read_exit_record(folder: str, out_from: int, err_from: int) -> FinalState | 
             _read_final_output(folder, ERR, err_from),
         )
     finally:
-        os.close(fd)
         shutil.rmtree(folder, ignore_errors=True)
 
 
