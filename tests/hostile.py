@@ -49,7 +49,7 @@ Frames = list[Any]
 
 def calls_of(code: str, count: int) -> Iterator[Frames]:
     """Never read: what each gives is large."""
-    yield frames.pack_work([Item(1, 0, DEFINE_CODE, frames.pack_definition("x", code.encode()))])
+    yield frames.pack_work([Item(1, 0, DEFINE_CODE, code.encode(), extra=b'{"label": "x"}')])
     for number in range(count):
         yield frames.pack_work([Item(CODE + number, 1, CALL)])
 

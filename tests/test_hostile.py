@@ -132,7 +132,7 @@ def test_calls_begin_in_their_order_as_far_as_there_is_room():
         lambda *of: settled.append(of),
         "",
     )
-    session.add_item(frames.Item(7, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
+    session.add_item(frames.Item(7, 0, DEFINE_CODE, b"1", extra=b'{"label": "x"}'))
     for number in range(5):
         session.add_item(frames.Item(number, 7, CALL))
     session.submit_waiting(2)
@@ -146,9 +146,35 @@ def test_calls_begin_in_their_order_as_far_as_there_is_room():
     session.add_item(frames.Item(7, 0, FORGET))
     session.submit_waiting()
     assert begun == [0, 1, 2, 4]
-    session.add_item(frames.Item(8, 0, DEFINE_CODE, frames.pack_definition("x", b"1")))
+    session.add_item(frames.Item(8, 0, DEFINE_CODE, b"1", extra=b'{"label": "x"}'))
     session.add_item(frames.Item(9, 8, CALL))
     assert session.cancel_all() == 4 and not session.waiting and not session.tasks
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        (DEFINE_CODE, {}),
+        (DEFINE_CODE, {"label": 1}),
+        (CALL, {"shared": {}}),
+        (CALL, {"shared": [1.0]}),
+        (CALL, {"shared": [True]}),
+    ],
+)
+def test_rare_fields_of_a_wrong_type_are_refused(kind, extra):
+    session = ClientSession(lambda *of: poly.Promise(), lambda *of: None, "")
+    session.add_item(frames.Item(1, 0, DEFINE_CODE, b"1", extra=b'{"label": "x"}'))
+    sent = frames.Item(2, 1, kind, b"x", extra=frames.pack_extra(extra))
+    (item,) = frames.read_work(frames.pack_work([sent]))
+    assert item.read_extra() == extra and item.payload == b"x" and item.nbytes == sent.nbytes
+    with pytest.raises(Malformed):
+        session.add_item(item)
+
+
+def test_rare_fields_without_end_are_refused():
+    sent = frames.pack_work([frames.Item(1, 0, DEFINE_CODE, extra=b" " * (frames.CHUNK_BYTES + 1))])
+    with pytest.raises(Malformed, match="rare fields"):
+        list(frames.read_work(sent))
 
 
 def test_signs_of_life_come_no_faster_than_the_time():

@@ -41,7 +41,7 @@ from ..engines.remote.messages import (
     WINDOW,
     Item,
     Result,
-    pack_definition,
+    pack_extra,
     pack_json,
     pack_numbers,
     pack_work,
@@ -208,7 +208,8 @@ class JoinedHosts:
                     function.number,
                     0,
                     function.kind,
-                    pack_definition(function.label, function.payload, function.tag),
+                    function.payload,
+                    extra=pack_extra({"label": function.label, "tag": function.tag}),
                 )
             )
 

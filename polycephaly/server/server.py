@@ -56,7 +56,6 @@ from ..engines.remote.messages import (
     REQUEST,
     RUNNING,
     SHARE,
-    WITH_SHARED,
     WORK,
     Item,
     Result,
@@ -508,8 +507,8 @@ class Server:
         """Handle a client's calls and definitions. Raise `Malformed`."""
         has_definitions = False
         for item in read_work(frames):
-            if item.kind & ~WITH_SHARED >= CALL:
-                client.count_call(item.number, len(item.payload))
+            if item.kind >= CALL:
+                client.count_call(item.number, item.nbytes)
             else:
                 has_definitions = True
             client.session.add_item(item)
@@ -556,7 +555,7 @@ class Server:
                 f"the shared value is in the memory of {socket.gethostname()}, and this drone runs "
                 "on a joined host: use a drone of that machine"
             )
-        if item.resources:
+        if "needs" in item.read_extra():
             raise ValueError(
                 f"the pool's resources are those of {socket.gethostname()}, and this drone runs on "
                 "a joined host: use a drone of that machine"

@@ -17,14 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..drone.forwarded import ForwardedFunction, pack_error, run_client_call
-from ..engines.remote.messages import (
-    WITH_SHARED,
-    Item,
-    Result,
-    read_definition,
-    read_json,
-    read_shared_numbers,
-)
+from ..engines.remote.messages import Item, Result, read_sizes
 from ..errors import Malformed, copy_error
 from ..pool.config import check_needs
 from ..pool.drone_handle import DroneHandle
@@ -88,17 +81,19 @@ class ClientSession:
     def add_item(self, item: Item) -> None:
         """Add a definition or a call. Raise `Malformed`."""
         if item.kind in (DEFINE_CALLABLE, DEFINE_CODE):
-            label, payload, tag = read_definition(item.payload)
-            self.definitions[item.number] = ClientFunction(
-                item.kind, label, payload, tag if self._tag is None else self._tag
-            )
+            extra = item.read_extra()
+            label = extra.get("label")
+            tag = extra.get("tag", "") if self._tag is None else self._tag
+            if not (isinstance(label, str) and isinstance(tag, str)):
+                raise Malformed("a definition without a label")
+            label = label[:200].encode("utf-8", "replace").decode()
+            self.definitions[item.number] = ClientFunction(item.kind, label, item.payload, tag)
         elif item.kind == FORGET:
             self.definitions.pop(item.number, None)
-        elif item.kind & ~WITH_SHARED in (CALL, CALL_KEYWORDS, CALL_FILLED):
-            numbers: list[int] = []
-            if item.kind & WITH_SHARED:
-                numbers, payload = read_shared_numbers(item.payload)
-                item = item._replace(kind=item.kind & ~WITH_SHARED, payload=payload)
+        elif item.kind in (CALL, CALL_KEYWORDS, CALL_FILLED):
+            numbers = item.read_extra().get("shared", [])
+            if not isinstance(numbers, list) or not all(type(each) is int for each in numbers):
+                raise Malformed("a call without the numbers of its shared values")
             function = self.definitions.get(item.definition)
             if function is None or item.number in self.tasks or item.number in self.waiting:
                 raise Malformed(
@@ -173,15 +168,13 @@ def submit_call(
     """
     handle = find_drone(dispatcher, item.target) if item.target else None
     task_options = None
-    if item.timeout is not None or item.retries is not None or item.priority or item.resources:
+    if item.timeout is not None or item.retries is not None or item.priority or item.extra:
         defaults = dispatcher.task_options
         task_options = TaskOptions(
             item.timeout or defaults.timeout,
             defaults.retries if item.retries is None else item.retries,
             item.priority,
-            check_needs(read_json([b"", item.resources]), dispatcher.resource_sizes)
-            if item.resources
-            else (),
+            check_needs(read_sizes(item.read_extra().get("needs", {})), dispatcher.resource_sizes),
         )
     # Set the label before the call is recorded, and each time: a refresh makes new definitions.
     dispatcher.registry.define(function.forwarded).label = function.label

@@ -57,14 +57,11 @@ from .messages import (
     REQUEST,
     RESULTS,
     RUNNING,
-    WITH_SHARED,
     Item,
-    pack_definition,
+    pack_extra,
     pack_hello,
     pack_json,
-    pack_needs,
     pack_numbers,
-    pack_shared_numbers,
     pack_shared_value,
     pack_work,
     read_hello,
@@ -455,31 +452,27 @@ class Connection(ServerConnection):
                 else:  # deaths are repeated from here, too
                     retries = 0
                 target = 0 if task.target is None else task.target.number
-                kind = task.kind
+                extra: dict[str, Any] = {"needs": dict(task.resources)} if task.resources else {}
                 if task.shared_refs is not None:
-                    kind, payload = (
-                        kind | WITH_SHARED,
-                        pack_shared_numbers([ref.number for ref in task.shared_refs], payload),
-                    )
+                    extra["shared"] = [ref.number for ref in task.shared_refs]
                     held_refs.append(task.shared_refs)
                     if task.retry is None:
                         task.shared_refs = None
-                items.append(
-                    Item(
-                        task.number,
-                        definition.number,
-                        kind,
-                        payload,
-                        target,
-                        task.timeout,
-                        retries,
-                        task.priority,
-                        pack_needs(task.resources),
-                    )
+                item = Item(
+                    task.number,
+                    definition.number,
+                    task.kind,
+                    payload,
+                    target,
+                    task.timeout,
+                    retries,
+                    task.priority,
+                    pack_extra(extra),
                 )
-                self._in_flight[task.number] = task, len(payload)
-                self._in_flight_bytes += len(payload)
-                size += len(payload) + 32
+                items.append(item)
+                self._in_flight[task.number] = task, item.nbytes
+                self._in_flight_bytes += item.nbytes
+                size += item.nbytes + 32
             if items:
                 self.send(pack_work(items))
 
@@ -489,8 +482,9 @@ class Connection(ServerConnection):
     def _add_definition(self, definition: RemoteFunction, items: list[Item]) -> None:
         items += [Item(oldest, 0, FORGET) for oldest in self._sent_functions.add(definition)]
         # The payload is bytes, because the registry has no store.
-        payload = pack_definition(definition.label, definition.payload)  # type: ignore[arg-type]
-        items.append(Item(definition.number, 0, definition.kind, payload))
+        payload: Any = definition.payload
+        extra = pack_extra({"label": definition.label[:200]})
+        items.append(Item(definition.number, 0, definition.kind, payload, extra=extra))
 
     def _send_alive(self) -> None:
         """Send ALIVE now and then: a PING of the server may be delayed behind data."""

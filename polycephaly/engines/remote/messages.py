@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from ...errors import Malformed
 from ...runtime.version import __version__
 
-PROTOCOL = 7  # protocols 3 and 4 pickled other names of modules, classes and functions
+PROTOCOL = 8  # 3 and 4 pickled other names of modules, 7 packed rare fields of items otherwise
 
 # Between a client and its server:
 #
@@ -77,9 +77,6 @@ SHARE, RELEASE = b"D", b"U"
 RUNNING = b"G"
 ALIVE = b"L"
 
-WITH_SHARED = 0x20
-"""A flag of an item's kind: its payload begins with the numbers of the shared values it takes."""
-
 CHUNK_BYTES = 1 << 20
 MAX_FRAME_BYTES = 2 * CHUNK_BYTES
 """Maximal bytes of a frame. Heads are not cut, but never hold that many items."""
@@ -99,13 +96,11 @@ LINE_OVERHEAD_BYTES = 64
 _HELLO = Struct("<HBBI")
 _ITEM = Struct("<QQBQdiiIQ")
 """Number, definition, kind, target drone (0: any), time limit in seconds (nan: as the pool),
-retries (-1: as the pool), priority, bytes of the resources' JSON, of these and the payload.
+retries (-1: as the pool), priority, bytes of the rare fields, of these and the payload.
 """
 _RESULT = Struct("<QBHQ")
 """Number; status; bytes of the output tail; bytes of the payload and the tail after it."""
 _NUMBER = Struct("<Q")
-_COUNT = Struct("<H")
-_LABELS = Struct("<HH")
 
 
 Result = tuple[int, int, bytes, str]
@@ -122,7 +117,16 @@ class Item(NamedTuple):
     timeout: float | None = None
     retries: int | None = None
     priority: int = 0
-    resources: bytes = b""  # what the call needs, as JSON
+    # Of a call: "needs" of resources, "shared" values by number. Of a definition: "label" for
+    # reports, "tag" of its client.
+    extra: bytes = b""  # as JSON
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.payload) + len(self.extra)
+
+    def read_extra(self) -> dict[str, Any]:
+        return read_json([b"", self.extra]) if self.extra else {}
 
 
 def pack_hello(drones: int = 0, **properties: Any) -> list[bytes]:
@@ -219,70 +223,38 @@ def read_shared_value(frames: Sequence[bytes]) -> tuple[int, list[list[bytes]]]:
     return number, buffers
 
 
-def pack_shared_numbers(numbers: Sequence[int], payload: bytes) -> bytes:
-    return b"".join((_COUNT.pack(len(numbers)), *map(_NUMBER.pack, numbers), payload))
-
-
-def read_shared_numbers(packed: bytes) -> tuple[list[int], bytes]:
-    """Split the numbers of shared values from a payload. Raise `Malformed`."""
-    if len(packed) < _COUNT.size or len(packed) < (
-        end := _COUNT.size + _COUNT.unpack_from(packed)[0] * _NUMBER.size
-    ):
-        raise Malformed("a call without the numbers of its shared values")
-    return [number for (number,) in _NUMBER.iter_unpack(packed[_COUNT.size : end])], packed[end:]
-
-
-def pack_definition(label: str, payload: bytes, tag: str = "") -> bytes:
-    """Pack a definition: the function's label, for reports; the tag of its client; its bytes."""
-    name, client_tag = label.encode("utf-8", "replace")[:200], tag.encode()
-    return _LABELS.pack(len(name), len(client_tag)) + name + client_tag + payload
-
-
-def read_definition(packed: bytes) -> tuple[str, bytes, str]:
-    """Return label, payload and tag. Raise `Malformed`."""
-    if len(packed) < _LABELS.size:
-        raise Malformed("a definition without a label")
-    middle, end = (_LABELS.size + size for size in _LABELS.unpack_from(packed))
-    end += middle - _LABELS.size
-    if len(packed) < end:
-        raise Malformed("a definition with an incomplete label")
-    label, tag = packed[_LABELS.size : middle], packed[middle:end]
-    return label.decode("utf-8", "replace"), packed[end:], tag.decode("ascii", "replace")
+def pack_extra(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode() if fields else b""
 
 
 def pack_work(items: Sequence[Item]) -> list[bytes]:
     head = b"".join(
         _ITEM.pack(
             number, definition, kind, target, math.nan if timeout is None else timeout,
-            -1 if retries is None else retries, priority, len(needs), len(needs) + len(payload),
+            -1 if retries is None else retries, priority, len(extra), len(extra) + len(payload),
         )
-        for number, definition, kind, payload, target, timeout, retries, priority, needs in items
+        for number, definition, kind, payload, target, timeout, retries, priority, extra in items
     )  # fmt: skip
-    body = [part for item in items for part in (item.resources, item.payload)]
+    body = [part for item in items for part in (item.extra, item.payload)]
     return [WORK, head, *_to_chunks(body)]
 
 
 def read_work(frames: Sequence[bytes]) -> Iterator[Item]:
     for head, payload in _read_items(_ITEM, frames):
-        number, definition, kind, target, timeout, retries, priority, needs, size = head
-        if needs > size:
-            raise Malformed("a call whose resources are longer than its payload")
+        number, definition, kind, target, timeout, retries, priority, extra, size = head
+        if extra > min(size, CHUNK_BYTES):
+            raise Malformed(f"an item of {size} bytes with {extra} bytes of rare fields")
         yield Item(
             number,
             definition,
             kind,
-            payload[needs:] if needs else payload,
+            payload[extra:] if extra else payload,
             target,
             timeout if timeout > 0 else None,
             retries if retries >= 0 else None,
             priority,
-            bytes(payload[:needs]),
+            bytes(payload[:extra]),
         )
-
-
-def pack_needs(needs: tuple[tuple[str, int], ...]) -> bytes:
-    """Pack what a call needs of a pool's resources."""
-    return json.dumps(dict(needs)).encode() if needs else b""
 
 
 def read_sizes(sizes: Any) -> dict[str, int]:
