@@ -1,18 +1,13 @@
-"""The web site of the demo: a process that serves the files and the pages of funds on the loopback.
+"""The web site of the demo, which serves the files and the pages of funds.
 
-    stdin:  parent-death pipe: ends when the owner ends, in any way, and then this process ends.
-    stdout: one line of JSON: {"port": n}, or {"error": [where, problem]} if a file cannot be read.
-    HTTP:   /nasdaqlisted.txt  /otherlisted.txt  /mfundslist.txt  /funds/0-9  /funds/A ... /funds/Z
+    /nasdaqlisted.txt  /otherlisted.txt  /mfundslist.txt  /funds/0-9  /funds/A ... /funds/Z
 
 Each answer is delayed by the set latency, in a thread of its own, so that the waits of many
-requests overlap. All files are read and checked before the port is printed, so a port means a
-working site.
+requests overlap.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +19,7 @@ from typing import Any
 from . import files, parse
 from .generate import symbol_directory
 from .model import PAGES, page_of
-from .parse import Document, SourceError
+from .parse import Document
 
 
 def contents(documents: Mapping[str, Document]) -> dict[str, bytes]:
@@ -81,28 +76,12 @@ class FixtureServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def main() -> int:
-    """Serve until stdin ends. The exit status is 1 if the files cannot be read."""
-    parser = argparse.ArgumentParser(description="Serve symbol-directory files until stdin ends.")
-    parser.add_argument(
-        "--data", type=Path, help="directory of the files; without it, generated ones"
-    )
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds before each answer")
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve at")
-    options = parser.parse_args()
-    try:
-        answers = contents(
-            files.read_directory(options.data) if options.data else symbol_directory()
-        )
-    except SourceError as error:
-        print(json.dumps({"error": [error.where, error.problem]}), flush=True)
-        return 1
-    with FixtureServer(answers, options.latency, options.host) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        print(json.dumps({"port": server.server_port}), flush=True)
-        sys.stdin.buffer.read()
-    return 0
+def serve(data: Path | None, latency: float, host: str) -> int:
+    """Serve the files in `data`, or generated ones, until this process ends. Return the port.
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    All files are read and checked before. Raises `SourceError`.
+    """
+    answers = contents(files.read_directory(data) if data else symbol_directory())
+    server = FixtureServer(answers, latency, host)
+    Thread(target=server.serve_forever, daemon=True).start()
+    return server.server_port
