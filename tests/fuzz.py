@@ -67,7 +67,7 @@ from polycephaly.pool.drone_handle import DroneHandle
 from polycephaly.pool.interfaces import State
 from polycephaly.pool.profile import read_samples
 from polycephaly.pool.stacks import read_report
-from polycephaly.timeline import event_log
+from polycephaly.timeline import Span, event_log
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
 from polycephaly.wire.fast_transport import MAX_PACKET_BYTES, FastTransport
@@ -143,14 +143,15 @@ Frames = list[bytes]
 def trail_of_one(number: int) -> bytes:
     """What a drone tells of its green threads, and of the work with that number."""
     made = event_log.EventLog()
-    made.events.append(event_log.LoggedEvent(1, "a thread", "a function", 1.0, 2.0, 0.5, note="7"))
+    event = Span("a function", "", 1.0, 2.0, thread="a thread #1", cpu=0.5, note="7")
+    made.events.append(event)
     made.cpu_times.append((number, 1000))
     return made.pop_packed()
 
 
 def read_trail(payload: Any) -> None:
     try:
-        event_log.unpack_events(bytes(payload))
+        event_log.unpack_events(bytes(payload), "")
     except ValueError as wrong:
         raise Malformed(str(wrong)) from None
 

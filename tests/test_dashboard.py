@@ -20,8 +20,9 @@ import polycephaly as poly
 from polycephaly.integrations.dashboard.metrics import metrics_of
 from polycephaly.pool.record import TraceBuffer
 from polycephaly.runtime.tuning import tuning
+from polycephaly.timeline import Span
 from polycephaly.timeline.entries import Entry
-from polycephaly.timeline.event_log import EventLog, LoggedEvent
+from polycephaly.timeline.event_log import EventLog
 
 testclient = pytest.importorskip("starlette.testclient", reason="starlette is not installed")
 CHROMIUM = Path("/usr/bin/chromium")
@@ -212,7 +213,7 @@ def test_a_reader_gets_each_call_of_a_green_thread_once():
     record, cursor = TraceBuffer(), (0, 0)
     log = EventLog()
     for number in range(3):
-        log.events.append(LoggedEvent(1, "thread", f"f{number}", 1.0, 2.0))
+        log.events.append(Span(f"f{number}", "", 1.0, 2.0, thread="thread #1"))
         record.add_events("d", log.pop_packed(), 0.0)
         _, threads, cursor = record.since(cursor)
         assert [span.name for span in threads] == [f"f{number}"]

@@ -403,19 +403,19 @@ def test_many_green_threads_are_counted_where_they_are_too_many_to_be_kept():
     [
         b"", b"{", b"[]", b"null", b'{"names": []}',
         b'{"names": [1], "events": [[1]], "work": [], "lost": 0}',
-        b'{"names": ["a"], "events": [[1, 0, 7, 1, 1, 1, 0, ""]], "work": [], "lost": 0}',
-        b'{"names": ["a"], "events": [[1, 0, 0, "x", 1, 1, 0, ""]], "work": [], "lost": 0}',
+        b'{"names": ["a"], "events": [[0, 7, 1, 1, 1, 0, ""]], "work": [], "lost": 0}',
+        b'{"names": ["a"], "events": [[0, 0, "x", 1, 1, 0, ""]], "work": [], "lost": 0}',
         b'{"names": ["a"], "events": [], "work": [[1]], "lost": 0}',
         b'{"names":[],"events":[],"work":[],"lost":"x"}',
-        b'{"names": ["a"], "events": [[1, 0, 0, NaN, 1, 1, 0, ""]], "work": [], "lost": 0}',
-        b'{"names": ["a"], "events": [[1, 0, 0, 1e300, 1, 1, 0, ""]], "work": [], "lost": 0}',
+        b'{"names": ["a"], "events": [[0, 0, NaN, 1, 1, 0, ""]], "work": [], "lost": 0}',
+        b'{"names": ["a"], "events": [[0, 0, 1e300, 1, 1, 0, ""]], "work": [], "lost": 0}',
         b'{"names": [], "events": [], "work": [[1, Infinity]], "lost": 0}',
         b"\xff\xfe", b'{"names": ["a"], "events": 5, "work": [], "lost": 0}', b"[" * 100_000,
     ],
 )  # fmt: skip
 def test_a_trail_that_is_none_is_refused(sent):
     with pytest.raises(ValueError):
-        event_log.unpack_events(sent)
+        event_log.unpack_events(sent, "")
 
 
 def test_a_malformed_trail_is_told_and_harms_nothing(caplog):

@@ -21,7 +21,7 @@ from ..errors import Deadlock
 from ..promises import promise
 from ..runtime import fork_guard
 from ..timeline import Timeline
-from ..timeline.event_log import event_log, spans_of, unfinished_lives
+from ..timeline.event_log import event_log, unfinished_lives
 from .parking import Parking
 from .scheduler import IN_CALL, PARKED, Schedulable, scheduler, unwrap
 from .thread import GreenThread, NativeThread
@@ -128,10 +128,8 @@ def timeline() -> Timeline:
     {'sleep'}
     """
     process = "this process"
-    ended = spans_of(list(event_log.events), process)
-    return Timeline(
-        [*ended, *unfinished_lives(event_log, list(scheduler.live), process)], [process]
-    )
+    events = [*list(event_log.events), *unfinished_lives(event_log, list(scheduler.live))]
+    return Timeline([each._replace(drone=process) for each in events], [process])
 
 
 def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:

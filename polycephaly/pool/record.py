@@ -25,7 +25,7 @@ from typing import Any
 
 from ..runtime.tuning import tuning
 from ..timeline.entries import Aggregated, Entry
-from ..timeline.event_log import spans_of, unpack_events
+from ..timeline.event_log import unpack_events
 from ..timeline.spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
 from ..wire.messages import CALL_SLICE, VALUE
 from ..wire.messages import ERROR as FAILED
@@ -181,13 +181,13 @@ class TraceBuffer:
         The drone's clock is `clock_offset` seconds ahead. Raises `ValueError` if `data` is
         malformed.
         """
-        events, cpu, lost = unpack_events(data, clock_offset)
+        events, cpu, lost = unpack_events(data, drone, clock_offset)
         if len(self._cpu) > MAX_KEPT_CPU_TIMES:  # of tasks that were never answered
             self._cpu.clear()
         self._cpu.update(cpu)
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - MAX_KEPT_THREAD_SPANS)
         self._threads_begun += len(events)
-        self.threads.extend(spans_of(events, drone))
+        self.threads.extend(events)
         self._threads_added = self._threads_begun
 
     # -- any thread --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from .spans import DONE, ERROR, RUNNING, Span, short_name
 
@@ -29,33 +29,15 @@ MAX_KEPT_EVENTS = 4000
 MAX_LIVES_LOGGED = 256
 MIN_EVENT_SECONDS = 50e-6
 MAX_NOTE_CHARACTERS = 40
-MAX_EVENTS_SENT = 1000
-"""Events that are sent at once: with these, a message still fits the fast transport."""
-
-
-class LoggedEvent(NamedTuple):
-    """A call, or the life, of a green thread.
-
-    `cpu` is in seconds of processor time, negative if not known. `life` is true if the event covers
-    the thread from its spawn to its end.
-    """
-
-    thread: int
-    owner: str
-    name: str
-    started: float
-    finished: float
-    cpu: float = -1.0
-    life: bool = False
-    failed: bool = False
-    note: str = ""
+MAX_EVENTS_SENT = 750
+"""Events that are sent at once: with these, a message mostly fits the fast transport."""
 
 
 class EventLog:
     """The log of a process. Any thread may add events; one thread at a time may take them."""
 
     def __init__(self) -> None:
-        self.events: deque[LoggedEvent] = deque(maxlen=MAX_KEPT_EVENTS)
+        self.events: deque[Span] = deque(maxlen=MAX_KEPT_EVENTS)
         self.lost = 0  # events that were too many, about: two threads may count at once
         # Of a drone's tasks: number, microseconds of processor time.
         self.cpu_times: deque[tuple[int, int]] = deque()
@@ -65,10 +47,8 @@ class EventLog:
 
     def add_life(self, thread: Any, since: float, failed: bool) -> None:
         """Log the end of a green thread that was spawned at `since`."""
-        name = _thread_name(thread)
-        self._add(
-            LoggedEvent(self.number_of(thread), name, name, since, monotonic(), -1.0, True, failed)
-        )
+        status = ERROR if failed else DONE
+        self._add(self.span(thread, _thread_name(thread), since, status, whole=True))
 
     def add_call(
         self,
@@ -77,26 +57,18 @@ class EventLog:
         args: tuple[Any, ...],
         started: float,
         failed: bool = False,
-        cpu: float = -1.0,
+        cpu: float | None = None,
     ) -> None:
         """Log that a green thread has called `fn`, from `started` until now."""
-        now = monotonic()
-        if now - started < MIN_EVENT_SECONDS:
-            return
-        note = _format_argument(args[0]) if len(args) == 1 else ""
-        self._add(
-            LoggedEvent(
-                self.number_of(thread),
-                _thread_name(thread),
-                _function_name(fn),
-                started,
-                now,
-                cpu,
-                False,
-                failed,
-                note,
-            )
-        )
+        if monotonic() - started >= MIN_EVENT_SECONDS:
+            note = _format_argument(args[0]) if len(args) == 1 else ""
+            status = ERROR if failed else DONE
+            self._add(self.span(thread, _function_name(fn), started, status, cpu=cpu, note=note))
+
+    def span(self, thread: Any, name: str, started: float, status: str, **details: Any) -> Span:
+        """Return the span of an event that ends now. The drone is added when the log is read."""
+        label = f"{_thread_name(thread)} #{self.number_of(thread)}"
+        return Span(name, "", started, monotonic(), status=status, thread=label, **details)
 
     def number_of(self, thread: Any) -> int:
         """Return the number that distinguishes a green thread from others of the same name."""
@@ -105,7 +77,7 @@ class EventLog:
         number: int = thread._number
         return number
 
-    def _add(self, event: LoggedEvent) -> None:
+    def _add(self, event: Span) -> None:
         if len(self.events) >= MAX_KEPT_EVENTS:
             self.lost += 1
         self.events.append(event)
@@ -122,13 +94,12 @@ class EventLog:
         names: dict[str, int] = {}
         rows = [
             (
-                each.thread,
-                names.setdefault(each.owner, len(names)),
+                names.setdefault(each.thread, len(names)),
                 names.setdefault(each.name, len(names)),
-                round(each.started * 1e6),
-                round((each.finished - each.started) * 1e6),
-                round(each.cpu * 1e6) if each.cpu >= 0 else -1,
-                each.life + 2 * each.failed,
+                round((each.started or 0.0) * 1e6),
+                round(each.seconds * 1e6),
+                -1 if each.cpu is None else round(each.cpu * 1e6),
+                each.whole + 2 * (each.status == ERROR),
                 each.note,
             )
             for each in events
@@ -142,9 +113,10 @@ class EventLog:
 
 
 def unpack_events(
-    data: bytes, clock_offset: float = 0.0
-) -> tuple[list[LoggedEvent], dict[int, float], int]:
-    """Read the data that `pop_packed` returned, from a clock `clock_offset` seconds ahead.
+    data: bytes, drone: str, clock_offset: float = 0.0
+) -> tuple[list[Span], dict[int, float], int]:
+    """Read the data that `pop_packed` returned in `drone`, whose clock is `clock_offset` seconds
+    ahead.
 
     Returns the events, the processor time by task, and the number of lost events. Raises
     `ValueError`.
@@ -154,13 +126,13 @@ def unpack_events(
         names = [str(name) for name in content["names"]]
         shift = int(clock_offset * 1e6)
         events = [
-            LoggedEvent(
-                int(thread), names[owner], names[name],
-                _seconds(started - shift), _seconds(started - shift + took),
-                _seconds(cpu) if cpu >= 0 else -1.0, bool(flags & 1), bool(flags & 2),
-                str(note)[:MAX_NOTE_CHARACTERS],
+            Span(
+                names[name], drone, _seconds(started - shift), _seconds(started - shift + took),
+                status=ERROR if flags & 2 else DONE, thread=names[thread],
+                cpu=_seconds(cpu) if cpu >= 0 else None, whole=bool(flags & 1),
+                note=str(note)[:MAX_NOTE_CHARACTERS],
             )
-            for thread, owner, name, started, took, cpu, flags, note in content["events"]
+            for thread, name, started, took, cpu, flags, note in content["events"]
         ]  # fmt: skip
         return (
             events,
@@ -188,36 +160,13 @@ def _seconds(microseconds: Any) -> float:
     return seconds
 
 
-def spans_of(events: Iterable[LoggedEvent], drone: str) -> list[Span]:
-    """Return events as spans of a drone.
-
-    A number distinguishes threads of one name; the first to begin has 1.
-    """
-    return [
-        Span(
-            each.name,
-            drone,
-            each.started,
-            each.finished,
-            status=ERROR if each.failed else DONE,
-            thread=f"{each.owner} #{each.thread}",
-            cpu=each.cpu if each.cpu >= 0 else None,
-            whole=each.life,
-            note=each.note,
-        )
-        for each in events
-    ]
-
-
-def unfinished_lives(event_log: EventLog, threads: Iterable[Any], drone: str) -> list[Span]:
+def unfinished_lives(event_log: EventLog, threads: Iterable[Any]) -> list[Span]:
     """Return the lives of green threads that have not ended."""
-    now = monotonic()
-    lives = [
-        LoggedEvent(event_log.number_of(thread), name, name, thread._spawned_at, now, life=True)
-        for thread, name in [(thread, _thread_name(thread)) for thread in threads]
-        if thread._spawned_at is not None
+    return [
+        event_log.span(each, _thread_name(each), each._spawned_at, RUNNING, whole=True)
+        for each in threads
+        if each._spawned_at is not None
     ]
-    return [span._replace(status=RUNNING) for span in spans_of(lives, drone)]
 
 
 # Users choose names. Reading them must never fail, because a caller waits for the result.
