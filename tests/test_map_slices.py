@@ -27,7 +27,7 @@ import polycephaly as poly
 from polycephaly.pool import map as map_module
 from polycephaly.pool.dispatcher import Dispatcher
 from polycephaly.pool.interfaces import TaskOptions
-from polycephaly.pool.map import _Ordered
+from polycephaly.pool.map import Ordered
 from polycephaly.pool.map_source import Source
 
 pytestmark = pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
@@ -57,7 +57,7 @@ def paths(tmp_path):
 def test_calls_are_not_held_back_for_a_whole_slice_while_the_drones_are_idle():
     reactor = FakeReactor()
     dispatcher = dispatcher_of(reactor, 2)
-    stream = _Ordered(
+    stream = Ordered(
         Source(dispatcher, TaskOptions(), operator.neg, [iter("abc")]), None, None, None
     )
     sent = []
@@ -82,7 +82,7 @@ def test_a_result_that_is_there_is_given_before_a_slow_input_is_taken(monkeypatc
     reactor = FakeReactor()
     dispatcher, clock = dispatcher_of(reactor, 1), itertools.count()
     monkeypatch.setattr(map_module, "monotonic", lambda: next(clock))  # each input takes a second
-    stream = _Ordered(
+    stream = Ordered(
         Source(dispatcher, TaskOptions(), operator.neg, [iter("abcdef")]), None, None, None
     )
     sent = []

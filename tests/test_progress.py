@@ -74,7 +74,7 @@ def test_calls_that_are_done_count_before_their_turn(capsys):
             super().show(done)
 
     with poly.Pool(2) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polycephaly.pool.map.Progress", Watched)
+        patch.setattr("polycephaly.pool.base.Progress", Watched)
         first = poly.Promise()
         results = pool.map(lambda n: n, [first, *range(5)], progress=True)
         opener = threading.Thread(target=lambda: (gate.wait(), first.set_result(-1)))

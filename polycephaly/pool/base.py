@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeV
 from weakref import WeakKeyDictionary, ref
 
 from ..promises.promise import Promise
-from ..runtime.progress import total_of
+from ..runtime.progress import Progress, total_of
 from ..store.kept import Kept
 from . import namespace
 from .config import (
@@ -29,8 +29,8 @@ from .config import (
 )
 from .directory import KeptTask
 from .interfaces import LivePage, TaskOptions, TaskRunner
-from .map import Results, start_map
-from .map_source import OneByOne
+from .map import Ordered, Results, Unordered, start_map
+from .map_source import Source
 from .retry import Retry
 
 T = TypeVar("T")
@@ -374,7 +374,7 @@ class ExecutorBase(TaskTarget, Executor):
                 promises.append(lost)
         return promises
 
-    def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> OneByOne:
+    def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
         raise NotImplementedError
 
     @overload
@@ -499,17 +499,10 @@ class ExecutorBase(TaskTarget, Executor):
             check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
         self._dispatcher.check_open()
-        total = total_of(iterables)
-        results = start_map(
-            self,
-            self._source(fn, iterables),
-            total,
-            timeout,
-            buffersize,
-            ordered,
-            progress,
-            return_exceptions,
-        )
+        source = self._source(fn, iterables)
+        bar = Progress(source.label, total_of(iterables)) if progress else None
+        kind = Ordered if ordered else Unordered
+        results = start_map(kind(source, buffersize, timeout, bar, return_exceptions, self))
         maps, key = self._maps, id(results)
         if maps is not None:
             maps[key] = ref(results, lambda _: maps.pop(key, None))

@@ -83,6 +83,7 @@ class Dispatcher(DispatcherBase):
         # Until the first function: a pool for plain functions needs no width.
         self.checks_width = config.width > 1
         self.resources = Resources(self, config.resources)
+        self.resource_sizes = self.resources.sizes
         # Set for good by the first task with a priority or resources: from then on the reactor's
         # thread queues all tasks, in order.
         self.keeps_order = False
@@ -220,13 +221,11 @@ class Dispatcher(DispatcherBase):
         """Queue a task that was made elsewhere. Raises the same errors as `submit`."""
         self._wait_for_room(None)
         self.check_open()
+        if self.checks_width:
+            self.check_width(task.definition)
         if task.priority:  # such tasks need no resources: see map_source.py
             self.keeps_order = True
         self._enqueue(task)
-
-    @property
-    def resource_sizes(self) -> dict[str, int]:
-        return self.resources.sizes
 
     def _backlog(self) -> int:
         """Return how many tasks that any drone may run count for back-pressure."""
@@ -278,6 +277,9 @@ class Dispatcher(DispatcherBase):
             self.reject_all(target.dedicated, target.closed_error())
 
     def prefer(self, task: Task, handle: AssignedDrone) -> None:
+        """Queue `task` for the drone that has its kept values. Called while holding the reactor's
+        lock.
+        """
         task.preferred_drone = handle
         self.locality.insert(task, handle, first=False)
 

@@ -4,8 +4,7 @@
           ^            HealthMonitor: each has one part of the decisions
           └─────────── Dispatcher, which makes them and joins them
 
-The parts stand in modules of their own and do not know `Dispatcher`. The methods without a body are
-implemented by `Dispatcher`.
+The parts stand in modules of their own and do not know `Dispatcher`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..wire.messages import PROFILE
 from ..wire.output import Listener
 from .config import PoolConfig
 from .drone_handle import DroneHandle
-from .interfaces import AssignedDrone, State
+from .interfaces import AssignedDrone, State, TaskRunner
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .task import Task
@@ -35,7 +34,7 @@ from .task import Task
 _CATCH_UP_MASK = 1024 - 1
 
 
-class DispatcherBase(Tenant):
+class DispatcherBase(TaskRunner, Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
 
     Changed only while holding the reactor's lock, except `queue`, `awaiting_inputs`, `refusal`,
@@ -44,6 +43,17 @@ class DispatcherBase(Tenant):
 
     reactor: Reactor
     registry: FunctionRegistry  # set by the engine; functions are pickled against its snapshot
+
+    # Methods of `Dispatcher`.
+    send: Callable[[DroneHandle, deque[Task], int, float], int]
+    prefer: Callable[[Task, AssignedDrone], None]
+    requeue: Callable[[list[Task]], None]
+    resume: Callable[[Task], None]
+    stop_if_retired: Callable[[AssignedDrone], None]
+    schedule_health_check: Callable[[], None]
+    target_size: Callable[[], int]
+    break_pool: Callable[[BaseException], None]
+    give_up_starting: Callable[[BaseException], None]
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
@@ -85,60 +95,9 @@ class DispatcherBase(Tenant):
         return self._refusal
 
     @refusal.setter
-    def refusal(self, error: BaseException) -> None:
+    def refusal(self, error: BaseException | None) -> None:
         self._refusal = error
         self.needs_checks = True
-
-    # -- implemented by `Dispatcher` ---------------------------------------------------------------
-
-    def send(self, handle: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
-        raise NotImplementedError
-
-    def submit_task(self, task: Task) -> None:
-        raise NotImplementedError
-
-    def on_inputs_ready(self, task: Task) -> None:
-        raise NotImplementedError
-
-    def note_waiting_thread(self, task: Task) -> None:
-        raise NotImplementedError
-
-    def withdraw(self, task: Task) -> None:
-        raise NotImplementedError
-
-    def frames_address(self, task: int) -> str | None:
-        """Return where the frames of a failed task are kept; None if they are not."""
-        raise NotImplementedError
-
-    def explain(self, error: BaseException) -> None:
-        raise NotImplementedError
-
-    def requeue(self, tasks: list[Task]) -> None:
-        raise NotImplementedError
-
-    def resume(self, task: Task) -> None:
-        raise NotImplementedError
-
-    def prefer(self, task: Task, handle: AssignedDrone) -> None:
-        """Queue `task` for the drone that has its kept values. Called while holding the reactor's
-        lock.
-        """
-        raise NotImplementedError
-
-    def stop_if_retired(self, handle: AssignedDrone) -> None:
-        raise NotImplementedError
-
-    def schedule_health_check(self) -> None:
-        raise NotImplementedError
-
-    def target_size(self) -> int:
-        raise NotImplementedError
-
-    def break_pool(self, error: BaseException) -> None:
-        raise NotImplementedError
-
-    def give_up_starting(self, error: BaseException) -> None:
-        raise NotImplementedError
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -159,10 +118,6 @@ class DispatcherBase(Tenant):
             callback(*args)
         except Exception as error:
             self.fail(error)
-
-    def check_open(self) -> None:
-        if self.refusal is not None:
-            raise copy_error(self.refusal)
 
     def current_drones(self) -> list[DroneHandle]:
         """Return the drones that are to stay, without those that retire or will retire as soon as

@@ -7,10 +7,11 @@ DroneHandle ──> HandleOwner (a `Dispatcher`)  maps ──> TaskRunner  ┘ `
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
+from ..errors import copy_error
 from ..promises.promise import Promise, Signal
 from ..wire.functions import FunctionRegistry
 from ..wire.output import Line, Listener
@@ -109,21 +110,31 @@ class HandleOwner(Protocol):
     def has_waiting_task_for(self, handle: Any, /) -> bool: ...
 
 
-class TaskOwner(Protocol):
-    """The interface for tasks."""
+class TaskOwner:
+    """The base of dispatchers and connections, as tasks see them."""
 
-    @property
-    def reactor(self) -> EventLoop: ...
-    @property
-    def registry(self) -> FunctionRegistry: ...
-    def post(self, callback: Callable[..., object], /, *args: Any) -> None: ...
-    def submit_task(self, task: Any, /) -> None: ...
-    def withdraw(self, task: Any, /) -> None: ...
-    def on_failed(self, task: Any, error: BaseException, /) -> None: ...
-    def on_inputs_ready(self, task: Any, /) -> None: ...
-    def note_waiting_thread(self, task: Any, /) -> None: ...
-    def explain(self, error: BaseException, /) -> None: ...
-    def frames_address(self, task: int, /) -> str | None: ...
+    reactor: EventLoop
+    registry: FunctionRegistry
+    refusal: BaseException | None  # the error for new tasks
+    post: Callable[..., None]
+    submit_task: Callable[[Any], None]
+    withdraw: Callable[[Any], None]
+    on_failed: Callable[[Any, BaseException], None]
+    on_inputs_ready: Callable[[Any], None]
+
+    def check_open(self) -> None:
+        if self.refusal is not None:
+            raise copy_error(self.refusal)
+
+    def note_waiting_thread(self, task: Any) -> None:
+        """Note that a thread waits for `task`, which itself waits for promises."""
+
+    def explain(self, error: BaseException) -> None:
+        """Add the remedy to an error of a task, if there is one."""
+
+    def frames_address(self, task: int) -> str | None:
+        """Return where the frames of a failed task are kept; None if they are not."""
+        return None
 
 
 class LivePage(Protocol):
@@ -152,28 +163,18 @@ class LivePage(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-class TaskRunner(TaskOwner, Protocol):
-    """The interface for pools and maps."""
+class TaskRunner(TaskOwner):
+    """The base of dispatchers and connections, as pools and maps see them."""
 
     finishes_at_exit: bool
     task_options: TaskOptions
+    width: int
+    size: int
+    resource_sizes: Mapping[str, int]
     ended: Signal[None]
+    finish: Callable[..., None]
+    finish_async: Callable[..., Awaitable[None]]
+    submit: Callable[..., Promise[Any]]
 
-    @property
-    def size(self) -> int: ...
-    @property
-    def resource_sizes(self) -> Mapping[str, int]: ...
-    @property
-    def refusal(self) -> BaseException | None: ...
-    def check_open(self) -> None: ...
-    def finish(self, *, cancel: bool = False) -> None: ...
-    async def finish_async(self, *, cancel: bool = False) -> None: ...
-    def submit(
-        self,
-        work: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any = None,
-        task_options: TaskOptions | None = None,
-        task: Any = None,
-    ) -> Promise[Any]: ...
+    def has_room(self) -> bool:
+        return True

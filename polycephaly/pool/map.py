@@ -26,7 +26,7 @@ from ..promises.promise import Promise, fulfill
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
 from ..wire.slices import Answers, describe_item
-from .map_source import SLICE_SECONDS, OneByOne
+from .map_source import SLICE_SECONDS, Source
 from .task import Slice, Task
 
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
@@ -45,7 +45,7 @@ class Results(chain[T]):
     """
 
     _generator: Generator[Iterable[Any], None, None]
-    _stream: _Ordered
+    _stream: Ordered
 
     def close(self) -> None:
         """Cancel all calls in flight. A second call is no error."""
@@ -65,25 +65,8 @@ class Results(chain[T]):
         return _AsyncResults(self)
 
 
-def start_map(
-    pool: object,
-    source: OneByOne,
-    total: int | None,
-    timeout: float | None,
-    buffersize: int | None,
-    ordered: bool,
-    progress: bool,
-    return_exceptions: bool,
-) -> Results[Any]:
-    """Send the first calls, and return an iterator over the results of all calls.
-
-    `total` is the number of calls, if known.
-    """
-    bar = Progress(source.label, total) if progress else None
-    stream = (_Ordered if ordered else _Unordered)(source, buffersize, timeout, bar)
-    stream.pool = pool
-    if return_exceptions:
-        stream.return_exceptions = source.one_by_one = True
+def start_map(stream: Ordered) -> Results[Any]:
+    """Send the first calls, and return an iterator over the results of all calls."""
     generator = _generate(stream)
     next(generator)
     results = Results.from_iterable(generator)
@@ -91,7 +74,7 @@ def start_map(
     return results  # type: ignore[return-value]  # made by `Results`
 
 
-def _generate(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
+def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
     """Yield some results at a time. The first item is empty, and is yielded after the first calls
     are sent.
     """
@@ -144,14 +127,14 @@ def _generate(stream: _Ordered) -> Generator[Iterable[Any], None, None]:
             )
 
 
-def _failure(answers: Answers, index: int, stream: _Ordered) -> BaseException:
+def _failure(answers: Answers, index: int, stream: Ordered) -> BaseException:
     error = unpack_exception(answers.error)
     stream.source.dispatcher.explain(error)
     _add_item(error, stream, index, answers.item)
     return error
 
 
-def _pop_error(tasks: list[Task], stream: _Ordered) -> BaseException:
+def _pop_error(tasks: list[Task], stream: Ordered) -> BaseException:
     task = tasks.pop()
     error = task.exception()
     assert error is not None
@@ -162,7 +145,7 @@ def _pop_error(tasks: list[Task], stream: _Ordered) -> BaseException:
     return error
 
 
-def _add_item(error: BaseException, stream: _Ordered, index: int, item: str) -> None:
+def _add_item(error: BaseException, stream: Ordered, index: int, item: str) -> None:
     """Add a note that says which call of the map has raised `error`."""
     with suppress(Exception):  # the exception's class may take no notes
         error.add_note(f"in map({stream.source.label}, ...), item {index}{item and f': {item}'}")
@@ -174,7 +157,7 @@ def _pop_values(tasks: list[Task]) -> Iterator[Any]:
         yield tasks.pop().result()
 
 
-def _unpickle_values(answers: Answers, stream: _Ordered) -> Iterator[Any]:
+def _unpickle_values(answers: Answers, stream: Ordered) -> Iterator[Any]:
     try:
         yield from answers
     except BaseException as error:
@@ -184,23 +167,24 @@ def _unpickle_values(answers: Answers, stream: _Ordered) -> Iterator[Any]:
         raise
 
 
-class _Ordered:
+class Ordered:
     """The tasks of a stream, in the order of the calls."""
-
-    # Keeps the pool alive until the stream is exhausted, closed or failed.
-    pool: object = None
-    # Errors of calls are given in the places of their results. Each call is then a task, because a
-    # slice ends with its first error.
-    return_exceptions = False
 
     def __init__(
         self,
-        source: OneByOne,
+        source: Source,
         buffersize: int | None,
         timeout: float | None,
         progress: Progress | None,
+        return_exceptions: bool = False,
+        pool: object = None,
     ) -> None:
         self.source = source
+        self.pool = pool  # kept alive until the stream is exhausted, closed or failed
+        # Errors of calls are given in the places of their results.
+        self.return_exceptions = return_exceptions
+        if return_exceptions:
+            source.one_by_one = True  # a slice ends with its first error
         # The thread that ends the pool may send while another begins to read.
         self._lock = Lock()
         self._buffersize = buffersize
@@ -216,8 +200,7 @@ class _Ordered:
         self.was_read = False  # True if results were asked for, or will not be
         self._closed = False
         self._tasks: deque[Task] = deque()
-        self._deadline_timer: Promise[None] | None = None
-        self._refresh_timer: Promise[None] | None = None
+        self._timer: Promise[None] | None = None
 
     def send_ahead(self) -> None:
         """Send calls until as many are in flight as should be."""
@@ -378,26 +361,21 @@ class _Ordered:
                 self._progress.close()
 
     def _timers(self) -> Iterator[Promise[None]]:
-        """Yield promises that are settled when the deadline or the bar needs a look."""
-        if self._deadline is not None:
-            if self._deadline_timer is None or self._deadline_timer.done():
-                self._deadline_timer = self._start_timer(
-                    min(MAX_TIMER_SECONDS, self._deadline - monotonic())
-                )
-            yield self._deadline_timer
-        if self._progress is not None:
-            if self._refresh_timer is None or self._refresh_timer.done():
-                self._refresh_timer = self._start_timer(REFRESH_INTERVAL_SECONDS)
-            yield self._refresh_timer
-
-    def _start_timer(self, seconds: float) -> Promise[None]:
-        reactor, timer = self.source.dispatcher.reactor, Promise[None]()
-        on_time = partial(fulfill, timer)
-        reactor.post(lambda: reactor.call_later(seconds, lambda: reactor.deliver(on_time)))
-        return timer
+        """Yield a promise that is settled when the deadline or the bar needs a look."""
+        if self._timer is None or self._timer.done():
+            if self._deadline is None and self._progress is None:
+                return
+            seconds = MAX_TIMER_SECONDS if self._progress is None else REFRESH_INTERVAL_SECONDS
+            if self._deadline is not None:
+                seconds = min(seconds, self._deadline - monotonic())
+            reactor, timer = self.source.dispatcher.reactor, Promise[None]()
+            on_time = partial(fulfill, timer)
+            reactor.post(lambda: reactor.call_later(seconds, lambda: reactor.deliver(on_time)))
+            self._timer = timer
+        yield self._timer
 
 
-class _Unordered(_Ordered):
+class Unordered(Ordered):
     """The tasks of a stream, in the order in which they settle."""
 
     def __init__(self, *args: Any) -> None:

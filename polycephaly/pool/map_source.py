@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from ..promises.promise import Promise
 from ..store.kept import Kept
 from ..store.shared import Shared
-from ..wire.functions import label
 from ..wire.pickling import BULKY_TYPES, capture
 from ..wire.placeholders import PicklingContext
 from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, ROWS, SMALL_TYPES, pack_calls
@@ -29,7 +28,6 @@ from .retry import Retry
 from .task import Slice, Task
 
 if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
     from .interfaces import TaskOptions, TaskRunner
 
 SECONDS_AHEAD = 1.0
@@ -58,9 +56,10 @@ _EARLY_END_NOTE = (
 )
 
 
-class OneByOne:
-    """Each call is a task.
+class Source:
+    """Short calls of known duration go in slices, if `slices`; all others are tasks.
 
+    `ahead` is the number of calls to keep in flight, if that does not follow from their times.
     `error` is the exception that ended the input early: an error of the input, or the shutdown of
     the pool. The error is raised in its place, after the results of the calls that were sent
     before.
@@ -69,110 +68,53 @@ class OneByOne:
     def __init__(
         self,
         dispatcher: TaskRunner,
-        task_options: TaskOptions | None,
+        task_options: TaskOptions,
         fn: Callable[..., Any],
         iterables: Sequence[Iterable[Any]],
-        ahead: int,
+        slices: bool = True,
+        ahead: int = 0,
     ) -> None:
         self.error: Exception | None = None
-        self.one_by_one = True
-        self.is_finite = False  # False if not known
         self.dispatcher = dispatcher
         self._task_options = task_options
         self._fn = fn
         self._ahead = ahead
         self._item = 0  # the index of the next call
-        self._rows: Iterator[Any] = zip(*iterables, strict=False)
         self.exhausted = False  # True after the end of the input was noticed
         # The newest task until the caller has it, so that a Ctrl-C in between does not lose it.
         self.latest_task: Task | None = None
-
-    @property
-    def label(self) -> str:
-        return label(self._fn)
-
-    def calls_ahead(self) -> int:
-        """Return how many calls to keep in flight."""
-        return self._ahead
-
-    def tasks_ahead(self) -> int:
-        """Return how many tasks to keep in flight."""
-        return self._ahead
-
-    def has_room(self) -> bool:
-        return True
-
-    def best_size(self) -> int:
-        """Return the best number of calls in a task."""
-        return 1
-
-    def send_next(self, max_calls: int) -> Task | None:
-        """Send the next task, of at most `max_calls` calls, and return it; None at the end of the
-        input.
-        """
-        try:
-            for row in self._rows:
-                task = self.latest_task = Task(self.dispatcher)
-                task.first_item, self._item = self._item, self._item + 1
-                self.dispatcher.submit(self._fn, row, {}, None, self._task_options, task)
-                return task
-        except Exception as error:  # raised by the input, or the pool accepts no more tasks
-            self.error, self._rows = error, iter(())
-        self.exhausted = True
-        return None
-
-    def record_times(self, task: Task) -> None:
-        """Use the times of a finished task."""
-
-    def untaken_tasks(self) -> list[Task]:
-        """Return the tasks that were made and not yet taken, in order."""
-        return [] if self.latest_task is None else [self.latest_task]
-
-
-class Source(OneByOne):
-    """Short calls of known duration go in slices."""
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        task_options: TaskOptions,
-        fn: Callable[..., Any],
-        iterables: Sequence[Iterable[Any]],
-    ) -> None:
-        super().__init__(dispatcher, task_options, fn, iterables, 0)
-        self.dispatcher: Dispatcher = dispatcher
-        self._options = task_options
+        self._next: Task | None = None
         self._has_one_iterable = len(iterables) == 1
+        self._rows: Iterator[Any] = (
+            iter(iterables[0]) if self._has_one_iterable else zip(*iterables, strict=False)
+        )
         self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)
-        self.is_finite = any(isinstance(each, Sized) for each in iterables)
+        self.is_finite = any(isinstance(each, Sized) for each in iterables)  # False if not known
         self._range = (
             iterables[0] if self._has_one_iterable and type(iterables[0]) is range else None
         )
-        if self._has_one_iterable:
-            self._rows = iter(iterables[0])
         # `length_hint` of these runs no user code.
         self._sized_rows = self._rows if self._has_one_iterable and self._are_plain else ()
-        self._next: Task | None = None
         self._row_bytes = 1.0
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
-        config = dispatcher.config
         # A `Retry` repeats one call, so a slice must not fail with it.
         self.one_by_one = (
-            task_options.timeout is not None
-            or config.max_tasks is not None
+            not slices
+            or task_options.timeout is not None
             or isinstance(task_options.retries, Retry)
             or bool(task_options.resources)  # which each call holds only while it runs
         )
         self._definition = dispatcher.registry.define(fn)
-        if dispatcher.checks_width:
-            dispatcher.check_width(self._definition)
 
     @property
     def label(self) -> str:
         return self._definition.label
 
     def calls_ahead(self) -> int:
+        """Return how many calls to keep in flight."""
+        if self._ahead:
+            return self._ahead
         dispatcher, seconds = self.dispatcher, self._definition.seconds
         concurrent = dispatcher.size * (dispatcher.width if self._definition.overlaps else 1)
         if seconds is None:
@@ -184,8 +126,10 @@ class Source(OneByOne):
         return int(max(4 * concurrent, min(limit, concurrent * SECONDS_AHEAD / max(seconds, 1e-7))))
 
     def tasks_ahead(self) -> int:
-        """Return few at first, because the first calls may not show how long the others take."""
-        return 4 * self.dispatcher.size * self.dispatcher.width + 2 * self._answered
+        """Return how many tasks to keep in flight: few at first, because the first calls may not
+        show how long the others take.
+        """
+        return self._ahead or 4 * self.dispatcher.size * self.dispatcher.width + 2 * self._answered
 
     def has_room(self) -> bool:
         return self.dispatcher.has_room()
@@ -202,6 +146,9 @@ class Source(OneByOne):
             self._calls += task.answered_count
 
     def send_next(self, max_calls: int) -> Task | None:
+        """Send the next task, of at most `max_calls` calls, and return it; None at the end of the
+        input.
+        """
         task = self.latest_task = self._next
         self._next = None
         if task is None and not self.exhausted:
@@ -211,10 +158,11 @@ class Source(OneByOne):
                     max_calls = 1
             try:
                 task = self._make_task(max_calls)
-            except RuntimeError as error:
+            except Exception as error:
                 if self.dispatcher.refusal is None:
                     raise
-                error.add_note(_EARLY_END_NOTE)
+                if isinstance(error, RuntimeError):  # else the connection is lost
+                    error.add_note(_EARLY_END_NOTE)
                 self.error, self.exhausted = error, True
         if task is not None and not isinstance(task, Slice):
             self._item += 1
@@ -222,6 +170,7 @@ class Source(OneByOne):
         return task
 
     def best_size(self) -> int:
+        """Return the best number of calls in a task."""
         seconds = self._definition.seconds
         if (
             seconds is None
@@ -278,11 +227,10 @@ class Source(OneByOne):
             args = (row,) if self._has_one_iterable else row
             pickled = self._pickled(args) if max_calls > 1 else None
             if pickled is None:
-                self.latest_task = Task(self.dispatcher)
-                self.latest_task.first_item = self._item + len(rows)
-                self._next = self.dispatcher.submit(
-                    self._fn, args, {}, None, self._task_options, self.latest_task
-                )
+                task = self.latest_task = Task(self.dispatcher)
+                task.first_item = self._item + len(rows)
+                self.dispatcher.submit(self._fn, args, {}, None, self._task_options, task)
+                self._next = task
                 break
             if form != PICKLED:
                 rows = [dumps((row,) if self._has_one_iterable else row, 5) for row in rows]
@@ -337,7 +285,8 @@ class Source(OneByOne):
         )
 
     def untaken_tasks(self) -> list[Task]:
-        return super().untaken_tasks() + ([] if self._next is None else [self._next])
+        """Return the tasks that were made and not yet taken, in order."""
+        return [each for each in (self.latest_task, self._next) if each is not None]
 
     def _slice(self, form: int, rows: Sequence[Any]) -> Task | None:
         if not rows:
@@ -346,7 +295,7 @@ class Source(OneByOne):
         calls = pack_calls(form, self._definition.single_use, rows)
         self._row_bytes = max(1.0, len(calls) / len(rows))
         task = self.latest_task = Slice(self.dispatcher, self._definition, calls, len(rows))
-        task.set_options(self._options)
+        task.set_options(self._task_options)
         task.first_item, self._item = self._item, self._item + len(rows)
         self.dispatcher.submit_task(task)
         return task

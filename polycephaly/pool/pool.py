@@ -205,9 +205,9 @@ class Pool(ExecutorBase):
     # -- tasks -------------------------------------------------------------------------------------
 
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
-        return Source(
-            self._dispatcher, self._task_options or self._dispatcher.task_options, fn, iterables
-        )
+        dispatcher = self._dispatcher
+        task_options = self._task_options or dispatcher.task_options
+        return Source(dispatcher, task_options, fn, iterables, dispatcher.config.max_tasks is None)
 
     def share(self, obj: T) -> Shared[T]:
         """Copy `obj` into shared memory once, for any number of calls.

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
 from ...pool.config import check_at_least, check_output, check_timeout
-from ...pool.map_source import OneByOne
+from ...pool.map_source import Source
 from ...pool.stacks import Stack, Stacks
 from ...timeline import Timeline
 from ...timeline.plain import unpack_timeline
@@ -48,8 +48,10 @@ class RemotePool(ExecutorBase):
         self._dispatcher = self._connection = connection
         weakref.finalize(self, connection.close, wait=False).atexit = False
 
-    def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> OneByOne:
-        return OneByOne(self._dispatcher, self._task_options, fn, iterables, MAX_UNANSWERED_CALLS)
+    def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
+        connection = self._dispatcher
+        task_options = self._task_options or connection.task_options
+        return Source(connection, task_options, fn, iterables, False, MAX_UNANSWERED_CALLS)
 
     def share(self, obj: T) -> RemoteShared[T]:
         """Copy `obj` once into the pool's shared memory and return a handle.

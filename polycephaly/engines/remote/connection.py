@@ -32,7 +32,7 @@ from ...drone.forwarded import NO_SHARED_NAMES
 from ...errors import DroneDied, Malformed, copy_error
 from ...pool.drone_handle import drain
 from ...pool.handlers import settle, settle_task
-from ...pool.interfaces import TaskOptions
+from ...pool.interfaces import TaskOptions, TaskRunner
 from ...pool.task import Task
 from ...promises.promise import CANCELLED, FINISHED, Promise, reject
 from ...runtime.timers import Timer
@@ -83,7 +83,7 @@ _ERRORS: dict[str, type[Exception]] = {"MemoryError": MemoryError}
 """Exception types of failed requests, by the reply's `kind`; all others are `RuntimeError`."""
 
 
-class Connection(ServerConnection):
+class Connection(ServerConnection, TaskRunner):
     """A connection to a served pool.
 
     Raise `ConnectionError` if the server does not answer in time, or refuses this client.
@@ -97,7 +97,7 @@ class Connection(ServerConnection):
         self.task_options = TaskOptions(None, POOL_DEFAULT)
         self.name = ""  # the pool's name
         self.resource_sizes: dict[str, int] = {}
-        self.size = 0
+        self.size, self.width = 0, 1
         self.refusal: BaseException | None = None  # why new tasks are refused, or None
         self.registry = FunctionRegistry(NO_SHARED_NAMES, None)
         self._pending_requests: dict[int, Promise[Any]] = {}
@@ -160,10 +160,6 @@ class Connection(ServerConnection):
             self._enqueue(task)
         return task
 
-    def check_open(self) -> None:
-        if self.refusal is not None:
-            raise copy_error(self.refusal)
-
     def request(self, kind: str, **fields: Any) -> Promise[Any]:
         """Send an admin request and return a promise of its reply.
 
@@ -213,18 +209,12 @@ class Connection(ServerConnection):
         if self.has_ended:
             self._reject_all()
 
-    def note_waiting_thread(self, task: Task) -> None:
-        """Do nothing: a connection has no stall detection."""
-
     def drive(self, promise: Promise[Any], deadline: float | None) -> None:
         """Raise if this process is a fork. A waiting thread has nothing to drive."""
         if self._loop.belongs_to_parent:
             raise RuntimeError(
                 f"{promise!r} belongs to another process, of which this one is a fork"
             )
-
-    def explain(self, error: BaseException) -> None:
-        """Do nothing: there is no snapshot of this process that could explain a missing name."""
 
     def close(self, *, cancel: str = "", wait: bool = True) -> None:
         """Disconnect, after all submitted tasks are done or cancelled.
@@ -278,9 +268,6 @@ class Connection(ServerConnection):
     def _send_again(self, task: Task) -> None:
         self._delayed.pop(task, None)
         self.on_inputs_ready(task)
-
-    def frames_address(self, task: int) -> str | None:
-        return None
 
     def withdraw(self, task: Task) -> None:
         """Cancel `task` at the server."""
