@@ -207,7 +207,7 @@ class Play:
         for ch in self.channels:
             if ch.closed:
                 continue
-            senders, receivers = waiting(ch._sender), waiting(ch._receiver)
+            senders, receivers = waiting(ch, "send"), waiting(ch, "receive")
             assert not any(s is not r for s in senders for r in receivers), (
                 f"both ends of {ch} have somebody waiting"
             )
@@ -247,11 +247,13 @@ class Play:
             last[who, channel] = n
 
 
-def waiting(end):
-    """The threads that wait at the end of a channel."""
-    if end is None:
+def waiting(channel, end):
+    """The threads that wait at the end of a channel, but for those that a claim puts aside."""
+    queue = channel._sender if end == "send" else channel._receiver
+    if queue is None:
         return []
-    return [waiter.thread for waiter in end] if isinstance(end, WaitQueue) else [end]
+    threads = [each.thread for each in queue] if isinstance(queue, WaitQueue) else [queue]
+    return [each for each in threads if not channel._is_claimed(end, each)]
 
 
 # -- by hypothesis ---------------------------------------------------------------------------------

@@ -36,11 +36,12 @@ from ..promises.promise import Promise
 from ..runtime.deferred_sigint import DeferredSigint
 from ..wire import addresses
 from . import spawning
+from .locks import Lock
 from .run import in_asyncio
 from .scheduler import PARK, scheduler
 from .select import Guard
-from .thread import GreenThread, Wake, outside_error, pause
-from .waiting import NOTHING, ChannelQueues, QueuedOperation, Refused, Waiter, WaitQueue
+from .thread import GreenThread, outside_error
+from .waiting import NOTHING, ChannelQueues, QueuedOperation, Refused
 
 T = TypeVar("T")
 
@@ -637,13 +638,6 @@ class _Buffered(Channel[T]):
             sender.serve(None)
 
 
-def _move(source: WaitQueue[Waiter], target: WaitQueue[Waiter]) -> None:
-    while source:
-        waiter = source.popleft()
-        target.append(waiter)
-        waiter.location = target
-
-
 class Claim(Generic[T]):
     """One end of a channel, held by one green thread; made by `Channel.claim`."""
 
@@ -681,37 +675,20 @@ class Claim(Generic[T]):
         if get_ident() != scheduler.owner:
             raise outside_error("Channel.claim", "a separate channel")
         extra, me = self._channel._make_extra(), scheduler.current
-        if extra.holder[end] is me:
+        if extra.holder.get(end) is me:
             raise RuntimeError(f"this green thread holds the end {end!r} by another claim already")
-        if extra.holder[end] is not None:
-            next_holder = Wake(), me
-            extra.next_holders[end].append(next_holder)
-            try:
-                await pause(next_holder[0])
-            except BaseException:
-                if next_holder in extra.next_holders[end]:
-                    extra.next_holders[end].remove(next_holder)
-                else:  # the end has just been passed to this thread
-                    self._release(end)
-                raise
-        else:
-            extra.holder[end] = me
-            _move(self._channel._queue(end), extra.blocked_waiters[end])
-            self._channel._drop_empty_queue(end)
+        await extra.locks.setdefault(end, Lock()).acquire()
+        extra.holder[end] = me
         self._held_ends.append(end)
 
     def _release(self, end: str) -> None:
         channel, extra = self._channel, self._channel._extra
         assert extra is not None
-        if extra.next_holders[end]:
-            wake, extra.holder[end] = extra.next_holders[end].popleft()
-            wake.now()
-            return
         extra.holder[end] = None
-        _move(extra.blocked_waiters[end], channel._queue(end))
-        channel._drop_empty_queue(end)
-        channel._match()
-        channel._drop_empty_extra()
+        extra.locks[end].release()
+        if not extra.locks[end].locked():
+            channel._match()
+            channel._drop_empty_extra()
 
 
 class End(Generic[T]):

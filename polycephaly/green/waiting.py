@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import ChannelClosed
 from .scheduler import PARK, scheduler
-from .thread import GreenThread, Wake
+from .thread import GreenThread
 
 T = TypeVar("T")
 
@@ -123,28 +123,16 @@ class Refused:
 class Extra:
     """State that most channels never need: claims, and items given back."""
 
-    __slots__ = ("blocked_waiters", "holder", "next_holders", "returned_items")
+    __slots__ = ("holder", "locks", "returned_items")
 
     def __init__(self) -> None:
-        self.holder: dict[str, Any] = {"send": None, "receive": None}
-        self.next_holders: dict[str, deque[tuple[Wake, Any]]] = {
-            "send": deque(),
-            "receive": deque(),
-        }
-        # Waiters other than the holder, by end.
-        self.blocked_waiters: dict[str, WaitQueue[Waiter]] = {
-            "send": WaitQueue(),
-            "receive": WaitQueue(),
-        }
+        self.locks: dict[str, Any] = {}  # the `Lock` of each end that was ever claimed
+        # The thread that holds the end; None also while the lock passes to the next.
+        self.holder: dict[str, Any] = {}
         self.returned_items: deque[Any] = deque()
 
     def is_empty(self) -> bool:
-        return not (
-            self.returned_items
-            or any(self.holder.values())
-            or any(self.next_holders.values())
-            or any(self.blocked_waiters.values())
-        )
+        return not (self.returned_items or any(lock.locked() for lock in self.locks.values()))
 
 
 class ChannelQueues:
@@ -208,45 +196,47 @@ class ChannelQueues:
         Skip a waiter of the thread `other`: a `select` may wait at both ends, and must not meet
         itself.
         """
-        waiter: Waiter
-        if end == "send":
-            first = self._sender
-            if first is None:
-                return None
-            if first.__class__ is not WaitQueue:
-                # No call since the look at `_sender`, so no other thread can have the waiter.
-                item = self._item
-                self._sender = self._item = None
-                return Waiter(first, item)
-            waiter = first.popleft()
-            if waiter.thread is other:
-                first.appendleft(waiter)
-                found = next((each for each in first if each.thread is not other), None)
-                if found is None:
-                    return None
-                first.remove(waiter := found)
-            waiter.location = None
-            if not first:
-                self._sender = None
-            return waiter
-        first = self._receiver
+        first = self._sender if end == "send" else self._receiver
         if first is None:
             return None
         if first.__class__ is not WaitQueue:
-            self._receiver = None
-            return Waiter(first)
-        waiter = first.popleft()
+            # No call since the look at the slot, so no other thread can have the waiter.
+            if end == "receive":
+                self._receiver = None
+                return Waiter(first)
+            item = self._item
+            self._sender = self._item = None
+            return Waiter(first, item)
+        waiter: Waiter = first.popleft()
+        if waiter.thread is other or self._is_claimed(end, waiter.thread):
+            first.appendleft(waiter)
+            found = self._first(end, other)
+            if found is None:
+                return None
+            first.remove(waiter := found)
         waiter.location = None
         if not first:
-            self._receiver = None
+            self._drop_empty_queue(end)
         return waiter
 
+    def _first(self, end: str, other: Any) -> Waiter | None:
+        """Return the first waiter in that queue that no claim puts aside, and that is not of the
+        thread `other`.
+        """
+        queue = self._sender if end == "send" else self._receiver
+        for waiter in queue or ():
+            if waiter.thread != other and not self._is_claimed(end, waiter.thread):
+                return waiter  # type: ignore[no-any-return]
+        return None
+
+    def _remove_waiter(self, end: str, waiter: Waiter) -> None:
+        waiter.location.remove(waiter)
+        waiter.location = None
+        self._drop_empty_queue(end)
+
     def _enqueue(self, end: str, waiter: Waiter) -> None:
-        extra = self._extra
-        claimed = extra is not None and self._is_claimed(end, waiter.thread)
-        queue = extra.blocked_waiters[end] if extra is not None and claimed else self._queue(end)
+        waiter.location = queue = self._queue(end)
         queue.append(waiter)
-        waiter.location = queue
 
     def _queue(self, end: str) -> WaitQueue[Waiter]:
         """Return the queue at that end, made with the waiter in the slot as its first."""
@@ -273,9 +263,8 @@ class ChannelQueues:
         """Withdraw `waiter` from its queue. Return False if it has been served."""
         if waiter.location is None:
             return False
-        waiter.location.remove(waiter)
-        waiter.location = waiter.item = None
-        self._drop_empty_queue(end)
+        self._remove_waiter(end, waiter)
+        waiter.item = None
         return True
 
     def _interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
@@ -312,18 +301,21 @@ class ChannelQueues:
 
     def _waiting(self, end: str) -> list[Waiter]:
         queue = self._sender if end == "send" else self._receiver
-        found = list(queue) if queue.__class__ is WaitQueue else []
-        return found + (list(self._extra.blocked_waiters[end]) if self._extra is not None else [])
+        return list(queue) if queue.__class__ is WaitQueue else []
 
     def _close_here(self) -> None:
         for end in ("send", "receive"):
-            while (waiter := self._pop_waiter(end)) is not None:
-                self._refuse(waiter)
-            if self._extra is not None and not (end == "receive" and self._has_items()):
-                while self._extra.blocked_waiters[end]:
-                    waiter = self._extra.blocked_waiters[end].popleft()
-                    waiter.location = None
-                    self._refuse(waiter)
+            if self._is_single(end):
+                self._queue(end)
+            # Receivers that a claim puts aside get the items that are left.
+            if end == "send" or not self._has_items():
+                self._refuse_all(end)
+            self._drop_empty_queue(end)
+
+    def _refuse_all(self, end: str) -> None:
+        for waiter in self._waiting(end):
+            self._withdraw_waiter(end, waiter)
+            self._refuse(waiter)
 
     def _refuse(self, waiter: Waiter) -> None:
         waiter.refuse(self._closed_error())
@@ -367,7 +359,10 @@ class ChannelQueues:
         """Return True if another thread holds that end."""
         extra = self._extra
         return (
-            extra is not None and extra.holder[end] is not None and extra.holder[end] is not thread
+            extra is not None
+            and end in extra.locks
+            and extra.locks[end].locked()
+            and extra.holder.get(end) is not thread
         )
 
     def _return_item_here(self, item: Any) -> None:

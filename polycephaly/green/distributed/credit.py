@@ -107,8 +107,7 @@ def make_owned(channel: Any, transport: Transport, number: int) -> None:
         return
     old = channel._make_extra()
     extra = OwnedState(transport, number)
-    extra.holder, extra.next_holders = old.holder, old.next_holders
-    extra.blocked_waiters, extra.returned_items = old.blocked_waiters, old.returned_items
+    extra.holder, extra.locks, extra.returned_items = old.holder, old.locks, old.returned_items
     channel._extra = extra
     channel.__class__ = OwnedBufferedChannel if isinstance(channel, _Buffered) else OwnedChannel
     channel._end_if_over()

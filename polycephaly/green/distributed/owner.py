@@ -184,18 +184,6 @@ class OwnedChannel(Channel[Any]):
             self._end_if_over()
         return unpack_item(item)
 
-    def _first(self, end: str, other: Any) -> Waiter | None:
-        """Return the first waiter in that queue that is not of the thread `other`."""
-        queue = self._sender if end == "send" else self._receiver
-        if queue is None:
-            return None
-        return next((each for each in queue if each.thread != other), None)
-
-    def _remove_waiter(self, end: str, waiter: Waiter) -> None:
-        waiter.location.remove(waiter)
-        waiter.location = None
-        self._drop_empty_queue(end)
-
     # -- items that no waiting thread sends --------------------------------------------------------
 
     def _next_item(self) -> Any:
@@ -245,6 +233,8 @@ class OwnedChannel(Channel[Any]):
 
     def _match_one(self) -> bool:
         for receiver in self._receiver or ():  # each change of the queue ends the loop
+            if self._is_claimed("receive", receiver.thread):
+                continue
             item = self._next_item()
             if item is not NOTHING:
                 self._remove_waiter("receive", receiver)
@@ -337,9 +327,7 @@ class OwnedChannel(Channel[Any]):
         if extra.is_closing:
             return
         extra.is_closing = True
-        for waiter in self._waiting("send"):
-            self._withdraw_waiter("send", waiter)
-            self._refuse(waiter)
+        self._refuse_all("send")
         payload = pack_reason(self._closed_error())
         for peer, account in extra.accounts.items():
             peer.put(opcodes.REFUSED, extra.number, 0, payload)
@@ -350,9 +338,7 @@ class OwnedChannel(Channel[Any]):
     def _end_if_over(self) -> None:
         """Refuse the waiting receivers and forget the channel, if no item can come any more."""
         if self._closed and not self._can_get_items():
-            for waiter in self._waiting("receive"):
-                self._withdraw_waiter("receive", waiter)
-                self._refuse(waiter)
+            self._refuse_all("receive")
             extra = self._extra
             for peer in extra.accounts:
                 peer.accounts.pop(extra.number, None)
