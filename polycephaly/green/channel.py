@@ -94,29 +94,22 @@ class Channel(ChannelQueues, Generic[T]):
 
     __slots__ = ()
 
-    capacity = 0
     _goes_with_calls = True
     """Read by picklers, because a channel is never replaced by the object of the same name in
     another process."""
     is_remote = False
     """True if the channel was made, and lives, in another process."""
 
-    def __new__(cls, capacity: int = 0) -> Channel[T]:
+    def __init__(self, capacity: int = 0) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int):
             raise TypeError(f"the capacity of a channel is a number of items, not {capacity!r}")
         if capacity < 0:
             raise ValueError(
                 f"the capacity of a channel must be at least 0 items (a rendezvous), not {capacity}"
             )
-        if capacity and cls is not Channel and not issubclass(cls, _Buffered):
-            raise TypeError(
-                f"{cls.__qualname__} cannot have a capacity: only Channel itself can, no subclass"
-            )
         global any_channel_made
         any_channel_made = True
-        return object.__new__(_Buffered if capacity and cls is Channel else cls)
-
-    def __init__(self, capacity: int = 0) -> None:
+        self._buffer = deque(maxlen=capacity) if capacity else None
         self._receiver = None  # None, the only green thread waiting, or a WaitQueue
         self._sender = None
         self._item = None  # the item to send, if `_sender` is a single green thread
@@ -127,6 +120,12 @@ class Channel(ChannelQueues, Generic[T]):
         # Present while an end is claimed or an item was given back. Always there in a proxy, and
         # in a channel that other processes know.
         self._extra = None
+
+    @property
+    def capacity(self) -> int:
+        """Number of items that the channel can hold."""
+        size: int = 0 if self._buffer is None else self._buffer.maxlen
+        return size
 
     # -- for green threads and asyncio code --------------------------------------------------------
 
@@ -160,20 +159,27 @@ class Channel(ChannelQueues, Generic[T]):
         if get_ident() != scheduler.owner:
             yield from self._run_in_proxy_thread(self._send_here, item)
             return
-        if receiver is None and self._sender is None and self._generation >= oldest_generation:
-            self._sender = thread = scheduler.current
-            self._item = item
-            while True:
-                try:
-                    refused = yield PARK
-                    break
-                except BaseException as error:
-                    if self._withdraw_thread("send", thread) or isinstance(error, GeneratorExit):
-                        raise
-                    thread._interrupt(error)
-            if refused is not None:
-                raise refused.error
-            return
+        if receiver is None and self._generation >= oldest_generation:
+            buffer = self._buffer
+            if buffer is not None:
+                if len(buffer) < buffer.maxlen:  # so no sender waits
+                    buffer.append(item)
+                    return
+            elif self._sender is None:
+                self._sender = thread = scheduler.current
+                self._item = item
+                while True:
+                    try:
+                        refused = yield PARK
+                        break
+                    except BaseException as error:
+                        withdrawn = self._withdraw_thread("send", thread)
+                        if withdrawn or isinstance(error, GeneratorExit):
+                            raise
+                        thread._interrupt(error)
+                if refused is not None:
+                    raise refused.error
+                return
         # As `_send_here`, whose frame would cost each parked thread 200 bytes.
         self._convert_inherited()
         thread = scheduler.current
@@ -206,19 +212,24 @@ class Channel(ChannelQueues, Generic[T]):
         if get_ident() != scheduler.owner:
             item = yield from self._run_in_proxy_thread(self._receive_here)
             return item
-        if sender is None and self._receiver is None and self._generation >= oldest_generation:
-            self._receiver = thread = scheduler.current
-            while True:
-                try:
-                    given = yield PARK
-                    break
-                except BaseException as error:
-                    if self._withdraw_thread("receive", thread) or isinstance(error, GeneratorExit):
-                        raise
-                    thread._interrupt(error)
-            if given.__class__ is Refused:
-                raise given.error
-            return given  # type: ignore[no-any-return]
+        if sender is None and self._generation >= oldest_generation:
+            if self._buffer:  # so no receiver waits
+                item = self._buffer.popleft()
+                return item
+            if self._receiver is None:
+                self._receiver = thread = scheduler.current
+                while True:
+                    try:
+                        given = yield PARK
+                        break
+                    except BaseException as error:
+                        withdrawn = self._withdraw_thread("receive", thread)
+                        if withdrawn or isinstance(error, GeneratorExit):
+                            raise
+                        thread._interrupt(error)
+                if given.__class__ is Refused:
+                    raise given.error
+                return given  # type: ignore[no-any-return]
         self._convert_inherited()
         thread = scheduler.current
         given = self._try_receive(thread)
@@ -562,80 +573,6 @@ def _result_of(proxy: GreenThread[Any], timeout: float | None, failure: str) -> 
         if error.waiter_cancelled:  # type: ignore[attr-defined]
             raise
         raise TimeoutError(f"{failure} within {timeout} s") from None
-
-
-class _Buffered(Channel[T]):
-    """A channel with room for some items between its ends."""
-
-    __slots__ = ("_buffer", "capacity")
-
-    def __init__(self, capacity: int = 0) -> None:
-        super().__init__()
-        self.capacity = capacity
-        self._buffer: deque[T] = deque()
-
-    @coroutine
-    def send(self, item: T) -> Generator[Any, Any, None]:
-        receiver = self._receiver
-        if receiver.__class__ is GreenThread:
-            # Fast path, as in Channel: a waiting receiver has found the buffer empty.
-            self._receiver = None
-            receiver._value = item
-            ready.append(receiver)
-            if bell:
-                scheduler.ring()
-        elif get_ident() != scheduler.owner:
-            yield from self._run_in_proxy_thread(self._send_here, item)
-        elif (
-            receiver is None
-            and len(self._buffer) < self.capacity
-            and self._generation >= oldest_generation
-        ):
-            self._buffer.append(item)
-        else:
-            yield from self._send_here(item)
-
-    @coroutine
-    def receive(self) -> Generator[Any, Any, T]:
-        if get_ident() != scheduler.owner:
-            received: T = yield from self._run_in_proxy_thread(self._receive_here)
-            return received
-        if self._buffer and self._sender is None and self._generation >= oldest_generation:
-            return self._buffer.popleft()
-        return (yield from super().receive())
-
-    def _try_send(self, thread: Any, item: Any) -> bool:
-        if super()._try_send(thread, item):
-            return True
-        if self._is_claimed("send", thread) or len(self._buffer) >= self.capacity:
-            return False
-        self._buffer.append(item)
-        return True
-
-    def _try_receive(self, thread: Any) -> Any:
-        if self._is_claimed("receive", thread):
-            return super()._try_receive(thread)
-        if (self._extra is not None and self._extra.returned_items) or not self._buffer:
-            return super()._try_receive(thread)
-        item = self._buffer.popleft()
-        sender = self._pop_waiter("send", thread)
-        if sender is not None:
-            self._buffer.append(sender.item)
-            sender.serve(None)
-        return item
-
-    def _has_items(self) -> bool:
-        return bool(self._buffer) or super()._has_items()
-
-    def _match(self) -> None:
-        super()._match()
-        while (
-            not self._closed
-            and len(self._buffer) < self.capacity
-            and (sender := self._pop_waiter("send")) is not None
-        ):
-            self._buffer.append(sender.item)
-            sender.serve(None)
 
 
 class Claim(Generic[T]):

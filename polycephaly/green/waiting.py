@@ -140,9 +140,13 @@ class ChannelQueues:
     at both ends, the operations that are possible at once, closing, claims and items given back.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_extra", "_generation", "_item", "_receiver", "_sender")
+    __slots__ = (
+        "__weakref__", "_buffer", "_closed", "_extra", "_generation", "_item", "_receiver",
+        "_sender",
+    )  # fmt: skip
 
     is_remote: bool
+    _buffer: Any  # a deque, or None: without capacity
     _closed: bool
     _generation: int
     _extra: Extra | None
@@ -157,7 +161,7 @@ class ChannelQueues:
             return False
         receiver = self._pop_waiter("receive")
         if receiver is None:
-            return False
+            return self._store(item)
         receiver.serve(item)
         return True
 
@@ -167,9 +171,9 @@ class ChannelQueues:
             if not self._has_items():
                 self._check_open()
             return NOTHING
-        if self._extra is not None and self._extra.returned_items:
-            item = self._extra.returned_items.popleft()
-            self._drop_empty_extra()
+        item = self._next_item()
+        if item is not NOTHING:
+            self._refill(thread)
             return item
         sender = self._pop_waiter("send", thread)
         if sender is None:
@@ -178,6 +182,37 @@ class ChannelQueues:
         item = sender.item
         sender.serve(None)
         return item
+
+    def _next_item(self) -> Any:
+        """Remove and return an item that was given back, or is in the buffer; NOTHING if there is
+        none.
+        """
+        if self._extra is not None and self._extra.returned_items:
+            item = self._extra.returned_items.popleft()
+            self._drop_empty_extra()
+            return item
+        return self._buffer.popleft() if self._buffer else NOTHING
+
+    def _free(self) -> int:
+        """Return the number of items that the buffer has room for."""
+        return 0 if self._buffer is None else self._buffer.maxlen - len(self._buffer)
+
+    def _store(self, item: Any) -> bool:
+        """Put `item` into the buffer. Return False if there is no room."""
+        if self._free() < 1:
+            return False
+        self._buffer.append(item)
+        return True
+
+    def _refill(self, other: Any = None) -> None:
+        """Fill the free places of the buffer with the items of waiting senders."""
+        while (
+            self._free() > 0
+            and not self._closed
+            and (sender := self._pop_waiter("send", other)) is not None
+        ):
+            self._buffer.append(sender.item)
+            sender.serve(None)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -188,7 +223,7 @@ class ChannelQueues:
 
     def _has_items(self) -> bool:
         """Return True if there are items left that no waiting thread sends."""
-        return self._extra is not None and bool(self._extra.returned_items)
+        return bool(self._buffer or (self._extra is not None and self._extra.returned_items))
 
     def _pop_waiter(self, end: str, other: Any = None) -> Waiter | None:
         """Remove and return the next waiter at that end, which the caller must serve.
@@ -337,6 +372,7 @@ class ChannelQueues:
                 elif self._sender is None:
                     break
         self._drop_empty_queue("receive")
+        self._refill()
 
     # -- claims, and items given back --------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
     process A: owner.py  the channel itself, its queues  <──OFFER, DEMAND──  proxy.py  process B
                ├─ transaction.py     one sender, one receiver, exactly once
-               ├─ credit.py          its buffer, and the processes that may fill it
                └─ handlers.py        messages of process B (opcodes.py lists all messages)
     in each process: transport.py, its sockets; connection.py, one connection; packed.py, items
     in transit; ends.py, ends that are counted; inherited.py, channels that came with a fork
@@ -20,14 +19,13 @@ from functools import partial
 from typing import Any
 
 from ...wire import addresses
-from ..channel import Channel, _Buffered
+from ..channel import Channel
 from ..scheduler import scheduler
 from . import ends, handlers, proxy
 from .connection import LOSS_CALLBACKS
-from .credit import make_owned
 from .ends import new_receiver, new_sender
 from .inherited import convert_inherited
-from .owner import OwnedChannel
+from .owner import OwnedChannel, make_owned
 from .proxy import unpickle_channel
 from .transport import get_transport
 
@@ -39,7 +37,7 @@ LOSS_CALLBACKS += [handlers.on_loss, ends.on_loss, proxy.on_loss]
 
 def reduce_channel(channel: Channel[Any]) -> Any:
     """Return how to pickle a channel of this process. Any thread may call this."""
-    if type(channel) not in (Channel, _Buffered) and not isinstance(channel, OwnedChannel):
+    if type(channel) not in (Channel, OwnedChannel):
         raise TypeError(
             f"a {type(channel).__qualname__} cannot be sent to another process: "
             "only Channel itself can"

@@ -13,9 +13,8 @@ from ...errors import ChannelClosed
 from ..scheduler import scheduler
 from . import opcodes
 from .connection import HANDLERS, PeerConnection
-from .credit import make_owned
 from .inherited import is_inherited, number_of_inherited
-from .owner import OwnedState, PendingOperation
+from .owner import OwnedState, PendingOperation, make_owned
 from .packed import CLOSED_OR_RELEASED, PackedItem
 from .transaction import Transaction
 

@@ -68,7 +68,7 @@ def convert_inherited(channel: Any) -> None:
 
 
 def _adopt(channel: Any) -> None:
-    channel.__class__ = channels._Buffered if channel.capacity else channels.Channel
+    channel.__class__ = channels.Channel
     channel._receiver = channel._sender = channel._item = channel._extra = None
     channel._generation = -channels.generation if channel._closed else channels.generation
 

@@ -7,6 +7,14 @@
 A channel that has been sent away is changed in place: it becomes an `OwnedChannel`, which has no
 fast path. Its queues hold threads and `PendingOperation`s alike. Channels that never leave their
 process are not touched.
+
+    proxy ──ITEM──> a place in the buffer that was granted    no answer: many items in one write
+          <──CREDIT── free places           <──RECALL── give back the unused places ──REFUND──>
+
+A process that sends is granted some of the free places. If it stops sending, it gives them back
+when others need them. A closed channel still takes the items that were sent into granted places
+before the sender knew of the close. The channel is over when all places are back. Receivers are
+given nothing in advance: if a process dies, its unused items could not be told from the used ones.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from ..channel import Channel
 from ..waiting import NOTHING, Extra, Waiter
 from . import opcodes
 from .connection import PeerConnection, Transport
-from .packed import pack_reason, unpack_item
+from .packed import PackedItem, pack_reason, unpack_item
 from .transaction import Transaction, is_in_select
 
 
@@ -186,11 +194,6 @@ class OwnedChannel(Channel[Any]):
 
     # -- items that no waiting thread sends --------------------------------------------------------
 
-    def _next_item(self) -> Any:
-        if self._extra.returned_items:
-            return self._extra.returned_items.popleft()
-        return NOTHING
-
     def _has_undecided_item(self) -> bool:
         """Return True if an earlier item is undecided. A receiver must not get a later one before
         that.
@@ -198,14 +201,35 @@ class OwnedChannel(Channel[Any]):
         return self._extra.undecided > 0
 
     def _store(self, item: Any) -> bool:
+        if super()._store(item):
+            return True
+        self._recall()
         return False
+
+    def _free(self) -> int:
+        return super()._free() - self._extra.reserved - self._extra.granted
 
     def _put_back_item(self, item: Any) -> None:
         """Put back an item, before all others."""
         self._extra.returned_items.appendleft(item)
 
-    def _refill(self) -> None:
-        """Fill the free places of the buffer, if there is one."""
+    def _refill(self, other: Any = None) -> None:
+        while not self._closed and (sender := self._first("send", None)) is not None:
+            if self._free() < 1:
+                self._recall()
+                return
+            self._remove_waiter("send", sender)
+            if is_in_select(sender):
+                self._extra.reserved += 1
+                Transaction(self, sender, None, sender.item).begin()
+            else:
+                self._buffer.append(sender.item)
+                sender.serve(None)
+                if sender.is_remote:
+                    self._grant(sender.peer)  # type: ignore[attr-defined]
+        for peer, account in self._extra.accounts.items():
+            if not account.granted:
+                self._grant(peer)
 
     def _can_get_items(self) -> bool:
         """Return True if a receiver might still get an item, even if the channel is closed."""
@@ -314,6 +338,41 @@ class OwnedChannel(Channel[Any]):
 
     def _grant(self, peer: PeerConnection) -> None:
         """Grant free places of the buffer to a process that sends."""
+        if not self.capacity:
+            return
+        extra = self._extra
+        account = extra.accounts.get(peer)
+        if account is None:
+            account = extra.accounts[peer] = peer.accounts[extra.number] = CreditAccount(self)
+        share = self.capacity // (1 + len(extra.accounts))
+        more = min(share - account.granted, self._free())
+        if (
+            more > 0
+            and account.granted <= share // 2
+            and more > share // 4
+            and not (account.recalled or self._closed)
+        ):
+            account.granted += more
+            peer.put(opcodes.CREDIT, extra.number, more)
+
+    def _recall(self) -> None:
+        for peer, account in self._extra.accounts.items():
+            if account.granted and not account.recalled:
+                account.recalled = True
+                peer.put(opcodes.RECALL, self._extra.number)
+
+    def _on_item(self, peer: PeerConnection, item: PackedItem) -> None:
+        """Store an item that was sent into a granted place."""
+        self._extra.accounts[peer].granted -= 1
+        self._buffer.append(item)
+        self._grant(peer)
+        self._match()
+
+    def _on_credit_returned(self, peer: PeerConnection, places: int) -> None:
+        account = self._extra.accounts[peer]
+        account.granted -= places
+        account.recalled = False
+        self._match()
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -343,3 +402,17 @@ class OwnedChannel(Channel[Any]):
             for peer in extra.accounts:
                 peer.accounts.pop(extra.number, None)
             extra.transport.forget_channel(extra.number, extra.reason)
+
+
+def make_owned(channel: Any, transport: Transport, number: int) -> None:
+    """Make a channel serve other processes too. Called by the owner thread."""
+    if isinstance(channel._extra, OwnedState) and channel._extra.transport is transport:
+        channel._extra.number = number  # a new one if the channel is sent away after its end
+        channel._end_if_over()
+        return
+    old = channel._make_extra()
+    extra = OwnedState(transport, number)
+    extra.holder, extra.locks, extra.returned_items = old.holder, old.locks, old.returned_items
+    channel._extra = extra
+    channel.__class__ = OwnedChannel
+    channel._end_if_over()

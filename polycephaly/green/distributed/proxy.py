@@ -21,13 +21,13 @@ from weakref import WeakValueDictionary
 from ...errors import ChannelClosed, ItemLost
 from ...wire.exceptions import unpack_exception
 from .. import channel as channels
-from ..channel import Channel, Claim, _Buffered
+from ..channel import Channel, Claim
 from ..scheduler import scheduler
 from ..select import Offer
 from ..waiting import NOTHING, Waiter
 from . import opcodes
 from .connection import HANDLERS, PeerConnection, PeerEnding
-from .credit import make_owned
+from .owner import make_owned
 from .packed import CLOSED_OR_RELEASED, PackedItem, pack_item, unpack_item
 from .transaction import select_number
 from .transport import ChannelTransport, get_transport
@@ -117,8 +117,15 @@ class ChannelProxy(Channel[Any]):
     # -- for select --------------------------------------------------------------------------------
 
     def _try_send(self, thread: Any, item: Any) -> bool:
-        self._peer()
-        return False
+        peer, number = self._peer(), self._extra.number
+        if not peer.credits.get(number):
+            return False
+        content = pack_item(item)
+        if not peer.credits.get(number):  # the item's own code has let others send
+            return False
+        peer.credits[number] -= 1
+        peer.put(opcodes.ITEM, number, 0, content)
+        return True
 
     def _try_receive(self, thread: Any) -> Any:
         self._peer(may_be_closed=True)
@@ -190,24 +197,6 @@ class ChannelProxy(Channel[Any]):
         return f"<{kind}{' closed' if self.closed else ''} made in {self._extra.name}>"
 
 
-class BufferedChannelProxy(ChannelProxy, _Buffered[Any]):
-    __slots__ = ()
-
-    def _send_by_credit(self, peer: PeerConnection, content: bytes) -> bool:
-        places = peer.credits.get(self._extra.number)
-        if not places:
-            return False
-        peer.credits[self._extra.number] = places - 1
-        peer.put(opcodes.ITEM, self._extra.number, 0, content)
-        return True
-
-    def _try_send(self, thread: Any, item: Any) -> bool:
-        peer = self._peer()
-        return bool(peer.credits.get(self._extra.number)) and self._send_by_credit(
-            peer, pack_item(item)
-        )
-
-
 proxies: WeakValueDictionary[tuple[str, int], Channel[Any]] = WeakValueDictionary()
 """The proxies in this process, by address and number. However often a channel arrives, it is one
 object in each process."""
@@ -246,7 +235,7 @@ def _closed_channel(transport: ChannelTransport, number: int, capacity: int) -> 
 
 def make_proxy(channel: Channel[Any], owner_address: str, number: int, name: str) -> Channel[Any]:
     """Turn `channel` into a proxy. No thread of this process waits in it."""
-    channel.__class__ = BufferedChannelProxy if channel.capacity else ChannelProxy
+    channel.__class__ = ChannelProxy
     channel._extra = _ProxyState(owner_address, number, name)  # type: ignore[assignment]
     channel._generation = -channels.generation  # no fast path
     channel._receiver = channel._sender = channel._item = None
