@@ -157,10 +157,11 @@ def test_threads_of_python_are_known_for_such():
 
 def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
     """Of a thread that runs the kernel does not tell where its stack is."""
-    before = native_threads._raw_threads()  # of which some may be ending
+    raw_threads, mine = native_threads._raw_threads, set()
+    # Those of other tests may be ending.
+    monkeypatch.setattr(native_threads, "_raw_threads", lambda: raw_threads() & mine)
     monkeypatch.setattr(native_threads, "_find_owner", lambda thread: (None, 0))
-    one_more = lambda: dict.fromkeys(range(len(before & native_threads._raw_threads()) + 1), "a")  # noqa: E731
-    monkeypatch.setattr(native_threads, "_suspect_threads", one_more)
+    monkeypatch.setattr(native_threads, "_suspect_threads", lambda: {1: "a"})
     monkeypatch.setattr(tuning, "thread_settle_seconds", 0.0)
     with pytest.raises(native_threads.UnsafeFork, match="of an unknown library"):
         native_threads.check_after_fork()
@@ -170,7 +171,7 @@ def test_raw_threads_of_python_that_run_are_known_too(monkeypatch):
         begun.set()
         end.wait()
 
-    _thread.start_new_thread(live, ())
+    mine.add(_thread.start_new_thread(live, ()))
     begun.wait()
     try:
         native_threads.check_after_fork()
