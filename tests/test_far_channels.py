@@ -782,6 +782,55 @@ def test_the_death_of_the_home_is_told_to_all_who_wait_with_its_cause():
         run(all_wait)
 
 
+class WhereItIsOpened:
+    def __reduce__(self):
+        return threading.get_ident, ()
+
+
+class Stops(BaseException):
+    pass
+
+
+def stop():
+    raise Stops("from the item")
+
+
+class StopsWhenOpened:
+    def __reduce__(self):
+        return stop, ()
+
+
+def put_made(ch, make, count=1):
+    put_all(ch, [make() for _ in range(count)])
+
+
+@pytest.mark.guarantee("green-7")
+def test_an_item_is_opened_in_the_thread_that_receives_it():
+    async def receive(ch):
+        return await ch.receive() == threading.get_ident()
+
+    with poly.Pool(1) as pool:
+        ch = made_in(pool.drones[0])
+        sent = pool.drones[0].promise(put_made, ch, WhereItIsOpened)
+        assert green.spawn(receive, ch, bound=True).result()
+        sent.result()
+
+
+def test_whatever_the_opening_of_an_item_raises_is_raised_by_receive_and_select():
+    with poly.Pool(1) as pool:
+        ch = made_in(pool.drones[0])
+        sent = pool.drones[0].promise(put_made, ch, StopsWhenOpened, 2)
+
+        async def both():
+            with pytest.raises(Stops):
+                await ch.receive()
+            with pytest.raises(Stops):
+                await select(ch.receiving())
+
+        run(both)
+        sent.result()
+
+
 @pytest.mark.guarantee("channel-3")
 def test_the_death_of_the_home_is_told_to_those_behind_a_select_on_two_of_its_channels():
     with poly.Pool(1) as pool:

@@ -325,6 +325,35 @@ def test_a_channel_may_be_closed_from_a_plain_thread():
     run(main)
 
 
+@CAPACITIES
+def test_a_finalizer_that_closes_the_channel_while_that_is_closed_wakes_nobody_twice(
+    capacity, monkeypatch
+):
+    error = Channel._closed_error
+
+    def collected(ch):
+        ch.close()
+        return error(ch)
+
+    async def receiver(ch, still_waits):
+        with pytest.raises(ChannelClosed):
+            await ch.receive()
+        await still_waits.wait()
+        return still_waits.is_set()
+
+    async def main():
+        ch, still_waits = Channel(capacity), green.Event()
+        threads = [green.spawn(receiver, ch, still_waits) for _ in range(4)]
+        await turns()
+        monkeypatch.setattr(Channel, "_closed_error", collected)
+        ch.close()
+        await turns()
+        still_waits.set()
+        assert [await each for each in threads] == [True] * 4
+
+    run(main)
+
+
 # -- claims ----------------------------------------------------------------------------------------
 
 
@@ -386,6 +415,27 @@ def test_claims_are_served_in_the_order_of_coming():
         assert order == list(range(5)) and nobody_waits(ch)
 
     run(main)
+
+
+def test_an_item_that_is_given_back_goes_to_the_holder_and_not_to_those_put_aside():
+    async def claim(ch, got):
+        async with ch.claim("receive") as end:
+            got.append(await end.receive())
+
+    async def play():
+        ch, got = Channel(), []
+        aside = green.spawn(receive_into, ch, got)
+        await turns()
+        holder = green.spawn(claim, ch, got)
+        await turns()
+        ch._return_item_here("given back")  # as if its receiver had been cancelled
+        await holder
+        assert got == ["given back"]
+        ch.close()
+        with pytest.raises(ChannelClosed):
+            await aside
+
+    run(play)
 
 
 def test_without_an_argument_the_end_is_claimed_that_is_used_first():

@@ -22,6 +22,7 @@ drone that inherited the channel with its snapshot: its *generation* is older th
 from __future__ import annotations
 
 import os
+import sys
 from _thread import get_ident
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
@@ -107,6 +108,8 @@ class Channel(ChannelQueues, Generic[T]):
             raise ValueError(
                 f"the capacity of a channel must be at least 0 items (a rendezvous), not {capacity}"
             )
+        if capacity > sys.maxsize:
+            raise ValueError(f"the capacity of a channel is at most {sys.maxsize}, not {capacity}")
         global any_channel_made
         any_channel_made = True
         self._buffer = deque(maxlen=capacity) if capacity else None

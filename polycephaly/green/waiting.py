@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
@@ -153,6 +153,7 @@ class ChannelQueues:
     _item: Any
     _receiver: Any
     _sender: Any
+    _open_item: Callable[[Any], Any]  # of proxies: unpickle what a thread has received
 
     def _try_send(self, thread: Any, item: Any) -> bool:
         """Send `item` if that is possible at once. Raises `ChannelClosed`."""
@@ -228,8 +229,8 @@ class ChannelQueues:
     def _pop_waiter(self, end: str, other: Any = None) -> Waiter | None:
         """Remove and return the next waiter at that end, which the caller must serve.
 
-        Skip a waiter of the thread `other`: a `select` may wait at both ends, and must not meet
-        itself.
+        Skip those that a claim puts aside, which takes time for each, and a waiter of the thread
+        `other`: a `select` may wait at both ends, and must not meet itself.
         """
         first = self._sender if end == "send" else self._receiver
         if first is None:
@@ -339,6 +340,7 @@ class ChannelQueues:
         return list(queue) if queue.__class__ is WaitQueue else []
 
     def _close_here(self) -> None:
+        self._generation = -abs(self._generation)  # `_drop_empty_extra` may have been at work
         for end in ("send", "receive"):
             if self._is_single(end):
                 self._queue(end)
@@ -349,8 +351,9 @@ class ChannelQueues:
 
     def _refuse_all(self, end: str) -> None:
         for waiter in self._waiting(end):
-            self._withdraw_waiter(end, waiter)
-            self._refuse(waiter)
+            # A finalizer may have closed the channel meanwhile, and refused this waiter.
+            if self._withdraw_waiter(end, waiter):
+                self._refuse(waiter)
 
     def _refuse(self, waiter: Waiter) -> None:
         waiter.refuse(self._closed_error())
@@ -369,7 +372,7 @@ class ChannelQueues:
                 if got is not NOTHING:
                     self._withdraw_waiter("receive", receiver)
                     receiver.serve(got)
-                elif self._sender is None:
+                elif not self._has_items() and self._first("send", None) is None:
                     break
         self._drop_empty_queue("receive")
         self._refill()
@@ -438,6 +441,8 @@ class QueuedOperation(Waiter):
     def send(self, value: Any) -> Any:
         if value.__class__ is Refused:
             raise value.error
+        if self.channel.is_remote:
+            value = self.channel._open_item(value)
         raise StopIteration(value)
 
     def throw(self, error: BaseException, *_: Any) -> Any:

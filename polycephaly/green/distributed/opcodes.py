@@ -34,7 +34,7 @@ NAMES = (
 # REFUND     -> owner   places gives back that many granted places
 # CLOSE      -> owner          close the channel
 # OPENED     -> owner   end    this process holds the end                 tokens: new, previous
-# ENDED      -> owner   end    the end is closed
+# ENDED      -> owner   end    the end is closed                          tokens, not used
 # DROPPED    -> owner   end    nothing here refers to the end any more    its token
 # MISPLACED  -> owner   end    sent with a call that came to nothing      its token, reason
 # DONE       owner ->   op     a receiver, or the buffer, has the item

@@ -270,7 +270,7 @@ class OwnedChannel(Channel[Any]):
                 self._remove_waiter("send", sender)
                 Transaction(self, sender, receiver, sender.item).begin()
                 return True
-            if self._sender is None:
+            if self._first("send", None) is None:
                 return False
         return False
 
@@ -363,7 +363,10 @@ class OwnedChannel(Channel[Any]):
 
     def _on_item(self, peer: PeerConnection, item: PackedItem) -> None:
         """Store an item that was sent into a granted place."""
-        self._extra.accounts[peer].granted -= 1
+        account = self._extra.accounts[peer]
+        if account.granted < 1:  # a full buffer would drop its oldest item
+            raise ValueError("an item came for which no place was granted")
+        account.granted -= 1
         self._buffer.append(item)
         self._grant(peer)
         self._match()

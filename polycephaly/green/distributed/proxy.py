@@ -1,7 +1,7 @@
 """The proxy side: a channel in a process other than its owning process.
 
     await send(item) ──pickled──> Request, parked ──OFFER──> owner ──DONE──> goes on
-    await receive() ──> Request, parked ──DEMAND──> owner ──GIVE──> unpickled, TAKE
+    await receive() ──> Request, parked ──DEMAND──> owner ──GIVE──> TAKE, unpickled
 
 A proxy is a `Channel` like any other, but without `claim` and a `default` of `select`. A thread
 that waits here waits for another process, so this is no deadlock.
@@ -83,9 +83,12 @@ class Request:
 
     def take(self, item: PackedItem) -> None:
         self.peer.put(opcodes.TAKE, 0, self.number)
+        if not isinstance(self.waiter, Offer):
+            self.finish(self.waiter.complete, item)
+            return
         try:
             value = unpack_item(item)
-        except Exception as error:
+        except BaseException as error:
             self.finish(self.waiter.fail, error)
         else:
             self.finish(self.waiter.complete, value)
@@ -130,6 +133,9 @@ class ChannelProxy(Channel[Any]):
     def _try_receive(self, thread: Any) -> Any:
         self._peer(may_be_closed=True)
         return NOTHING
+
+    def _open_item(self, item: Any) -> Any:
+        return unpack_item(item)
 
     def _enqueue(self, end: str, waiter: Waiter) -> None:
         number = 0
@@ -235,10 +241,12 @@ def _closed_channel(transport: ChannelTransport, number: int, capacity: int) -> 
 
 def make_proxy(channel: Channel[Any], owner_address: str, number: int, name: str) -> Channel[Any]:
     """Turn `channel` into a proxy. No thread of this process waits in it."""
-    channel.__class__ = ChannelProxy
-    channel._extra = _ProxyState(owner_address, number, name)  # type: ignore[assignment]
-    channel._generation = -channels.generation  # no fast path
+    state: Any = _ProxyState(owner_address, number, name)
+    # No call from here on, so no other thread sees half a proxy.
+    channel._extra = state
     channel._receiver = channel._sender = channel._item = None
+    channel._generation = -channels.generation  # no fast path
+    channel.__class__ = ChannelProxy
     return channel
 
 
@@ -351,8 +359,10 @@ def _on_recall(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
 
 def on_loss(peer: PeerConnection) -> None:
     """Fail all operations on the channels of a process that is gone."""
-    while peer.requests:  # the end of a `select` withdraws its other offers
-        request = peer.requests.pop(next(iter(peer.requests)))
+    for number in list(peer.requests):
+        request = peer.requests.pop(number, None)
+        if request is None:  # an offer of a `select` that has just ended
+            continue
         error = _owner_gone_error(request.proxy, peer.ending)
         # A receiver may have been given the item.
         is_lost = request.end == "send" and (
