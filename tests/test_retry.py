@@ -30,6 +30,7 @@ from polycephaly.wire.messages import (
     ERROR,
     RETURNED,
     WITHDRAWN,
+    message_type,
     pack_numbers,
     pack_outcome,
     pack_outcomes,
@@ -375,6 +376,23 @@ def test_without_timeout_error_in_the_policy_the_limit_is_final(reactor, dispatc
     task = give(dispatcher, abs, -1, timeout=1, retries=Retry(1, on=ValueError))
     reactor.pass_(1)
     assert isinstance(task.exception(0), TimeoutError)
+
+
+def test_an_answer_that_is_handled_before_the_rejection_is_recorded_as_out_of_time(
+    reactor, dispatcher, handle, monkeypatch
+):
+    task, send = give(dispatcher, abs, -1, timeout=1), handle.send
+
+    def stop_at_once(frames, tasks=()):
+        send(frames, tasks)
+        if message_type(frames) == CANCEL:
+            entry = error_of(task, KeyboardInterrupt())
+            handle_message(dispatcher, handle, pack_outcomes([entry]))
+
+    monkeypatch.setattr(handle, "send", stop_at_once)
+    reactor.pass_(1)
+    assert isinstance(task.exception(0), TimeoutError)
+    assert [each.status for each in dispatcher.record.snapshot()[1]] == ["timeout"]
 
 
 def test_a_value_that_comes_in_spite_of_the_interrupt_counts(reactor, dispatcher, handle):

@@ -114,6 +114,7 @@ class Cancellation:
         error = TimeoutError(
             f"{task.definition.label} ran for more than {task.timeout} s on {handle.name}"
         )
+        task.timed_out = True
         request = handle.frame_requests.pop(task.number, None)
         if task.next_delay(error) is None:
             last = task.with_attempts(error)

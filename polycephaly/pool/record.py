@@ -147,7 +147,7 @@ class TraceBuffer:
         now = monotonic()
         before = min(now, self.last_finished.get(drone, 0.0))
         for task in tasks:
-            status = _failure_status(task) if task.done() or task.overrun else DIED
+            status = _failure_status(task) if task.done() or task.timed_out else DIED
             started = 0.0 if task.definition.overlaps else before
             self._add_one(drone, task, Answer(started, now, now), task.count, status)
 
@@ -240,6 +240,6 @@ def _aggregate(folded: Aggregated, segment: list[Entry]) -> Aggregated:
 
 
 def _failure_status(task: Task) -> str:
-    if not (task.done() or task.overrun):
+    if not (task.done() or task.timed_out):
         return ERROR
     return CANCELLED if task.cancelled() else TIMEOUT

@@ -92,6 +92,7 @@ class Task(Promise[Any]):
     first_number = 0  # of the first attempt, if the task runs again because of `retry`
     # The time limit is over, and the task is to run again as soon as the drone has stopped it.
     overrun: TimeoutError | None = None
+    timed_out = False  # its time limit has struck, if the promise does not show that yet
     client_tag = ""  # `Client.tag` of the client of a served pool that has submitted the task
     # The client's function, if a joined host may run the task (server/session.py).
     client_function: Any = None
@@ -384,6 +385,7 @@ class Task(Promise[Any]):
         if self.recompute_payload is not None:
             self.payload, self.recompute_payload = self.recompute_payload, None
         self.sending = self.answer = self.overrun = None
+        self.timed_out = False
         self.runs_elsewhere = False
         self.output = ""
 
