@@ -71,7 +71,7 @@ is_held_here: Callable[[RLock], bool] = RLock._is_owned  # type: ignore[attr-def
 
 
 def renew_in_child(lock: Any) -> None:
-    """Make `lock`, a `threading.Lock`, free in each forked child, whoever holds it at the fork."""
+    """Make `lock`, a `threading.Lock`, free in each forked child, though a thread may hold it."""
     os.register_at_fork(after_in_child=lock._at_fork_reinit)
 
 

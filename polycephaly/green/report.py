@@ -128,7 +128,7 @@ def timeline() -> Timeline:
     {'sleep'}
     """
     process = "this process"
-    events = [*list(event_log.events), *unfinished_lives(event_log, list(scheduler.live))]
+    events = [*event_log.events, *unfinished_lives(event_log, list(scheduler.live))]
     return Timeline([each._replace(drone=process) for each in events], [process])
 
 

@@ -153,7 +153,7 @@ class ChannelQueues:
     _item: Any
     _receiver: Any
     _sender: Any
-    _open_item: Callable[[Any], Any]  # of proxies: unpickle what a thread has received
+    _open_item: Callable[[Any], Any]  # of proxies: unpickle a received item
 
     def _try_send(self, thread: Any, item: Any) -> bool:
         """Send `item` if that is possible at once. Raises `ChannelClosed`."""
@@ -247,9 +247,9 @@ class ChannelQueues:
         if waiter.thread is other or self._is_claimed(end, waiter.thread):
             first.appendleft(waiter)
             found = self._first(end, other)
-            if found is None:
-                return None
-            first.remove(waiter := found)
+            if found is not None:
+                self._remove_waiter(end, found)
+            return found
         waiter.location = None
         if not first:
             self._drop_empty_queue(end)

@@ -59,7 +59,7 @@ class PicklingContext:
         self.moved: list[Any] | None = None
 
     def add_input(self, promise: Promise[Any]) -> tuple[Callable[[int], Any], tuple[int]]:
-        """Return what is pickled in place of `promise`, in the form of `__reduce__`."""
+        """Return the value to pickle in place of `promise`, in the form of `__reduce__`."""
         assert self.inputs is not None
         # By identity: a class of users may be unhashable.
         index, _ = self.inputs.setdefault(id(promise), (len(self.inputs), promise))

@@ -288,7 +288,7 @@ def _report_arrival_at_once(
 
 
 class _Report(NamedTuple):
-    """What a process tells of its copy of an end."""
+    """The news of a process about its copy of an end."""
 
     token: int = _NO_TOKEN
     previous: int = _NO_TOKEN  # the token that the end arrived with
@@ -297,7 +297,7 @@ class _Report(NamedTuple):
 
 
 def _tell(channel: Any, opcode: int, number: int, report: _Report) -> None:
-    """Tell the owning process, which may be this one, what has become of an end."""
+    """Report on an end to the owning process, which may be this one."""
     if channel.is_remote:
         payload = _TOKENS.pack(report.token, report.previous) + report.reason.encode()
         channel.tell(opcode, number, payload)
