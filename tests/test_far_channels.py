@@ -2251,6 +2251,37 @@ def test_an_end_is_claimed_where_the_channel_lives(pool):
         pool.doit(claim, Channel())
 
 
+def test_places_granted_to_other_images_are_taken_back_before_a_claimers_first_item(pool):
+    def flood(ch):
+        with suppress(ChannelClosed):
+            while True:
+                ch.put("theirs")
+
+    async def pair(ch):
+        async with ch.claim("send") as end:
+            await end.send("first")
+            await green.sleep(0.01)  # the other image would send into the granted places
+            await end.send("second")
+
+    async def go():
+        ch = Channel(16)
+        flooding = pool.promise(flood, ch)
+        got = [await ch.receive() for _ in range(50)]
+        for _ in range(5):
+            sending = green.spawn(pair, ch)
+            while "second" not in got[-1:]:
+                got.append(await ch.receive())
+            await sending
+            got += [await ch.receive() for _ in range(50)]  # and the other image goes on
+        ch.close()
+        await flooding
+        return got
+
+    got = run(go)
+    assert got.count("first") == got.count("second") == 5
+    assert all(after == "second" for item, after in pairwise(got) if item == "first")
+
+
 def test_a_claimed_end_is_not_given_to_other_images(pool):
     async def main():
         ch = Channel()

@@ -626,7 +626,7 @@ class Claim(Generic[T]):
         assert extra is not None
         extra.holder[end] = None
         extra.locks[end].release()
-        if not extra.locks[end].locked():
+        if not extra.is_claimed(end):
             channel._match()
             channel._drop_empty_extra()
 

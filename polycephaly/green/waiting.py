@@ -132,7 +132,10 @@ class Extra:
         self.returned_items: deque[Any] = deque()
 
     def is_empty(self) -> bool:
-        return not (self.returned_items or any(lock.locked() for lock in self.locks.values()))
+        return not (self.returned_items or any(map(self.is_claimed, self.locks)))
+
+    def is_claimed(self, end: str) -> bool:
+        return end in self.locks and self.locks[end].locked()
 
 
 class ChannelQueues:
@@ -397,12 +400,7 @@ class ChannelQueues:
     def _is_claimed(self, end: str, thread: Any) -> bool:
         """Return True if another thread holds that end."""
         extra = self._extra
-        return (
-            extra is not None
-            and end in extra.locks
-            and extra.locks[end].locked()
-            and extra.holder.get(end) is not thread
-        )
+        return extra is not None and extra.is_claimed(end) and extra.holder.get(end) is not thread
 
     def _return_item_here(self, item: Any) -> None:
         self._make_extra().returned_items.append(item)

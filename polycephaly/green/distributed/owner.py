@@ -150,6 +150,7 @@ class OwnedChannel(Channel[Any]):
     def _try_send(self, thread: Any, item: Any) -> bool:
         self._check_open()
         if self._is_claimed("send", thread):
+            self._recall()
             return False
         receiver = self._first("receive", thread)
         if receiver is None:
@@ -191,6 +192,14 @@ class OwnedChannel(Channel[Any]):
             self._refill()
             self._end_if_over()
         return unpack_item(item)
+
+    def _is_claimed(self, end: str, thread: Any) -> bool:
+        """Return True if another thread holds that end, or other processes may still send: the
+        holder waits until the places that are granted to them have come back.
+        """
+        return super()._is_claimed(end, thread) or (
+            end == "send" and self._extra.granted > 0 and self._extra.is_claimed(end)
+        )
 
     # -- items that no waiting thread sends --------------------------------------------------------
 
@@ -350,7 +359,7 @@ class OwnedChannel(Channel[Any]):
             more > 0
             and account.granted <= share // 2
             and more > share // 4
-            and not (account.recalled or self._closed)
+            and not (account.recalled or self._closed or extra.is_claimed("send"))
         ):
             account.granted += more
             peer.put(opcodes.CREDIT, extra.number, more)
