@@ -1501,6 +1501,23 @@ def test_a_fork_of_a_drone_lets_nothing_go(pool):
     assert list(ch) == ["still mine"]
 
 
+def test_a_forks_copy_of_a_channel_gives_items_that_came_from_elsewhere(pool):
+    home = pool.drones[0]
+    ch = home.doit("from polycephaly.green import Channel; kept = Channel(2)\nkept")
+    ch.put(["an item"])
+    assert (
+        home.doit("""
+import os
+pid = os.fork()
+if not pid:
+    os._exit(kept.get(20) != ["an item"])
+os.waitpid(pid, 0)[1]
+""")
+        == 0
+    )
+    assert ch.get(20) == ["an item"]  # the original still has it
+
+
 def os_exit_with(end):
     os._exit(3)
 

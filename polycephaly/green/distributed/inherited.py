@@ -17,6 +17,7 @@ without waiters.
 from __future__ import annotations
 
 import gc
+from collections import deque
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,7 @@ from .. import channel as channels
 from ..channel import Channel
 from .connection import Transport
 from .owner import OwnedChannel
+from .packed import unpack_item
 from .proxy import ChannelProxy, make_proxy, proxies
 from .transport import inherited_transports
 
@@ -68,6 +70,8 @@ def convert_inherited(channel: Any) -> None:
 
 
 def _adopt(channel: Any) -> None:
+    if channel._buffer:
+        channel._buffer = deque(map(unpack_item, channel._buffer), channel.capacity)
     channel.__class__ = channels.Channel
     channel._receiver = channel._sender = channel._item = channel._extra = None
     channel._generation = -channels.generation if channel._closed else channels.generation
