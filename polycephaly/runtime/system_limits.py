@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import resource
+import time
 from _thread import allocate_lock, get_native_id, start_new_thread
 from collections.abc import Iterator
 from contextlib import suppress
@@ -72,7 +73,7 @@ def check_threads(count: int) -> None:
         gate.release()
         for each in threads:  # until the kernel no longer counts the thread
             while os.path.exists(f"/proc/self/task/{each}"):
-                pass
+                time.sleep(0.0001)  # without a pause, it would get the interpreter after 5 ms only
 
 
 def name_limit(error: Exception) -> BaseException:
