@@ -130,7 +130,7 @@ def test_without_a_terminal_one_is_attached(stop):
         )
         assert run.returncode == 1 and b"no terminal" in run.stderr
         with Terminal(folder, *ATTACH, "other") as other:
-            other.read_until("0 drones of that name wait for a debugger; waiting: lab.0")
+            other.read_until("0 drones match; waiting for a debugger: lab.0")
         with Terminal(folder, *ATTACH, "lab") as terminal:
             terminal.read_until("(Pdb) ")
             terminal.type("x = 8\n")

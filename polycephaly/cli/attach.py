@@ -39,7 +39,7 @@ def attach(name: str | None, drone: str | None) -> None:
         if len(chosen) != 1:
             names = ", ".join(sorted(each for each, _ in waiting)) or "none"
             raise click.ClickException(
-                f"{len(chosen)} drones of that name wait for a debugger; waiting: {names}. "
+                f"{len(chosen)} drones match; waiting for a debugger: {names}. "
                 "Give the name of one."
             )
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends by pdb's own commands
