@@ -2,6 +2,7 @@
 installed.
 
     python -m benchmarks [--runs N] [--only NAME,...] [--peers NAME,...] [--quick] [--json FILE]
+                         [--html [FILE]]
 
 Each figure is taken in a fresh process, so that what one peer starts or loads disturbs no other,
 and the peers take turns within each run, because machines are shared and noisy: read the ratios,
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +159,26 @@ def chosen(given: str | None, known: list[str], what: str) -> list[str]:
     type=click.Path(dir_okay=False, writable=True),
     help="Write all figures to this file.",
 )
+@click.option(
+    "--html",
+    "page",
+    is_flag=False,
+    flag_value="benchmarks.html",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write a page with a picture of each row; only the pictures if the name ends with .svg. "
+    "Needs matplotlib.  [without FILE: benchmarks.html]",
+)
 def main(
-    runs: int | None, only: str | None, given: str | None, quick: bool, seed: int, file: str | None
+    runs: int | None,
+    only: str | None,
+    given: str | None,
+    quick: bool,
+    seed: int,
+    file: str | None,
+    page: Path | None,
 ) -> None:
+    if page and find_spec("matplotlib") is None:  # before the figures are taken
+        raise click.UsageError("--html needs matplotlib: pip install '.[bench]'")
     names = chosen(only, list(SUITE), "measurement")
     others = [peer for peer in PEERS if peer not in (OURS, *FLOORS)]
     wanted = chosen(given, others, "peer") if given or not quick else list(STANDARD)
@@ -175,13 +194,17 @@ def main(
             for turn in turns:
                 took.append(one_run(taker, names, peers, replace(sizes, seed=seed + turn), turn))
 
-    click.echo(
+    conditions = (
         f"{len(took)} runs, {WORKERS} workers, {about['cores']} cores, Linux {about['kernel']}, "
         f"CPython {about['python']}, seeds {seed} to {seed + len(took) - 1}"
-        f"{', tiny sizes' if quick else ''}: "
-        "median (min to max)\n"
+        f"{', tiny sizes' if quick else ''}"
     )
-    click.echo(table(took, sizes))
+    text = table(took, sizes)
+    click.echo(f"{conditions}: median (min to max)\n\n{text}")
+    if page:
+        from .page import write  # an import of matplotlib
+
+        write(page, took, sizes, conditions, text)
     missing = [PEERS[peer].title for peer in wanted if not PEERS[peer].installed]
     for note in [*taker.notes, *(f"{title}: not installed" for title in missing)]:
         click.echo(note)

@@ -123,7 +123,7 @@ SUITE = {
         (
             Row(
                 "us",
-                "submit + gather, us a task",
+                "submit + gather, µs a task",
                 {"multiprocessing": at_least(10), "futures": at_least(30)},
             ),
         ),
@@ -150,13 +150,13 @@ SUITE = {
     ),
     "trip": Measurement(
         "tasks:trip",
-        (Row("us", "round trip, us", {"multiprocessing": at_most(0.8), "futures": at_most(0.6)}),),
+        (Row("us", "round trip, µs", {"multiprocessing": at_most(0.8), "futures": at_most(0.6)}),),
         (*SUBMITTING, *FLOORS),
         "trips",
     ),
     "map": Measurement(
         "tasks:map_noops",
-        (Row("us", "map, us an item", {"multiprocessing": at_most(1.5)}),),
+        (Row("us", "map, µs an item", {"multiprocessing": at_most(1.5)}),),
         ("multiprocessing", "futures", "loky", "joblib", "mpire", "ray", "dask", "ipyparallel"),
         "items",
     ),

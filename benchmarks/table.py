@@ -82,6 +82,11 @@ def _of_row(
         first = ("", "")
 
 
+def known_figures(runs: list[Run], name: str, peer: str, figure: str) -> list[float]:
+    """Return one figure of a contender, of each run that has it."""
+    return [run[name][peer][figure] for run in runs if figure in run.get(name, {}).get(peer, {})]
+
+
 def known(figures: list[float]) -> list[float]:
     return [figure for figure in figures if not math.isnan(figure)]
 

@@ -50,7 +50,7 @@ def test_every_measurement_gives_its_figures(tmp_path: Path) -> None:
                 assert math.isfinite(value), (name, peer, figure)
                 assert value > 0 or figure in differences, (name, peer, figure)
 
-    assert "round trip, us" in done.stdout
+    assert "round trip, µs" in done.stdout
     assert "times ours" in done.stdout
 
 
@@ -101,3 +101,16 @@ def test_our_behaviour_is_what_the_readme_says() -> None:
     assert [said for _, said in rows] == [
         "yes", "shared", "1 of 10 tasks lost, the pool goes on", "yes", "nothing is left",
     ]  # fmt: skip
+
+
+def test_a_page_has_a_picture_of_each_row_and_the_table(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page, pictures = tmp_path / "page.html", tmp_path / "pictures.svg"
+    for file in (page, pictures):
+        done = run("--quick", "--only", "trip,imports", "--peers", "futures", "--html", str(file))
+        assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    assert text.count("<svg") == 1  # `imports` has no peer
+    for name in ("round trip, µs", "polycephaly.Pool", "ProcessPoolExecutor", "a ZeroMQ echo"):
+        assert f">{name}</text>" in text and f">{name}</text>" in pictures.read_text()
+    assert "import polycephaly, ms" in text  # in the table
