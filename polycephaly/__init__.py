@@ -108,7 +108,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'polycephaly' has no attribute {name!r}")
     from importlib import import_module
 
-    module = import_module(f"{__name__}.{path}")
+    if name == "green":
+        from .runtime.fork_guard import guard
+
+        # A fork in another thread must not fall into this import: the drone would have half of the
+        # package, and its locks, for ever.
+        with guard:
+            module = import_module(f"{__name__}.{path}")
+    else:
+        module = import_module(f"{__name__}.{path}")
     value = globals()[name] = module if path == name else getattr(module, name)
     return value
 

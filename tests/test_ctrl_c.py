@@ -241,3 +241,15 @@ def test_at_a_terminals_prompt_it_harms_nothing(tmp_path):
         terminal.read_until("got 42")
         terminal.type("exit()\n")
         assert terminal.process.wait(30) in ENDS_BY
+
+
+def test_a_handler_that_is_installed_while_sigint_is_deferred_stays():
+    from polycephaly.runtime.deferred_sigint import DeferredSigint
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with DeferredSigint():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

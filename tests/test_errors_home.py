@@ -513,3 +513,36 @@ def test_an_error_that_was_caught_keeps_nothing_of_its_callers_alive(pool, fail)
         wait_for(lambda: large() is None)
     finally:
         gc.enable()
+
+
+def test_a_long_chain_arrives_without_its_end():
+    with poly.Pool(1) as pool:
+        error = pool.promise(raise_long_chain, 1000).exception()
+    assert isinstance(error, OSError)
+    length = 0
+    while isinstance(error, OSError):
+        error, length = error.__cause__, length + 1
+    assert length > 50
+
+
+def raise_long_chain(length):
+    error = OSError(0, "the first")
+    for number in range(length):
+        later = OSError(number, "later")
+        later.__cause__, error = error, later
+    raise error
+
+
+def test_a_cause_that_several_errors_have_is_sent_once():
+    def fail(depth):
+        try:
+            fail(depth - 1) if depth else 1 // 0
+        except Exception as first:
+            try:
+                raise ValueError(depth)
+            except Exception as second:
+                raise KeyError(depth) from first if depth % 2 else second
+
+    with poly.Pool(1) as pool:
+        error = pool.promise(fail, 40).exception()
+    assert error.args == (40,)

@@ -160,6 +160,8 @@ class _BeginsAsTheControlThreadParks:
     @property
     def current(self):
         self.there.wait(30)
+        if self.heard.is_set():
+            raise SystemExit  # of the control thread
         self.looks += 1
         if self.looks == 1:
             self.busy = True
@@ -170,8 +172,7 @@ class _BeginsAsTheControlThreadParks:
         pass
 
     def beat(self):
-        if self.heard.is_set():
-            raise SystemExit  # of the control thread
+        pass
 
     def receive_if_free(self):
         self.heard.set()

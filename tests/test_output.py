@@ -375,3 +375,27 @@ def test_parts_whose_rest_never_comes_are_forgotten():
     for _ in range(10_000):
         assert list(sorter.parse(b"\x1epoly:Lf.2+%s\x1e" % (b"a" * 4000), last=False)) == []
     assert sum(len(part) for parts in sorter._parts.values() for part in parts) < 2 << 20
+
+
+@local_only
+@pytest.mark.parametrize("written", [b"abc", ["a"], None])
+def test_what_is_no_text_is_an_error_of_the_task(written):
+    with poly.Pool(1) as pool:
+        with pytest.raises(TypeError):
+            pool.doit(lambda: sys.stdout.write(written))
+        assert pool.doit(abs, -3) == 3
+
+
+@local_only
+def test_a_task_may_put_any_object_in_place_of_stdout():
+    def replace():
+        print("x", end="")
+        sys.stdout = Odd()
+
+    class Odd:
+        def flush(self):
+            raise RuntimeError
+
+    with poly.Pool(1, output="discard") as pool:
+        pool.doit(replace)
+        assert pool.doit(abs, -3) == 3

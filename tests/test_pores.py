@@ -1217,3 +1217,22 @@ def test_whenever_the_owner_is_killed_all_its_holders_hear_of_it():
             assert not here.is_alive() and pore.closed
             owner.kill()
             assert not alive(owner.pid)
+
+
+def test_a_message_to_a_pore_that_was_closed_is_an_error_whatever_sigpipe_does():
+    assert output_of("""
+        import signal
+        import polycephaly as poly
+        from polycephaly import green
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        with poly.Pool(1) as pool:
+            (drone,) = pool.drones
+            pore = drone.doit("import polycephaly as poly; pore = poly.Pore(10); pore")
+            pore.tell(1)
+            drone.doit("pore.close()")
+            try:
+                for _ in range(100):
+                    pore.tell(2)
+            except poly.PoreClosed:
+                print("closed")
+    """).split() == ["closed"]

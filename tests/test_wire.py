@@ -22,7 +22,7 @@ import polycephaly as poly
 from polycephaly.engines.local import drone as image_main
 from polycephaly.engines.local.drone import LocalDrone
 from polycephaly.engines.local.launcher import Launcher
-from polycephaly.wire import fast_transport, messages
+from polycephaly.wire import endpoint, fast_transport, messages
 from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.messages import (
     HELLO,
@@ -241,6 +241,7 @@ def test_reports_are_received_from_a_zygote_that_ended_with_orders_unread():
 def test_a_control_thread_that_fails_lets_no_other_thread_tell_what_was_sent():
     drone = LocalDrone.__new__(LocalDrone)
     drone.socket_lock, drone._waiting = threading.Lock(), False
+    drone._woken = False
     drone._send_outcomes = mock.Mock(side_effect=OSError("no descriptor is left"))
     with pytest.raises(OSError, match="no descriptor"):
         drone.receive_if_free()
@@ -377,3 +378,20 @@ def test_an_answer_about_frames_that_is_none_is_refused(frames):
 def test_an_answer_about_frames_comes_as_it_was():
     answer = {"threads": [], "places": {"7": ["file", 3, "function"]}}
     assert unpack_frames(pack_frames(2**64 - 1, answer)) == (2**64 - 1, answer)
+
+
+def test_a_definition_may_have_any_number_of_64_bits():
+    batch = messages.TaskBatch()
+    batch.add(1, messages.CALL, 1 << 40, b"x")
+    (item,) = messages.unpack_work(batch.frames())
+    assert item[2] == 1 << 40
+
+
+def test_one_entry_that_cannot_be_looked_at_keeps_no_other(tmp_path):
+    for name in ("polycephaly-0", "polycephaly-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_bytes(b"")
+        os.utime(tmp_path / name, (0, 0))
+    os.symlink("nowhere", tmp_path / "polycephaly-1")
+    endpoint._remove_abandoned(str(tmp_path))
+    assert os.listdir(tmp_path) == ["polycephaly-1"]

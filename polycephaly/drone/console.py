@@ -78,6 +78,8 @@ class Console(io.TextIOWrapper):
         self._last_order = _last_record
 
     def write(self, text: str, /) -> int:
+        if not isinstance(text, str):
+            return super().write(text)  # which raises TypeError
         self._tail.add(text)
         self.has_begun_line = not text.endswith("\n")
         if self.is_stdout and self._last_order != _last_record:
@@ -116,8 +118,8 @@ def disable_record_order() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        # The task may have closed a stream, or replaced it.
-        with suppress(AttributeError, OSError, ValueError):
+        # The task may have closed a stream, or replaced it by any object.
+        with suppress(Exception):
             stream.flush()
 
 

@@ -620,8 +620,9 @@ class DroneExecutor:
         self._status_page.beat()
         has_overlapped = self._overlap is not None and bool(self._overlap.running)
         if has_overlapped or self._main_thread in promise.waiting_threads:
-            green = sys.modules.get("polycephaly.green.scheduler")
-            self._status_page.set_steps(1 if green is None else 1 + green.scheduler.busy_periods)
+            # None if another thread is importing the module.
+            green = getattr(sys.modules.get("polycephaly.green.scheduler"), "scheduler", None)
+            self._status_page.set_steps(1 if green is None else 1 + green.busy_periods)
         else:
             self._status_page.set_steps(0)
 

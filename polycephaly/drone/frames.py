@@ -148,8 +148,9 @@ def _file(frame: FrameType) -> str:
 
 def _green_frames(awaited: object, frames: Mapping[int, FrameType]) -> list[FrameType]:
     """Return the frames of a green thread, innermost first; [] for other objects."""
-    green = sys.modules.get("polycephaly.green.report")
-    return [] if green is None else green.frames_of(awaited, frames)
+    # None if another thread is importing the module.
+    frames_of = getattr(sys.modules.get("polycephaly.green.report"), "frames_of", None)
+    return [] if frames_of is None else frames_of(awaited, frames)
 
 
 def _place_of_green(awaited: object, frames: Mapping[int, FrameType]) -> Place | None:
@@ -158,8 +159,8 @@ def _place_of_green(awaited: object, frames: Mapping[int, FrameType]) -> Place |
     None for other objects, and for green threads that run only code of this package, such as the
     one by which plain code waits.
     """
-    green = sys.modules.get("polycephaly.green.report")
-    info = None if green is None else green.info_of(awaited, frames)
+    info_of = getattr(sys.modules.get("polycephaly.green.report"), "info_of", None)
+    info = None if info_of is None else info_of(awaited, frames)
     if info is None or info.file.startswith(_PACKAGE_DIR):
         return None
     return info.file, info.line, info.doing

@@ -158,6 +158,7 @@ class ResultBuffer:
         beside the entry.
         """
         entry, large = self._last
+        self._last = b"", []  # an idle drone keeps no large result
         return not large and not self._has_new_handles and self._status_page.keep(entry)
 
     def add_value(self, number: int, started: float, finished: float, value: Any) -> bool:

@@ -260,7 +260,12 @@ def view(range_ref: RangeRef) -> memoryview:
         return memoryview(_read(arena.fd, range_ref.offset, range_ref.length))
     mapping.range_ref = range_ref
     mapped, key = arena.mapped, id(mapping)
-    mapped[key] = weakref.ref(mapping, lambda _: mapped.pop(key, None))
+
+    def on_unmapped(_: object) -> None:
+        mapped.pop(key, None)
+        release_ended_forks()  # nobody else looks after the end of the pool
+
+    mapped[key] = weakref.ref(mapping, on_unmapped)
     return memoryview(mapping)
 
 

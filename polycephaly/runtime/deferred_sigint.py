@@ -72,7 +72,9 @@ class DeferredSigint:
     def __exit__(self, *exc: object) -> None:
         handler = self._handler
         if handler is not None:
-            set_handler(_SIGINT, handler)
+            current = getsignal(_SIGINT)  # a callback may have set another one meanwhile
+            if current == self._record:
+                set_handler(_SIGINT, handler)
             if self.tripped:
                 frame, self._frame = self._frame, None
                 handler(_SIGINT, frame)

@@ -60,6 +60,15 @@ class OwnThread(threading.Thread):
         super().__init__(name=name, target=target, daemon=True)
 
 
+def fill_standard_descriptors() -> None:
+    """Open those of the descriptors 0 to 2 that are closed. Otherwise a descriptor of this package
+    could be one of them, and a forked process, which replaces these three, would lose it.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)  # as the standard descriptors of any process are
+    os.close(fd)
+
+
 def add_thread_lock(thread: threading.Thread, lock: AbstractContextManager[Any]) -> None:
     with guard:
         _thread_locks[thread] = lock

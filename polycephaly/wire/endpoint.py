@@ -148,15 +148,14 @@ def _remove_abandoned(parent: str) -> None:
     """Remove old directories whose lock is free, left by processes that were all killed at once."""
     with suppress(OSError):
         for entry in os.scandir(parent):
-            if (
-                entry.name.startswith(_PREFIX)
-                and time.time() - entry.stat().st_mtime > _MIN_ABANDONED_SECONDS
-            ):
+            if entry.name.startswith(_PREFIX):
                 _remove_if_abandoned(entry.path)
 
 
 def _remove_if_abandoned(directory: str) -> None:
     with suppress(OSError):
+        if time.time() - os.lstat(directory).st_mtime < _MIN_ABANDONED_SECONDS:
+            return
         # Any user may write to the temporary directory: an entry with our prefix may be a link, or
         # not be a regular file.
         flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC

@@ -30,6 +30,8 @@ from ..errors import RemoteError
 
 _OS_FIELDS = ("errno", "strerror", "filename", "filename2")
 _REDUCE_METHODS = ("__reduce__", "__reduce_ex__")
+_MAX_CHAIN_LENGTH = 100
+"""Exceptions of a chain that travel; the text has more of them."""
 
 
 class _PackedException(NamedTuple):
@@ -50,13 +52,13 @@ def pack_exception(error: BaseException, pickle_value: Callable[[object], bytes]
     Never fails: an exception that cannot be pickled is sent as text.
     """
     text = "".join(format_exception(type(error), error, _without_own_frames(error.__traceback__)))
-    return dumps((_pack(error, pickle_value, {}), text), 5)
+    return dumps((_pack(error, pickle_value, {}, 0), text), 5)
 
 
 def unpack_exception(data: bytes) -> BaseException:
     """Return the exception, or a `RemoteError` if this process cannot rebuild it."""
     packed, text = loads(data)
-    error = _unpack(_PackedException(*packed), text)
+    error = _unpack(packed, text, {})
     last, seen = error, {id(error)}
     while last.__cause__ is not None and id(last.__cause__) not in seen:
         last = last.__cause__
@@ -67,12 +69,20 @@ def unpack_exception(data: bytes) -> BaseException:
 
 
 def _pack(
-    error: BaseException, pickle_value: Callable[[object], bytes], path: dict[int, None]
+    error: BaseException,
+    pickle_value: Callable[[object], bytes],
+    packed: dict[int, tuple[Any, ...] | None],
+    depth: int,
 ) -> tuple[Any, ...]:
-    path = {**path, id(error): None}  # from the root: a chain may contain itself
+    """Return `error` as plain data. `packed` has the errors that were met before, by `id`: several
+    may have the same cause, and a chain may contain itself.
+    """
+    packed[id(error)] = None
 
     def linked(other: BaseException | None) -> tuple[Any, ...] | None:
-        return None if other is None or id(other) in path else _pack(other, pickle_value, path)
+        if other is None or id(other) in packed or depth == _MAX_CHAIN_LENGTH:
+            return packed.get(id(other))
+        return _pack(other, pickle_value, packed, depth + 1)
 
     members: tuple[Any, ...] = ()
     if isinstance(error, BaseExceptionGroup):
@@ -80,7 +90,7 @@ def _pack(
     body, data = _body(error, pickle_value)
     cls = type(error)
     name = getattr(error, "name", None) if isinstance(error, NameError) else None
-    return tuple(
+    fields = packed[id(error)] = tuple(
         _PackedException(
             body=body,
             data=data,
@@ -88,13 +98,14 @@ def _pack(
             type_name=cls.__qualname__
             if cls.__module__ == "builtins"
             else f"{cls.__module__}.{cls.__qualname__}",
-            message=_message(error),
+            message=message_of(error),
             extra={} if name is None else {"name": name},
             cause=linked(error.__cause__),
             context=None if error.__context__ is error.__cause__ else linked(error.__context__),
             suppress_context=error.__suppress_context__,
         )
     )
+    return fields
 
 
 def _body(error: BaseException, pickle_value: Callable[[object], bytes]) -> tuple[str, bytes]:
@@ -156,7 +167,11 @@ def _regroup(recipe: Any, members: Any) -> BaseException:
     return group
 
 
-def _unpack(packed: _PackedException, text: str) -> BaseException:
+def _unpack(fields: tuple[Any, ...], text: str, made: dict[int, BaseException]) -> BaseException:
+    """Return the error made of `fields`. `made` has those that were made before, by `id`."""
+    if id(fields) in made:
+        return made[id(fields)]
+    packed = _PackedException(*fields)
     error: BaseException
     try:
         if packed.body == "pickled":
@@ -165,7 +180,7 @@ def _unpack(packed: _PackedException, text: str) -> BaseException:
             error = _rebuild(loads(packed.data))
         elif packed.body == "group":
             recipe = loads(packed.data)
-            members = [_unpack(_PackedException(*m), text) for m in packed.members]
+            members = [_unpack(each, text, made) for each in packed.members]
             error = _regroup(recipe, members)
         else:
             error = RemoteError(packed.type_name, packed.message, text)
@@ -175,12 +190,13 @@ def _unpack(packed: _PackedException, text: str) -> BaseException:
             "the exception could not be rebuilt in this process: "
             f"{type(failure).__name__}: {failure}"
         )
+    made[id(fields)] = error
     for name, value in packed.extra.items():
         setattr(error, name, value)
     if packed.context is not None:
-        error.__context__ = _unpack(_PackedException(*packed.context), text)
+        error.__context__ = _unpack(packed.context, text, made)
     if packed.cause is not None:
-        error.__cause__ = _unpack(_PackedException(*packed.cause), text)
+        error.__cause__ = _unpack(packed.cause, text, made)
         # `raise ... from`: Python sets context and cause to the same exception
         if packed.context is None:
             error.__context__ = error.__cause__
@@ -188,7 +204,7 @@ def _unpack(packed: _PackedException, text: str) -> BaseException:
     return error
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as broken:

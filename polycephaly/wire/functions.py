@@ -22,6 +22,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from math import inf
 from operator import is_
@@ -280,7 +281,9 @@ def label(fn: object) -> str:
     """Return the name of a callable or code string for messages."""
     if isinstance(fn, str):
         return f"code {fn[:60]!r}"
-    name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
+    name = None
+    with suppress(Exception):  # of the object's own code
+        name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
     return str(name) if name else f"a {type(fn).__qualname__}"
 
 

@@ -72,7 +72,7 @@ SHARED = 0x40
 KEEP = 0x20
 """Bit of a call's kind: the drone keeps the value, and the answer only describes this value."""
 
-_ITEM = Struct("<QBIQ")  # number, kind, definition, payload bytes
+_ITEM = Struct("<QBQQ")  # number, kind, definition, payload bytes
 _OUTCOME = Struct("<QBddII")  # number, status, started, finished, payload bytes, output bytes
 
 

@@ -77,8 +77,8 @@ class ControlThread:
                     sleep(TAKEOVER_SECONDS)
             elif current == seen:
                 # The descriptor reports new messages only; earlier ones must be looked for.
-                self._drone.beat()
                 try:
+                    self._drone.beat()
                     self._drone.receive_if_free()
                     self._drone.send_requested_values()
                 except BaseException:

@@ -115,7 +115,7 @@ class LocalDrone(DroneExecutor):
         self._directory, self._identity = spec.directory, bytes.fromhex(order.identity)
         self._fast_transport = parent_death.close_in_child(FastTransport(fast_transport))
         self._bulk: zmq.Socket[bytes] | None = None
-        self._bulk_may_have_messages = self._waiting = False
+        self._bulk_may_have_messages = self._waiting = self._woken = False
         self._memory_checked_at = monotonic()
         self.busy = False
         """True if the main thread has a task to run, or is about to look for one."""
@@ -158,7 +158,7 @@ class LocalDrone(DroneExecutor):
         on, the traceback keeps the frames of all callers, and so the ends.
         """
         ends: Any = sys.modules.get("polycephaly.green.distributed.ends")
-        if ends is not None and ends.ends_arrived:
+        if getattr(ends, "ends_arrived", False):  # a thread may be importing the module
             ends.ends_arrived = False
             gc.collect()
 
@@ -183,20 +183,21 @@ class LocalDrone(DroneExecutor):
         debugger.set_trace(frame)
 
     def keep_frames(self, number: int, error: BaseException) -> None:
-        # One at a time: the frames of the first failed task stay.
-        if (
-            not self._post_mortem
-            or not isinstance(error, Exception)
-            or any(map(os.path.exists, self._kept_frames.values()))
-        ):
+        if not self._post_mortem or not isinstance(error, Exception):
             return
         from ...drone.debugger import keep_frames
 
-        for keeper in list(self._kept_frames):
-            if os.waitpid(keeper, os.WNOHANG)[0]:
-                del self._kept_frames[keeper]
-        address = frames_address(self._directory, number)
-        self._kept_frames[keep_frames(error, address)] = address
+        # Of a limit of the system: the caller gets the error without its frames.
+        with suppress(OSError):
+            for keeper, address in list(self._kept_frames.items()):
+                if _has_ended(keeper):
+                    del self._kept_frames[keeper]
+                    with suppress(FileNotFoundError):  # else it was killed
+                        os.unlink(address)
+            # One at a time: the frames of the first failed task stay.
+            if not any(map(os.path.exists, self._kept_frames.values())):
+                address = frames_address(self._directory, number)
+                self._kept_frames[keep_frames(error, address)] = address
 
     def disable(self) -> None:
         super().disable()
@@ -211,6 +212,7 @@ class LocalDrone(DroneExecutor):
         Otherwise the main thread checks before it waits.
         """
         if self._waiting:
+            self._woken = True
             os.eventfd_write(self._wakeup.fd, 1)
 
     def _receive(self, wait: bool) -> None:
@@ -336,6 +338,12 @@ class LocalDrone(DroneExecutor):
     def receive_if_free(self) -> None:
         if self.socket_lock.acquire(blocking=False):
             if not self._waiting:
+                if self._woken:
+                    # Perhaps by a wake-up that came too late. It would keep the epoll ready, and
+                    # this thread busy, until the main thread waits again.
+                    self._woken = False
+                    with suppress(BlockingIOError):
+                        os.eventfd_read(self._wakeup.fd)
                 self._send_outcomes()
                 self._cut_slice()
                 self.receive_all()
@@ -346,3 +354,10 @@ class LocalDrone(DroneExecutor):
     @property
     def epoll_fd(self) -> int:
         return self._epoll.fileno()
+
+
+def _has_ended(child: int) -> bool:
+    try:
+        return bool(os.waitpid(child, os.WNOHANG)[0])
+    except ChildProcessError:  # a task has reaped it
+        return True

@@ -276,7 +276,9 @@ class LocalEngine(Engine):
             raise name_limit(error) from error
 
     def adopt(self, snapshot: Launcher) -> None:
-        self._launcher = snapshot
+        previous, self._launcher = self._launcher, snapshot
+        if not self._handles_of(previous):  # its drones were never started
+            self._retire_launcher(previous)
         self._zygote_lost = False
         self._add_launcher(snapshot)
         self._create_registry(snapshot)

@@ -223,7 +223,8 @@ class LocalHandle(DroneHandle):
         return True
 
     def receive_bulk(self, frames: list[bytes]) -> None:
-        """Handle a message of the bulk transport."""
+        """Handle a message of the bulk transport, after those that were sent before it."""
+        self.catch_up()
         try:
             handle_message(self.dispatcher, self, frames)
         except Exception as error:

@@ -41,6 +41,7 @@ class Launcher:
 
     def __init__(self, start: str | None, spec: DroneSpec, store: Store, name: str) -> None:
         """Warn, with the pool's `name`, if `start` is None and a fork is not safe."""
+        fork_guard.fill_standard_descriptors()
         self.family = spec.family
         self.arena = store.arena
         self.imports_main = start == "spawn"
@@ -77,16 +78,18 @@ class Launcher:
     def _fork(self, spec: DroneSpec, forced: bool) -> int:
         """Fork, and return the zygote's pid. Raises `UnsafeFork`, unless `forced` by the user."""
         owner = os.getpid()
-        previous_address, addresses.parent_address = (
-            addresses.parent_address,
-            addresses.own_address(spec.directory),
-        )
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = parent_death.close_in_child(mine)
         pid = 0
         try:
-            with hold_ranges_through_fork(self._kept_memory):
-                pid = fork_guard.fork()
+            with fork_guard.guard, hold_ranges_through_fork(self._kept_memory):
+                previous_address = addresses.parent_address
+                addresses.parent_address = addresses.own_address(spec.directory)
+                try:
+                    pid = fork_guard.fork()
+                finally:
+                    if os.getpid() == owner:
+                        addresses.parent_address = previous_address
             if pid == 0:
                 Zygote(theirs, spec, self.arena, self.snapshot, owner).run()
             if not forced:
@@ -105,7 +108,6 @@ class Launcher:
             if os.getpid() != owner:
                 os._exit(1)
             theirs.close()
-            addresses.parent_address = previous_address
 
     def _start_bare(self, spec: DroneSpec) -> int:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

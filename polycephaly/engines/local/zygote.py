@@ -58,16 +58,17 @@ MAX_ORDER_BYTES = 1 << 17  # a mapping of environment variables may be large
 _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals that a whole session or `pkill` gets. The zygote ignores them, because it ends when its
 owner ends, and then ends the drones."""
-_RESET_SIGNALS = (  # signals whose inherited handlers are replaced by the default ones
-    "SIGINT",
-    "SIGTERM",
-    "SIGHUP",
-    "SIGCHLD",
-    "SIGUSR1",
-    "SIGUSR2",
-    "SIGALRM",
-    "SIGQUIT",
-)
+_RESET_SIGNALS = {  # signals that are not ignored even if the owner ignores them
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGCHLD,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGQUIT,
+}
+_PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,9 @@ def reset_inherited_state() -> None:
     The standard input becomes empty.
     """
     signal.set_wakeup_fd(-1)
-    for name in _RESET_SIGNALS:
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in signal.valid_signals():
+        if number in _RESET_SIGNALS or callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN if number in _PYTHON_IGNORES else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _compat.clear_exit_handlers()
     with open(os.devnull, "rb") as nothing:
@@ -303,14 +305,15 @@ class Zygote:
                 return
             pid = ended.si_pid
             number = self._drones.get(pid)
-            # Before the drone is reaped, because until then its pid is not reused.
+            # Before the drone is reaped: until then its pid is not reused, and a process that has
+            # lost the connection to the drone sees that it ends, and waits for the record.
             if number is not None:
                 parent_death.end_process_group(pid)
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                record_exit(channel_address(self.spec.directory, pid), code)
             _, status = os.waitpid(pid, 0)
             if number is not None:
                 del self._drones[pid]
-                address = channel_address(self.spec.directory, pid)
-                record_exit(address, os.waitstatus_to_exitcode(status))
                 # The kernel's list of children may miss one while others come and go: so `serve`
                 # looks again for a while.
                 self._sweep_until = time.monotonic() + SWEEP_DURATION_SECONDS
@@ -318,10 +321,17 @@ class Zygote:
                 shutil.rmtree(os.path.join(self.spec.directory, str(pid)), ignore_errors=True)
                 self._report(exited=number, status=status)
 
-    def _kill_orphans(self) -> None:
+    def _kill_orphans(self) -> set[int]:
+        """Kill the processes that dead drones left. Return those that this user may not kill."""
+        spared = set()
         for pid in parent_death.children() - self._drones.keys():
-            with suppress(ProcessLookupError):
+            try:
                 os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:  # as of `sudo`
+                spared.add(pid)
+        return spared
 
     def end_everything(self) -> None:
         """Kill and reap all drones and the processes that they started.
@@ -334,8 +344,10 @@ class Zygote:
         # `waitpid` raises if there is no child left, which is the only sure sign of that.
         with suppress(ChildProcessError):
             while True:
-                self._kill_orphans()
+                spared = self._kill_orphans()
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    if spared and spared >= parent_death.children():
+                        break
                     time.sleep(SWEEP_INTERVAL_SECONDS)
         if not self._said_goodbye:
             self._wait_for_owner_end()

@@ -54,9 +54,10 @@ ENDING_CHECK_INTERVAL_SECONDS = 0.005  # between checks for how a connected proc
 # A number of checks and not a time, because a suspended machine takes no time from the process
 # that is to report.
 MAX_ENDING_CHECKS = 60.0
-# Part of a check that counts if the process is a zombie. Its parent, which records how it ended,
-# then waits for a processor, or is gone.
-ZOMBIE_CHECK_WEIGHT = 0.01
+# Part of a check that counts, by the state of the process. A zombie's parent, which is about to
+# record how it ended, waits for a processor, or is gone. So may a process that is still ending.
+CHECK_WEIGHTS = {"Z": 0.01, "": 1.0}
+ENDING_CHECK_WEIGHT = 0.1  # in all other states
 CONNECT_RETRY_SECONDS = 0.005  # between attempts to connect to a full backlog
 MAX_RECEIVE_POLLS = 1000  # polls to receive everything; the peers may go on sending
 ACCEPT_RETRY_SECONDS = 0.1  # until the next accept, if there was no descriptor for one
@@ -345,7 +346,7 @@ class ChannelTransport:
         socket_exists = os.path.exists(peer.address)
         ending = ending_of(peer.address, peer.name)
         if ending is None and socket_exists and checks > 0 and self._open:
-            checks -= ZOMBIE_CHECK_WEIGHT if state_of(peer.pid) == "Z" else 1
+            checks -= CHECK_WEIGHTS.get(state_of(peer.pid), ENDING_CHECK_WEIGHT)
             scheduler.timers.set(
                 scheduler.timers.now() + ENDING_CHECK_INTERVAL_SECONDS,
                 partial(self.find_ending, peer, checks),

@@ -144,7 +144,9 @@ class Holder:
         try:
             while sent < len(frame):
                 try:
-                    sent += connection.send(frame[sent:] if sent else frame, socket.MSG_DONTWAIT)
+                    sent += connection.send(
+                        frame[sent:] if sent else frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                    )
                 except BlockingIOError:
                     if not (sent or wait):
                         return False
@@ -197,7 +199,9 @@ class Holder:
                 connection.connect("\0" + identity.address)
                 if not is_trusted_peer(connection):
                     raise ConnectionRefusedError
-                connection.sendall(identity.secret + process_name().encode()[:MAX_NAME_BYTES])
+                connection.sendall(
+                    identity.secret + process_name().encode()[:MAX_NAME_BYTES], socket.MSG_NOSIGNAL
+                )
                 greeting = select.poll()
                 greeting.register(connection, select.POLLIN)
                 greeting.poll()

@@ -222,7 +222,7 @@ class Inbox:
                 if holder.name is not None:
                     while holder.read():
                         pass
-                holder.connection.send(FAREWELL)
+                holder.connection.send(FAREWELL, socket.MSG_NOSIGNAL)
             except OSError:  # the holder is gone
                 pass
             holder.close()

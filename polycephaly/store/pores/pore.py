@@ -581,5 +581,6 @@ def _duplicate(file: Any) -> int:
 
 def _is_in_green_thread() -> bool:
     """Return whether the caller is code of a green thread, between two awaits."""
-    scheduler: Any = sys.modules.get("polycephaly.green.scheduler")
-    return scheduler is not None and bool(scheduler.scheduler.in_step())
+    # None if another thread is importing the module.
+    scheduler = getattr(sys.modules.get("polycephaly.green.scheduler"), "scheduler", None)
+    return scheduler is not None and scheduler.in_step()
