@@ -17,7 +17,7 @@ from scripts import output_of
 import polycephaly as poly
 from polycephaly import Promise
 from polycephaly.errors import copy_error
-from polycephaly.promises.promise import main_thread_calls
+from polycephaly.promises.promise import Signal, main_thread_calls
 
 ROUNDS = 2000
 
@@ -863,3 +863,58 @@ def test_the_main_thread_makes_calls_for_others_while_it_waits(tmp_path):
             main_thread_calls.append(lambda: 1 / 0)
             Promise().result(30)
         assert pool.doit(abs, -1) == 1 and not main_thread_calls
+
+
+@pytest.mark.parametrize("combine", [poly.gather, poly.race])
+def test_combined_promises_may_be_nested_to_any_depth(combine):
+    first = combined = Promise()
+    for _ in range(2000):
+        combined = combine(combined)
+    first.set_result(1)
+    assert combined.done()
+
+
+def test_a_gather_of_gathers_is_cancelled_to_any_depth():
+    first = combined = Promise()
+    for _ in range(2000):
+        combined = poly.gather(combined)
+    assert combined.cancel() and first.cancelled()
+
+
+def test_a_cancelled_wait_leaves_no_hook():
+    waited_for = Signal()
+
+    async def main():
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(waited_for, 0.001)
+
+    before = sys.getrefcount(waited_for)
+    asyncio.run(main())
+    gc.collect()
+    assert not waited_for._hooks and sys.getrefcount(waited_for) == before
+
+
+def test_a_promise_that_was_cancelled_is_awaited_where_asyncio_is_not_imported():
+    assert output_of("""
+        import sys
+        from polycephaly import Promise
+        promise = Promise()
+        promise.cancel()
+        sys.modules.pop("asyncio", None)
+        try:
+            promise.__await__().send(None)
+        except BaseException as error:
+            print(type(error).__name__)
+    """).split() == ["CancelledError"]
+
+
+@pytest.mark.parametrize("combine", [poly.gather, poly.race])
+def test_settled_promises_are_combined_at_once_in_any_callback(combine):
+    done = Promise()
+    done.set_result(1)
+    first = promise = Promise()
+    for _ in range(120):
+        promise = promise.then(lambda _: combine(done).result(timeout=10))
+    first.set_result(None)
+    assert promise.result(10) in (1, [1])

@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar, overload
 
@@ -24,6 +25,7 @@ from .promise import (
     fulfill,
     outcome,
     reject,
+    trampoline,
 )
 
 T = TypeVar("T")
@@ -103,12 +105,17 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
     if not promises:
         fulfill(combined, [])
 
+    hook = partial(trampoline.run, one_settled)
+
     def all_settled(_: Promise[Any]) -> None:
         if waiting_for:  # else no promise has a hook any more
-            _unhook(promises, one_settled)
+            _unhook(promises, hook)
 
     for each in promises:
-        each.add_done_callback(one_settled)
+        if each.done():  # at once, also deep in a chain of callbacks, which may wait for the result
+            one_settled(each)
+        else:
+            each.add_done_callback(hook)
     combined._hook(all_settled)  # called at once if one had failed before the last had a hook
     return combined
 
@@ -160,9 +167,13 @@ def race(*promises: Future[Any]) -> Promise[Any]:
         first._awaited = ()
         first._settle(CANCELLED if future.cancelled() else FINISHED, *outcome(future))
 
+    hook = partial(trampoline.run, one_settled)
     for each in promises:
-        each.add_done_callback(one_settled)
-    first._hook(lambda _: _unhook(promises, one_settled))
+        if each.done():
+            one_settled(each)
+        else:
+            each.add_done_callback(hook)
+    first._hook(lambda _: _unhook(promises, hook))
     return first
 
 
@@ -183,8 +194,8 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
     promises
         Promises or `concurrent.futures.Future` objects. Duplicates are yielded once.
     timeout
-        Seconds for the whole iteration. Then the iterator raises `TimeoutError` and ends. Ignored
-        by ``async for``.
+        Seconds for the whole iteration. After that, the iterator raises `TimeoutError` for each
+        promise that has not settled. Ignored by ``async for``.
 
     Raises
     ------
@@ -274,7 +285,7 @@ class _Gathered(Promise[list[Any]]):
 
     def _withdraw(self) -> None:
         for each in reversed(self._promises):  # the last one first, as in `cancel_on_interrupt`
-            each.cancel()
+            trampoline.run(each.cancel)
 
     def _dependencies(self) -> Iterable[Future[Any]]:
         return self._promises

@@ -52,7 +52,7 @@ DICT_AT_CREATION = sys.version_info < (3, 12)
 _MAX_UNREVERSED_HOOKS = 256
 """The list of hooks is reversed if it has more entries than this."""
 
-_trampoline = Trampoline(max_depth=50)
+trampoline = Trampoline(max_depth=50)
 """Runs the settling of promises by `then`, each of which is settled by the one before it."""
 
 _MAX_SHOWN_STEPS = 10
@@ -423,7 +423,7 @@ class Promise(Future[T], Handle, Generic[T]):
 
         def follow(inner: Promise[Any]) -> None:
             after._awaited = ()
-            _trampoline.run(after._settle, inner._state, *outcome(inner))
+            trampoline.run(after._settle, inner._state, *outcome(inner))
 
         def on_settled(done: Promise[Any]) -> None:
             after._awaited = ()
@@ -437,13 +437,13 @@ class Promise(Future[T], Handle, Generic[T]):
                 if isinstance(value, Promise):
                     _check_no_cycle(value, after)
             except BaseException as error:
-                _trampoline.run(after._settle, FINISHED, None, error)
+                trampoline.run(after._settle, FINISHED, None, error)
                 return
             if isinstance(value, Promise):
                 after._awaited = (value,)
                 value._hook(follow)
             else:
-                _trampoline.run(after._settle, FINISHED, value, None)
+                trampoline.run(after._settle, FINISHED, value, None)
 
         self._hook(on_settled)
         return after
@@ -511,7 +511,9 @@ class Promise(Future[T], Handle, Generic[T]):
         if self._state == CANCELLED and not in_green:
             # In a green thread that is not itself cancelled, the cancellation is an error like any
             # other.
-            raise sys.modules["asyncio"].CancelledError()
+            import asyncio
+
+            raise asyncio.CancelledError()
         try:
             return self.result()
         finally:
@@ -773,6 +775,7 @@ class Promise(Future[T], Handle, Generic[T]):
         try:
             yield from wakeup
         except asyncio.CancelledError:
+            self._unhook(on_settled)
             if self._cancels_with_waiter:
                 self.cancel()
             raise
@@ -896,4 +899,4 @@ def cancel_on_interrupt(promises: Iterable[Future[Any]]) -> None:
     """
     for each in reversed(list(promises)):
         if isinstance(each, Promise):
-            each._cancel_on_interrupt()
+            trampoline.run(each._cancel_on_interrupt)
