@@ -1,5 +1,6 @@
 """`breakpoint()` in a drone opens pdb in the controller's terminal, or in one that is attached."""
 
+import glob
 import os
 import pdb
 import subprocess
@@ -291,3 +292,25 @@ def test_kept_frames_may_be_attached_released_or_left():
 def test_frames_are_kept_by_local_drones_only(other):
     with pytest.raises(ValueError, match=f"the engine is 'local', not '{other}'"):
         poly.Pool(1, post_mortem=True, engine=other)
+
+
+def test_an_error_arrives_even_if_its_frames_cannot_be_kept():
+    with poly.Pool(1, output="discard", post_mortem=True) as pool:
+        first = pool.promise("1 // 0")
+        assert isinstance(first.exception(), ZeroDivisionError)
+        first.release()
+        pool.doit("import os; os.waitpid(-1, 0)")  # of the process that has kept the frames
+        second = pool.promise("1 // 0")
+        assert isinstance(second.exception(), ZeroDivisionError)
+        assert second._frames_address() is not None
+        second.release()
+
+
+def test_frames_are_those_of_the_last_attempt():
+    with poly.Pool(2, output="discard", post_mortem=True) as pool:
+        retry = poly.Retry(2, on=ZeroDivisionError, delay=0.01)
+        failed = pool.options(retries=retry).promise("1 // 0")
+        assert isinstance(failed.exception(), ZeroDivisionError)
+        assert failed._frames_address() is not None
+        assert len(glob.glob(f"{os.path.dirname(failed._frames_address())}/task-*.d")) == 1
+        failed.release()

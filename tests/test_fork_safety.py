@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import threading
 
@@ -365,3 +367,78 @@ def test_a_drone_that_starts_drones_gives_no_warning_either():
         python_args=STRICT,
     )
     assert done.stdout == "1\n" and not done.stderr
+
+
+def test_a_pool_is_made_while_another_thread_imports_green_threads():
+    assert output_of("""
+        import threading
+        import polycephaly as poly
+        with poly.Pool(1) as pool:
+            pool.doit(int)
+        importing = threading.Thread(target=lambda: poly.green.spawn)
+        importing.start()
+        async def seven():
+            return 7
+        with poly.Pool(1) as pool:
+            print(pool.doit(seven))
+        importing.join()
+    """).split() == ["7"]
+
+
+def test_a_child_that_a_callback_has_forked_ends():
+    assert output_of("""
+        import os, time
+        import polycephaly as poly
+        children = []
+        with poly.Pool(1) as pool:
+            promise = pool.promise("__import__('time').sleep(0.1)")
+            promise.add_done_callback(lambda _: children.append(os.fork()))
+            while not children:  # in the thread that settles promises
+                time.sleep(0.01)
+            print(os.waitpid(children[0], 0)[1])
+    """).split() == ["0"]
+
+
+def test_a_finalizer_under_the_lock_cannot_start_drones():
+    errors = []
+
+    def start():
+        try:
+            poly.promise("1")
+        except RuntimeError as error:
+            errors.append(error)
+
+    with poly.Pool(1) as pool:
+        pool._dispatcher.post(start)
+        wait_for(lambda: errors)
+    assert "cannot start drones" in str(errors[0])
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_standard_descriptors_may_be_closed(tmp_path, closed, start):
+    script, answer = tmp_path / "script.py", tmp_path / "answer"
+    script.write_text(f"""
+import os, sys, polycephaly as poly
+if __name__ == "__main__":
+    with poly.Pool(2, start={start!r}) as pool:
+        found = pool.promise(os.path.basename, "a/b").value, pool.doit(len, bytes(1 << 20))
+    open(sys.argv[1], "w").write(str(found))
+""")
+    command = f'exec "$0" "$1" "$2" {closed}'
+    subprocess.run(["sh", "-c", command, sys.executable, script, answer], timeout=60, check=False)
+    assert answer.read_text() == "('b', 1048576)"
+
+
+def test_handlers_of_any_signal_stay_in_the_controller():
+    def look():
+        return [s for s in signal.valid_signals() if callable(signal.getsignal(s))]
+
+    signals = [signal.SIGWINCH, signal.SIGURG, signal.SIGPROF, signal.SIGRTMIN]
+    before = {each: signal.signal(each, lambda *_: None) for each in signals}
+    try:
+        with poly.Pool(1) as pool:
+            assert pool.doit(look) == [signal.SIGINT]
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

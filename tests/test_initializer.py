@@ -5,7 +5,7 @@ import threading
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from engines import on_each_engine, poly, told
+from engines import local_only, on_each_engine, poly, told
 from faults import append, exit_hard, lines, wait_for
 
 pytestmark = on_each_engine
@@ -117,3 +117,19 @@ def test_it_is_none_of_the_tasks_after_which_a_drone_is_replaced(tmp_path):
     ) as pool:
         pids = [pool.promise(os.getpid).result(30) for _ in range(6)]
     assert [pids.count(each) for each in dict.fromkeys(pids)] == [2, 2, 2]
+
+
+@local_only
+def test_the_text_of_an_error_may_fail():
+    class Odd(Exception):
+        def __str__(self):
+            raise ZeroDivisionError
+
+    def fail_oddly():
+        raise Odd
+
+    with (
+        pytest.raises(BrokenProcessPool, match="Odd"),
+        poly.Pool(1, initializer=fail_oddly, output="discard") as pool,
+    ):
+        pool.doit(int)

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -735,3 +736,21 @@ def test_a_function_that_captures_a_handle_waits_for_promises_as_any(pool):
     assert cancelled.cancelled() and isinstance(failed.exception(), KeyError)
     gc.collect()
     wait_for(lambda: nothing_is_kept(pool))  # they are held here, and hold nothing
+
+
+def test_a_value_that_is_computed_again_has_the_resources_that_its_task_needs(tmp_path):
+    path = str(tmp_path / "lines")
+
+    def work():
+        append(path, "begins")
+        time.sleep(0.1)
+        append(path, "ends")
+        return 1
+
+    with poly.Pool(2, resources={"db": 1}, output="discard") as pool:
+        alone = pool.options(resources={"db": 1}, retries=3)
+        kept = alone.promise(work, keep=True).value
+        next(drone for drone in pool.drones if drone.name == kept.drone).kill()
+        other = alone.promise(work)
+        assert kept.value == other.value == 1
+    assert lines(path) == ["begins", "ends"] * 3

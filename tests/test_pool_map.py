@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import itertools
 import operator
@@ -477,3 +478,50 @@ def test_items_are_described_without_harm(monkeypatch):
                 list(pool.map(fail_at_3, items))
             item = len(items) - 1
             assert raised.value.__notes__[-1] == f"in map(fail_at_3, ...), item {item}"
+
+
+@local_only
+def test_an_input_may_end_its_own_pool():
+    def inputs():
+        for i in range(20_000):
+            if i == 5000:
+                pool.shutdown(wait=False)
+            yield i
+
+    with poly.Pool(1) as pool:
+        results = pool.map(abs, inputs())
+        got = []
+        with pytest.raises(RuntimeError):
+            got.extend(results)
+        assert got == list(range(len(got)))
+
+
+@local_only
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_error_keeps_no_results_alive(ordered):
+    with poly.Pool(2) as pool:
+        results = pool.map(lambda i: 1 // i, range(200), ordered=ordered)
+        with pytest.raises(ZeroDivisionError):
+            list(results)
+        assert not results._stream._tasks and not getattr(results._stream, "_arrived", ())
+
+
+@local_only
+@pytest.mark.filterwarnings("ignore:no shared memory for a large value")
+def test_an_answer_in_two_parts_arrives_in_order_by_either_transport(monkeypatch):
+    # Large answers go by ZeroMQ if shared memory is full, small ones by the socket.
+    monkeypatch.setattr("polycephaly.engines.local.engine.shared_memory_ceiling", lambda: 4096)
+    hold_interpreter = ctypes.PyDLL(None).usleep
+
+    def value(i):
+        if i == 30_000:
+            time.sleep(0.03)
+            return bytes(200_000)
+        return i
+
+    with poly.Pool(1, output="discard") as pool:
+        list(pool.map(value, range(20_000)))
+        for _ in range(5):
+            results = pool.map(value, range(29_900, 30_200))
+            hold_interpreter(120_000)
+            assert len(list(results)) == 300

@@ -199,3 +199,16 @@ def noted_sum(path, a, b):
     with open(path, "a") as file:
         file.write("x")
     return a + b
+
+
+def test_a_value_whose_pickling_ends_the_interpreter_rejects_the_call():
+    main = os.getpid()
+
+    class Odd:
+        def __reduce__(self):
+            if os.getpid() == main:
+                raise SystemExit
+            return Odd, ()
+
+    with poly.Pool(1) as pool:
+        assert isinstance(pool.promise(id, pool.promise(Odd)).exception(60), SystemExit)

@@ -1,5 +1,6 @@
 """`Pool.resize`: more or fewer drones of a pool that runs."""
 
+import errno
 import itertools
 import os
 import threading
@@ -13,7 +14,7 @@ from in_time import FakeReactor, dispatcher_of, give, make_ready
 
 import polycephaly as poly
 from polycephaly import Promise
-from polycephaly.pool.interfaces import State
+from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.map_source import Source
 from polycephaly.pool.supervisor import surplus
 from polycephaly.wire.messages import RECALL, STOP
@@ -354,3 +355,65 @@ def test_refreshing_a_busy_pool_makes_no_drones_without_end(tmp_path):
         (tmp_path / "go").touch()
         refreshing.join()
         assert pool.doit(abs, -1) == 1
+
+
+def test_a_drone_that_the_zygote_could_not_fork_is_tried_again():
+    reactor = FakeReactor()
+    pool = dispatcher_of(reactor, 1)
+    pool.supervisor.resize(2)
+    failed = pool.handles[-1]
+    pool.supervisor.on_not_started(failed, OSError(errno.EAGAIN, "no more processes"))
+    reactor.turn()
+    assert not pool.broken and len(pool.handles) == 1
+    reactor.pass_(1.0)
+    assert len(pool.handles) == 2
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_a_task_that_was_lost_after_the_others_were_cancelled_is_not_run_again(retries):
+    reactor = FakeReactor()
+    pool = dispatcher_of(reactor, 1)
+    lost = give(pool, abs, -1, retries=retries)
+    pool.has_cancelled = True
+    pool.handles[0].dies()
+    assert isinstance(lost.exception(), poly.DroneDied)
+
+
+def test_cancelled_tasks_do_not_pile_up_while_the_drone_is_busy():
+    reactor = FakeReactor()
+    pool = dispatcher_of(reactor, 1)
+    running = give(pool, abs, -1)
+    for _ in range(30):
+        tasks = [pool.submit(abs, (-1,), {}) for _ in range(1000)]
+        for task in tasks:
+            task.cancel()
+        reactor.turn()
+    kept = give(pool, abs, -2)
+    assert len(pool.queue) < 2500 and pool.queue[-1] is kept and not running.done()
+
+
+def test_a_drone_reserved_for_resources_does_not_keep_the_pool_busy():
+    async def wait():
+        pass
+
+    reactor = FakeReactor()
+    pool = dispatcher_of(reactor, 1, width=4, resources=(("r", 1),))
+    give(pool, wait)
+    pool.submit(abs, (-1,), {}, task_options=TaskOptions(None, 0, 0, (("r", 1),)))
+    give(pool, wait)
+    assert pool.queue and not pool.wants_tasks
+
+
+def test_drones_that_cannot_be_forked_are_tried_again_once_a_second():
+    reactor = FakeReactor()
+    pool = dispatcher_of(reactor, 1)
+    pool.supervisor.resize(8)
+    replaced = Promise()
+    pool.supervisor._pending_refreshes.append(replaced)
+    tries = 0
+    for _ in range(50):
+        for handle in [each for each in pool.handles if each.state is State.STARTING]:
+            tries += 1
+            pool.supervisor.on_not_started(handle, OSError(errno.EAGAIN, "no more processes"))
+            reactor.pass_(0.1)
+    assert tries <= 7 * 8 and replaced.done()  # five seconds have passed

@@ -571,3 +571,10 @@ def test_no_source_file_is_read_in_the_drone():
     assert __file__ not in linecache.cache
     linecache.getline(__file__, 1)
     assert "frames_now(" in runner(reported)["tasks"][7][-1][3]
+
+
+def test_a_drone_that_has_ended_is_not_waited_for():
+    drone = poly.Drone()
+    drone.release()
+    with pytest.raises(RuntimeError, match="was released"):
+        drone.stack(timeout=3600)

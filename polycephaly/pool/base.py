@@ -13,6 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
 from weakref import WeakKeyDictionary, ref
 
+from .._compat import renew_in_child
 from ..promises.promise import Promise
 from ..runtime.progress import Progress, total_of
 from ..store.kept import Kept
@@ -60,13 +61,14 @@ _NAMES_HERE = {
 _pages: WeakKeyDictionary[TaskRunner, LivePage] = WeakKeyDictionary()
 """The live pages, by the dispatchers of their pools."""
 _pages_lock = Lock()
+renew_in_child(_pages_lock)
 
 
 class TaskTarget:
     _dispatcher: TaskRunner
     _handle: Any = None  # the handle of the only drone that may run the tasks, if set
     _task_options: TaskOptions | None = None  # if they differ from the dispatcher's
-    # The target that `options` was called on, which has to live as long as this one.
+    # The pool or drone that `options` has copied, which has to live as long as this copy.
     _original: TaskTarget | None = None
 
     @overload
@@ -213,7 +215,8 @@ class TaskTarget:
         """
         own = self._task_options or self._dispatcher.task_options
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _original=self)
+        original = self if self._original is None else self._original
+        other.__dict__.update(self.__dict__, _original=original)
         other._task_options = TaskOptions(
             own.timeout if timeout is None else check_timeout(timeout),
             own.retries if retries is None else check_retries(retries),
@@ -545,7 +548,7 @@ class ExecutorBase(TaskTarget, Executor):
         """
         # Loaded by name: a layer above this one, which few programs need.
         package = import_module("polycephaly.integrations.dashboard")
-        pool = self.__dict__.get("_original", self)  # which `options` have copied
+        pool = self if self._original is None else self._original
         with _pages_lock:
             page = _pages.get(self._dispatcher)
             if page is None or page.closed:

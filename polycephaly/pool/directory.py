@@ -29,7 +29,6 @@ from ..memory.references import Received, load
 from ..promises.promise import Promise, fulfill, pickling_state, reject
 from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
-from ..wire.functions import RemoteFunction
 from ..wire.kept_values import unpack_description, unpack_kept_values
 from ..wire.messages import FETCH, TaskBatch
 from ..wire.placeholders import known_owners, resolve
@@ -80,9 +79,9 @@ class RemoteObject:
         self.packed: bytes | Received | None = None
         self.pickling_error: bytes | None = None  # the pickled error of the value's own pickling
         self.packing_drone: DroneHandle | None = None  # the drone that was asked to pack the value
-        # Definition, kind, args, payload and timeout of the task that can compute the value again.
-        self.recipe: tuple[RemoteFunction, int, tuple[Any, ...] | None, Any, float | None] | None
-        self.recipe = None
+        # Definition, kind, args, payload, timeout, priority and resources of the task that can
+        # compute the value again.
+        self.recipe: tuple[Any, ...] | None = None
         self.retries = 0
         self.recomputation: Task | None = None  # the task that computes the value again
         self.loss_cause: BaseException | None = None
@@ -180,7 +179,8 @@ class KeptTask(Task):
 class ObjectDirectory:
     """The object directory of a dispatcher.
 
-    All methods except `best_holder` need the reactor's lock.
+    Methods need the reactor's lock, except `best_holder`, and `loss_error`, which must be called
+    without it.
     """
 
     def __init__(self, dispatcher: DispatcherBase) -> None:
@@ -223,7 +223,7 @@ class ObjectDirectory:
             self._remote_objects[task.number] = remote_object
             if task.retries > 0 and task.target is None:
                 call = task.definition, task.kind, task.args, task.payload
-                remote_object.recipe = *call, task.timeout
+                remote_object.recipe = *call, task.timeout, task.priority, task.resources
         remote_object.recomputation = task.remote_object = remote_object.pickling_error = None
         remote_object.retries = task.retries
         self._add_holder(remote_object, handle)
@@ -396,7 +396,8 @@ class ObjectDirectory:
         task = remote_object.recomputation = KeptTask(self.dispatcher)
         task.number = remote_object.number
         task.remote_object = remote_object
-        task.definition, task.kind, task.args, task.payload, task.timeout = recipe
+        task.definition, task.kind, task.args, task.payload, *limits = recipe
+        task.timeout, task.priority, task.resources = limits
         remote_object.retries -= 1
         task.retries = remote_object.retries
         task._hook(partial(self.dispatcher.post, self._on_recomputed, remote_object))

@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 # Interval of the checks whether a malformed message has replaced an answer.
 LOST_ANSWER_CHECK_SECONDS = 0.25
 _MAX_BATCH_TASKS = 2048
+_MAX_UNSWEPT_TASKS = 1000
+"""Cancelled tasks that may stay in a queue that is shorter than that."""
 
 
 class Dispatcher(DispatcherBase):
@@ -89,6 +91,7 @@ class Dispatcher(DispatcherBase):
         self.keeps_order = False
         # Those of `awaiting_inputs` that it has yet to queue. A drone has a set for its own tasks.
         self.to_enqueue: set[Task] = set()
+        self._cancelled_since_sweep = 0
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
         # Ends this with its owner. The owner refers to the callback only weakly.
@@ -492,7 +495,10 @@ class Dispatcher(DispatcherBase):
                 return False
         max_tasks = self.config.max_tasks
         return any(
-            handle.overlapping and handle.can_take() and handle.tasks_left(max_tasks) > 0
+            handle.overlapping
+            and handle.can_take()
+            and handle.tasks_left(max_tasks) > 0
+            and handle is not self.resources.reserved
             for handle in self.handles
         )
 
@@ -671,6 +677,16 @@ class Dispatcher(DispatcherBase):
                 for queue in [*queues, *self.resources.queues()]:
                     with suppress(ValueError):
                         queue.remove(task)
+            self._cancelled_since_sweep += 1
+            may_pile_up = self._cancelled_since_sweep > _MAX_UNSWEPT_TASKS + len(self.queue) // 2
+            if may_pile_up and not self.has_ended:  # then other threads take tasks, too
+                self._sweep_queue()
+
+    def _sweep_queue(self) -> None:
+        """Remove the cancelled tasks, which would pile up while all drones are busy."""
+        self._cancelled_since_sweep = 0
+        tasks = [self.queue.popleft() for _ in range(len(self.queue))]  # others only append
+        self.queue.extendleft(task for task in reversed(tasks) if not task.done())
 
     def interrupt(self, handle: DroneHandle) -> None:
         """Interrupt the task that `handle` runs."""

@@ -179,7 +179,8 @@ class DispatcherBase(TaskRunner, Tenant):
         """Queue the tasks again that may be retried; reject the others with copies of `error`.
 
         A task may be retried if `may_retry` is true, the task has `retries` left and no target
-        drone, and the pool was not abandoned. A task with a `Retry` is queued after a delay.
+        drone, and the pool's tasks were not cancelled. A task with a `Retry` is queued after a
+        delay.
         """
         retried = []
         for task in tasks:
@@ -187,7 +188,12 @@ class DispatcherBase(TaskRunner, Tenant):
                 task.release_payload()
             elif may_retry and task.retry is not None:
                 self.on_failed(task, copy_error(task.overrun or error))
-            elif may_retry and task.retries > 0 and task.target is None and not self.abandoned:
+            elif (
+                may_retry
+                and task.retries > 0
+                and task.target is None
+                and not (self.abandoned or self.has_cancelled)
+            ):
                 task.retries -= 1
                 task.sending = None
                 retried.append(task)

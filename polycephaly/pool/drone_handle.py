@@ -4,9 +4,9 @@
                                                           any state ──exited──> DEAD
 
 A handle holds the tasks that were sent, an estimate of their time, and the state of the drone. Only
-threads that hold the reactor's lock change a handle; others may read `pid`, `state` and `exitcode`.
-Each engine has a subclass, which sends messages to the drone and observes its process: see
-engine.py.
+threads that hold the reactor's lock change a handle, but any thread may append to its queues
+(`dedicated`, `preferred`, `to_enqueue`), and read `pid`, `state`, `exitcode` and `in_flight`. Each
+engine has a subclass, which sends messages to the drone and observes its process: see engine.py.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ class DroneHandle:
             self.sent_count = task.position = self.sent_count + 1
             in_flight[number] = task
             batch.append(task)
-            if task.args is not None and not overlaps and not task.keeps:
+            if not (task.args is None or overlaps or task.keeps or definition.captures):
                 numbers.append(number)
                 calls.append(task.args)
                 size += task.weight

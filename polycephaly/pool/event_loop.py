@@ -27,7 +27,7 @@ from functools import partial
 from typing import Protocol
 
 from ..promises.promise import callbacks, settling_threads
-from ..runtime import fork_guard, parent_death
+from ..runtime import fork_guard, forked, parent_death
 from ..runtime.timers import Timer, Timers
 
 log = logging.getLogger(__name__)
@@ -220,10 +220,15 @@ class EventLoop:
         while batch is not None:
             self._deliverer = me
             for callback in batch:
+                generation = forked.generation
                 try:
                     callback()
-                except BaseException:  # SystemExit too: this thread serves all
+                except BaseException as error:  # SystemExit too: this thread serves all
+                    if me == self.thread.ident:
+                        forked.exit_if_forked(generation, error)
                     callbacks.exception("a callback failed")
+                if me == self.thread.ident:
+                    forked.exit_if_forked(generation)
             del callback
             with self._lock:
                 self._delivering, self._deliverer = False, None

@@ -178,7 +178,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
         dispatcher.record.add_answers(handle.name, settled, parts)
     finally:  # tasks that have left flight are settled even if the rest of the message fails
         dispatcher.reactor.deliver(partial(settle, settled))
-    dispatcher.after_answer(handle)
+        dispatcher.after_answer(handle)
 
 
 def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, now: float) -> None:

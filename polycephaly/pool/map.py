@@ -250,12 +250,18 @@ class Ordered:
 
     def send_rest(self) -> None:
         source = self.source
-        with self._lock:
+        # Taken: the results are being read. The input may itself have ended the pool, so this must
+        # not wait.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             if self.was_read or self._closed or self._buffersize is not None:
                 return
             while source.is_finite and source.has_room():
                 if self._calls_in_flight >= MAX_CALLS_AT_END or not self._send(source.best_size()):
                     return
+        finally:
+            self._lock.release()
 
     def begin_reading(self) -> None:
         with self._lock:  # after `send_rest`, if that runs
@@ -299,9 +305,14 @@ class Ordered:
 
     def cancel(self) -> None:
         self._closed = True
-        self.show(last=True)
-        _cancel([*self._tasks, *self.source.untaken_tasks()])
-        self.pool = None
+        tasks = [*self._tasks, *self.source.untaken_tasks()]
+        try:
+            self.show(last=True)
+        finally:
+            _cancel(tasks)
+            self.pool = None
+            # An error of the map refers to this by its traceback, and must not keep the results.
+            self._tasks.clear()
 
     def _add(self, task: Task) -> None:
         self._tasks.append(task)
@@ -401,6 +412,10 @@ class Unordered(Ordered):
             self._next_arrival = Promise()
         return self._next_arrival if self._tasks and not self._arrived else None
 
+    def cancel(self) -> None:
+        super().cancel()
+        self._arrived.clear()
+
     def _has_result(self) -> bool:
         return bool(self._arrived)
 
@@ -410,6 +425,8 @@ class Unordered(Ordered):
 
     def _settled(self, task: Promise[Any]) -> None:
         assert isinstance(task, Task)
+        if self._closed:
+            return
         self._arrived.append(task)
         fulfill(self._next_arrival)
 

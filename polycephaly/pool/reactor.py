@@ -86,10 +86,16 @@ class Tenant:
 def acquire_reactor() -> Reactor:
     """Return this process's reactor, started if need be.
 
-    The reactor lives until `Reactor.release` was called as often.
+    The reactor lives until `Reactor.release` was called as often. Raises `RuntimeError` in a
+    finalizer that interrupts code with the reactor's lock: whoever takes `guard` may need the lock.
     """
     global _reactor
+    if promises.holds_reactor_lock is not None and promises.holds_reactor_lock():
+        raise RuntimeError(
+            "a finalizer that runs while a pool is at work cannot start drones: do so elsewhere"
+        )
     with fork_guard.guard:
+        fork_guard.fill_standard_descriptors()
         if _reactor is None:
             _reactor = Reactor()
         _reactor.users += 1
@@ -313,7 +319,7 @@ class Reactor(EventLoop):
         `_end` closes the descriptor under the same lock. A Ctrl-C may nudge without the lock, but
         only while a thread drives, and then the reactor does not end.
         """
-        if get_ident() not in settling_threads or get_ident() == self.thread.ident:
+        if get_ident() != self._driver_id:
             with self._nudge_lock:
                 self._nudge()
 

@@ -50,7 +50,7 @@ class Stack:
     task : str or None
         The running task, named as in errors.
     number : int or None
-        The number of the task, as in the `repr` of its promise.
+        The number of the task, as in its time in a timeline.
     item : int or None
         The index in a `map`, if the task is one of its calls; None for a slice of several calls.
     seconds : float or None
@@ -218,7 +218,10 @@ class StackRequests:
         check_timeout(timeout)
         pending = [StackRequest(self._dispatcher, handle) for handle in handles]
         for request in pending:
-            self._dispatcher.post(self.send, request)
+            if self._dispatcher.has_ended:
+                fulfill(request)
+            else:
+                self._dispatcher.post(self.send, request)
         deadline = monotonic() + timeout
         return [_take(request, timeout, deadline) for request in pending]
 

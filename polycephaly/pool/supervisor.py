@@ -9,7 +9,7 @@ another drone takes its place, from the same snapshot. Failed starts are counted
 row the pool breaks, and its error gives the reason. The engine (engine.py) starts processes and
 reports their ends.
 
-All methods but the constructor are called while holding the reactor's lock.
+Methods are called while holding the reactor's lock, unless their docstrings say otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from ..errors import DroneDied, describe_exit
 from ..promises.promise import Promise
+from ..wire.exceptions import message_of
 from ..wire.messages import RECALL, STOP, pack_numbers
 from .cancellation import Cancellation
 from .directory import ObjectDirectory
@@ -69,6 +70,7 @@ class Supervisor:
         self._numbers = itertools.count(1)
         self.first: DroneHandle | None = None
         self._failed_starts = 0
+        self._retry_pending = False  # a failed start will be tried again
         self.too_large_in_a_row = 0  # drones in a row that were too large before their first task
         # `refresh` calls whose drones are being started.
         self._pending_refreshes: list[Promise[None]] = []
@@ -153,9 +155,15 @@ class Supervisor:
                 self._config.name,
                 error,
             )
-            self._dispatcher.call_later(START_RETRY_SECONDS, self.start_missing)
+            if not self._retry_pending:
+                self._retry_pending = True
+                self._dispatcher.call_later(START_RETRY_SECONDS, self._retry_start)
         else:
             self._dispatcher.give_up_starting(error)
+
+    def _retry_start(self) -> None:
+        self._retry_pending = False
+        self.start_missing()
 
     def on_started(self, handle: DroneHandle, pid: int) -> None:
         handle.pid = pid
@@ -174,7 +182,8 @@ class Supervisor:
 
     def on_not_started(self, handle: DroneHandle, error: BaseException) -> None:
         self._remove(handle)
-        self._dispatcher.give_up_starting(error)
+        self.on_start_error(error)
+        self._settle_refreshes()
 
     def on_hello(self, handle: DroneHandle) -> None:
         """Handle the first message of a drone: send its initializer, if there is one."""
@@ -187,19 +196,26 @@ class Supervisor:
         handle.state = State.PREPARING
         task = self._initializer()
         task.target = handle
-        task._hook(partial(self._dispatcher.post, self._on_prepared, handle))
+        task._hook(partial(self._report_prepared, handle))
         batch, frames = handle.load_batch(deque([task]), 1, self._dispatcher.reactor.timers.now())
         handle.send(frames, batch)
 
-    def _on_prepared(self, handle: DroneHandle, promise: Promise[Any]) -> None:
+    def _report_prepared(self, handle: DroneHandle, promise: Promise[Any]) -> None:
+        """Report how the initializer has ended. Called without the lock, because the error's text
+        may be made by code of users.
+        """
+        error = promise._exception
+        if error is not None:
+            error = pool_error(f"the initializer of {self._config.name} failed", error)
+        self._dispatcher.post(self._on_prepared, handle, error)
+
+    def _on_prepared(self, handle: DroneHandle, error: BaseException | None) -> None:
         if handle.state is not State.PREPARING:
             return
-        if promise._exception is None:
+        if error is None:
             self._mark_ready(handle)
         else:
-            self._count_failed_start(
-                pool_error(f"the initializer of {self._config.name} failed", promise._exception)
-            )
+            self._count_failed_start(error)
             # Only after the count: if that breaks the pool, which kills the drone, a thread that
             # gives a lone drone a task is told the reason.
             if handle.state is State.PREPARING:
@@ -442,6 +458,6 @@ def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
 
 
 def pool_error(event: str, cause: BaseException) -> BrokenProcessPool:
-    error = BrokenProcessPool(f"{event}: {type(cause).__name__}: {cause}")
+    error = BrokenProcessPool(f"{event}: {type(cause).__name__}: {message_of(cause)}")
     error.__cause__ = cause
     return error

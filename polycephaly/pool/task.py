@@ -96,6 +96,7 @@ class Task(Promise[Any]):
     client_tag = ""  # `Client.tag` of the client of a served pool that has submitted the task
     # The client's function, if a joined host may run the task (server/session.py).
     client_function: Any = None
+    may_be_lent = True  # not if it takes shared values, which are in this machine's memory
     # References to a remote pool's shared values (engines/remote/shared.py), held until sending.
     shared_refs: Any = None
     # Kept values whose handles are in the answer, held until the answer is unpickled.
@@ -306,10 +307,12 @@ class Task(Promise[Any]):
                 self.payload = with_remote_objects(joined, remote_objects | inner)
                 self.kind = CALL_FILLED
             self.inputs = ()
-        except Exception as error:
+        except BaseException as error:  # a SystemExit of the value's own code, too
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
             reject(self, error)
             self.release_inputs()
+            if isinstance(error, KeyboardInterrupt):
+                raise
         self.dispatcher.on_inputs_ready(self)
 
     unpickle: Callable[[Any], Any] = staticmethod(load)
@@ -379,6 +382,8 @@ class Task(Promise[Any]):
 
         The task gets a new number: late messages and the status page name the attempt before.
         """
+        if (address := self._frames_address()) is not None:
+            self.dispatcher.reactor.deliver(partial(_release, address))
         self.first_number = self.call_number
         self.number = next(_numbers)
         self.retries -= 1
@@ -417,17 +422,19 @@ class Task(Promise[Any]):
         self.cancel()
 
     def debug(self) -> None:
-        address = self.dispatcher.frames_address(self.number)
-        if address is None or self.exception() is None or not os.path.exists(address):
+        if self.exception() is None or (address := self._frames_address()) is None:
             super().debug()
         else:
             debug_frames(address)
 
     def release(self) -> None:
+        if self.exception() is not None and (address := self._frames_address()) is not None:
+            _release(address)
+
+    def _frames_address(self) -> str | None:
+        """Return where the frames of the last attempt are kept, or None."""
         address = self.dispatcher.frames_address(self.number)
-        if address is not None and self.exception() is not None:
-            with suppress(OSError):  # no frames are kept
-                release_frames(address)
+        return address if address is not None and os.path.exists(address) else None
 
     def _dependencies(self) -> Sequence[Promise[Any]]:
         return [each for each in self.inputs if isinstance(each, Promise) and not each.done()]
@@ -503,6 +510,11 @@ class Task(Promise[Any]):
         return answer.answer_for(self.number) if isinstance(answer, AnswerBatch) else answer
 
 
+def _release(address: str) -> None:
+    with suppress(OSError):  # released meanwhile, or with the pool
+        release_frames(address)
+
+
 class LazyTask(Task):
     """A task whose value is stored elsewhere, as the drone has written it, and is unpickled on
     first access. Other tasks receive the value from where it is stored.
@@ -549,7 +561,7 @@ class LazyTask(Task):
         if error is None and not self._is_remote():
             try:
                 self._load_value()
-            except Exception as unopened:
+            except (Exception, SystemExit) as unopened:
                 error = unopened
         return error
 
