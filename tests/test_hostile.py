@@ -1,6 +1,7 @@
 """Key holders who mean harm: they are put out, the others are answered, and the server's memory
 stays bounded."""
 
+import resource
 import socket
 import threading
 from collections import deque
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 
 import hostile
 import pytest
+import zmq
 from faults import append, hold_until, lines, wait_for
 
 import polycephaly as poly
@@ -242,27 +244,93 @@ def test_a_long_message_goes_in_parts_and_arrives_whole(tmp_path):
             assert remote.doit(len, shared) == 5 * frames.CHUNK_BYTES
 
 
-def test_a_call_before_a_hello_ends_the_connection(tmp_path):
+@contextmanager
+def raw_connection(card):
+    """A DEALER with an allowed key, which says what it is told to, and the monitor of its end."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as end:
+        end.linger, end.reconnect_ivl = 0, -1
+        end.curve_serverkey, end.curve_publickey, end.curve_secretkey = (
+            key.encode() for key in (card.server, card.public, card.secret)
+        )
+        monitor = end.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        end.connect(card.address)
+        yield end, monitor
+        end.disable_monitor()
+        monitor.close()
+
+
+OTHER_VERSION = [
+    frames.HELLO,
+    frames.pack_hello()[1][:1] + b"\xff" + frames.pack_hello()[1][2:],
+    b"{}",
+]
+LARGE_REQUEST = frames.pack_json(frames.REQUEST, {"id": 1, "what": "status", "x": [{}] * 20_000})
+
+
+@pytest.mark.guarantee("remote-4")
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([frames.pack_work([frames.Item(1, 1, CALL)])], b"does not know this connection"),
+        ([OTHER_VERSION], b"speaks protocol"),
+        ([frames.pack_hello(), LARGE_REQUEST], b"a request of more than"),
+    ],
+    ids=["a call before a hello", "a hello of another version", "a large request"],
+)
+def test_what_no_client_says_ends_the_connection(tmp_path, said, reason):
     card = str(tmp_path / "card")
     with poly.Pool(1) as pool, poly.serve(pool, file=card) as server:
-        import zmq
-
-        context = zmq.Context()
-        found = Card.read(card)
-        with context.socket(zmq.DEALER) as end:
-            end.linger, end.reconnect_ivl = 0, -1
-            end.curve_serverkey, end.curve_publickey, end.curve_secretkey = (
-                key.encode() for key in (found.server, found.public, found.secret)
-            )
-            monitor = end.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            end.connect(found.address)
-            end.send_multipart(frames.pack_work([frames.Item(1, 1, CALL)]))
-            assert end.recv_multipart()[0] == frames.REFUSED
+        with raw_connection(Card.read(card)) as (end, monitor):
+            for message in said:
+                end.send_multipart(message)
+            while (answer := end.recv_multipart())[0] != frames.REFUSED:
+                pass
+            assert reason in answer[1]
             assert monitor.poll(60_000)
-            end.disable_monitor()
-            monitor.close()
-        context.term()
         wait_for(lambda: not len(server._accepted))
+
+
+@pytest.mark.parametrize("role", [{}, {"role": "worker", "name": "a\nb" * 100, "host": "x"}])
+def test_a_peer_that_has_left_is_heard_no_more(tmp_path, role):
+    card = str(tmp_path / "card")
+    with poly.Pool(1) as pool, poly.serve(pool, file=card) as server:
+        with raw_connection(Card.read(card)) as (end, monitor):
+            for _ in range(3):
+                end.send_multipart(frames.pack_hello(1, **role))
+                end.send_multipart([frames.BYE])
+            assert end.recv_multipart()[0] == frames.HELLO
+            assert monitor.poll(60_000)
+            kinds = [end.recv_multipart()[0] for _ in iter(lambda: end.poll(0), 0)]
+            assert frames.HELLO not in kinds
+        assert not server._clients and not server._joined_hosts
+
+
+def test_functions_in_use_count_as_long_as_their_calls_wait():
+    session = ClientSession(Mock(), Mock(), "tag")
+    for number in range(3):
+        session.add_item(frames.Item(1, 0, DEFINE_CODE, bytes(1000), extra=b'{"label": "x"}'))
+        session.add_item(frames.Item(10 + number, 1, CALL))
+    session.add_item(frames.Item(1, 0, FORGET))
+    assert session.function_bytes() == 3000
+    session.submit_waiting(0)
+    session.cancel_all()
+    assert session.function_bytes() == 0
+
+
+def test_a_connection_is_supervised_when_descriptors_run_out():
+    with accepted_connection() as (accepted, near, far):
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            assert accepted.check(10, 1) == []
+            accepted.mark_for_shutdown(far.fileno(), 1)
+            accepted.check(10, 1)
+            accepted.check(10, 1)  # cannot be shut now
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert len(accepted) == 1
+        accepted.check(10, 1)
+        assert len(accepted) == 0 and near.recv(1) == b""
 
 
 @pytest.mark.guarantee("remote-4")

@@ -22,7 +22,7 @@ from scripts import Script, run_script
 
 import polycephaly as poly
 from polycephaly.engines.remote import connection as connection_module
-from polycephaly.engines.remote import messages, pool_registry
+from polycephaly.engines.remote import forks, messages, pool_registry
 from polycephaly.engines.remote.keys import Card, new_key_pair
 from polycephaly.engines.remote.messages import Item
 from polycephaly.errors import Malformed
@@ -598,7 +598,7 @@ def test_another_version_is_told_by_which(version, server, card, monkeypatch, ca
         and f"of {older[0]} is older than that of {newer[0]}" in line
         and "\n" not in line
     )
-    assert which in caplog.text
+    wait_for(lambda: which in caplog.text)
 
 
 @pytest.mark.guarantee("remote-12")
@@ -986,3 +986,43 @@ def test_python_starts_without_it():
         "import sys, polycephaly; polycephaly.Pool; print('polycephaly.server' in sys.modules)"
     )
     assert done.stdout == "False\n", done.stderr
+
+
+def test_two_connections_to_one_server_are_told_apart_for_forks(server, card):
+    with poly.connect(card) as kept:
+        with poly.connect(card):
+            assert len(forks.connections) == 2
+        assert len(forks.connections) == 1  # that of `kept`, which goes to the same port
+        assert kept.doit(abs, -3) == 3
+    assert not forks.connections
+
+
+def test_a_forked_child_leaves_the_server_to_its_parent(pool, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with poly.serve(pool, name="of-the-parent") as server:
+        pid = os.fork()
+        if not pid:
+            try:
+                server.close()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        with poly.connect("of-the-parent") as remote:
+            assert remote.doit(abs, -3) == 3
+
+
+@pytest.mark.slow
+def test_a_client_that_was_stopped_for_a_while_goes_on(server, card, tmp_path):
+    script = """
+        import sys, polycephaly as poly
+        with poly.connect(sys.argv[1]) as remote:
+            task = remote.promise("import time; time.sleep(9); 7")
+            print("sent", flush=True)
+            print(task.value)
+    """
+    with Script(script, card) as client:
+        assert client.process.stdout.readline() == "sent\n"
+        client.signal(signal.SIGSTOP)
+        time.sleep(8)
+        client.signal(signal.SIGCONT)
+        assert client.process.communicate(timeout=60)[0] == "7\n"

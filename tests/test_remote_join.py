@@ -6,14 +6,19 @@ import os
 import signal
 import socket
 from collections import Counter
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from faults import append, block_for_ever, hold_until, lines, wait_for
 from scripts import Script
 
 import polycephaly as poly
+from polycephaly.engines.remote import messages
+from polycephaly.pool.interfaces import State
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server.join import join
+from polycephaly.server.joined import JoinedHosts
 
 SOON = 30.0
 
@@ -347,3 +352,59 @@ def test_a_clients_timeline_has_the_joined_drones(remote, joined):
     assert all(
         span.queued <= span.started <= span.finished <= span.received for span in timeline.spans
     )
+
+
+class Hosts(JoinedHosts):
+    """Without a server: `said` is what it would send, `posted` what its loop would do."""
+
+    def __init__(self, **dispatcher):
+        self.said, self.posted = [], []
+        usual = {"queue": [], "handles": [], "post": lambda act, *args: self.posted.append(act)}
+        super().__init__(
+            SimpleNamespace(**usual | dispatcher),
+            lambda identity, frames: self.said.append(frames[0]),
+            self.posted.append,
+        )
+
+
+def test_a_host_that_gave_nothing_back_is_asked_again_after_its_next_report():
+    idle = SimpleNamespace(state=State.READY, in_flight={})
+    hosts = Hosts(handles=[idle], leases=Mock())
+    hosts.admit(b"x", "key", {})
+    (host,) = hosts
+    host.drones = [{}]
+    host.in_flight = {1: Mock(), 2: Mock()}
+    report = messages.pack_json(messages.HOST_STATUS, {"drones": []})
+    for answer, asked in [
+        (None, 1),
+        (messages.pack_numbers(messages.RETURNED, []), 1),
+        (report, 2),
+        (messages.pack_numbers(messages.RETURNED, [1]), 2),  # one is left for its one drone
+    ]:
+        if answer is not None:
+            hosts.handle_message(host, answer)
+            host.drones = [{}]
+        hosts.recall_waiting()
+        hosts.recall_waiting()
+        assert hosts.said.count(messages.RECALL) == asked, answer
+
+
+@pytest.mark.parametrize("closed_first", [True, False])
+def test_calls_lent_while_the_server_closes_go_back(closed_first):
+    leases = Mock()
+    leases.lease.return_value = ["a call"]
+    hosts = Hosts(leases=leases)
+    acts = [hosts.close, lambda: hosts._lend([(Mock(), 1)])]
+    for act in acts if closed_first else acts[::-1]:
+        act()
+    for act in hosts.posted:
+        if act != hosts._send_lent:  # the server's loop has ended
+            act()
+    leases.requeue_unstarted.assert_called_once_with(["a call"])
+
+
+def test_the_name_of_a_host_is_short_and_printable():
+    hosts = Hosts()
+    hosts.admit(b"x", "key", {"name": "a\n" * 100, "host": "h"})
+    (host,) = hosts
+    assert len(host.name) <= 80 and host.name.isprintable()

@@ -478,3 +478,8 @@ def test_a_server_forgets_a_function_that_its_client_has_no_more(pool, remote):
     assert len(pool._dispatcher.registry._entries) >= 20
     del functions
     wait_for(lambda: len(pool._dispatcher.registry._entries) < 2)
+
+
+def test_what_on_stop_returns_is_not_sent(pool, card):
+    with poly.serve(pool, file=card, on_stop=lambda now: object()), poly.connect(card) as remote:
+        remote.stop()

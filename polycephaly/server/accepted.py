@@ -8,19 +8,21 @@ of more than `MAX_FRAME_BYTES` bytes. So if the connections together exceed `MAX
 plus that much for each, an irregular peer is among them.
 
 libzmq owns the descriptors and closes them in its own thread, so that a number may refer to another
-file at any moment. Therefore a duplicate is shut down, and only while its peer address is that of
-the connection that was meant: while that one is open, no other connection to the server's port can
-have the same peer address.
+file at any moment. Therefore a duplicate is shut down (`_borrow` is for looking only), and only
+while its peer address is that of the connection that was meant: while that one is open, no other
+connection to the server's port can have the same peer address.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
 import struct
 import termios
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from ..engines.remote.messages import MAX_FRAME_BYTES
 
@@ -53,7 +55,7 @@ class Accepted:
     def add(self, fd: int) -> None:
         self.count += 1
         # The connection may have ended already.
-        with suppress(OSError), _duplicate(fd) as connection:
+        with suppress(OSError), _borrow(fd) as connection:
             self._tcps[fd] = _Tcp(connection, self.count)
 
     def mark_for_shutdown(self, fd: int, max_number: int) -> None:
@@ -86,7 +88,7 @@ class Accepted:
         shut = []
         for fd, tcp in list(self._tcps.items()):
             try:
-                with _duplicate(fd) as connection:
+                with _borrow(fd) as connection:
                     is_same = connection.getpeername() == tcp.peer
                     bytes_read = _bytes_read(connection) if is_same else None
             except OSError:
@@ -101,25 +103,44 @@ class Accepted:
             if tcp.checks_to_shutdown:
                 tcp.checks_to_shutdown -= 1
                 if not tcp.checks_to_shutdown:
-                    self._shut(fd, "")
-            elif tcp.silent_checks * interval > max_silence:
-                shut.append(self._shut(fd, f"no message for {max_silence:g} s"))
+                    self._shut(fd)
+            elif tcp.silent_checks * interval > max_silence and self._shut(fd):
+                shut.append(f"{tcp.peer[0]}: no message for {max_silence:g} s")
         self._active_fds.clear()
         remaining = sorted(self._tcps, key=lambda fd: self._tcps[fd].unfinished_bytes)
         total = sum(tcp.unfinished_bytes for tcp in self._tcps.values())
         while remaining and total > MAX_UNFINISHED_BYTES + MAX_FRAME_BYTES * len(remaining):
             fd = remaining.pop()
-            unfinished_bytes = self._tcps[fd].unfinished_bytes
-            total -= unfinished_bytes
-            shut.append(self._shut(fd, f"{unfinished_bytes:,} bytes of an unfinished message"))
+            tcp = self._tcps[fd]
+            total -= tcp.unfinished_bytes
+            if self._shut(fd):
+                size = f"{tcp.unfinished_bytes:,} bytes"
+                shut.append(f"{tcp.peer[0]}: {size} of an unfinished message")
         return shut
 
-    def _shut(self, fd: int, reason: str) -> str:
-        tcp = self._tcps.pop(fd)
-        with suppress(OSError), _duplicate(fd) as connection:
-            if connection.getpeername() == tcp.peer:
-                connection.shutdown(socket.SHUT_RDWR)
-        return f"{tcp.peer[0]}: {reason}"
+    def _shut(self, fd: int) -> bool:
+        """Shut a connection. Return False if there is no descriptor for that now."""
+        tcp = self._tcps[fd]
+        try:
+            with _duplicate(fd) as connection:
+                if connection.getpeername() == tcp.peer:
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                tcp.checks_to_shutdown = 1  # the next check tries again
+                return False
+        del self._tcps[fd]
+        return True
+
+
+@contextmanager
+def _borrow(fd: int) -> Iterator[socket.socket]:
+    """Yield a socket on `fd` itself, which takes no descriptor. Raise `OSError` as `_duplicate`."""
+    connection = socket.socket(fileno=fd)
+    try:
+        yield connection
+    finally:
+        connection.detach()
 
 
 def _duplicate(fd: int) -> socket.socket:

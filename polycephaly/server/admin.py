@@ -164,7 +164,12 @@ class AdminService:
             raise RuntimeError(
                 f"the owner of {self._server.name} does not let clients stop the pool"
             )
-        self._run_in_thread(reply, partial(self._on_stop, now))
+        on_stop = self._on_stop
+
+        def stop() -> None:  # without the result, which may be any object
+            on_stop(now)
+
+        self._run_in_thread(reply, stop)
 
     def store_shared_value(self, client: Client, number: int, buffers: list[list[bytes]]) -> None:
         """Copy a client's value into the pool's shared memory."""

@@ -54,7 +54,7 @@ from ..pool.task import Task
 from ..promises.promise import Promise
 from ..runtime import fork_guard
 from ..timeline.plain import pack_timeline
-from ..wire.messages import CALL
+from ..wire.messages import CALL, FORGET
 from ..wire.output import Line
 from .drone_requests import DRONE_REQUESTS
 from .session import ClientFunction, ClientSession, make_result, submit_call
@@ -250,6 +250,16 @@ class Joined(ServerConnection):
                 self._leaving = True
         if returned:
             self.send(pack_numbers(RETURNED, returned))
+        if any(item.kind == FORGET for item in items):
+            self._drop_unused_tags()
+
+    def _drop_unused_tags(self) -> None:
+        """Forget the clients none of whose functions is known here any more."""
+        used = {each.tag for each in self._session.definitions.values()}
+        used |= {getattr(each, "client_tag", "") for each in self._session.tasks.values()}
+        for tag in self._tags - used:
+            self._tags.discard(tag)
+            self._dispatcher.output_listeners.pop(tag, None)
 
     # -- giving back -------------------------------------------------------------------------------
 

@@ -22,7 +22,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -81,9 +84,10 @@ class JoinedHost(Flow):
         self.key = key
         self.status_at = monotonic()
         self.index = index
-        self.name = f"{properties.get('name')} on {properties.get('host')}"
+        name = f"{properties.get('name')} on {properties.get('host')}"
+        self.name = re.sub("[^ -~]", "?", name[:80])  # a host may send anything
         self.window = 0
-        self.recall_pending = False
+        self.may_recall = True
         self.in_flight: dict[int, Task] = {}
         self.sent_functions = KnownFunctions()
         self.drones: list[dict[str, Any]] = []
@@ -114,7 +118,8 @@ class JoinedHosts:
         self._hosts: dict[bytes, JoinedHost] = {}
         self._indices = itertools.count(1)
         self._request_numbers = itertools.count(1)
-        self._is_lending = False
+        self._is_lending = self._is_closed = False
+        self._lent: deque[tuple[JoinedHost, list[Task]]] = deque()  # not sent yet
         self.tasks_done = 0
 
     def __bool__(self) -> bool:
@@ -148,11 +153,25 @@ class JoinedHosts:
         for host, credit in credits:
             tasks = self._dispatcher.leases.lease(credit, _is_relayed)
             if tasks:
-                self._post(partial(self._send_calls, host, tasks))
-        self._post(self._on_lent)
+                self._lent.append((host, tasks))
+        self._post(self._send_lent)
+        if self._is_closed:  # perhaps nothing that is posted to the server runs any more
+            self._requeue_lent()
 
-    def _on_lent(self) -> None:
+    def _send_lent(self) -> None:
         self._is_lending = False
+        for host, tasks in self._take_lent():
+            self._send_calls(host, tasks)
+
+    def _requeue_lent(self) -> None:
+        """Queue tasks again that were not sent, holding the reactor's lock."""
+        for _, tasks in self._take_lent():
+            self._dispatcher.leases.requeue_unstarted(tasks)
+
+    def _take_lent(self) -> Iterator[tuple[JoinedHost, list[Task]]]:
+        with suppress(IndexError):
+            while True:
+                yield self._lent.popleft()
 
     def _send_calls(self, host: JoinedHost, tasks: list[Task], target: int = 0) -> None:
         """Send calls to a host; `target` is a drone's number at the host, or 0 for any drone."""
@@ -239,8 +258,8 @@ class JoinedHosts:
                 max(0, len(each.drones) - len(each.in_flight)) for each in self if each is not host
             )
             waiting = len(host.in_flight) - len(host.drones)
-            if waiting > 0 and idle + others > 0 and not host.recall_pending:
-                host.recall_pending = True
+            if waiting > 0 and idle + others > 0 and host.may_recall:
+                host.may_recall = False
                 self._send(host.identity, pack_numbers(RECALL, [min(waiting, idle + others)]))
 
     # -- messages of a joined host -----------------------------------------------------------------
@@ -251,19 +270,19 @@ class JoinedHosts:
         if kind == RESULTS:
             self._settle(host, list(read_results(frames)))
         elif kind == RETURNED:
-            host.recall_pending = False
             returned = [
                 task
                 for number in read_numbers(frames)
                 if (task := host.in_flight.pop(number, None)) is not None
             ]
+            host.may_recall = bool(returned)  # else not before the next report
             self._dispatcher.post(self._dispatcher.leases.requeue_unstarted, returned)
         elif kind == WINDOW:
             host.window = sum(read_numbers(frames))  # one number
             if not host.window:
                 self._send(host.identity, [BYE])
         elif kind == HOST_STATUS:
-            host.drones = _check_drones(read_json(frames).get("drones"))
+            host.drones, host.may_recall = _check_drones(read_json(frames).get("drones")), True
             host.status_at = host.last_message_at
         elif kind == RUNNING:
             for number in read_numbers(frames):
@@ -328,6 +347,9 @@ class JoinedHosts:
             reply(error=f"the drone has ended: the joined host {host.name} was lost")
 
     def close(self) -> None:
+        # Tasks that `_lend` takes before it sees this are in `_lent` when `_requeue_lent` runs.
+        self._is_closed = True
+        self._dispatcher.post(self._requeue_lent)
         for host in self:
             self._send(host.identity, [BYE])
             self.remove(host, "the server was closed")
@@ -407,7 +429,7 @@ def _settle_timeline(promise: Promise[Timeline], value: Any = None, error: str =
 
 
 def _is_relayed(task: Task) -> bool:
-    return task.client_function is not None
+    return task.client_function is not None and task.may_be_lent
 
 
 def _check_drones(drones: Any) -> list[dict[str, Any]]:

@@ -96,6 +96,7 @@ ZAP_DOMAIN = b"polycephaly"
 CONNECTION_CHECK_SECONDS = 0.2  # between checks of the connections, if there are any
 MAX_MESSAGES_PER_TURN = 100
 MAX_CLIENT_DEFINITIONS = 1024  # function definitions of one client
+MAX_REQUEST_BYTES = 64 << 10  # parsed JSON takes many times as much memory
 HOST_CHECK_SECONDS = 0.1  # between checks of how calls are spread, if hosts have joined
 HEARTBEAT_MS = 3000
 
@@ -168,7 +169,9 @@ class Server:
                 (zmq.IPV6, wants_ipv6(address)), (zmq.ZAP_DOMAIN, ZAP_DOMAIN),
                 (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, secret.encode()),
                 (zmq.HANDSHAKE_IVL, int(tuning.handshake_seconds * 1000)),
-                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+                (zmq.HEARTBEAT_TIMEOUT, int(tuning.client_silence_seconds * 1000)),
+                (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             ):  # fmt: skip
                 self._router.setsockopt(option, value)
             self._monitor = self._router.get_monitor_socket(
@@ -236,8 +239,10 @@ class Server:
     def close(self) -> None:
         """Disconnect all clients and cancel their tasks. The pool goes on.
 
-        May be called more than once.
+        May be called more than once. In a forked child, this does nothing.
         """
+        if self._loop.belongs_to_parent:
+            return
         if self.card is not None:
             pool_registry.unregister(self.card)
         self._admin.wait_for_replies()
@@ -381,6 +386,11 @@ class Server:
             self._zap.send_multipart([version, number, *status, b""])
 
     def _receive(self) -> None:
+        """Receive messages. A peer that has left, or was refused, is heard no more.
+
+        A ROUTER closes no single peer, so its TCP connection is shut beneath libzmq (accepted.py),
+        after there was time to send the reason.
+        """
         for _ in range(MAX_MESSAGES_PER_TURN):
             if not has_input(self._router):
                 break
@@ -394,7 +404,10 @@ class Server:
             try:
                 self._handle_message(identity, key, frames)
             except (Malformed, LookupError, OverflowError) as error:
-                self._disconnect(identity, key, fd, int(accepted_count), str(error))
+                self._refuse(identity, key, str(error))
+            if identity not in self._clients and self._joined_hosts.get(identity) is None:
+                self._muted.add(identity)
+                self._accepted.mark_for_shutdown(fd, int(accepted_count))
 
     def _drop_unreachable(self) -> None:
         """Drop the peers that have gone, after all their messages were read."""
@@ -407,19 +420,11 @@ class Server:
         for identity in unreachable:
             self._drop_peer(identity, "the connection has ended")
 
-    def _disconnect(
-        self, identity: bytes, key: str, fd: int, accepted_count: int, reason: str
-    ) -> None:
-        """Disconnect a peer, with a reason, and drop its further messages.
-
-        A ROUTER closes no single peer, so the TCP connection is shut beneath libzmq (accepted.py),
-        after there was time to send the reason.
-        """
+    def _refuse(self, identity: bytes, key: str, reason: str) -> None:
+        """Drop a peer, and say why."""
         self._record_disconnected(key[:8], reason)
         self._send(identity, [REFUSED, f"disconnected by the server: {reason}".encode()])
         self._drop_peer(identity, f"disconnected by the server: {reason}")
-        self._muted.add(identity)
-        self._accepted.mark_for_shutdown(fd, accepted_count)
 
     def _record_disconnected(self, key: str, reason: str) -> None:
         count, _ = self._disconnected.get(key, (0, ""))
@@ -431,6 +436,9 @@ class Server:
         Its further messages are those of an unknown peer, and thus end its connection.
         """
         peers: list[Client | JoinedHost] = [*self._clients.values(), *self._joined_hosts]
+        if sum(each.held_bytes for each in peers) > self._max_held_bytes:
+            for client in self._clients.values():  # calls were answered since the last definition
+                client.definition_bytes = client.session.function_bytes()
         if sum(each.held_bytes for each in peers) > self._max_held_bytes:
             largest = max(peers, key=lambda each: each.held_bytes)
             reason = (
@@ -455,9 +463,7 @@ class Server:
                 raise Malformed("a second HELLO message")
             incompatibility, _, properties = read_hello(frames, "the client", "the server")
             if incompatibility is not None:
-                log.warning("a client (%s) was refused: %s", key[:8], incompatibility)
-                self._send(identity, [REFUSED, incompatibility.encode()])
-                return
+                raise Malformed(incompatibility)
             self._admit(identity, key, properties)
             return
         if kind == PING and peer is not None:
@@ -490,6 +496,8 @@ class Server:
                 del client.session.shared[number]
         elif kind == REQUEST:
             client.count_request()
+            if sum(map(len, frames)) > MAX_REQUEST_BYTES:
+                raise Malformed(f"a request of more than {MAX_REQUEST_BYTES:,} bytes")
             self._admin.handle_request(client, read_json(frames))
         elif kind == OUTPUT_ACK:
             acknowledged = sum(read_numbers(frames))
@@ -515,10 +523,9 @@ class Server:
         self._submit_waiting(client)
         self._fair_order.due |= sum(bool(each.session.tasks) for each in self._clients.values()) > 1
         if has_definitions:
-            definitions = client.session.definitions.values()
-            if len(definitions) > MAX_CLIENT_DEFINITIONS:
+            if len(client.session.definitions) > MAX_CLIENT_DEFINITIONS:
                 raise Malformed(f"more than {MAX_CLIENT_DEFINITIONS} function definitions")
-            client.definition_bytes = sum(len(each.payload) for each in definitions)
+            client.definition_bytes = client.session.function_bytes()
 
     def _submit_waiting(self, client: Client) -> None:
         client.session.submit_waiting(

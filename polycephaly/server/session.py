@@ -104,6 +104,13 @@ class ClientSession:
         else:
             raise Malformed(f"an item of unknown kind {item.kind}")
 
+    def function_bytes(self) -> int:
+        """Return the bytes of the functions that are defined, or in use by unanswered calls."""
+        waiting = (function for function, *_ in self.waiting.values())
+        tasks = (getattr(task, "client_function", None) for task in self.tasks.values())
+        functions = {*self.definitions.values(), *waiting, *tasks}
+        return sum(len(each.payload) for each in functions if each is not None)
+
     def submit_waiting(self, limit: int = sys.maxsize) -> None:
         """Submit waiting calls in order, until the pool has `limit` calls of this session."""
         while self.waiting and len(self.tasks) < limit:
@@ -183,7 +190,7 @@ def submit_call(
     )
     if hasattr(task, "definition"):
         task.client_tag = function.tag
-        task.client_function = None if shared else function  # shared values are for local drones
+        task.client_function, task.may_be_lent = function, not shared
     return task
 
 

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ...wire.endpoint import has_input, new_context
-from .forks import Peer, connected_peers, peer_of
+from .forks import Endpoints, connections, endpoints_of
 from .keys import Card, wants_ipv6
 from .messages import BYE, CHUNK_BYTES, MAX_FRAME_BYTES, PART, PING
 
@@ -37,7 +37,7 @@ class ClientSocket:
     def __init__(self, card: Card) -> None:
         self._address = card.address
         self.hello_received = False  # the server's HELLO was received
-        self._peer: Peer | None = None
+        self._endpoints: Endpoints | None = None
         with ExitStack() as undo:
             context = new_context()
             undo.callback(context.term)
@@ -93,8 +93,8 @@ class ClientSocket:
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             kind = event["event"]
             if kind == zmq.EVENT_CONNECTED:
-                self._peer = peer_of(event["value"])
-                connected_peers.add(self._peer)
+                self._endpoints = endpoints_of(event["value"])
+                connections.add(self._endpoints)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.loss_reason = (
                     "the server does not allow the key of this process; "
@@ -125,5 +125,4 @@ class ClientSocket:
         with suppress(zmq.ZMQError):
             self.socket.send_multipart([BYE], zmq.NOBLOCK)
         self._resources.close()
-        if self._peer is not None:
-            connected_peers.discard(self._peer)
+        connections.discard(self._endpoints)

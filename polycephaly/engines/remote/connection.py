@@ -53,6 +53,7 @@ from .messages import (
     OUTPUT_ACK,
     RECALL,
     REFUSED,
+    RELEASE,
     REPLY,
     REQUEST,
     RESULTS,
@@ -172,8 +173,17 @@ class Connection(ServerConnection, TaskRunner):
     def share(self, buffers: Sequence[Any]) -> int:
         """Copy `buffers` into the pool's shared memory; return the number of the value."""
         number = next(self._request_numbers)
-        self._request(number, pack_shared_value(number, buffers)).result()
+        promise = self._request(number, pack_shared_value(number, buffers))
+        try:
+            promise.result()
+        except BaseException:  # Ctrl-C: the caller gets no handle that would release the value
+            promise._hook(partial(self._release_unused, number))
+            raise
         return number
+
+    def _release_unused(self, number: int, promise: Promise[Any]) -> None:
+        if not promise.cancelled() and promise._exception is None:
+            self.post(self.send, pack_numbers(RELEASE, [number]))
 
     def _request(self, number: int, frames: list[bytes]) -> Promise[Any]:
         self.check_open()

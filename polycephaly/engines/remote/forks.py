@@ -12,23 +12,22 @@ import socket
 import stat
 from contextlib import suppress
 
-Peer = tuple[str, int] | None
+Endpoints = tuple[tuple[str, int], tuple[str, int]]
 
 listening_ports: set[int] = set()
 """Ports on which this process listens."""
-connected_peers: set[Peer] = set()
-"""Hosts and ports to which this process is connected."""
+connections: set[Endpoints | None] = set()
+"""The connections of this process to servers."""
 
 
-def peer_of(fd: int) -> Peer:
-    """Return the numeric address that a socket is connected to, or None if it is not connected."""
+def endpoints_of(fd: int) -> Endpoints | None:
+    """Return the numeric addresses of both ends of a TCP connection, or None if it has ended."""
     try:
         connection = socket.socket(fileno=fd)
     except OSError:
         return None
     try:
-        host, port = connection.getpeername()[:2]
-        return host, port
+        return connection.getsockname()[:2], connection.getpeername()[:2]
     except OSError:
         return None
     finally:
@@ -36,13 +35,13 @@ def peer_of(fd: int) -> Peer:
 
 
 def _close_in_child() -> None:
-    if listening_ports or connected_peers:
+    if listening_ports or connections:
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode) and _is_ours(int(name)):
                     os.close(int(name))
     listening_ports.clear()
-    connected_peers.clear()
+    connections.clear()
 
 
 def _is_ours(fd: int) -> bool:
@@ -54,8 +53,8 @@ def _is_ours(fd: int) -> bool:
             return True
     finally:
         connection.detach()
-    peer = peer_of(fd)
-    return peer is not None and peer in connected_peers
+    endpoints = endpoints_of(fd)
+    return endpoints is not None and endpoints in connections
 
 
 os.register_at_fork(after_in_child=_close_in_child)
