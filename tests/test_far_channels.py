@@ -1510,7 +1510,10 @@ def test_a_forks_copy_of_a_channel_gives_items_that_came_from_elsewhere(pool):
 import os
 pid = os.fork()
 if not pid:
-    os._exit(kept.get(20) != ["an item"])
+    try:
+        os._exit(kept.get(20) != ["an item"])
+    finally:
+        os._exit(2)
 os.waitpid(pid, 0)[1]
 """)
         == 0
@@ -2631,3 +2634,15 @@ if __name__ == "__main__":
 """)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert (done.stderr, done.stdout) == ("", "from below None\n")
+
+
+def test_a_captured_end_is_released_also_if_the_call_waits_for_a_promise(pool):
+    def start(ch):
+        end = ch.sender()
+        later = pool.promise("__import__('time').sleep(0.1) or 7")
+        return pool.promise(lambda item: end.put(item), later)
+
+    ch = Channel(4)
+    sent = start(ch)
+    assert list(ch) == [7]
+    assert sent.value is None

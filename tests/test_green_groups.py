@@ -718,3 +718,27 @@ def test_a_timeout_and_a_group_are_for_one_block_of_a_coroutine():
     for make in (green.Group, lambda: green.timeout(1)):
         with pytest.raises(RuntimeError, match="green threads"):
             green.run(asyncio.run, in_asyncio(make))
+
+
+def test_an_asynchronous_generator_with_a_group_is_closed():
+    ended = []
+
+    async def wait():
+        try:
+            await green.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def generate():
+        async with green.Group() as group:
+            group.spawn(wait)
+            yield 1
+
+    async def main():
+        generator = generate()
+        await anext(generator)
+        await green.sleep(0)
+        await generator.aclose()
+
+    green.run(main)
+    assert ended == [True]

@@ -164,3 +164,14 @@ def test_all_waiting_returns_when_the_others_have_done_what_they_can():
         await others
 
     green.run(main)
+
+
+def test_two_threads_may_wait_until_all_others_wait():
+    async def main():
+        waiting = green.spawn(green.Event().wait)
+        both = [green.spawn(testing.all_waiting) for _ in range(2)]
+        for each in both:
+            await each
+        waiting.cancel()
+
+    green.run(main)

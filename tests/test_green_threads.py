@@ -1070,3 +1070,41 @@ def test_errors_that_finalizers_report_while_counts_are_told_at_the_end(monkeypa
     monkeypatch.setattr(thread, "_report_counts", {"one": thread.MAX_FULL_REPORTS + 1})
     monkeypatch.setattr(thread.sys, "stderr", Stderr())
     thread._print_all()
+
+
+def test_a_cancelled_wait_for_a_value_of_map_loses_no_value():
+    async def main():
+        gate = green.Event()
+
+        async def slow(i):
+            await gate.wait()
+            return i
+
+        values = aiter(green.map(slow, range(10), width=3))
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with green.timeout(0.001):
+                    await anext(values)
+        gate.set()
+        return [value async for value in values]
+
+    assert green.run(main) == list(range(10))
+
+
+def test_several_readers_of_one_map_get_each_value_once():
+    async def main():
+        async def slow(i):
+            await green.sleep(0.001)
+            return i
+
+        values, got = aiter(green.map(slow, range(12), width=3)), []
+
+        async def read():
+            async for value in values:
+                got.append(value)
+
+        for reader in [green.spawn(read) for _ in range(3)]:
+            await reader
+        return got
+
+    assert sorted(green.run(main)) == list(range(12))

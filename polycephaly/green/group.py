@@ -132,7 +132,8 @@ class Group:
             self._interruption.withdrawn = True  # must not hit the code after the block
         is_own_cancel = error is not None and error is self._interruption
         if error is not None and not is_own_cancel:
-            if not isinstance(error, Cancelled) and not any(
+            # A GeneratorExit ends the asynchronous generator that the block is part of.
+            if not isinstance(error, (Cancelled, GeneratorExit)) and not any(
                 error is known for known in self._errors
             ):
                 self._errors.append(error)

@@ -7,6 +7,7 @@ Plain code waits and gets a list. A coroutine, or asyncio code, gets an awaitabl
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -272,6 +273,7 @@ class Mapped(Collected, Generic[T]):
 
 class _Slot(Promise[Any]):
     _settled_from_outside = False
+    _cancels_with_waiter = False
 
 
 class _Values(AsyncIterator[Any]):
@@ -282,16 +284,20 @@ class _Values(AsyncIterator[Any]):
     def __init__(self, slots: Channel[_Slot], workers: list[GreenThread[Any]]) -> None:
         self._slots = slots
         self._workers = workers
+        self._unread: deque[_Slot] = deque()  # of readers whose wait was cancelled
 
     async def __anext__(self) -> Any:
         try:
-            slot = await self._slots.receive()
+            slot = self._unread.popleft() if self._unread else await self._slots.receive()
         except ChannelClosed:
             raise StopAsyncIteration from None
         try:
             return await slot
-        except BaseException:
-            self._cancel_workers()
+        except BaseException as error:
+            if slot.done() and slot.exception() is error:
+                self._cancel_workers()
+            else:
+                self._unread.append(slot)
             raise
 
     def _cancel_workers(self) -> None:

@@ -7,10 +7,11 @@ A worker without a job for `IDLE_WORKER_SECONDS` ends, so a process that has sto
 threads keeps no native thread for them. The only limit is `max_threads`, so that a runaway loop
 meets a queue and not the kernel's limit.
 
-No code here waits for a lock, because finalizers and callbacks start jobs too, and may interrupt
-any other code. `pop` is atomic, so a worker popped from `_idle`, or a job popped from `_queue`,
-belongs to one thread. Looking at `busy` and incrementing it is one run of code without a call, in
-which CPython does not switch threads.
+No code here waits for a lock that another job could hold, because finalizers and callbacks start
+jobs too, and may interrupt any other code. (A new worker is waited for until it runs.) `pop` is
+atomic, so a worker popped from `_idle`, or a job popped from `_queue`, belongs to one thread.
+Looking at `busy` and incrementing it is one run of code without a call, in which CPython does not
+switch threads.
 """
 
 from __future__ import annotations
