@@ -79,6 +79,8 @@ def doit(
             program = Program(file.read_text(encoding="utf-8-sig"), str(file), [str(file), *code])
     elif not code:
         raise click.UsageError("No code: give CODE, - (for the standard input) or --file.")
+    elif code[0] == "-" and sys.stdin is None:
+        raise click.UsageError("The standard input is closed.")
     else:
         source = sys.stdin.read() if code[0] == "-" else code[0]
         program = Program(source, None, ["-" if code[0] == "-" else "-c", *code[1:]])

@@ -22,11 +22,13 @@ def interrupt(name: str, drones: tuple[str, ...]) -> None:
     Each task gets a KeyboardInterrupt, as from Ctrl-C. Whoever submitted it gets that error.
     """
     with one_line_errors(), connect_to(name) as pool:
-        known = {drone.name: drone for drone in pool.drones}
-        missing = [each for each in drones if each not in known]
+        known = pool.drones  # drones of joined hosts may have the same name
+        names = [each.name for each in known]
+        missing = [each for each in drones if each not in names]
         if missing:
             raise click.ClickException(
-                f"{name} has no drone {missing[0]!r}, but {', '.join(known) or 'none'}"
+                f"{name} has no drone {missing[0]!r}, but {', '.join(names) or 'none'}"
             )
-        for each in drones or known:
-            known[each].interrupt()
+        for each in known:
+            if not drones or each.name in drones:
+                each.interrupt()

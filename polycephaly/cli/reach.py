@@ -43,7 +43,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
     """Convert a size such as 500M to bytes."""
     if value is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
     if found is None:
         raise click.BadParameter(f"{value!r} is not a size such as 500M or 2G (in powers of 1,024)")
     return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))

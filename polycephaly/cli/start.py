@@ -32,7 +32,7 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     if value is None:
         return LOOPBACK
     host, _, port = value.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdigit() or int(port) >= 1 << 16:
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise click.BadParameter(f"{value!r} is not HOST:PORT")
     if host in ("*", "0.0.0.0", "::", "[::]"):
         raise click.BadParameter(

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import click
+
+from .reach import one_line_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,16 +48,23 @@ def duration(seconds: float | None) -> str:
     return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} d"
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a standard stream is a terminal. It is None if it was closed at the start."""
+    return stream is not None and stream.isatty()
+
+
 def mebibytes(size: int | None) -> str:
     return "" if size is None else f"{size / (1 << 20):,.1f} MiB"
 
 
+@one_line_errors()  # the disk may be full
 def as_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+@one_line_errors()
 def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         from rich.console import Console
 
         console = Console()

@@ -25,7 +25,7 @@ import click
 
 from .listing import DRONES, drone_row
 from .reach import POOL_NAME, connect_to, one_line_errors
-from .tables import Column, duration, grid, mebibytes
+from .tables import Column, duration, grid, is_terminal, mebibytes
 
 if TYPE_CHECKING:
     from rich.console import ConsoleDimensions, RenderableType
@@ -73,7 +73,7 @@ command. For a single report, or for programs, use polycephaly ps.
 )
 def top(name: str, every: float) -> None:
     """Show the state of the drones of pool NAME, live."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise click.ClickException(
             f"top needs a terminal; for a single report use: polycephaly ps {name}"
         )
