@@ -232,11 +232,17 @@ def asyncio_runs_things_in_it(make, _):
         return asyncio.run(main(executor))
 
 
+def queue_in_use():
+    queue = FORK.Queue()
+    queue.put("in use")
+    wait_for(lambda: not queue.empty())  # a thread of the queue writes, perhaps after others
+    return queue
+
+
 def what_only_a_start_hands_over(make, _):
     """Locks, queues and values of multiprocessing: to an initializer, and to nobody else. The queue
     is in use."""
-    queue, lock, value = FORK.Queue(), FORK.Lock(), COUNT
-    queue.put("in use")
+    queue, lock, value = queue_in_use(), FORK.Lock(), COUNT
     value.value = 0
     try:
         with make(2, initializer=set_up, initargs=(lock, queue, value)) as executor:
@@ -412,8 +418,7 @@ def test_a_promise_can_be_run_by_an_executor_of_ones_own():
 
 @pytest.mark.guarantee("pool-4")
 def test_a_drone_has_its_name_in_multiprocessing_and_sends_what_is_in_its_queues():
-    queue = FORK.Queue()
-    queue.put("in use")
+    queue = queue_in_use()
     with poly.Drone(name="scout", initializer=set_up, initargs=(None, queue, None)) as drone:
         assert drone.doit(put_in_what_was_inherited) == ("scout", [])
     assert [queue.get(timeout=10) for _ in range(2)] == ["in use", "from a drone"]
