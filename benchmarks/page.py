@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import click
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -54,7 +55,8 @@ def pictures(runs: list[Run], sizes: Sizes) -> Iterator[list[Picture]]:
                 for each in (OURS, *measurement.peers)
                 if (taken := known_figures(runs, name, each, row.figure))
             }
-            if OURS in figures and len(figures) > 1 and not row.alone:
+            is_drawable = all(figure > 0 for taken in figures.values() for figure in taken)
+            if OURS in figures and len(figures) > 1 and is_drawable and not row.alone:
                 drawn.append(Picture(row.heading(sizes), figures))
         if drawn:
             yield drawn
@@ -63,6 +65,8 @@ def pictures(runs: list[Run], sizes: Sizes) -> Iterator[list[Picture]]:
 def draw(drawn: list[Picture]) -> str:
     """Return the pictures, one below the other, as SVG."""
     heights = [INCHES_PER_CONTENDER * len(each.figures) + INCHES_AROUND for each in drawn]
+    if not drawn:
+        raise click.ClickException("there is no row with figures of ours and of others to draw")
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}):
         figure = Figure((INCHES_WIDE, sum(heights)), layout="constrained")
         rows = figure.subplots(len(drawn), squeeze=False, height_ratios=heights)
