@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from .peers import OURS, PEERS
 from .suite import SUITE, Sizes
-from .table import Run, known_figures, number
+from .table import Run, figures_of, known, number
 
 OURS_COLOUR, PEER_COLOUR = "#1f6feb", "#57606a"
 INCHES_WIDE, INCHES_PER_CONTENDER, INCHES_AROUND = 8.0, 0.27, 0.5
@@ -48,12 +48,12 @@ def pictures(runs: list[Run], sizes: Sizes) -> Iterator[list[Picture]]:
     others.
     """
     for name, measurement in SUITE.items():
-        drawn = []
+        drawn, measured = [], [run[name] for run in runs if name in run]
         for row in measurement.rows:
             figures = {
                 each: taken
                 for each in (OURS, *measurement.peers)
-                if (taken := known_figures(runs, name, each, row.figure))
+                if (taken := known(figures_of(each, row, measured)))
             }
             is_drawable = all(figure > 0 for taken in figures.values() for figure in taken)
             if OURS in figures and len(figures) > 1 and is_drawable and not row.alone:

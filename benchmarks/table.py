@@ -53,19 +53,15 @@ def lines(runs: list[Run], sizes: Sizes) -> Iterator[tuple[str, ...]]:
 def _of_row(
     row: Row, title: str, taken: list[dict[str, Figures]], peers: tuple[str, ...], asked: int
 ) -> Iterator[tuple[str, ...]]:
-    def figures(peer: str) -> list[float]:
-        """One for each run, nan where there is none."""
-        return [each.get(peer, {}).get(row.figure, math.nan) for each in taken]
-
-    ours = figures(OURS)
-    beside = [] if row.alone else [peer for peer in peers if known(figures(peer))]
+    ours = figures_of(OURS, row, taken)
+    beside = [] if row.alone else [peer for peer in peers if known(figures_of(peer, row, taken))]
     own = verdict(row.marks[OURS], known(ours)) if OURS in row.marks else ("", "")
     first = (title, spread(known(ours)))
     if own[0] or not beside:
         yield (*first, "", "", "", *own)
         first = ("", "")
     for peer in beside:
-        theirs = figures(peer)
+        theirs = figures_of(peer, row, taken)
         mark = row.marks.get(peer)
         if mark is not None and mark.kind == "of it":
             ratios, unit = [a / b for a, b in zip(ours, theirs, strict=True)], "of it"
@@ -82,9 +78,9 @@ def _of_row(
         first = ("", "")
 
 
-def known_figures(runs: list[Run], name: str, peer: str, figure: str) -> list[float]:
-    """Return one figure of a contender, of each run that has it."""
-    return [run[name][peer][figure] for run in runs if figure in run.get(name, {}).get(peer, {})]
+def figures_of(peer: str, row: Row, taken: list[dict[str, Figures]]) -> list[float]:
+    """Return a contender's figure of each run, nan where there is none."""
+    return [each.get(peer, {}).get(row.figure, math.nan) for each in taken]
 
 
 def known(figures: list[float]) -> list[float]:
