@@ -114,9 +114,8 @@ def __getattr__(name: str) -> Any:
         # A fork in another thread must not fall into this import: the drone would have half of the
         # package, and its locks, for ever.
         with guard:
-            module = import_module(f"{__name__}.{path}")
-    else:
-        module = import_module(f"{__name__}.{path}")
+            import_module(f"{__name__}.green")
+    module = import_module(f"{__name__}.{path}")
     value = globals()[name] = module if path == name else getattr(module, name)
     return value
 

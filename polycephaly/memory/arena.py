@@ -263,7 +263,7 @@ def view(range_ref: RangeRef) -> memoryview:
 
     def on_unmapped(_: object) -> None:
         mapped.pop(key, None)
-        release_ended_forks()  # nobody else looks after the end of the pool
+        release_ended_forks()  # after the end of the pool, this is the only call of it
 
     mapped[key] = weakref.ref(mapping, on_unmapped)
     return memoryview(mapping)

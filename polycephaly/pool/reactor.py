@@ -87,7 +87,7 @@ def acquire_reactor() -> Reactor:
     """Return this process's reactor, started if need be.
 
     The reactor lives until `Reactor.release` was called as often. Raises `RuntimeError` in a
-    finalizer that interrupts code with the reactor's lock: whoever takes `guard` may need the lock.
+    finalizer that interrupts code with the reactor's lock: a thread that holds `guard` may need it.
     """
     global _reactor
     if promises.holds_reactor_lock is not None and promises.holds_reactor_lock():

@@ -105,17 +105,12 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
     if not promises:
         fulfill(combined, [])
 
-    hook = partial(trampoline.run, one_settled)
+    hook = _call_when_settled(promises, one_settled)
 
     def all_settled(_: Promise[Any]) -> None:
         if waiting_for:  # else no promise has a hook any more
             _unhook(promises, hook)
 
-    for each in promises:
-        if each.done():  # at once, also deep in a chain of callbacks, which may wait for the result
-            one_settled(each)
-        else:
-            each.add_done_callback(hook)
     combined._hook(all_settled)  # called at once if one had failed before the last had a hook
     return combined
 
@@ -167,14 +162,22 @@ def race(*promises: Future[Any]) -> Promise[Any]:
         first._awaited = ()
         first._settle(CANCELLED if future.cancelled() else FINISHED, *outcome(future))
 
+    hook = _call_when_settled(promises, one_settled)
+    first._hook(lambda _: _unhook(promises, hook))
+    return first
+
+
+def _call_when_settled(
+    promises: Iterable[Future[Any]], one_settled: Callable[[Future[Any]], None]
+) -> Callable[[Future[Any]], None]:
+    """Have `one_settled` called with each promise. Return the hook of those that are pending."""
     hook = partial(trampoline.run, one_settled)
     for each in promises:
-        if each.done():
+        if each.done():  # at once, also deep in a chain of callbacks, which may wait for the result
             one_settled(each)
         else:
             each.add_done_callback(hook)
-    first._hook(lambda _: _unhook(promises, hook))
-    return first
+    return hook
 
 
 def _unhook(promises: Iterable[Future[Any]], hook: Callable[[Any], None]) -> None:

@@ -53,7 +53,7 @@ _MAX_UNREVERSED_HOOKS = 256
 """The list of hooks is reversed if it has more entries than this."""
 
 trampoline = Trampoline(max_depth=50)
-"""Runs the settling of promises by `then`, each of which is settled by the one before it."""
+"""Runs the settling and cancelling of promises that depend on others, to any depth."""
 
 _MAX_SHOWN_STEPS = 10
 """Maximum number of promises of a cycle that an error message shows."""

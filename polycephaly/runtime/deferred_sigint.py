@@ -72,8 +72,7 @@ class DeferredSigint:
     def __exit__(self, *exc: object) -> None:
         handler = self._handler
         if handler is not None:
-            current = getsignal(_SIGINT)  # a callback may have set another one meanwhile
-            if current == self._record:
+            if getsignal(_SIGINT) == self._record:  # else a callback has set another handler
                 set_handler(_SIGINT, handler)
             if self.tripped:
                 frame, self._frame = self._frame, None

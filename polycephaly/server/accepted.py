@@ -8,7 +8,7 @@ of more than `MAX_FRAME_BYTES` bytes. So if the connections together exceed `MAX
 plus that much for each, an irregular peer is among them.
 
 libzmq owns the descriptors and closes them in its own thread, so that a number may refer to another
-file at any moment. Therefore a duplicate is shut down (`_borrow` is for looking only), and only
+file at any moment. Therefore a duplicate is shut down (`borrow` is for looking only), and only
 while its peer address is that of the connection that was meant: while that one is open, no other
 connection to the server's port can have the same peer address.
 """
@@ -21,9 +21,9 @@ import os
 import socket
 import struct
 import termios
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
+from ..engines.remote.forks import borrow
 from ..engines.remote.messages import MAX_FRAME_BYTES
 
 MAX_UNFINISHED_BYTES = 64 << 20  # of all connections together
@@ -55,7 +55,7 @@ class Accepted:
     def add(self, fd: int) -> None:
         self.count += 1
         # The connection may have ended already.
-        with suppress(OSError), _borrow(fd) as connection:
+        with suppress(OSError), borrow(fd) as connection:
             self._tcps[fd] = _Tcp(connection, self.count)
 
     def mark_for_shutdown(self, fd: int, max_number: int) -> None:
@@ -88,7 +88,7 @@ class Accepted:
         shut = []
         for fd, tcp in list(self._tcps.items()):
             try:
-                with _borrow(fd) as connection:
+                with borrow(fd) as connection:
                     is_same = connection.getpeername() == tcp.peer
                     bytes_read = _bytes_read(connection) if is_same else None
             except OSError:
@@ -131,16 +131,6 @@ class Accepted:
                 return False
         del self._tcps[fd]
         return True
-
-
-@contextmanager
-def _borrow(fd: int) -> Iterator[socket.socket]:
-    """Yield a socket on `fd` itself, which takes no descriptor. Raise `OSError` as `_duplicate`."""
-    connection = socket.socket(fileno=fd)
-    try:
-        yield connection
-    finally:
-        connection.detach()
 
 
 def _duplicate(fd: int) -> socket.socket:

@@ -55,19 +55,13 @@ SWEEP_INTERVAL_SECONDS = 0.02  # between searches for orphans
 SWEEP_DURATION_SECONDS = 0.5  # of these searches after a drone's death
 MAX_ORDER_BYTES = 1 << 17  # a mapping of environment variables may be large
 
-_IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+_IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """Signals that a whole session or `pkill` gets. The zygote ignores them, because it ends when its
 owner ends, and then ends the drones."""
-_RESET_SIGNALS = {  # signals that are not ignored even if the owner ignores them
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGCHLD,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGQUIT,
-}
+# Signals that are reset even if the owner ignores them.
+_RESET_SIGNALS = _IGNORED_SIGNALS | {
+    signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
+}  # fmt: skip
 _PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
@@ -160,8 +154,8 @@ class Zygote:
         # Only a fork has the controller's connections; a bare zygote has none of these.
         if self.spec.main is None:
             replace_connections(self._owner, self.spec.inherited_args or ())
-        for name in _IGNORED_SIGNALS:
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        for number in _IGNORED_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         parent_death.join_family(self.spec.family)
         self._wakeup_reader, self._wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -262,8 +256,8 @@ class Zygote:
             parent_death.become_subreaper()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for name in _IGNORED_SIGNALS:
-                signal.signal(getattr(signal, name), signal.SIG_DFL)
+            for number in _IGNORED_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             stdout, stderr, fast_transport, status_file = stream_fds
             os.dup2(stdout, 1)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 Endpoints = tuple[tuple[str, int], tuple[str, int]]
 
@@ -20,18 +21,23 @@ connections: set[Endpoints | None] = set()
 """The connections of this process to servers."""
 
 
-def endpoints_of(fd: int) -> Endpoints | None:
-    """Return the numeric addresses of both ends of a TCP connection, or None if it has ended."""
+@contextmanager
+def borrow(fd: int) -> Iterator[socket.socket]:
+    """Yield a socket on `fd` itself, which takes no descriptor and leaves `fd` open. Raises
+    `OSError` if `fd` is closed or no socket.
+    """
+    connection = socket.socket(fileno=fd)
     try:
-        connection = socket.socket(fileno=fd)
-    except OSError:
-        return None
-    try:
-        return connection.getsockname()[:2], connection.getpeername()[:2]
-    except OSError:
-        return None
+        yield connection
     finally:
         connection.detach()
+
+
+def endpoints_of(fd: int) -> Endpoints | None:
+    """Return the numeric addresses of both ends of a TCP connection, or None if it has ended."""
+    with suppress(OSError), borrow(fd) as connection:
+        return connection.getsockname()[:2], connection.getpeername()[:2]
+    return None
 
 
 def _close_in_child() -> None:
@@ -45,14 +51,11 @@ def _close_in_child() -> None:
 
 
 def _is_ours(fd: int) -> bool:
-    connection = socket.socket(fileno=fd)
-    try:
+    with borrow(fd) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         if connection.getsockname()[1] in listening_ports:
             return True
-    finally:
-        connection.detach()
     endpoints = endpoints_of(fd)
     return endpoints is not None and endpoints in connections
 
