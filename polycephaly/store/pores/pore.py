@@ -407,13 +407,14 @@ class Pore:
         """Close the pore. A second call does nothing.
 
         Called by the owner, `close` is for all processes: messages sent before can still be
-        received. Called by a holder, it is for this process only, until the pore is used again;
-        while another thread of this process sends or connects, the call does nothing.
+        received. Once it has returned, every operation of a process raises `PoreClosed`, and a
+        file's descriptor is closed. Called by a holder, it is for this process only, until the pore
+        is used again; while another thread of this process sends or connects, the call does
+        nothing.
         """
         self._close()
-        if self._is_owner() and not self._size:
+        if self._is_owner():
             assert self._inbox is not None
-            # Otherwise a socket's address, for example, might still be in use.
             self._inbox.wait_until_ended()
 
     def _close(self) -> None:
