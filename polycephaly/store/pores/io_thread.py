@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from _thread import get_ident
 from collections import deque
 from time import monotonic, sleep
 from typing import Any
@@ -91,7 +92,9 @@ class PoreIOThread:
                 os.eventfd_write(self._wakeup.fd, 1)
 
     def is_this_thread(self) -> bool:
-        return threading.current_thread() is self._thread
+        # `current_thread` would enter a thread that `threading` has not started, for ever.
+        thread = self._thread
+        return thread is not None and thread.ident == get_ident()
 
     def _serve(self) -> None:
         last = 0.0
