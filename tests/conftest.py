@@ -50,6 +50,7 @@ _not_to_be_kept: list[Path] = []
 _real_stderr = sys.stderr
 # Seconds that it may take: pytest-timeout ends a test that hangs, a deadline a teardown that does.
 _TEARDOWN = 40.0
+_UNDER_NOHUP = "POLYCEPHALY_TESTS_UNDER_NOHUP"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -162,10 +163,10 @@ def _let_signals_come() -> None:
     wants."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(
-            signal.SIGHUP, lambda number, frame: None
-        )  # a handler is not inherited by what is started
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or _UNDER_NOHUP in os.environ:
+        # A handler is not inherited by what is started: the workers are told.
+        os.environ[_UNDER_NOHUP] = "1"
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 def _compile_all() -> None:

@@ -227,7 +227,10 @@ def part_of(page: Any, path: str) -> httpx.Response:
     split = urlsplit(page.url)
     token = split.query.removeprefix("token=")
     return httpx.get(
-        f"http://{split.netloc}/{path}", headers={"Authorization": f"Bearer {token}"}, timeout=30
+        f"http://{split.netloc}/{path}",
+        headers={"Authorization": f"Bearer {token}"},
+        timeout=30,
+        trust_env=False,
     )
 
 
