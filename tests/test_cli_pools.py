@@ -897,8 +897,9 @@ def test_the_log_stays_when_the_pool_has_ended_and_follows_while_it_runs(shell: 
 FILL = """
 import sys
 from polycephaly.cli import journal
+from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.output import Line
-journal.MAX_LOG_BYTES = 4000
+tuning.log_bytes = 4000
 one = journal.Journal("lab", in_background=True)
 for number in range(300):
     one.write_line(Line(f"line {number}", "lab.0", "stdout"))

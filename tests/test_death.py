@@ -384,7 +384,6 @@ def test_garbage_that_a_dead_drone_left_in_its_page_harms_nobody():
 def lose_large_messages():
     """They go by ZeroMQ, and are lost with this drone where a SIGKILL comes before ZeroMQ's thread
     has written them."""
-    from polycephaly.drone import executor
     from polycephaly.engines.local import drone as main
 
     sent = main.LocalDrone._send
@@ -392,7 +391,7 @@ def lose_large_messages():
         sum(map(len, frames)) < 10_000 and sent(drone, frames)
     )
     # So that results wait for company.
-    executor.BULK_DELIVERY_SECONDS = executor.FLUSH_INTERVAL_SECONDS = 60.0
+    tuning.bulk_delivery_seconds = tuning.flush_seconds = 60.0
 
 
 @local_only
@@ -404,10 +403,8 @@ def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_co
 
     def number(i):
         if i == 2:
-            from polycephaly.drone import executor
-
             # So that this one goes, by the fast transport, while the others are in ZeroMQ's hands.
-            executor.FLUSH_INTERVAL_SECONDS = 0.0
+            tuning.flush_seconds = 0.0
         elif i == 3:
             os._exit(3)
         return " " * 20_000 if i == 1 else i

@@ -28,7 +28,6 @@ import polycephaly as poly
 from polycephaly import green
 from polycephaly.errors import ItemLost
 from polycephaly.green import Channel, ChannelClosed, select, testing
-from polycephaly.green.distributed.ends import NEXT_HOLDER_GRACE_SECONDS
 from polycephaly.green.distributed.transport import get_transport
 from polycephaly.runtime.tuning import tuning
 
@@ -1138,10 +1137,10 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still():
         import polycephaly as poly
         from faults import wait_for
         from polycephaly.green import Channel
-        from polycephaly.green.distributed import ends
+        from polycephaly.runtime.tuning import tuning
         from test_far_channels import first_of, give_by, keep, keep_from, put_here
 
-        ends.NEXT_HOLDER_GRACE_SECONDS = 2.0
+        tuning.next_holder_seconds = 2.0
         with poly.Pool(2, output="discard") as pool:
             before, after = pool.drones
             ch = Channel(4)
@@ -1724,7 +1723,7 @@ def die_then_send(end, path, tries):
 
 def begin_slowly(path):
     if lines(path):
-        time.sleep(3 * NEXT_HOLDER_GRACE_SECONDS)
+        time.sleep(3 * tuning.next_holder_seconds)
 
 
 @pytest.mark.parametrize("tries", [2, 5])

@@ -22,6 +22,7 @@ from polycephaly.pool import profile as profiles
 from polycephaly.pool.profile import read_samples
 from polycephaly.runtime import sampler as samplers
 from polycephaly.runtime.sampler import OTHERS, StackSampler
+from polycephaly.runtime.tuning import tuning
 from polycephaly.timeline.flame import own_samples, page_of, speedscope_of
 from polycephaly.wire.messages import PROFILE
 
@@ -169,7 +170,7 @@ def test_a_drone_that_dies_meanwhile_is_named(gate, started):
 
 
 def test_a_drone_that_does_not_answer_is_named(started, monkeypatch):
-    monkeypatch.setattr(profiles, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(tuning, "profile_answer_seconds", 0.3)
     with poly.Pool(1) as pool:
         pool.doit("1")
         with pool.profile() as profile:
@@ -418,7 +419,7 @@ def test_frames_outside_are_left_out_and_a_stack_without_frames_is_c_code():
 
 
 def test_too_many_stacks_are_counted_as_others(monkeypatch):
-    monkeypatch.setattr(samplers, "MAX_STACKS", 1)
+    monkeypatch.setattr(tuning, "sampled_stacks", 1)
 
     def task(sampler):
         sampler._sample(1)
@@ -429,7 +430,7 @@ def test_too_many_stacks_are_counted_as_others(monkeypatch):
 
 
 def test_a_deep_stack_is_cut_to_its_innermost_frames(monkeypatch):
-    monkeypatch.setattr(samplers, "MAX_FRAMES", 2)
+    monkeypatch.setattr(tuning, "sampled_frames", 2)
     (stack,) = read_samples(sampled(lambda sampler: sampler._sample(1)))
     assert [frame[0].rpartition(".")[2] for frame in stack] == ["<lambda>", "_sample"]
 

@@ -17,7 +17,7 @@ from scripts import Script
 
 import polycephaly as poly
 from polycephaly.engines.remote import connection
-from polycephaly.server import admin
+from polycephaly.runtime.tuning import tuning
 from polycephaly.server.server import _process_name
 
 SOON = 30.0
@@ -347,7 +347,7 @@ def test_the_name_of_a_client_is_short_and_printable(properties, name):
 
 
 def test_who_asked_for_the_end_is_told_that_though_it_comes_at_once(pool, card, monkeypatch):
-    monkeypatch.setattr(admin, "REPLY_TIMEOUT_SECONDS", 30.0)
+    monkeypatch.setattr(tuning, "reply_seconds", 30.0)
     for _ in range(20):
         asked = threading.Event()
         with poly.serve(pool, file=card, on_stop=lambda now, asked=asked: asked.set()) as server:

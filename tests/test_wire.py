@@ -22,7 +22,8 @@ import polycephaly as poly
 from polycephaly.engines.local import drone as image_main
 from polycephaly.engines.local.drone import LocalDrone
 from polycephaly.engines.local.launcher import Launcher
-from polycephaly.wire import endpoint, fast_transport, messages
+from polycephaly.runtime.tuning import tuning
+from polycephaly.wire import endpoint, messages
 from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.messages import (
     HELLO,
@@ -185,7 +186,7 @@ def fill(transport):
 
 
 def test_a_message_may_wait_for_room_in_the_fast_transport(monkeypatch):
-    monkeypatch.setattr(fast_transport, "MAX_ROOM_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(tuning, "room_wait_seconds", 60.0)
     one, other = map(FastTransport, FastTransport.pair())
     assert not one.send_soon([b"W", b"x" * 200_000])  # there will never be room for that
     fill(one)
@@ -199,7 +200,7 @@ def test_a_message_may_wait_for_room_in_the_fast_transport(monkeypatch):
 
 
 def test_results_that_the_page_no_longer_keeps_wait_for_room_before_they_go_to_zeromq(monkeypatch):
-    monkeypatch.setattr(fast_transport, "MAX_ROOM_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(tuning, "room_wait_seconds", 60.0)
     mine, its = map(FastTransport, FastTransport.pair())
     drone, by_bulk = LocalDrone.__new__(LocalDrone), []
     drone._fast_transport, drone._send_by_bulk = its, by_bulk.append

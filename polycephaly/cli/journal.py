@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engines.remote.pool_registry import check_name
+from ..runtime.tuning import tuning
 from ..wire.output import Line, forward
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
-MAX_LOG_BYTES = 8 << 20
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _TERMINAL_FORMAT = "%(levelname)s: %(message)s"
 
@@ -55,7 +55,11 @@ class _LogFile(RotatingFileHandler):
     def __init__(self, path: Path, streams: bool) -> None:
         self._streams = streams
         super().__init__(
-            path, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace"
+            path,
+            maxBytes=tuning.log_bytes,
+            backupCount=1,
+            encoding="utf-8",
+            errors="backslashreplace",
         )
 
     def _open(self) -> TextIOWrapper:

@@ -32,6 +32,7 @@ from ..memory.references import RefTable, Serialized
 from ..promises import promise
 from ..promises.promise import pickling_state
 from ..runtime.sampler import MAX_HERTZ, SWITCH_SECONDS, StackSampler
+from ..runtime.tuning import tuning
 from ..timeline.event_log import EventLog, event_log
 from ..wire import placeholders
 from ..wire.messages import (
@@ -90,12 +91,8 @@ log = logging.getLogger(__name__)
 
 BRIEF_TASK_SECONDS = 0.001
 """For a shorter task, measuring the processor time is not worth while."""
-BULK_DELIVERY_SECONDS = 0.25
-"""Time that ZeroMQ's thread may take to write a message."""
-FLUSH_INTERVAL_SECONDS = 0.001
-"""Time that an outcome may wait for others to be sent with."""
-SLICE_FLUSH_INTERVAL_SECONDS = 0.0002
-"""The same for a slice: short, so that fewer results are unpickled at once."""
+SLICE_FLUSH_SECONDS = 0.0002
+"""`tuning.flush_seconds` for a slice: short, so that fewer results are unpickled at once."""
 
 
 class DroneExecutor:
@@ -124,7 +121,7 @@ class DroneExecutor:
         self._split_by_bulk = False
         self._last_done = 0
         self._last_flush = 0.0
-        self._last_bulk_send = -BULK_DELIVERY_SECONDS  # time when results last went by bulk
+        self._last_bulk_send = -tuning.bulk_delivery_seconds  # time when results last went by bulk
         self._stopping = False
         self._current = self._interrupt_target = 0
         self._pending_interrupts: set[int] = set()
@@ -256,7 +253,7 @@ class DroneExecutor:
                     outcomes.add(number, VALUE, started, finished, payload)
                     kept = outcomes.save_last()
             self._last_done = number
-            if not kept or finished - self._last_flush > FLUSH_INTERVAL_SECONDS:
+            if not kept or finished - self._last_flush > tuning.flush_seconds:
                 self._flush()
                 self._receive(wait=False)
                 finished = monotonic()
@@ -306,7 +303,7 @@ class DroneExecutor:
         outcomes.add(number, status, started, finished, payload, head)
         self._last_done = number
         flush_due = finished - self._last_flush > (
-            FLUSH_INTERVAL_SECONDS if task.kind != CALL_SLICE else SLICE_FLUSH_INTERVAL_SECONDS
+            tuning.flush_seconds if task.kind != CALL_SLICE else SLICE_FLUSH_SECONDS
         )
         # The last part of a slice must not outlive this drone if the part before may not.
         kept = not self._split_by_bulk and outcomes.save_last()
@@ -432,7 +429,7 @@ class DroneExecutor:
             since_bulk = self._last_flush - self._last_bulk_send
             # With overlapped tasks, `_last_done` is the last task before them.
             self._status_page.mark_all_answered(
-                self._last_done, by_fast_transport and since_bulk >= BULK_DELIVERY_SECONDS
+                self._last_done, by_fast_transport and since_bulk >= tuning.bulk_delivery_seconds
             )
 
     def send_requested_values(self) -> None:

@@ -20,6 +20,7 @@ from ..errors import Malformed
 from ..promises.combining import race
 from ..promises.promise import Signal, fulfill
 from ..runtime.sampler import MAX_HERTZ, StackSampler
+from ..runtime.tuning import tuning
 from ..timeline.flame import CONTROLLER, Samples, of_drones, own_samples, page_of, speedscope_of
 from ..wire.messages import PROFILE
 from .config import check_at_least
@@ -27,8 +28,6 @@ from .dispatcher import Dispatcher
 from .interfaces import State
 from .stacks import DroneRequest
 
-ANSWER_SECONDS = 5.0
-"""How long the drones may take to report their samples."""
 ENDED = "the drone ended before the block"
 TOP = 10
 """Functions in the text of a profile."""
@@ -103,10 +102,10 @@ class Profile:
     # -- the thread of the block -------------------------------------------------------------------
 
     def _collect(self, asked: Signal[list[SamplesRequest]]) -> None:
-        deadline = monotonic() + ANSWER_SECONDS
-        late = f"no answer within {ANSWER_SECONDS:g} s"
+        deadline = monotonic() + tuning.profile_answer_seconds
+        late = f"no answer within {tuning.profile_answer_seconds:g} s"
         with suppress(TimeoutError):
-            race(asked, self._dispatcher.ended).result(ANSWER_SECONDS)
+            race(asked, self._dispatcher.ended).result(tuning.profile_answer_seconds)
         if not asked.done():
             why = ENDED if self._dispatcher.has_ended else late
             self.missing = {handle.name: why for handle in self._dispatcher.profiled}

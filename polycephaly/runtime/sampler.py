@@ -17,13 +17,9 @@ from typing import Any
 
 from .._compat import current_frames
 from .fork_guard import OwnThread
+from .tuning import tuning
 
 MAX_HERTZ = 1000
-MAX_FRAMES = 200
-"""Innermost frames of one stack: a deep recursion would fill megabytes."""
-MAX_STACKS = 2000
-"""Distinct stacks of one process. The samples of any further ones are counted under `OTHERS`."""
-
 OTHERS = ("others", "", 0)
 """The frame of samples whose stacks are not known."""
 C_CODE = ("C code of a task", "", 0)
@@ -93,7 +89,7 @@ class StackSampler:
         frames = current_frames()
         for thread, boundary in self._targets():
             key = self._key(frames.get(thread), boundary)
-            if key in self._counts or (key and len(self._counts) < MAX_STACKS):
+            if key in self._counts or (key and len(self._counts) < tuning.sampled_stacks):
                 self._counts[key] = self._counts.get(key, 0) + count
             elif key:
                 self._others += count
@@ -102,7 +98,7 @@ class StackSampler:
         """Return the key of the stack; () if no task runs there."""
         codes = self._codes
         entries: list[int] = []
-        while frame is not None and len(entries) < 2 * MAX_FRAMES:
+        while frame is not None and len(entries) < 2 * tuning.sampled_frames:
             code = frame.f_code
             if code.co_filename == boundary:
                 return tuple(entries)

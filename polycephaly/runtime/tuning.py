@@ -42,6 +42,15 @@ class Tuning:
     and threads of LLVM's and Intel's OpenMP spin for 200 ms (`KMP_BLOCKTIME`) before they wait.
     """
 
+    room_wait_seconds: float = 1.0
+    """Time that a drone waits for the controller to read, before its message goes by ZeroMQ."""
+    flush_seconds: float = 0.001
+    """Time that an outcome may wait in its drone for others to be sent with."""
+    bulk_delivery_seconds: float = 0.25
+    """Time that ZeroMQ's thread may take to write a message."""
+    next_holder_seconds: float = 0.1
+    """Time for the next holder of a channel's end to report, after the last one has died."""
+
     describe_items: bool = True
     """Whether the error of a `map` has a note with the shortened `repr` of its item. The index is
     there in any case. Read in drones, too.
@@ -69,6 +78,16 @@ class Tuning:
     code string has a name of its own.
     """
 
+    # Profiles and logs
+    profile_answer_seconds: float = 5.0
+    """Time for the drones to report their samples."""
+    sampled_frames: int = 200
+    """Innermost frames of one sampled stack: a deep recursion would fill megabytes."""
+    sampled_stacks: int = 2000
+    """Distinct stacks of one process in a profile. The samples of others are added up together."""
+    log_bytes: int = 8 << 20
+    """Size at which the log of a pool is rotated."""
+
     # Served pools
     client_check_seconds: float = 1.0
     """Time between two checks for silent clients."""
@@ -78,6 +97,8 @@ class Tuning:
     """Time between two heartbeats (ALIVE) of a client."""
     handshake_seconds: float = 5.0
     """Time for a connection to prove that its key is allowed. Read when a server is made."""
+    reply_seconds: float = 1.0
+    """Time that closing a server waits for each reply in preparation."""
     unread_bytes: int = 64 << 20
     """Bytes that may lie ready in libzmq for a client, beside the message that exceeds this."""
     unseen_bytes: int = 8 << 20

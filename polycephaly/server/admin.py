@@ -21,6 +21,7 @@ from ..pool.collecting import take_news
 from ..pool.status import IDENTITY_FIELDS, describe_identity
 from ..promises.promise import Promise
 from ..runtime import fork_guard
+from ..runtime.tuning import tuning
 from ..store.shared import Shared, store_pickled
 from ..timeline.plain import pack_timeline
 from ..timeline.timeline import Timeline
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ..pool.pool import Pool
 
 TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines
-REPLY_TIMEOUT_SECONDS = 1.0  # closing the server waits so long for each reply in preparation
 
 
 class AdministeredServer(Protocol):
@@ -73,7 +73,7 @@ class AdminService:
         self._reply_threads: set[threading.Thread] = set()
 
     def wait_for_replies(self) -> None:
-        """Wait for replies in preparation, at most `REPLY_TIMEOUT_SECONDS` for each.
+        """Wait for replies in preparation, at most `tuning.reply_seconds` for each.
 
         So a client that asks for the server's end usually gets a reply. Only the replies of
         short-lived threads are waited for.
@@ -81,7 +81,7 @@ class AdminService:
         for thread in list(self._reply_threads):
             # A thread that is just being started cannot be joined yet.
             if thread is not threading.current_thread() and thread.is_alive():
-                thread.join(REPLY_TIMEOUT_SECONDS)
+                thread.join(tuning.reply_seconds)
 
     def handle_request(self, client: Client, request: dict[str, Any]) -> None:
         """Reply to an admin request, at once or later. Raise `Malformed` for a malformed one."""

@@ -26,10 +26,10 @@ from struct import Struct
 from typing import Any
 
 from ..errors import Malformed
+from ..runtime.tuning import tuning
 
 # Of a packet's frames; the kernel's default buffer holds four such packets.
 MAX_PACKET_BYTES = 48 * 1024
-MAX_ROOM_WAIT_SECONDS = 1.0  # for the other end to read
 _PACKET_HEADER = Struct("<IB")  # bytes of the head, and number of frames
 
 
@@ -65,7 +65,7 @@ class FastTransport:
             return False
         poller = select.poll()
         poller.register(self._socket, select.POLLOUT)
-        poller.poll(MAX_ROOM_WAIT_SECONDS * 1000)
+        poller.poll(tuning.room_wait_seconds * 1000)
         return self.send(frames)
 
     def receive(self) -> list[Any] | None:

@@ -33,6 +33,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ...errors import ChannelClosed, DroneDied
 from ...promises.promise import pickling_state
+from ...runtime.tuning import tuning
 from ...wire import placeholders
 from .. import channel as channels
 from ..channel import Channel, Receiver, Sender
@@ -45,8 +46,6 @@ T = TypeVar("T")
 
 _NO_TOKEN = 0  # token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
-# After the last holder of an end has died, for the next holder to report.
-NEXT_HOLDER_GRACE_SECONDS = 0.1
 # A call waits this long until its drone has reported the ends that came with the call: for ever
 # would be too long for a green thread that holds the scheduler and itself waits for that call.
 REPORT_TIMEOUT_SECONDS = 5.0
@@ -389,7 +388,9 @@ def _drop_misplaced(channel: Any, number: int, report: _Report) -> None:
 
 def _after_grace(action: Callable[[], object], steps: int = GRACE_STEPS) -> None:
     callback = partial(_after_grace, action, steps - 1) if steps > 1 else action
-    scheduler.timers.set(scheduler.timers.now() + NEXT_HOLDER_GRACE_SECONDS / GRACE_STEPS, callback)
+    scheduler.timers.set(
+        scheduler.timers.now() + tuning.next_holder_seconds / GRACE_STEPS, callback
+    )
 
 
 def _remove_if_abandoned(channel: Any, number: int, loss: str, cause: BaseException | None) -> None:
