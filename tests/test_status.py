@@ -33,6 +33,14 @@ def reactor():
 # -- without processes -----------------------------------------------------------------------------
 
 
+def test_the_time_since_a_task_was_sent_is_told_by_the_clock_of_the_pool(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    give(dispatcher, task)
+    reactor.pass_(70)
+    (drone,) = describe_pool(dispatcher)["drones"]
+    assert drone["seconds"] == 70 and drone["state"] == "busy"
+
+
 def test_each_task_counts_where_it_is(reactor):
     dispatcher, value = dispatcher_of(reactor, 2), Promise()
     assert counts(dispatcher) == (0, 0, 0, 0)

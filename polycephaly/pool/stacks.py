@@ -306,10 +306,10 @@ def _unanswered(request: StackRequest, timeout: float) -> Stack:
 def _describe(task: Task | None) -> dict[str, Any]:
     if task is None:
         return {}
-    sending = task.sending
+    sending, now = task.sending, task.dispatcher.reactor.timers.now()
     return {
         "task": task.definition.label,
         "number": task.number,
         "item": task.item,
-        "seconds": None if sending is None else max(0.0, monotonic() - sending.at),
+        "seconds": None if sending is None else max(0.0, now - sending.at),
     }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.version import __version__
@@ -96,13 +95,13 @@ def _describe_activity(handle: DroneHandle) -> dict[str, Any]:
     running = handle.running_task()
     if running is not None and running.sending is not None:
         since = running.sending.at
-    waiting = handle.waiting
+    now, waiting = handle.dispatcher.reactor.timers.now(), handle.waiting
     return {
         "state": drone_state(handle),
         "running": running_label(handle),
         "item": None if running is None else running.item,
         "client": None if running is None else running.client_tag.partition(" ")[2] or None,
-        "seconds": None if since is None else max(0.0, monotonic() - since),
+        "seconds": None if since is None else max(0.0, now - since),
         "waiting": None if waiting is None else waiting.as_dict() | {"seconds": waiting.seconds},
         "memory": held_memory(handle),
         "processor": handle.processor_seconds(),
