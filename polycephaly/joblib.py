@@ -19,7 +19,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 from mmap import mmap
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -28,7 +27,7 @@ from .drone.child import call_as_imported
 from .pool.pool import Pool
 from .promises.promise import Promise
 from .store.shared import Shared
-from .wire.pickling import ATOMIC_TYPES, MainSnapshot, main_namespace
+from .wire.pickling import ATOMIC_TYPES, MainSnapshot, extra_reducers, main_namespace
 
 try:
     import joblib
@@ -49,8 +48,8 @@ except ImportError as error:
 
 __all__ = ["PolycephalyBackend", "register"]
 
-MAX_KEPT_ARRAYS = 8
-"""Number of arrays that stay in shared memory for later calls."""
+MAX_BATCHES = 8
+"""Number of batches for which an array stays in shared memory that none of them uses."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -92,10 +91,11 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         Maximum number of threads of native libraries in each drone. By default the cores are
         divided among the drones.
     max_nbytes
-        An array of this size or more that several calls of one `Parallel` are given is copied once
-        (joblib's default is "1M"). A call may write into the array, and no other call sees that.
-        None: copy the array for each call. A memory map of a file arrives as a memory map, and
-        writes to it go to the file.
+        An array of this size or more that several calls of one `Parallel` are given is copied
+        once, also inside a data frame, a sparse matrix, a list or another object (joblib's default
+        is "1M"). A call may write into the array, and no other call sees that. None: copy the array
+        for each call. A memory map of a file arrives as a memory map, and writes to it go to the
+        file.
 
     Notes
     -----
@@ -114,7 +114,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         self._pool: Pool | None = None
         self._pool_options: dict[str, Any] = {}
         self._under_way: dict[Promise[Any], None] = {}  # in the order of submission
-        self._arrays = _SharedArrays(None)
+        self._arrays = _SharedArrays(None, None)
         self._newest_parallel: Callable[[], Any] = lambda: None
 
     @property
@@ -164,7 +164,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
             self._pool.refresh()
         if parallel is not None:
             self._newest_parallel = weakref.ref(parallel)
-        self._arrays = _SharedArrays(max_nbytes)
+        self._arrays = _SharedArrays(self._pool, max_nbytes)
         return n_jobs
 
     def _start_pool(
@@ -197,10 +197,10 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
     def terminate(self) -> None:
         """End the call of `Parallel`, or the ``with Parallel(...)`` block."""
         self.reset_batch_stats()
-        # A fresh object, because an outer call continues to use `_arrays`.
-        self._arrays = _SharedArrays(self._arrays.min_bytes)
         if joblib.parallel.get_active_backend()[0] is not self:
             self._end_pool()
+        # A fresh object, because an outer call continues to use `_arrays`.
+        self._arrays = _SharedArrays(self._pool, self._arrays.min_bytes)
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """Withdraw the waiting batches and interrupt the running ones. The pool continues."""
@@ -213,9 +213,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
     def submit(self, func: Any, callback: Callable[[Any], object] | None = None) -> Promise[Any]:
         promise: Promise[Any]
         try:
-            assert self._pool is not None
-            func.items = self._arrays.replace_arrays(self._pool, func.items)
-            promise = self._pool.submit(run_batch, func)
+            promise = self._arrays.submit(func)
         # joblib submits from callbacks too, and no caller would see an error that is raised there.
         except Exception as error:
             promise = Promise()
@@ -304,18 +302,6 @@ def _limit_threads(threads: int) -> None:
     threadpoolctl.threadpool_limits({"openmp": 1, "blas": threads})
 
 
-class _MemmapReference:
-    """Stands for an array that is, or is part of, a memory map of a file. Unpickled as the same
-    map.
-    """
-
-    def __init__(self, array: Any) -> None:
-        self._reduced = reduce_array_memmap_backward(array)
-
-    def __reduce__(self) -> Any:
-        return self._reduced
-
-
 def _is_file_backed(array: Any) -> bool:
     numpy = sys.modules.get("numpy")
     while numpy is not None and isinstance(array, numpy.ndarray):
@@ -326,54 +312,63 @@ def _is_file_backed(array: Any) -> bool:
 
 
 class _SharedArrays:
-    """The large arrays that calls of one `Parallel` are given, each in shared memory once.
+    """The large arrays in the calls of one `Parallel`, each in shared memory once.
 
-    Holds the last `MAX_KEPT_ARRAYS` arrays, and each only as long as the caller has the array. As
-    with joblib's own backends, the drones do not see the caller's writes into an array during the
-    call of `Parallel`, and memory maps of files arrive as memory maps. Used under joblib's lock.
+    A table of reducers by type: wherever an array stands in a call (in a data frame, a list, an
+    estimator), its place in shared memory is pickled instead. Holds the arrays of the last
+    `MAX_BATCHES` batches, and each only as long as the caller has the array. As with joblib's own
+    backends, the drones do not see the caller's writes into an array during the call of `Parallel`,
+    and memory maps of files arrive as memory maps. Used under joblib's lock.
     """
 
-    def __init__(self, min_bytes: int | None) -> None:
+    def __init__(self, pool: Pool | None, min_bytes: int | None) -> None:
+        self._pool = pool
         self.min_bytes = min_bytes
-        self._shared: dict[int, tuple[weakref.ref[Any], Shared[Any]]] = {}
+        self._batch = 0
+        # By `id`, those that were used last at the end, each with the number of its last batch.
+        self._shared: dict[int, tuple[weakref.ref[Any], Shared[Any], int]] = {}
 
-    def replace_arrays(self, pool: Pool, calls: list[Call]) -> list[Call]:
-        kinds = {
-            type(arg)
-            for _, args, kwargs in calls
-            for arg in (chain(args, kwargs.values()) if kwargs else args)
-        }
-        if not any(hasattr(kind, "nbytes") for kind in kinds):
-            return calls
-        return [
-            (
-                fn,
-                tuple(self._replace_argument(pool, arg) for arg in args),
-                {name: self._replace_argument(pool, arg) for name, arg in kwargs.items()},
-            )
-            for fn, args, kwargs in calls
-        ]
+    def submit(self, batch: Any) -> Promise[Any]:
+        assert self._pool is not None
+        self._batch += 1
+        with extra_reducers(self):
+            promise = self._pool.submit(run_batch, batch)
+        for key in list(self._shared):
+            _, _, last_batch = self._shared.get(key, (None, None, 0))
+            if last_batch > self._batch - MAX_BATCHES:
+                break
+            self._shared.pop(key, None)
+        return promise
 
-    def _replace_argument(self, pool: Pool, arg: Any) -> Any:
-        if _is_file_backed(arg):
-            return _MemmapReference(arg)
-        size = getattr(arg, "nbytes", None)
+    def __getitem__(self, kind: type) -> Callable[[Any], Any]:
+        if hasattr(kind, "nbytes") and kind.__weakrefoffset__:
+            return self._reduce
+        raise KeyError(kind)
+
+    def _reduce(self, array: Any) -> Any:
+        if _is_file_backed(array):
+            return reduce_array_memmap_backward(array)
+        return (self._find_or_share(array) or array).__reduce_ex__(5)
+
+    def _find_or_share(self, array: Any) -> Shared[Any] | None:
+        size = array.nbytes
         if (
             self.min_bytes is None
             or not isinstance(size, int)
             or size < self.min_bytes
-            or not type(arg).__weakrefoffset__
+            # Its objects may refer to what is pickled around it.
+            or getattr(getattr(array, "dtype", None), "hasobject", False)
         ):
-            return arg
-        key, shared = id(arg), self._shared
-        reference, handle = shared.pop(key, (None, None))
-        if reference is None or handle is None or reference() is not arg:
+            return None
+        assert self._pool is not None
+        key, shared = id(array), self._shared
+        reference, handle, _ = shared.pop(key, (None, None, 0))
+        if reference is None or handle is None or reference() is not array:
             try:
-                handle = pool.share(arg)
+                with extra_reducers(None):
+                    handle = self._pool.share(array)
             except MemoryError:  # no room: the array is passed as any argument
-                return arg
-            reference = weakref.ref(arg, lambda _: shared.pop(key, None))
-        shared[key] = reference, handle
-        if len(shared) > MAX_KEPT_ARRAYS:
-            shared.pop(next(iter(shared)), None)
+                return None
+            reference = weakref.ref(array, lambda _: shared.pop(key, None))
+        shared[key] = reference, handle, self._batch
         return handle

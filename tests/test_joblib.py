@@ -402,6 +402,44 @@ def test_large_arrays_are_shared_and_what_a_call_writes_is_its_own():
         ) == list(range(1, 10))
 
 
+class Table:
+    def __init__(self, array):
+        self.columns = {"first": [array]}
+        self.whole = self
+
+
+def read_and_scribble(table, i):
+    return scribble(table.columns["first"][0], i)
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["plain", "by value"])
+def test_an_array_is_shared_once_wherever_it_stands_in_a_call(monkeypatch, local):
+    """As in a data frame, a sparse matrix, an estimator, or captured by a function."""
+    shared, share = [], poly.Pool.share
+    monkeypatch.setattr(
+        poly.Pool, "share", lambda pool, value: shared.append(value) or share(pool, value)
+    )
+    array = numpy.arange(300_000.0)
+    table, fn = Table(array), read_and_scribble
+    if local:
+        fn = lambda table, i: read_and_scribble(table, i)  # noqa: E731
+    with parallel_config("polycephaly", n_jobs=2):
+        seen = Parallel(batch_size=1)(delayed(fn)(table, i) for i in range(20))
+        seen += Parallel(batch_size=1)(delayed(lambda i: float(array[i]))(i) for i in range(20))
+    assert seen == 2 * list(map(float, range(20))) and array[5] == 5
+    assert [each is array for each in shared] == [True, True]  # once in each call of Parallel
+
+
+def test_an_array_whose_objects_refer_to_it_stays_one_with_them():
+    cells = numpy.empty(200_000, object)
+    cells[0] = Table(cells)
+    with parallel_config("polycephaly", n_jobs=2):
+        (same,) = Parallel()(
+            delayed(lambda cells: cells[0].columns["first"][0] is cells)(cells) for _ in range(1)
+        )
+    assert same
+
+
 def test_arrays_of_one_call_each_do_not_stay():
     """More of them than there may be at a time: 30 of 2 MB, of which 8 are kept and some are under
     way."""
@@ -416,7 +454,7 @@ def test_arrays_of_one_call_each_do_not_stay():
 
         backend_of = backend()
         assert Parallel(batch_size=1)(source()) == list(range(30))
-        assert max(most) <= poly.joblib.MAX_KEPT_ARRAYS
+        assert max(most) <= poly.joblib.MAX_BATCHES
         assert not backend_of._arrays._shared
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal
+from ..runtime.timers import Timers
 from ..wire.functions import FunctionRegistry
 from ..wire.output import Line, Listener
 from .retry import Retry
@@ -44,6 +45,12 @@ class EventLoop(Protocol):
     def call_later(self, seconds: float, callback: Callable[[], object], /) -> object: ...
     def deliver(self, callback: Callable[[], object], /) -> None: ...
     def drive(self, promise: Promise[Any], deadline: float | None, /) -> None: ...
+
+
+class TimedLoop(EventLoop, Protocol):
+    """Any thread may call `timers.now`."""
+
+    timers: Timers
 
 
 class AssignedDrone(Protocol):
@@ -104,7 +111,7 @@ class HandleOwner(Protocol):
     @property
     def resources(self) -> ResourceOwner: ...
     @property
-    def reactor(self) -> EventLoop: ...
+    def reactor(self) -> TimedLoop: ...
     def post(self, callback: Callable[..., object], /, *args: Any) -> None: ...
     def call_later(self, seconds: float, callback: Callable[..., object], /, *args: Any) -> Any: ...
     def has_waiting_task_for(self, handle: Any, /) -> bool: ...

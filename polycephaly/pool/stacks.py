@@ -279,7 +279,7 @@ def _stack(handle: DroneHandle, answer: _Answer) -> Stack:
         handle.name,
         handle.pid,
         "busy" if answer.frames else answer.state,
-        **_describe(tasks.get(current)),
+        **_describe(handle, tasks.get(current)),
         frames=_read(answer.frames.get(current, ())),
         threads=tuple((name, _read(frames)) for name, frames in [*beside, *answer.threads]),
     )
@@ -300,13 +300,13 @@ def _unanswered(request: StackRequest, timeout: float) -> Stack:
             f"not asked within {timeout:g} s: the thread of the pool is busy, perhaps with a "
             "callback of a promise that does not return"
         )
-    return Stack(handle.name, handle.pid, state, **_describe(handle.running_task()))
+    return Stack(handle.name, handle.pid, state, **_describe(handle, handle.running_task()))
 
 
-def _describe(task: Task | None) -> dict[str, Any]:
+def _describe(handle: DroneHandle, task: Task | None) -> dict[str, Any]:
     if task is None:
         return {}
-    sending, now = task.sending, task.dispatcher.reactor.timers.now()
+    sending, now = task.sending, handle.dispatcher.reactor.timers.now()
     return {
         "task": task.definition.label,
         "number": task.number,

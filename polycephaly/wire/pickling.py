@@ -27,7 +27,8 @@ import pickle
 import sys
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pickle import PickleBuffer, dumps
 from types import CodeType, FunctionType
 from typing import Any
@@ -187,7 +188,7 @@ def pack(
     if store is None:
         return capture(value, snapshot)
     names_main = False
-    if not bulky:
+    if not bulky and _extra.reducers is None:
         try:
             plain = dumps(value, 5, buffer_callback=_only_small)
         except NeedsPlaceholder:
@@ -426,13 +427,36 @@ def _make_code(lines: str, make: Any, args: tuple[Any, ...]) -> CodeType:
     return code
 
 
+class _ExtraReducers(threading.local):
+    reducers: Any = None
+
+
+_extra = _ExtraReducers()
+
+
+@contextmanager
+def extra_reducers(reducers: Any) -> Iterator[None]:
+    """In this block and thread, `pack` asks `reducers` too: a table of reducers by type, or None.
+
+    Reducers that are registered for a type come first.
+    """
+    outer, _extra.reducers = _extra.reducers, reducers
+    try:
+        yield
+    finally:
+        _extra.reducers = outer
+
+
+def _with_extra(*tables: Any) -> ChainMap[Any, Any]:
+    return ChainMap(*tables) if _extra.reducers is None else ChainMap(*tables, _extra.reducers)
+
+
 class _Plain(pickle.Pickler):
     def __init__(
         self, target: Any, snapshot: MainSnapshot, out_of_band: Callable[[PickleBuffer], bool]
     ) -> None:
         super().__init__(target, protocol=5, buffer_callback=out_of_band)
-        registered: Any = copyreg.dispatch_table
-        self.dispatch_table = ChainMap(_REDUCERS, registered)
+        self.dispatch_table = _with_extra(_REDUCERS, copyreg.dispatch_table)
 
 
 class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
@@ -443,6 +467,7 @@ class _Capture(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
         self, target: Any, snapshot: MainSnapshot, out_of_band: Callable[[PickleBuffer], bool]
     ) -> None:
+        self.dispatch_table = _with_extra(*type(self).dispatch_table.maps)  # read by __init__
         super().__init__(target, protocol=5, buffer_callback=out_of_band)
         self._snapshot = snapshot
 
