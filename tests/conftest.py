@@ -39,6 +39,8 @@ import pytest
 import pytest_timeout
 import tiers
 
+from polycephaly.green.testing import Clock, virtual_time
+
 TESTS = Path(__file__).parent
 
 # Tests at once to a worker: neighbours, as they share fixtures; not more, so that no worker is last
@@ -306,6 +308,14 @@ def pytest_exception_interact(node: Any, call: pytest.CallInfo[Any]) -> None:
     leaves work behind, for which the end of its pool may wait for ever."""
     if call.when == "call":
         _set_hard_deadline(node)
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    """Virtual time for the test's green threads: sleeps and time limits take none, and are exact.
+    While a promise of others or asyncio code is waited for, the test has to `advance` it."""
+    with virtual_time() as clock:
+        yield clock
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from faults import wait_for
 
 import polycephaly as poly
 from polycephaly import green
+from polycephaly.green.testing import all_waiting
 
 
 async def forever():
@@ -401,7 +402,7 @@ def test_who_is_cancelled_in_a_block_cancels_its_threads_first():
     ):
         ended.names.clear()
         thread = green.spawn(fn)
-        run(green.sleep, 0.01)
+        run(all_waiting)
         thread.cancel()
         with pytest.raises(CancelledError):
             thread.result(30)
@@ -425,7 +426,7 @@ def test_who_is_cancelled_twice_waits_for_its_threads_all_the_same():
 
     async def main():
         thread = green.spawn(outer)
-        await green.sleep(0.001)
+        await all_waiting()
         thread.cancel()
         await green.sleep(0)
         await green.sleep(0)
@@ -515,7 +516,7 @@ def test_nested_groups_end_from_the_inside_out():
     async def main():
         async with green.Group() as group:
             group.spawn(inner)
-            await green.sleep(0.001)
+            await all_waiting()
             group.spawn(fail, KeyError())
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -582,35 +583,33 @@ def test_both_blocks_cancelled_at_once_both_end():
 
 
 @pytest.mark.parametrize("in_body", [False, True])
-def test_a_timeout_around_a_group_ends_its_threads(in_body):
+def test_a_timeout_around_a_group_ends_its_threads(in_body, clock):
     ended = Ended()
 
     async def main():
-        while not ended.names:  # on a busy machine the time may be over before it has begun
-            with pytest.raises(TimeoutError):
-                async with green.timeout(0.01), green.Group() as group:
-                    group.spawn(ended.forever)
-                    if in_body:
-                        await forever()
-            await green.sleep(0)
-        return ended.names
+        with pytest.raises(TimeoutError):
+            async with green.timeout(1), green.Group() as group:
+                group.spawn(ended.forever)
+                if in_body:
+                    await forever()
+        return ended.names, clock.time()
 
-    assert run(main) == ["forever"]
+    assert run(main) == (["forever"], 1)
 
 
-def test_a_timeout_in_a_group_is_an_error_of_the_group():
+def test_a_timeout_in_a_group_is_an_error_of_the_group(clock):
     async def main():
         async with green.Group() as group:
             group.spawn(forever)
-            async with green.timeout(0.01):
+            async with green.timeout(1):
                 await forever()
 
     with pytest.raises(ExceptionGroup) as caught:
         run(main)
-    assert kinds(caught.value) == [TimeoutError]
+    assert kinds(caught.value) == [TimeoutError] and clock.time() == 1
 
 
-def test_an_error_in_a_member_that_a_timeout_cancels_passes_the_timeout():
+def test_an_error_in_a_member_that_a_timeout_cancels_passes_the_timeout(clock):
     async def fails_when_cancelled():
         try:
             await forever()
@@ -618,21 +617,21 @@ def test_an_error_in_a_member_that_a_timeout_cancels_passes_the_timeout():
             raise KeyError("cleanup")
 
     async def main():
-        async with green.timeout(0.01), green.Group() as group:
+        async with green.timeout(1), green.Group() as group:
             group.spawn(fails_when_cancelled)
 
     with pytest.raises(ExceptionGroup) as caught:
         run(main)
-    assert kinds(caught.value) == [KeyError]
+    assert kinds(caught.value) == [KeyError] and clock.time() == 1
 
 
-def test_timeouts_and_groups_nested_at_will_end_their_own_blocks():
+def test_timeouts_and_groups_nested_at_will_end_their_own_blocks(clock):
     async def main():
         told = []
         async with green.timeout(100), green.Group() as outer:
             outer.spawn(value, 1)
             try:
-                async with green.timeout(0.005), green.Group() as group:
+                async with green.timeout(1), green.Group() as group:
                     group.spawn(forever)
                     try:
                         async with green.timeout(50):
@@ -642,42 +641,44 @@ def test_timeouts_and_groups_nested_at_will_end_their_own_blocks():
             except TimeoutError:
                 told.append("right")
             await green.sleep(0)
-        return told
+        return told, clock.time()
 
-    assert run(main) == ["right"]
+    assert run(main) == (["right"], 1)
 
 
-def test_a_group_and_a_timeout_that_end_at_the_same_time_leave_nothing_behind():
-    async def fails_in(seconds):
+@pytest.mark.parametrize("seconds", [1, 2, 3])
+def test_a_group_and_a_timeout_that_end_at_the_same_time_leave_nothing_behind(seconds, clock):
+    async def fails():
         await green.sleep(seconds)
         raise KeyError
 
     async def main():
-        seen = set()
-        for _ in range(30):
-            try:
-                async with green.timeout(0.002), green.Group() as group:
-                    group.spawn(fails_in, 0.002)
-                    await forever()
-            except (TimeoutError, ExceptionGroup) as error:
-                seen.add(type(error))
-            await green.sleep(0)
-            await green.sleep(0)
-        return seen <= {TimeoutError, ExceptionGroup}
+        green.spawn(both_are_due)
+        with pytest.raises(ExceptionGroup) as caught:
+            async with green.timeout(2), green.Group() as group:
+                group.spawn(fails)
+                await forever()
+        await green.sleep(0)
+        await green.sleep(0)
+        return kinds(caught.value), clock.time()
 
-    assert run(main)
+    async def both_are_due():
+        await all_waiting()
+        clock.advance(3)
+
+    assert run(main) == ([KeyError], 3)
 
 
-def test_a_cancel_that_was_asked_for_before_a_timeout_block_is_not_taken_for_its_timeout():
+def test_a_cancel_that_was_asked_for_before_a_timeout_block_is_not_taken_for_its_timeout(clock):
     in_call, asked = threading.Event(), threading.Event()
 
     async def worker():
         await green.call(lambda: (in_call.set(), asked.wait(30)))
-        async with green.timeout(0.05):
+        async with green.timeout(1):
             try:
                 await green.Event().wait()
             finally:
-                await green.sleep(0.15)
+                await green.sleep(3)
 
     thread = green.spawn(worker)
     in_call.wait()
@@ -685,15 +686,20 @@ def test_a_cancel_that_was_asked_for_before_a_timeout_block_is_not_taken_for_its
     asked.set()
     with pytest.raises(CancelledError):
         thread.result(30)
+    assert clock.time() == 3
 
 
-def test_each_time_limit_around_a_call_counts_however_many_came_before():
+def test_each_time_limit_around_a_call_counts_however_many_came_before(clock):
+    def returns_too_late(limit):
+        clock.advance(1)
+        wait_for(lambda: limit.expired)
+
     async def main():
         late = 0
         for _ in range(5):
             try:
-                async with green.timeout(0.01) as limit:
-                    await green.call(wait_for, lambda limit=limit: limit.expired)
+                async with green.timeout(1) as limit:
+                    await green.call(returns_too_late, limit)
             except TimeoutError:
                 late += 1
         return late

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import CancelledError
 
 import pytest
@@ -17,6 +16,7 @@ from scripts import Script, output_of, run_script
 
 import polycephaly as poly
 from polycephaly import green
+from polycephaly.green.testing import all_waiting
 
 var = contextvars.ContextVar("var", default="unset")
 
@@ -429,33 +429,24 @@ def test_to_await_a_cancelled_thread_is_an_error_and_no_cancellation():
 # -- sleeping, timeouts ----------------------------------------------------------------------------
 
 
-def test_sleepers_wake_in_the_order_of_their_times():
-    order = []
+def test_sleepers_wake_in_the_order_of_their_times(clock):
+    woken = []
 
     async def sleeper(i):
-        await green.sleep(0.02 * i)
-        order.append(i)
+        await green.sleep(i)
+        woken.append((i, clock.time()))
 
-    async def main():
-        began = time.monotonic()
-        threads = [green.spawn(sleeper, i) for i in (3, 1, 2)]
-        await green.sleep(0)
-        spread = time.monotonic() - began  # of their times to go to sleep
-        for each in threads:
-            await each
-        return spread
-
-    spread = green.run(main)
-    assert order == [1, 2, 3] or spread > 0.01
+    green.par(*(sleeper(i) for i in (3, 1, 2)))
+    assert woken == [(1, 1), (2, 2), (3, 3)]
 
 
 @pytest.mark.guarantee("green-15")
-def test_a_timeout_becomes_an_error_at_the_end_of_its_block():
+def test_a_timeout_becomes_an_error_at_the_end_of_its_block(clock):
     async def main():
         with pytest.raises(TimeoutError, match=r"0\.01 s"):
             async with green.timeout(0.01) as limit:
                 await forever()
-        assert limit.expired
+        assert limit.expired and clock.time() == 0.01
         async with green.timeout(100) as limit:
             await green.sleep(0)
         async with green.timeout(None):
@@ -468,9 +459,9 @@ def test_a_timeout_becomes_an_error_at_the_end_of_its_block():
 
 @pytest.mark.guarantee("green-15")
 @pytest.mark.parametrize(
-    ("outer", "inner", "whose"), [(0.01, 100, "outer"), (100, 0.01, "inner"), (0.01, 0.01, "any")]
+    ("outer", "inner", "whose"), [(1, 100, "outer"), (100, 1, "inner"), (1, 1, "outer")]
 )
-def test_nested_timeouts_each_end_their_own_block(outer, inner, whose):
+def test_nested_timeouts_each_end_their_own_block(outer, inner, whose, clock):
     async def main():
         try:
             async with green.timeout(outer):
@@ -482,29 +473,27 @@ def test_nested_timeouts_each_end_their_own_block(outer, inner, whose):
         except TimeoutError:
             return "outer"
 
-    told = green.run(main)
-    assert told == whose or (whose == "any" and told in ("outer", "inner"))
+    assert green.run(main) == whose and clock.time() == 1
 
 
 @pytest.mark.guarantee("green-15")
-def test_a_timeout_that_comes_at_the_very_end_hits_nothing_after_the_block():
+def test_a_timeout_that_comes_at_the_very_end_hits_nothing_after_the_block(clock):
     async def main():
-        for _ in range(20):
-            with pytest.raises(TimeoutError):
-                async with green.timeout(0.001):
-                    await green.sleep(0)
-                    time.sleep(0.002)  # it expires within this step
-                    await green.sleep(0)
-            await green.sleep(0)
+        with pytest.raises(TimeoutError):
+            async with green.timeout(1):
+                await green.sleep(0)
+                clock.advance(2)  # it expires within this step
+                await green.sleep(0)
+        await green.sleep(0)
         return "on"
 
     assert green.run(main) == "on"
 
 
-def test_a_block_that_caught_the_interruption_of_its_timeout_ends():
+def test_a_block_that_caught_the_interruption_of_its_timeout_ends(clock):
     async def main():
         try:
-            async with green.timeout(0.01):
+            async with green.timeout(1):
                 try:
                     await forever()
                 except green.Cancelled:
@@ -513,12 +502,12 @@ def test_a_block_that_caught_the_interruption_of_its_timeout_ends():
             pass
         return "on"
 
-    assert green.spawn(main).result(30) == "on"
+    assert green.spawn(main).result(30) == "on" and clock.time() == 1
 
 
-def test_an_error_from_a_finally_clause_passes_a_timeout():
+def test_an_error_from_a_finally_clause_passes_a_timeout(clock):
     async def main():
-        async with green.timeout(0.01):
+        async with green.timeout(1):
             try:
                 await forever()
             finally:
@@ -526,6 +515,7 @@ def test_an_error_from_a_finally_clause_passes_a_timeout():
 
     with pytest.raises(KeyError, match="cleanup"):
         green.spawn(main).result(30)
+    assert clock.time() == 1
 
 
 def test_an_outer_cancel_passes_a_timeout():
@@ -534,7 +524,7 @@ def test_an_outer_cancel_passes_a_timeout():
             await forever()
 
     thread = green.spawn(waits)
-    green.run(green.sleep, 0.01)
+    green.run(all_waiting)
     thread.cancel()
     with pytest.raises(CancelledError):
         thread.result(30)
@@ -570,14 +560,14 @@ def test_par_cancels_the_others_at_the_first_error():
 
 
 @pytest.mark.guarantee("green-16")
-def test_map_gives_values_in_order_and_runs_as_many_at_once_as_its_width():
+def test_map_gives_values_in_order_and_runs_as_many_at_once_as_its_width(clock):
     now = most = 0
 
     async def slow(i):
         nonlocal now, most
         now += 1
         most = max(most, now)
-        await green.sleep(0.001 * (i % 3))
+        await green.sleep(i % 3)
         now -= 1
         return i * i
 
@@ -597,18 +587,18 @@ def test_map_in_a_coroutine_is_awaited_or_iterated():
     assert green.run(main) == (list(range(0, 60, 2)),) * 2
 
 
-def test_map_raises_the_first_error_itself_and_cancels_the_rest():
+def test_map_raises_the_first_error_itself_and_cancels_the_rest(clock):
     begun = []
 
     async def third_fails(i):
         begun.append(i)
         if i == 3:
             raise KeyError(i)
-        await green.sleep(0.001)
+        await green.sleep(1)
 
     with pytest.raises(KeyError):
         green.map(third_fails, range(10000), width=3)
-    assert len(begun) < 50
+    assert begun == [0, 1, 2, 3, 4, 5] and clock.time() == 1
 
     async def main():
         async for _ in green.map(third_fails, range(10000), width=3):
@@ -670,11 +660,11 @@ def test_a_reader_that_is_cancelled_ends_a_map_in_silence(capfd):
             pass
 
     thread = green.spawn(reader)
-    green.run(green.sleep, 0.02)
+    green.run(all_waiting)
     thread.cancel()
     with pytest.raises(CancelledError):
         thread.result(30)
-    green.run(green.sleep, 0.02)
+    green.run(all_waiting)
     gc.collect()
     assert capfd.readouterr().err == ""
     assert not [each for each in green.threads() if each.name.endswith("_work")]
@@ -806,7 +796,7 @@ def test_an_error_nobody_looked_at_is_printed_with_the_name(capfd):
         green.spawn(fail, ValueError("lost"), name="the one that fails")
         green.spawn(fail, ValueError("lost too"))
         green.spawn(lambda: 1 / 0, name="plain")
-        await green.sleep(0.05)
+        await all_waiting()
 
     printed = ""
 
@@ -862,14 +852,14 @@ def test_an_error_is_printed_although_somebody_had_waited_in_vain(capfd):
         goes_on.set_result(None)
 
     wait()
-    green.run(green.sleep, 0.02)
+    green.run(all_waiting)
     gc.collect()
     assert "after the wait" in capfd.readouterr().err
 
 
 def test_a_cancelled_thread_is_no_error(capfd):
     green.spawn(forever).cancel()
-    green.run(green.sleep, 0.01)
+    green.run(all_waiting)
     gc.collect()
     assert capfd.readouterr().err == ""
 
@@ -1072,7 +1062,7 @@ def test_errors_that_finalizers_report_while_counts_are_told_at_the_end(monkeypa
     thread._print_all()
 
 
-def test_a_cancelled_wait_for_a_value_of_map_loses_no_value():
+def test_a_cancelled_wait_for_a_value_of_map_loses_no_value(clock):
     async def main():
         gate = green.Event()
 
@@ -1083,18 +1073,19 @@ def test_a_cancelled_wait_for_a_value_of_map_loses_no_value():
         values = aiter(green.map(slow, range(10), width=3))
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                async with green.timeout(0.001):
+                async with green.timeout(1):
                     await anext(values)
+        assert clock.time() == 3
         gate.set()
         return [value async for value in values]
 
     assert green.run(main) == list(range(10))
 
 
-def test_several_readers_of_one_map_get_each_value_once():
+def test_several_readers_of_one_map_get_each_value_once(clock):
     async def main():
         async def slow(i):
-            await green.sleep(0.001)
+            await green.sleep(1)
             return i
 
         values, got = aiter(green.map(slow, range(12), width=3)), []
