@@ -1067,7 +1067,9 @@ def test_who_leaves_from_the_middle_of_a_long_queue_leaves_the_others_in_their_o
 
 
 @CAPACITIES
-def test_when_senders_and_receivers_are_cancelled_at_random_nothing_is_lost_or_doubled(capacity):
+def test_when_senders_and_receivers_are_cancelled_at_random_nothing_is_lost_or_doubled(
+    capacity, clock
+):
     async def main(seed):
         rng = random.Random(seed)
         ch, got, sent, threads = Channel(capacity), [], [], []
@@ -1086,13 +1088,15 @@ def test_when_senders_and_receivers_are_cancelled_at_random_nothing_is_lost_or_d
                 if rng.random() < 0.3:
                     got.append(await ch.receive())
                 else:
-                    chosen = await select(ch.receiving(), green.after(rng.choice((0.0002, 5))))
+                    chosen = await select(ch.receiving(), green.after(rng.choice((1, 1e6))))
                     if chosen.index == 0:
                         got.append(chosen.value)
 
         for i in range(120):
             threads.append(green.spawn(rng.choice((sender, receiver)), i))
             await turns(rng.randrange(3))
+            if rng.random() < 0.3:
+                clock.advance(1)
             if len(threads) > 5:
                 threads.pop(rng.randrange(len(threads))).cancel()
         for each in threads:
@@ -1105,11 +1109,11 @@ def test_when_senders_and_receivers_are_cancelled_at_random_nothing_is_lost_or_d
         assert len(left) <= capacity and nobody_waits(ch)
 
     for seed in range(10):
-        run(main, seed)
+        run(main, seed, seconds=1e9)
 
 
 @CAPACITIES
-def test_a_timeout_around_receive_loses_nothing(capacity):
+def test_a_timeout_around_receive_loses_nothing(capacity, clock):
     async def main():
         ch, got, rng = Channel(capacity), [], random.Random(1)
 
@@ -1117,14 +1121,17 @@ def test_a_timeout_around_receive_loses_nothing(capacity):
             for i in range(200):
                 await ch.send(i)
                 if rng.random() < 0.3:
-                    await green.sleep(0.0002)
+                    clock.advance(3)  # the limit expires with the item on its way
+                    await green.sleep(0)
+                if rng.random() < 0.3:
+                    await green.sleep(2)
             ch.close()
 
         async def receiver():
             while True:
                 item = None
                 try:
-                    async with green.timeout(rng.choice((0, 0.0001, 0.0003))):
+                    async with green.timeout(rng.choice((0, 1, 3))):
                         item = await ch.receive()
                 except TimeoutError:
                     pass
@@ -1136,4 +1143,4 @@ def test_a_timeout_around_receive_loses_nothing(capacity):
         await green.par(sender, receiver, receiver)
         assert sorted(got) == list(range(200))
 
-    run(main)
+    run(main, seconds=1e6)

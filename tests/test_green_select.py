@@ -13,6 +13,7 @@ from greens import nobody_waits, outcome, run, turns
 from polycephaly import Promise, green
 from polycephaly.green import Channel, ChannelClosed, Chosen, after, select, settled, skip
 from polycephaly.green.scheduler import scheduler
+from polycephaly.green.testing import all_waiting
 
 CAPACITIES = pytest.mark.parametrize("capacity", [0, 2])
 
@@ -70,12 +71,13 @@ def test_a_receiver_that_waits_is_sent_to_at_once():
     run(main)
 
 
-def test_a_timeout_is_chosen_when_nothing_else_happens():
+def test_a_timeout_is_chosen_when_nothing_else_happens(clock):
     async def main():
         ch = Channel()
-        assert await select(ch.receiving(), after(0.001)) == (1, None)
-        assert await select(ch.receiving(), after(0)) == (1, None)
-        assert await select(after(30), after(0.001), after(float("inf"))) == (1, None)
+        assert await select(ch.receiving(), after(1)) == (1, None) and clock.time() == 1
+        assert await select(ch.receiving(), after(0)) == (1, None) and clock.time() == 1
+        assert await select(after(30), after(1), after(float("inf"))) == (1, None)
+        assert clock.time() == 2
         assert nobody_waits(ch) and timers_set() == 1  # that of `run`
 
     run(main)
@@ -102,10 +104,10 @@ def test_a_promise_is_a_guard_with_or_without_settled():
     run(main)
 
 
-def test_the_end_of_a_green_thread_can_be_chosen():
+def test_the_end_of_a_green_thread_can_be_chosen(clock):
     async def main():
         async def worker():
-            await green.sleep(0.001)
+            await green.sleep(1)
             return "done"
 
         assert await select(Channel().receiving(), green.spawn(worker)) == (1, "done")
@@ -134,11 +136,15 @@ def test_the_error_of_a_rejected_promise_is_raised():
     run(main)
 
 
-def test_a_promise_that_is_not_chosen_is_left_alone():
+def test_a_promise_that_is_not_chosen_is_left_alone(clock):
     async def main():
         promise = Promise()
         for _ in range(3):
-            assert await select(promise, after(0.0005)) == (1, None)
+            selecting = green.spawn(select, promise, after(1))
+            await all_waiting()
+            assert not selecting.done()
+            clock.advance(1)
+            assert await selecting == (1, None)
         assert not promise.done() and not promise._hooks
         selecting = green.spawn(select, promise)
         await turns()
@@ -352,24 +358,22 @@ def test_a_channel_may_be_in_one_select_more_than_once():
     run(main)
 
 
-def test_a_guard_may_be_used_again_and_in_several_selects_at_a_time():
+def test_a_guard_may_be_used_again_and_in_several_selects_at_a_time(clock):
     async def main():
         a, b, promise = Channel(), Channel(), Promise()
-        for shared in (after(0.02), settled(promise)):
-            while True:  # on a busy machine the time may be over before all three wait
-                first = green.spawn(select, a.receiving(), shared)
-                second = green.spawn(select, b.receiving(), shared, shared)
-                third = green.spawn(select, b.receiving(), shared)
-                await turns()
-                if not nobody_waits(a):
-                    break
-                await second, await third
+        for shared, happens in (
+            (after(1), lambda: clock.advance(1)),
+            (settled(promise), lambda: promise.set_result(None)),
+        ):
+            first = green.spawn(select, a.receiving(), shared)
+            second = green.spawn(select, b.receiving(), shared, shared)
+            third = green.spawn(select, b.receiving(), shared)
+            await turns()
             await a.send("a")
             assert await first == (0, "a")
             third.cancel()
             await turns()
-            if not promise.done() and not isinstance(shared, type(after(0))):
-                promise.set_result(None)
+            happens()
             assert (await second).index in (1, 2)
             assert nobody_waits(a, b)
         assert timers_set() == 1 and scheduler.external_waits == 0
@@ -379,7 +383,7 @@ def test_a_guard_may_be_used_again_and_in_several_selects_at_a_time():
 
 @pytest.mark.guarantee("green-11")
 @CAPACITIES
-def test_when_many_select_against_each_other_each_item_changes_hands_once(capacity):
+def test_when_many_select_against_each_other_each_item_changes_hands_once(capacity, clock):
     async def main(seed):
         rng = random.Random(seed)
         channels = [Channel(capacity) for _ in range(3)]
@@ -392,7 +396,7 @@ def test_when_many_select_against_each_other_each_item_changes_hands_once(capaci
                     for i, ch in enumerate(rng.sample(channels, 2))
                     for j in range(rng.choice((1, 1, 2)))
                 ]
-                guards.append(after(rng.choice((0, 0.0001, 0.0003))))
+                guards.append(after(rng.choice((0, 1, 3))))
                 index, value = await select(*guards, priority=rng.random() < 0.3)
                 guard = guards[index]
                 if index < len(guards) - 1:
@@ -400,6 +404,8 @@ def test_when_many_select_against_each_other_each_item_changes_hands_once(capaci
                         sent.append(guard.item)
                     else:
                         got.append(value)
+                if rng.random() < 0.1:
+                    clock.advance(1)  # with items on their way
                 if rng.random() < 0.3:
                     await green.sleep(0)
 
@@ -413,7 +419,7 @@ def test_when_many_select_against_each_other_each_item_changes_hands_once(capaci
         assert nobody_waits(*channels) and timers_set() == 1
 
     for seed in range(6):
-        run(main, seed)
+        run(main, seed, seconds=1e6)
 
 
 # -- closed channels -------------------------------------------------------------------------------
@@ -499,14 +505,14 @@ def test_a_select_that_is_cancelled_with_an_item_on_its_way_gets_the_item_first(
     run(main)
 
 
-def test_a_timeout_around_a_select_leaves_no_offer_behind():
+def test_a_timeout_around_a_select_leaves_no_offer_behind(clock):
     async def main():
         ch = Channel()
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                async with green.timeout(0.0005):
+                async with green.timeout(1):
                     await select(ch.receiving(), ch.sending(1), after(30))
-        assert nobody_waits(ch) and timers_set() == 1
+        assert nobody_waits(ch) and timers_set() == 1 and clock.time() == 3
 
     run(main)
 
