@@ -163,70 +163,75 @@ def test_what_ends_with_a_value_although_it_was_cancelled_is_not_lost():
     assert told == ["all the same"]
 
 
-def test_a_timeout_ends_what_runs_in_asyncio():
-    begun, ended = [], []
+def test_a_timeout_ends_what_runs_in_asyncio(clock):
+    ended = []
 
     async def sleeps():
-        begun.append(1)
+        clock.advance(1)
         try:
             await asyncio.sleep(1000)
         finally:
             ended.append(1)
 
     async def main():
-        while not begun:  # on a busy machine the time may be over before that
-            with pytest.raises(TimeoutError):
-                async with green.timeout(0.02):
-                    await green.aio(sleeps())
-            await green.sleep(0)
+        with pytest.raises(TimeoutError):
+            async with green.timeout(1):
+                await green.aio(sleeps())
 
     run(main)
     assert ended == [1]
 
 
-async def _slow_to_be_cancelled():
+async def _ends_after(limit, clock):
+    """Asyncio code that is slow to be cancelled: `limit` expires meanwhile."""
     try:
         await asyncio.sleep(1000)
     finally:
-        await asyncio.sleep(0.1)
+        clock.advance(1)
+        while not limit.expired:
+            await asyncio.sleep(0)
 
 
-def test_two_timeouts_that_expire_around_the_same_await_both_do():
+def test_two_timeouts_that_expire_around_the_same_await_both_do(clock):
     async def main():
         with pytest.raises(TimeoutError):
-            async with green.timeout(0.04), green.timeout(0.02):
-                await green.aio(_slow_to_be_cancelled())
+            async with green.timeout(2) as outer, green.timeout(1):
+                await green.aio(runs(outer))
         await green.sleep(0)
-        return "on"
+        return "on", clock.time()
 
-    assert run(main) == "on"
+    async def runs(outer):
+        clock.advance(1)  # the inner one expires
+        await _ends_after(outer, clock)
+
+    assert run(main) == ("on", 2)
 
 
-def test_a_cancel_is_not_lost_to_a_timeout_that_comes_after_it():
+def test_a_cancel_is_not_lost_to_a_timeout_that_comes_after_it(clock):
+    begun = poly.Promise()
+
     async def waits():
         try:
-            async with green.timeout(0.1):
-                await green.aio(_slow_to_be_cancelled_for(0.3))
+            async with green.timeout(1) as limit:
+                await green.aio(runs(limit))
         except TimeoutError:
             pass
         await green.sleep(0)
         return "was never cancelled"
 
+    async def runs(limit):
+        begun.set_result(None)
+        await _ends_after(limit, clock)
+
     async def main():
         thread = green.spawn(waits)
-        await green.sleep(0.02)
+        await begun
         thread.cancel()
         with pytest.raises(CancelledError):
             await thread
+        assert clock.time() == 1
 
     run(main)
-
-
-async def _slow_to_be_cancelled_for(seconds):
-    try:
-        await asyncio.sleep(1000)
-    finally:
-        await asyncio.sleep(seconds)
 
 
 def test_context_variables_of_the_thread_are_seen_in_asyncio():

@@ -20,6 +20,7 @@ import polycephaly as poly
 from polycephaly import green
 from polycephaly.green.history import history
 from polycephaly.green.scheduler import MAX_NATIVE_THREADS, scheduler
+from polycephaly.green.testing import all_waiting
 from polycephaly.green.watchdog import watchdog
 
 var = contextvars.ContextVar("var", default="unset")
@@ -506,28 +507,29 @@ def test_the_scheduler_rests_while_a_cancelled_thread_is_in_a_call():
 
 
 @pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])
-def test_a_timeout_around_a_call_ends_the_block_when_the_call_has_returned(call):
+def test_a_timeout_around_a_call_ends_the_block_when_the_call_has_returned(call, clock):
     async def main():
         with pytest.raises(TimeoutError):
-            async with green.timeout(0.01):
-                value = await call(_slow_number)
+            async with green.timeout(1) as limit:
+                value = await call(_return_too_late, limit, clock)
                 await green.sleep(100)
-        return value
+        return value, clock.time()
 
-    assert green.spawn(main).result(30) == 7
+    assert green.spawn(main).result(30) == ("too late", 1)
 
 
-def _slow_number():
-    time.sleep(0.05)
-    return 7
+def _return_too_late(limit, clock):
+    clock.advance(1)
+    wait_for(lambda: limit.expired)
+    return "too late"
 
 
 @pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])
-def test_a_block_whose_last_await_is_a_call_that_came_too_late_times_out(call):
+def test_a_block_whose_last_await_is_a_call_that_came_too_late_times_out(call, clock):
     async def main():
         with pytest.raises(TimeoutError):
-            async with green.timeout(0.01) as limit:
-                await call(wait_for, lambda: limit.expired)
+            async with green.timeout(1) as limit:
+                await call(_return_too_late, limit, clock)
         await green.sleep(0)
         return "on"
 
@@ -626,7 +628,7 @@ def test_errors_and_cancellation_reach_bound_threads():
         with pytest.raises(KeyError, match="bound"):
             await green.spawn(fails, bound=True)
         thread = green.spawn(forever, bound=True)
-        await green.sleep(0.001)
+        await all_waiting()
         thread.cancel()
         with pytest.raises(CancelledError):
             await thread
