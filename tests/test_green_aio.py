@@ -3,12 +3,14 @@
 import asyncio
 import contextvars
 import http.server
+import inspect
 import threading
 from concurrent.futures import CancelledError
 from functools import partial
 
 import httpx
 import pytest
+from faults import append, lines, wait_for
 from scripts import output_of
 
 import polycephaly as poly
@@ -98,7 +100,7 @@ def test_what_cannot_be_awaited_is_a_type_error():
     async def main(wrong):
         await green.aio(wrong)
 
-    for wrong in (5, None, double, [double]):
+    for wrong in (5, None, abs, [double]):
         with pytest.raises(TypeError, match=r"green\.aio takes an asyncio awaitable"):
             run(main, wrong)
 
@@ -542,6 +544,76 @@ def test_green_threads_and_asyncio_call_each_other_in_turns():
 
 
 # -- drones ----------------------------------------------------------------------------------------
+
+
+all_three = asyncio.Barrier(3)  # of one drone's loop
+
+
+async def meet(n):
+    await all_three.wait()
+    return n
+
+
+@green.aio
+async def decorated(n, /, step=1):
+    """Count."""
+    await asyncio.sleep(0)
+    return n + step
+
+
+async def sleep_long(path):
+    append(path, "begun")
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        append(path, "ended")
+
+
+@pytest.mark.guarantee("green-17")
+def test_a_coroutine_function_of_asyncio_is_given_to_a_pool():
+    @green.aio
+    async def local(n):
+        return await double(n)
+
+    for width in (1, 3):
+        with poly.Pool(1, width=width, timeout=60) as pool:
+            assert list(pool.map(decorated, range(3))) == [1, 2, 3]
+            assert pool.promise(decorated, 1, step=2).value == pool.doit(decorated, 2) == 3
+            assert pool.submit(local, 2).result() == 4
+            assert list(pool.map(green.aio(double), range(3))) == [0, 2, 4]
+            assert pool.doit(green.aio(asyncio.sleep), 0, "slept") == "slept"
+            assert pool.doit(green.aio(partial(asyncio.sleep, 0)), "slept") == "slept"
+            with pytest.raises(LookupError, match="this"):
+                pool.doit(green.aio(fail), LookupError("this"))
+            assert green.map(decorated, range(3), over=pool) == [1, 2, 3]
+
+
+def test_coroutine_functions_of_asyncio_overlap_in_a_drone():
+    with poly.Pool(1, width=3, timeout=60) as pool:
+        assert list(pool.map(green.aio(meet), range(3))) == [0, 1, 2]
+
+
+def test_the_asyncio_task_in_a_drone_is_cancelled_with_its_promise(tmp_path):
+    path = str(tmp_path / "book")
+    with poly.Pool(1, width=2) as pool:
+        promise = pool.promise(green.aio(sleep_long), path)
+        wait_for(lambda: lines(path))
+        assert promise.cancel()
+        wait_for(lambda: lines(path) == ["begun", "ended"])
+
+
+def test_a_coroutine_function_of_asyncio_is_one_for_green_threads():
+    assert (decorated.__name__, decorated.__doc__) == ("decorated", "Count.")
+    assert inspect.signature(decorated) == inspect.signature(decorated.__wrapped__)
+    assert run(decorated, 1) == green.spawn(decorated, 1).value == 2
+    assert green.map(decorated, range(3), width=2) == [1, 2, 3]
+    with pytest.raises(TypeError, match="or a coroutine function, not <built-in function abs>"):
+        green.aio(abs)
+
+
+def test_asyncio_code_given_to_a_drone_as_it_is_names_the_cure():
+    with poly.Pool(1) as pool, pytest.raises(TypeError, match=r"green\.aio\(fn\)"):
+        pool.doit(double, 1)
 
 
 def test_promises_of_drones_are_awaited_in_green_threads():

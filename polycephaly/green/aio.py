@@ -3,7 +3,8 @@
 green thread ──await aio(coro)──> a task on the loop ──value or error──> green thread
                 cancelled ──────> the task is cancelled, and the green thread waits for its end
 
-The loop runs on a native thread of its own, and is made at the first use.
+The loop runs on a native thread of its own, and is made at the first use. `aio(fn)` is a function
+whose calls do that, for pools and green threads.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import atexit
 import inspect
 import os
 from _thread import get_ident
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from functools import wraps
 from types import coroutine
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
+from ..runtime.coroutines import is_coroutine_function
 from ..runtime.fork_guard import OwnThread
+from .parking import parks
 from .scheduler import PARK, scheduler
 from .thread import Wake, outside_error
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -65,26 +70,38 @@ def close_loop() -> None:
     _loop.close()
 
 
-@coroutine
-def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
-    """Await an asyncio awaitable on the asyncio loop of this process.
+@overload
+def aio(
+    awaitable: Callable[P, Coroutine[Any, Any, T]], /
+) -> Callable[P, Coroutine[Any, Any, T]]: ...
+@overload
+def aio(awaitable: Awaitable[T], /) -> Coroutine[Any, Any, T]: ...
+
+
+@parks
+def aio(awaitable: Any, /) -> Any:
+    """Await an asyncio awaitable, or run an asyncio coroutine function, on the asyncio loop of this
+    process.
 
     Parameters
     ----------
     awaitable
-        For instance a coroutine of ``httpx.AsyncClient``.
+        For instance a coroutine of ``httpx.AsyncClient``; or a coroutine function of asyncio code,
+        also as a decorator.
 
     Returns
     -------
     object
-        The value of the awaitable. An error of the awaitable is raised here.
+        To be awaited: the value of the awaitable. An error of the awaitable is raised there. For a
+        coroutine function, one with the same parameters that green threads and pools can run. Each
+        of its calls runs on the asyncio loop of the process, in a pool that of the drone.
 
     Raises
     ------
     TypeError
-        If `awaitable` cannot be awaited.
+        If `awaitable` is neither.
     RuntimeError
-        If the caller is not a green thread.
+        From the await, if the caller is not a green thread.
 
     Notes
     -----
@@ -99,11 +116,31 @@ def aio(awaitable: Awaitable[T], /) -> Generator[Any, Any, T]:
     ...     return await green.aio(asyncio.sleep(0.01, "slept"))
     >>> green.run(main)
     'slept'
+    >>> @green.aio
+    ... async def sleep_and_double(n):
+    ...     await asyncio.sleep(0.01)
+    ...     return 2 * n
+    >>> green.map(sleep_and_double, range(3))
+    [0, 2, 4]
     """
-    if not inspect.isawaitable(awaitable):
+    if inspect.isawaitable(awaitable):
+        return _await_on_loop(awaitable)
+    fn = awaitable
+    if not is_coroutine_function(fn):
         raise TypeError(
-            f"green.aio takes an asyncio awaitable, such as a coroutine, not {awaitable!r}"
+            "green.aio takes an asyncio awaitable, such as a coroutine, or a coroutine function, "
+            f"not {fn!r}"
         )
+
+    @wraps(fn)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        return await _await_on_loop(fn(*args, **kwargs))
+
+    return call
+
+
+@coroutine
+def _await_on_loop(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
     if get_ident() != scheduler.owner:
         raise outside_error("green.aio", "a plain `await`")
     loop, wake = _loop.get(), Wake()

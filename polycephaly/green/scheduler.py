@@ -562,7 +562,9 @@ def unsupported_await_error(yielded: Any) -> TypeError:
         awaited = f"an object that yields {yielded!r}"
     error = TypeError(
         f"green code awaited {awaited}, for which a green thread cannot wait; "
-        "`await green.aio(coro)` runs asyncio code on the asyncio loop of the process"
+        "`await green.aio(coro)` runs asyncio code on the asyncio loop of the process, and "
+        "`green.aio(fn)` makes a whole coroutine function of asyncio code one for green threads "
+        "and pools"
     )
     if isinstance(yielded, BaseException):
         error.__cause__ = yielded
