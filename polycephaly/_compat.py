@@ -159,3 +159,15 @@ def ray_session_dir() -> str | None:
 
     node: Any = getattr(ray._private.worker, "_global_node", None)
     return None if node is None else str(node.get_session_dir_path())
+
+
+def caller_stacklevel() -> int:
+    """Return how many frames above the caller the first frame outside this package is.
+
+    From Python 3.12 on, `skip_file_prefixes` of `warnings.warn` finds it.
+    """
+    frame, level = sys._getframe(1), 1
+    package = __name__.partition(".")[0] + "."
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level

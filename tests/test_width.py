@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+import warnings
 from concurrent.futures import CancelledError
 
 import pytest
@@ -110,21 +111,37 @@ def test_plain_work_and_code_strings_go_along_in_the_same_pool():
 
 
 @pytest.mark.parametrize(
-    "submit", [lambda pool: pool.doit(abs, -1), lambda pool: [*pool.map(abs, [1])]]
+    "submit",
+    [
+        lambda pool: pool.doit(abs, -1),
+        lambda pool: pool.promise(abs, -1).result(),
+        lambda pool: pool.options(retries=1).submit(abs, -1).result(),
+        lambda pool: [*pool.map(abs, [1])],
+        lambda pool: [*pool.map(abs, range(3000))],
+    ],
 )
-def test_a_pool_for_plain_functions_says_once_that_they_are_run_one_by_one(submit, caplog):
-    with poly.Pool(1, width=4, name="wide") as pool:
-        pool.everywhere(abs, -1)
-        pool.doit("1 + 1")
-        assert not caplog.messages
-        submit(pool)
-        submit(pool)
-    assert [each[:40] for each in caplog.messages] == ["a drone of wide runs abs one call at a t"]
-    caplog.clear()
-    with poly.Pool(1, width=4) as pool:
-        pool.doit(echo, 1)
-        submit(pool)
-    assert not caplog.messages
+def test_a_pool_with_a_width_warns_once_that_a_plain_function_is_run_one_by_one(submit):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with poly.Pool(1, width=4, name="wide") as pool:
+            pool.everywhere(abs, -1)
+            pool.drones[0].doit(abs, -1)
+            pool.doit("1 + 1")
+            pool.doit(echo, 1)
+            assert not caught
+            submit(pool)
+            submit(pool)
+    (warning,) = caught
+    assert str(warning.message).startswith("a drone of wide runs abs one call at a time")
+    assert (warning.category, warning.filename) == (RuntimeWarning, __file__)
+
+
+def test_a_pool_whose_warning_is_an_error_goes_on():
+    with poly.Pool(1, width=4) as pool, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="one call at a time"):
+            pool.promise(abs, -1)
+        assert pool.doit(abs, -1) == 1
 
 
 def test_large_results_come_home():

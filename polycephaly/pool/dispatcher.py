@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .._compat import renew_in_child
+from .._compat import caller_stacklevel, renew_in_child
 from ..errors import Lost, copy_error
 from ..memory.references import Serialized
 from ..promises.combining import race
@@ -82,7 +83,7 @@ class Dispatcher(DispatcherBase):
         self._own_options = config.task_options if config.task_options != TaskOptions() else None
         # If true, `submit` has more to check at each call.
         self.needs_checks = self._own_options is not None or config.max_queued is not None
-        # Until the first function: a pool for plain functions needs no width.
+        # Until the first plain function.
         self.checks_width = config.width > 1
         self.resources = Resources(self, config.resources)
         self.resource_sizes = self.resources.sizes
@@ -160,8 +161,6 @@ class Dispatcher(DispatcherBase):
                 self.keeps_order = True
         try:
             definition = self.registry.define(work)
-            if self.checks_width and target is None:
-                self.check_width(definition)
             if definition.takes_function:
                 args = (work, *args)
             inputs = task.capture(definition, args, kwargs)
@@ -171,6 +170,8 @@ class Dispatcher(DispatcherBase):
             reject(task, error)
             return task
         try:
+            if self.checks_width and not definition.overlaps and target is None:
+                self.check_width(definition)
             if target is not None:
                 task.target = target
             if inputs:
@@ -186,18 +187,17 @@ class Dispatcher(DispatcherBase):
         return task
 
     def check_width(self, definition: RemoteFunction) -> None:
-        """Warn if the first function of a pool with a width is not one that overlaps."""
+        """Warn, once, that `definition` does not overlap, unless it is of a code string."""
         if definition.kind != DEFINE_CODE:
             self.checks_width = False
-            if not definition.overlaps:
-                log.warning(
-                    "a drone of %s runs %s one call at a time, because it is a plain function: "
-                    "width=%s is for coroutine functions (async def); more plain functions at "
-                    "once need more drones, or green.map within a task",
-                    self.config.name,
-                    definition.label,
-                    self.width,
-                )
+            warnings.warn(
+                f"a drone of {self.config.name} runs {definition.label} one call at a time, "
+                f"because it is a plain function: width={self.width} is for coroutine functions "
+                "(async def); more plain functions at once need more drones, or green.map within "
+                "a task",
+                RuntimeWarning,
+                stacklevel=caller_stacklevel(),
+            )
 
     def _wait_for_room(self, target: DroneHandle | None) -> None:
         if self.backpressure is not None:
@@ -224,7 +224,7 @@ class Dispatcher(DispatcherBase):
         """Queue a task that was made elsewhere. Raises the same errors as `submit`."""
         self._wait_for_room(None)
         self.check_open()
-        if self.checks_width:
+        if self.checks_width and not task.definition.overlaps:
             self.check_width(task.definition)
         if task.priority:  # such tasks need no resources: see map_source.py
             self.keeps_order = True

@@ -76,7 +76,7 @@ def drones() -> None:
 
 def pools() -> None:
     with poly.Pool(
-        2, width=4, name="p", env=lambda index: {"INDEX": str(index)}, output=hear, retries=1,
+        2, name="p", env=lambda index: {"INDEX": str(index)}, output=hear, retries=1,
         timeout=60, hang_timeout=60, max_tasks=1000, max_memory=1 << 30, max_queued=10_000,
         on_death="replace", start="fork",
     ) as pool:  # fmt: skip
@@ -99,6 +99,8 @@ def pools() -> None:
         pool.refresh()
         pool.shutdown(wait=True, cancel_futures=False)
     assert heard and heard[0].endswith("stdout hello")
+    with poly.Pool(1, width=4) as pool:
+        assert_type(list(pool.map(name_of, range(3))), list[str])
 
 
 def promises() -> None:

@@ -29,6 +29,7 @@ from collections import Counter
 from contextlib import suppress
 from time import sleep
 
+from ..._compat import caller_stacklevel
 from ...runtime.procfs import processor_times, state_of
 from ...runtime.tuning import tuning
 
@@ -75,7 +76,7 @@ class UnsafeFork(Exception):
             "the main module; a pool that is made before that library is imported or used can be "
             "forked.",
             RuntimeWarning,
-            stacklevel=_caller_stacklevel(),
+            stacklevel=caller_stacklevel(),
         )
         # Only now, because a filter may turn the warning into an error.
         _warned_libraries.add(libraries)
@@ -265,12 +266,3 @@ _python = _Symbol()
 if _dladdr is not None:
     _dladdr.argtypes = ctypes.c_void_p, ctypes.c_void_p
     _dladdr(ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p), ctypes.byref(_python))
-
-
-def _caller_stacklevel() -> int:
-    """Return how many frames above the caller the first frame outside this package is."""
-    frame, level = sys._getframe(1), 1
-    package = __name__.partition(".")[0] + "."
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
-        frame, level = frame.f_back, level + 1
-    return level
