@@ -17,6 +17,7 @@ import pytest
 from engines import local_only, on_each_engine, poly
 from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
 
+import polycephaly.pool.map
 from polycephaly.pool.map_source import MAX_CALLS_AHEAD
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.slices import describe_item
@@ -371,24 +372,65 @@ def test_results_are_in_order_if_a_thread_begins_to_read_while_the_pool_ends():
     assert got == [2 * n for n in range(3000)]
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_the_rest_of_a_map_over_a_generator_is_there_after_the_pools_end(engine, taken, ordered):
+    with poly.Pool(2) as pool:
+        results = pool.map(double, (n for n in range(1000)), ordered=ordered)
+        partly = pool.map(double, range(30_000))
+        got = list(itertools.islice(results, taken))
+        assert [next(partly) for _ in range(3)] == [0, 2, 4]
+    got.extend(results)
+    assert (got if ordered else sorted(got)) == [2 * n for n in range(1000)]
+    assert list(partly) == [2 * n for n in range(3, 30_000)]
+
+
+def test_an_inputs_error_that_the_pools_end_meets_is_raised_in_its_place():
+    with poly.Pool(1) as pool:
+        results = pool.map(double, (1 // (500 - n) for n in range(1000)))
+    with pytest.raises(ZeroDivisionError):
+        got = []
+        got.extend(results)
+    assert len(got) == 500
+
+
+def check_is_given_up(results, reason):
+    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown") as told:
+        list(results)
+    assert told.value.__notes__ == [
+        f"the rest of this map was not sent when the pool ended, because {reason}: take all "
+        "results before the pool ends, with list(...)"
+    ]
+
+
 def test_a_pool_ends_with_few_calls_of_an_unread_map_that_has_a_buffersize():
     numbers = Counting(range(1000))
     with poly.Pool(1) as pool:
         results = pool.map(double, numbers, buffersize=4)
         assert numbers.taken <= 5
     assert numbers.taken <= 6
-    with pytest.raises(RuntimeError):
-        list(results)
+    check_is_given_up(results, "buffersize=4 limits the calls in flight")
 
 
 @pytest.mark.parametrize("take", [0, 1])
-def test_results_of_endless_inputs_are_not_there_after_the_pools_end(take):
+@pytest.mark.parametrize("inputs", [itertools.count, lambda: range(10**30)])
+def test_results_of_endless_inputs_are_not_there_after_the_pools_end(take, inputs):
     with poly.Pool(1) as pool:
-        results = pool.map(abs, itertools.count())
+        results = pool.map(abs, inputs())
         assert list(itertools.islice(results, take)) == list(range(take))
-    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown") as told:
-        list(results)
-    assert "take all results before the pool ends" in told.value.__notes__[0]
+    check_is_given_up(results, "it has more than 100,000 calls")
+
+
+def test_an_endless_slow_input_does_not_keep_a_pool_from_ending(monkeypatch):
+    monkeypatch.setattr(polycephaly.pool.map, "MAX_SECONDS_AT_END", 0)
+    numbers = Counting(itertools.count())
+    with poly.Pool(1) as pool:
+        results = pool.map(double, numbers)
+        of_length = pool.map(double, [1, 2] * 100)
+        before = numbers.taken
+    assert numbers.taken == before + 1
+    check_is_given_up(results, "its input did not end within 0 s")
+    assert list(of_length) == [2, 4] * 100
 
 
 def test_an_error_of_the_block_sends_no_more_calls():

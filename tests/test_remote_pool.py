@@ -416,6 +416,13 @@ def test_an_error_of_the_input_comes_in_its_place(remote):
         next(results)
 
 
+def test_results_can_be_taken_after_the_connections_end(pool, card):
+    with poly.serve(pool, file=card), poly.connect(card) as remote:
+        results = remote.map(abs, (-n for n in range(5000)))
+        assert next(results) == 0
+    assert list(results) == list(range(1, 5000))
+
+
 def test_async_with_leaves_when_the_work_is_done(pool, card):
     async def main():
         async with poly.connect(card) as remote:

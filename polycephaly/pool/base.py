@@ -306,8 +306,8 @@ class DroneBase(TaskTarget):
 class ExecutorBase(TaskTarget, Executor):
     """Several drones, which code for the standard library's executors can use too."""
 
-    # Results of `map` that may not have been read yet, by `id`. Each use is one atomic step.
-    _maps: dict[int, ref[Results[Any]]] | None = None
+    # Results of `map` that may not have been read in full, by `id`. Each use is one atomic step.
+    _maps: dict[int, ref[Results[Any]]]
 
     if not TYPE_CHECKING:  # or type checkers would accept any name
 
@@ -475,10 +475,14 @@ class ExecutorBase(TaskTarget, Executor):
             without blocking asyncio's loop or other green threads. The error of a call is raised in
             place of its result, with a note that has the item's index and, if the arguments are
             small or the call is short, their shortened `repr`.
-            After that, or after the iterator is closed, all calls in flight are cancelled. If no
-            result was taken when a local pool's block ends, and an input has a length, the
-            remaining calls are sent then, up to 100,000, unless `buffersize` or the pool's
-            `max_queued` is in the way. Their results can be taken after the block.
+            After that, or after the iterator is closed, all calls in flight are cancelled.
+
+            When the pool's block ends, or in `shutdown`, the remaining calls are sent, and their
+            results can be taken after that. An input that may be endless is left alone (one that
+            has more than 100,000 items left, or that has no length and does not end within 10
+            seconds), and so is a map with `buffersize`, or if the pool's `max_queued` tasks wait:
+            then reading on raises `RuntimeError` after the results of the calls that were sent.
+            Close the iterator if no more results are wanted.
 
         Raises
         ------
@@ -507,8 +511,7 @@ class ExecutorBase(TaskTarget, Executor):
         kind = Ordered if ordered else Unordered
         results = start_map(kind(source, buffersize, timeout, bar, return_exceptions, self))
         maps, key = self._maps, id(results)
-        if maps is not None:
-            maps[key] = ref(results, lambda _: maps.pop(key, None))
+        maps[key] = ref(results, lambda _: maps.pop(key, None))
         return results
 
     def dashboard(self, port: int = 0, *, host: str = "127.0.0.1") -> LivePage:
@@ -602,10 +605,8 @@ class ExecutorBase(TaskTarget, Executor):
         await self._dispatcher.finish_async(cancel=kind is not None)
 
     def _send_maps(self) -> None:
-        """Send the calls of each `map` that was not read yet, as the standard library does at the
-        call.
-        """
-        for each in list((self._maps or {}).values()):
+        """Send the remaining calls of each `map`, as the standard library does at the call."""
+        for each in list(self._maps.values()):
             if (results := each()) is not None:
                 results.send_rest()
 

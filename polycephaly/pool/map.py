@@ -32,7 +32,11 @@ from .task import Slice, Task
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
 MAX_TIMER_SECONDS = 1.0
 MAX_CALLS_AT_END = 100_000
-"""Calls in flight up to which the end of a pool sends those of a map that was not read."""
+"""Calls up to which the end of a pool sends the rest of a map. An input that has more of them may
+be endless.
+"""
+MAX_SECONDS_AT_END = 10.0
+"""Seconds within which an input of unknown length must end then."""
 
 T = TypeVar("T")
 
@@ -53,8 +57,8 @@ class Results(chain[T]):
         self._generator.close()
 
     def send_rest(self) -> None:
-        """Send the remaining calls, at most 100,000, because the pool ends: if no result
-        was asked for, an input has a length, and there is no `buffersize`.
+        """Send the remaining calls, because the pool ends: if they are at most 100,000, and
+        there is no `buffersize`.
         """
         self._stream.send_rest()
 
@@ -83,7 +87,7 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
     try:
         stream.send_ahead()
         yield values
-        stream.begin_reading()
+        stream.was_read = True
         while True:
             stream.send_ahead()
             tasks = stream.take_settled()
@@ -249,23 +253,23 @@ class Ordered:
         return True
 
     def send_rest(self) -> None:
-        source = self.source
-        # Taken: the results are being read. The input may itself have ended the pool, so this must
+        # Taken: another thread is sending. An input may itself have ended the pool, so this must
         # not wait.
         if not self._lock.acquire(blocking=False):
             return
         try:
-            if self.was_read or self._closed or self._buffersize is not None:
+            source = self.source
+            if self._closed:
                 return
-            while source.is_finite and source.has_room():
-                if self._calls_in_flight >= MAX_CALLS_AT_END or not self._send(source.best_size()):
-                    return
+            if self._buffersize is not None:
+                source.why_unsent = f"buffersize={self._buffersize} limits the calls in flight"
+                return
+            source.take_rest(MAX_CALLS_AT_END, MAX_SECONDS_AT_END)
+            while not source.why_unsent and self._send(source.best_size()):
+                if not source.has_room():
+                    source.why_unsent = "max_queued limits the waiting tasks"
         finally:
             self._lock.release()
-
-    def begin_reading(self) -> None:
-        with self._lock:  # after `send_rest`, if that runs
-            self.was_read = True
 
     def take_settled(self) -> list[Task]:
         """Wait for the next settled task and return it, alone in a list; an empty list after the

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
+from math import inf
 from operator import length_hint
 from pickle import dumps
 from time import monotonic
@@ -51,8 +52,8 @@ _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 
 
 _EARLY_END_NOTE = (
-    "a map sends its calls as its results are taken: take all results before the pool ends, with "
-    "list(...)"
+    "the rest of this map was not sent when the pool ended, because %s: take all results before "
+    "the pool ends, with list(...)"
 )
 
 
@@ -81,6 +82,7 @@ class Source:
         self._ahead = ahead
         self._item = 0  # the index of the next call
         self.exhausted = False  # True after the end of the input was noticed
+        self.why_unsent = ""  # why the end of the pool did not send the rest
         # The newest task until the caller has it, so that a Ctrl-C in between does not lose it.
         self.latest_task: Task | None = None
         self._next: Task | None = None
@@ -89,7 +91,7 @@ class Source:
             iter(iterables[0]) if self._has_one_iterable else zip(*iterables, strict=False)
         )
         self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)
-        self.is_finite = any(isinstance(each, Sized) for each in iterables)  # False if not known
+        self._is_finite = any(isinstance(each, Sized) for each in iterables)  # False if not known
         self._range = (
             iterables[0] if self._has_one_iterable and type(iterables[0]) is range else None
         )
@@ -162,12 +164,33 @@ class Source:
                 if self.dispatcher.refusal is None:
                     raise
                 if isinstance(error, RuntimeError):  # else the connection is lost
-                    error.add_note(_EARLY_END_NOTE)
+                    reason = self.why_unsent or "calls are sent as results are taken"
+                    error.add_note(_EARLY_END_NOTE % reason)
                 self.error, self.exhausted = error, True
         if task is not None and not isinstance(task, Slice):
             self._item += 1
             self._definition = getattr(task, "definition", self._definition)  # none if it failed
         return task
+
+    def take_rest(self, max_calls: int, seconds: float) -> None:
+        """Take the rest of the input, or set `why_unsent` if it has more than `max_calls` items or,
+        without a length, does not end within `seconds`. Nothing is lost: such an input goes on
+        after the items that were taken.
+        """
+        if self._range is not None:
+            if _range_length(self._range) > max_calls:
+                self.why_unsent = f"it has more than {max_calls:,} calls"
+            return
+        rows: list[Any] = []
+        until = monotonic() + (inf if self._is_finite else seconds)
+        for row in self._until_error(islice(self._rows, max_calls + 1)):
+            rows.append(row)
+            if len(rows) > max_calls:
+                self.why_unsent = f"it has more than {max_calls:,} calls"
+            elif monotonic() > until:
+                self.why_unsent = f"its input did not end within {seconds:g} s"
+                break
+        self._rows = chain(rows, self._rows)
 
     def best_size(self) -> int:
         """Return the best number of calls in a task."""

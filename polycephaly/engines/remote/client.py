@@ -46,6 +46,7 @@ class RemotePool(ExecutorBase):
 
     def __init__(self, connection: Connection) -> None:
         self._dispatcher = self._connection = connection
+        self._maps = {}
         weakref.finalize(self, connection.close, wait=False).atexit = False
 
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
@@ -209,6 +210,8 @@ class RemotePool(ExecutorBase):
         cancel_futures : bool
             If true, cancel the tasks that no drone has begun.
         """
+        if not cancel_futures:
+            self._send_maps()
         self._connection.close(cancel="not begun" if cancel_futures else "", wait=wait)
 
     def __repr__(self) -> str:
