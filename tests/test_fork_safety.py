@@ -343,6 +343,69 @@ def test_a_pool_that_was_not_used_before_a_fork_starts_anew_in_each_child():
     )
 
 
+def test_a_pool_that_was_not_used_before_a_fork_can_be_looked_into_in_a_child():
+    assert (
+        output_of(
+            """
+        import os, sys
+        import polycephaly as poly
+        pool = poly.Pool(2, name="web")
+
+        def tell_state():
+            status = pool.status()
+            print(status["state"], status["reason"], len(status["drones"]))
+
+        def drones():
+            tell_state()
+            print(pool.drones[1].doit("1"))
+            tell_state()
+
+        def stacks():
+            print([each.drone for each in pool.stacks()])
+
+        def profile():
+            with pool.profile() as profile:
+                poly.gather(*pool.everywhere("1")).value
+            print(sorted(profile.samples))
+
+        def shutdown():
+            pool.shutdown()
+            print(pool.drones)
+            try:
+                pool.submit(abs, 1)
+            except RuntimeError as error:
+                print(error)
+
+        def used():
+            print(pool.status()["state"])
+
+        def in_child(look):
+            child = os.fork()
+            if child == 0:
+                try:
+                    look()
+                    sys.stdout.flush()
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+
+        for look in (drones, stacks, profile, shutdown):
+            in_child(look)
+        pool.doit("1")
+        in_child(used)
+        tell_state()
+    """,
+            python_args=("-W", "ignore::DeprecationWarning"),  # it forks by itself
+        )
+        == "elsewhere None 0\n1\nopen None 2\n"
+        "['web.0', 'web.1']\n"
+        "['controller', 'web.0', 'web.1']\n"
+        "[]\ncannot schedule new futures after shutdown of web\n"
+        "elsewhere\n"
+        "open None 2\n"
+    )
+
+
 def test_a_child_that_leaves_the_block_of_an_unused_pool_starts_no_drones():
     with poly.Pool(1) as pool:
         child = os.fork()

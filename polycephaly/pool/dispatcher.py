@@ -206,6 +206,9 @@ class Dispatcher(DispatcherBase):
                 lambda: self.refusal is not None,
             )
 
+    def start_here(self) -> None:
+        """Start the drones, if this is a forked child and only the parent has started them."""
+
     def close_when_collected(self, holder: object) -> None:
         """Close when no reference to `holder` is left."""
         self.finalizer = weakref.finalize(holder, self.close)
@@ -860,6 +863,7 @@ class Dispatcher(DispatcherBase):
         )
 
     def disable_in_child(self) -> None:
+        self.is_elsewhere = True
         starts_anew = (
             self.refusal is None and self.config.on_death != "end" and not self._was_used()
         )
@@ -872,7 +876,7 @@ class Dispatcher(DispatcherBase):
         if starts_anew:
             for handle in self.handles:
                 handle.state, handle.death = State.DEAD, self.refusal
-            self.handles = []
+            self.handles, self.refusal = [], None
             self.__class__ = _StartsAnew
 
     def abandon(self, reason: str = "") -> None:
@@ -936,19 +940,24 @@ class Dispatcher(DispatcherBase):
 
 class _StartsAnew(Dispatcher):
     """In a forked child: the dispatcher of a pool that the parent has made and never used, as a web
-    server may that loads the program and then forks. The first task makes a new dispatcher here.
+    server may that loads the program and then forks. `start_here` makes a new dispatcher here.
     """
 
     def check_open(self) -> None:
+        self.start_here()
+        Dispatcher.check_open(self)  # `self` may be of that class by now, so not `super`
+
+    def start_here(self) -> None:
         with _restarting:
-            if type(self) is _StartsAnew:
+            if type(self) is _StartsAnew and self.refusal is None:
                 fresh = Dispatcher(self.config, self.open_engine)
                 fresh.finalizer = self.finalizer
                 # The pool, and those that `options` has made of it, hold this object, which shares
                 # all state with `fresh` from here on. Threads that submit wait for `_restarting`.
                 self.__dict__ = fresh.__dict__
                 self.__class__ = Dispatcher  # type: ignore[assignment]
-        self.begun.result()
+        if not self.is_elsewhere:
+            self.begun.result()
 
 
 _restarting = threading.Lock()

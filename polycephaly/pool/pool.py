@@ -251,6 +251,7 @@ class Pool(ExecutorBase):
         """The drones at this moment. A task that is submitted to one of them runs on that drone
         only.
         """
+        self._dispatcher.start_here()
         return [
             Drone._from_handle(self._dispatcher, handle, self._task_options)
             for handle in self._dispatcher.current_drones()
@@ -278,6 +279,7 @@ class Pool(ExecutorBase):
         [('lab.0', 'idle'), ('lab.1', 'idle')]
         """
         dispatcher = self._dispatcher
+        dispatcher.start_here()
         alive = [handle for handle in list(dispatcher.handles) if handle.alive]
         stacks = dispatcher.stack_requests.take(alive, timeout)
         return Stacks(stack for stack in stacks if stack is not None)
@@ -360,7 +362,8 @@ class Pool(ExecutorBase):
         -------
         dict
             ``name``; ``engine`` ("local", "inline" or "ray"); ``state`` ("open", "closing",
-            "broken" or "ended"); ``reason`` (why no task is accepted, or None); ``pid``, ``host``,
+            "broken", "ended", or "elsewhere": not started in this process, which is a fork of the
+            pool's); ``reason`` (why no task is accepted, or None); ``pid``, ``host``,
             ``version`` (of polycephaly) and ``started`` (seconds since 1970) of the pool's process
             and the pool; ``address`` and ``clients`` of a served pool, as its clients see them
             (otherwise None and 0); ``size`` (the number of drones, without those that retire);

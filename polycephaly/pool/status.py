@@ -72,6 +72,8 @@ def _pool_state(dispatcher: Dispatcher) -> str:
         return "broken"
     if dispatcher.has_ended:
         return "ended"
+    if dispatcher.is_elsewhere:
+        return "elsewhere"
     return "open" if dispatcher.refusal is None else "closing"
 
 
