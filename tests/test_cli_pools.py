@@ -661,12 +661,14 @@ sleeps()
 
 def test_stacks_shows_the_lines_of_each_drone(shell: Shell) -> None:
     with shell.pool("-n", 2), shell.running("doit", "lab", SLEEPS):
-        wait_for(lambda: "time.sleep(1000)\n" in shell.say("stacks", "lab"))
+        wait_for(lambda: "in the system call clock_nanosleep\n" in shell.say("stacks", "lab"))
         busy, idle = shell.say("stacks", "lab").rstrip().split("\n\n")
         if "idle" in busy:
             busy, idle = idle, busy
         first, *lines = busy.splitlines()
-        assert re.fullmatch(r"lab\.\d \(pid \d+\): code .* #\d+, for \d+\.\d s", first)
+        assert re.fullmatch(
+            r"lab\.\d \(pid \d+\): code .* #\d+, for \d+\.\d s, in the system call \w+", first
+        )
         assert [line.strip() for line in lines] == [
             'File "<doit 1>", line 8, in <module>',
             "sleeps()",
@@ -675,7 +677,8 @@ def test_stacks_shows_the_lines_of_each_drone(shell: Shell) -> None:
         ]
         assert re.fullmatch(r"lab\.\d \(pid \d+\): idle", idle)
         as_data = json.loads(shell.say("stacks", "lab", "--json"))
-        assert sorted(each["state"] for each in as_data) == ["busy", "idle"]
+        told = {each["state"]: each["system_call"] for each in as_data}
+        assert told == {"busy": "clock_nanosleep", "idle": None}
 
 
 def test_native_stacks_are_those_of_py_spy(lab: Shell, tmp_path: Path) -> None:

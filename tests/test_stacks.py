@@ -1,5 +1,6 @@
 """What each drone does at this moment, told without a task being stopped."""
 
+import ctypes
 import linecache
 import os
 import queue
@@ -187,9 +188,29 @@ def test_a_function_of_c_has_no_frames_and_none_of_the_process_before_the_fork()
         stack = wait_for(lambda: (each := drone.stack(timeout=30)).task and each)
         assert (stack.task, [*stack.frames]) == ("sleep", [])
         assert "no Python frames" in str(stack)
+        slept = wait_for(lambda: (each := drone.stack(timeout=30)).system_call and each)
+        assert slept.system_call == "clock_nanosleep"
+        assert ", in the system call clock_nanosleep\n" in str(slept)
         waiting = wait_for(lambda: drone.waiting)
         assert (waiting.task, waiting.where) == ("sleep", None)
         task.cancel()
+
+
+def computes(started):
+    append(started, "computes")
+    while True:
+        pass
+
+
+def test_a_drone_that_computes_or_is_idle_waits_in_no_system_call(started):
+    with poly.Drone() as drone:
+        task = drone.promise(computes, started)
+        begun(started)
+        # Now and then it waits for its interpreter, which the control thread has just used.
+        wait_for(lambda: in_place(drone, "computes").system_call is None)
+        task.cancel()
+        stack = wait_for(lambda: (each := drone.stack()).state == "idle" and each)
+        assert stack.system_call is None
 
 
 def test_the_item_of_a_map_is_told(started):
@@ -284,6 +305,23 @@ def test_c_code_that_holds_the_interpreter_is_told_by_what_is_known_from_outside
         assert [each.name for each in in_place(other, "sleeps").frames] == ["sleeps"]
         held.kill()
         sleeper.cancel()
+
+
+def wait_holding_the_gil(pipe):
+    ctypes.PyDLL(None).open(pipe.encode(), os.O_RDONLY)
+
+
+def test_of_a_drone_that_cannot_answer_the_system_call_is_told(started):
+    os.mkfifo(started)
+    with poly.Pool(1) as pool:
+        task = pool.promise(wait_holding_the_gil, started)
+        stack = wait_for(
+            lambda: (each := pool.stacks(timeout=QUICK)[0]).state.startswith("no answer") and each
+        )
+        assert stack.system_call == "openat"
+        assert ", in the system call openat: no answer within" in str(stack)
+        open(started, "w").close()
+        task.result()
 
 
 def test_a_process_that_is_stopped_is_told(started):
@@ -403,12 +441,14 @@ def test_a_served_pool_tells_the_stacks_of_its_own_and_of_joined_drones(started,
 
         def both():
             stacks = remote.stacks()
-            return all("SLEEPS" in str(each) for each in stacks) and stacks
+            waits = all("SLEEPS" in str(each) and each.system_call for each in stacks)
+            return waits and stacks
 
         stacks = wait_for(both)
         assert [each.drone for each in stacks] == ["lab.0", "far.0"]
         for stack in stacks:
             assert (stack.state, stack.task) == ("busy", "sleeps")
+            assert stack.system_call == "clock_nanosleep"
             assert [each.name for each in stack.frames] == ["sleeps"]
             assert last(stack)[3] == "time.sleep(1000)  # SLEEPS"
         drone = remote.drones[0]

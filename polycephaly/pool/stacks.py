@@ -61,6 +61,9 @@ class Stack:
     threads : tuple of pairs
         The name and the frames of each other thread that runs code from outside the standard
         library, and of each task that runs beside others (``width=``).
+    system_call : str or None
+        The system call in which the drone's main thread, which runs the task, waits. None if that
+        thread computes, runs no task, or the kernel does not tell. Always None for drones of Ray.
 
     Examples
     --------
@@ -79,6 +82,7 @@ class Stack:
     seconds: float | None = None
     frames: StackSummary = field(default_factory=StackSummary)
     threads: tuple[tuple[str, StackSummary], ...] = ()
+    system_call: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the attributes as plain data.
@@ -98,13 +102,17 @@ class Stack:
         return cls(**{**fields, "frames": _summary(fields["frames"]), "threads": threads})
 
     def __str__(self) -> str:
-        since = "" if self.seconds is None else f", for {self.seconds:.1f} s"
-        task = ""
+        doing = []
         if self.task is not None:
-            task = with_item(f"{self.task} #{self.number}", self.item) + since
-        state = "" if task and self.state == "busy" else self.state
-        lines = [f"{self.drone} (pid {self.pid}): {': '.join(filter(None, (task, state)))}\n"]
-        if task and self.state == "busy" and not self.frames:
+            doing.append(with_item(f"{self.task} #{self.number}", self.item))
+        if self.seconds is not None:
+            doing.append(f"for {self.seconds:.1f} s")
+        if self.system_call is not None:
+            doing.append(f"in the system call {self.system_call}")
+        state = "" if self.task is not None and self.state == "busy" else self.state
+        what = ": ".join(filter(None, (", ".join(doing), state)))
+        lines = [f"{self.drone} (pid {self.pid}): {what}\n"]
+        if self.task is not None and self.state == "busy" and not self.frames:
             lines.append("  no Python frames: the task is a function of C\n")
         lines += self.frames.format()
         for name, frames in self.threads:
@@ -282,6 +290,7 @@ def _stack(handle: DroneHandle, answer: _Answer) -> Stack:
         **_describe(handle, tasks.get(current)),
         frames=_read(answer.frames.get(current, ())),
         threads=tuple((name, _read(frames)) for name, frames in [*beside, *answer.threads]),
+        system_call=handle.system_call() if current in tasks else None,
     )
 
 
@@ -289,18 +298,22 @@ def _unanswered(request: StackRequest, timeout: float) -> Stack:
     """Describe a drone that has not answered, as far as the controller knows its state."""
     handle = request.handle
     if request.was_sent:
-        call = handle.system_call()
         state = (
-            f"no answer within {timeout:g} s: {handle.unresponsive or handle.stall_reason()}"
-            f"{'' if call is None else f', in the system call {call}'}; its C frames are shown by "
-            f"py-spy dump --native --pid {handle.pid}"
+            f"no answer within {timeout:g} s: {handle.unresponsive or handle.stall_reason()}; its "
+            f"C frames are shown by py-spy dump --native --pid {handle.pid}"
         )
     else:
         state = (
             f"not asked within {timeout:g} s: the thread of the pool is busy, perhaps with a "
             "callback of a promise that does not return"
         )
-    return Stack(handle.name, handle.pid, state, **_describe(handle, handle.running_task()))
+    return Stack(
+        handle.name,
+        handle.pid,
+        state,
+        **_describe(handle, handle.running_task()),
+        system_call=handle.system_call(),
+    )
 
 
 def _describe(handle: DroneHandle, task: Task | None) -> dict[str, Any]:
