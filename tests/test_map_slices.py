@@ -9,6 +9,7 @@ import itertools
 import operator
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -887,6 +888,10 @@ def test_a_death_among_short_calls_is_raised_at_the_first_of_their_slice(pool, p
                 said.append(each)
         assert raised.value.exitcode == 7
         assert said == list(range(len(said))) and len(said) <= 700
+        (noted,) = raised.value.__notes__
+        where = re.match(r"in map\(a partial, ...\), (one of the items (\d+) to (\d+))$", noted)
+        assert int(where[2]) == len(said) and 700 <= int(where[3]) < 3000
+        assert str(raised.value).endswith(f"while running a partial, {where[1]}")
         assert set(ran(paths[0]).values()) == {1}
         assert_nothing_goes_on(pool, paths[0])
         os.unlink(paths[0])
@@ -921,7 +926,7 @@ def test_a_call_that_dies_after_its_slice_was_cut_takes_nothing_along(paths, ret
         if retries:
             assert list(results) == [700]
         else:
-            with pytest.raises(poly.DroneDied, match="SIGKILL"):
+            with pytest.raises(poly.DroneDied, match="SIGKILL while running a partial, item 700"):
                 next(results)
         assert ran(paths[0]) == Counter(range(2000)) + Counter({700: retries})
         assert list(pool.map(double, range(500))) == list(map(double, range(500)))

@@ -958,6 +958,24 @@ def test_the_item_of_a_map_is_told_where_it_is_one(count, item, reactor):
     assert handle.waiting.item == item
 
 
+@pytest.mark.parametrize(
+    ("count", "items"), [(0, ""), (1, ", item 5"), (3, ", one of the items 5 to 7")]
+)
+def test_the_log_tells_with_which_items_a_drone_died_or_did_not_respond(
+    count, items, reactor, caplog
+):
+    caplog.set_level(logging.INFO, "polycephaly.pool.supervisor")
+    handle, task = busy(reactor)
+    task.first_item, task.count = 5, count
+    handle.quiet = True
+    reactor.pass_(FIRST + QUIET + LOOK)
+    handle.dies()
+    (stalled,), (death,) = told(caplog), told(caplog, logging.INFO)
+    assert stalled.endswith(f"its running task is sleep{items}")
+    assert death.endswith(f"while running sleep{items}")
+    assert str(task.exception()) == death and task.exception().running == "sleep"
+
+
 def test_one_whose_start_waits_is_told_without_a_task(reactor, caplog):
     (handle,) = dispatcher_of(reactor, 1, ready=False, report_waiting=60.0).handles
     handle.up, handle.did = False, 0  # nobody is there yet to be asked

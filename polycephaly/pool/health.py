@@ -361,4 +361,5 @@ def _running_task_text(handle: DroneHandle) -> str:
     running = handle.in_flight.get(handle.last_started())
     if running is None:
         return ""
-    return f"; its running task is {with_item(running.definition.label, running.item)}"
+    task = with_item(running.definition.label, running.first_item, running.count)
+    return f"; its running task is {task}"

@@ -28,6 +28,7 @@ from ..wire.exceptions import unpack_exception
 from ..wire.slices import Answers, describe_item
 from .map_source import SLICE_SECONDS, Source
 from .task import Slice, Task
+from .waiting import item_text
 
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
 MAX_TIMER_SECONDS = 1.0
@@ -93,13 +94,13 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
             tasks = stream.take_settled()
             if not tasks:
                 break
-            if not isinstance(tasks[0], Slice):
-                if tasks[0].exception() is None:
-                    yield _pop_values(tasks)
-                elif stream.return_exceptions:
-                    yield [_pop_error(tasks, stream)]
-                else:
+            if tasks[0].exception() is not None:
+                if not stream.return_exceptions:
                     raise _pop_error(tasks, stream)
+                yield [_pop_error(tasks, stream)]
+                continue
+            if not isinstance(tasks[0], Slice):
+                yield _pop_values(tasks)
                 continue
             first = tasks[0].first_item or 0
             answers: Answers = tasks.pop().result()
@@ -134,7 +135,7 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
 def _failure(answers: Answers, index: int, stream: Ordered) -> BaseException:
     error = unpack_exception(answers.error)
     stream.source.dispatcher.explain(error)
-    _add_item(error, stream, index, answers.item)
+    _add_item(error, stream, item_text(index, 1), answers.item)
     return error
 
 
@@ -143,16 +144,17 @@ def _pop_error(tasks: list[Task], stream: Ordered) -> BaseException:
     error = task.exception()
     assert error is not None
     if isinstance(error, Exception):
-        _add_item(error, stream, task.first_item or 0, describe_item(task.args or ()))
+        where = item_text(task.first_item or 0, task.count)
+        _add_item(error, stream, where, describe_item(task.args or ()))
     elif stream.return_exceptions:
         raise error
     return error
 
 
-def _add_item(error: BaseException, stream: Ordered, index: int, item: str) -> None:
+def _add_item(error: BaseException, stream: Ordered, where: str, item: str) -> None:
     """Add a note that says which call of the map has raised `error`."""
     with suppress(Exception):  # the exception's class may take no notes
-        error.add_note(f"in map({stream.source.label}, ...), item {index}{item and f': {item}'}")
+        error.add_note(f"in map({stream.source.label}, ...), {where}{item and f': {item}'}")
 
 
 def _pop_values(tasks: list[Task]) -> Iterator[Any]:

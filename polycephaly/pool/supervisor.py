@@ -37,6 +37,7 @@ from .locality import Locality
 from .resources import Resources
 from .stacks import StackRequests
 from .task import Task
+from .waiting import with_item
 
 log = logging.getLogger(__name__)
 
@@ -443,8 +444,9 @@ def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
     )
     message = f"drone {handle.name} (pid {handle.pid}) {end}{reason}"
     running = task.definition.label if task is not None else None
-    if running:
-        message += f"{reason and ','} while running {running}"
+    if task is not None and running:
+        name = with_item(running, task.first_item, task.count)
+        message += f"{reason and ','} while running {name}"
     stderr, stack = "\n".join(handle.stderr), "\n".join(handle.stack)
     if stderr:
         message += f"\nlast lines of the drone on stderr:\n{stderr}"
