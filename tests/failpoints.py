@@ -7,22 +7,35 @@ is late.
 
 A point is a function of the package, before it is called or after it has returned. It is wrapped
 before the fork, so the package has nothing of it, and it costs nothing where no test asks for it.
+
+A fork has the points of its parent. A fresh interpreter (a spawned drone's, the command line's, a
+joined host's) is told by its environment:
+
+    env, hits = armed(page, "drone sends", AFTER)            an interpreter with this environment,
+    with Script(text, env=env): ...                          and all that it starts, counts there
+
+`env` puts `tests/armed` on PYTHONPATH, where `sitecustomize.py` calls `arm_from_environment`. The
+function is wrapped when its module has been imported, so that all is imported when it always is.
+Other interpreters know nothing of that directory.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import reduce, wraps
 from importlib import import_module
-from pkgutil import resolve_name
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from polycephaly.drone import executor
 
 BEFORE, AFTER = "before", "after"
 
@@ -129,6 +142,23 @@ ONCE = {
 }  # fmt: skip
 """Where no process comes a third time, or not in every run."""
 
+SERVED = {
+    f"{who} {what}": ("controller", f"polycephaly.server.{place}")
+    for who, what, place in (
+        ("server", "reads calls", "server:Server._handle_work"),
+        ("server", "submits a call", "server:Server._submit_call"),
+        ("server", "lends", "joined:JoinedHosts._send_calls"),
+        ("server", "hears a host", "joined:JoinedHosts.handle_message"),
+        ("server", "has an outcome", "server:Server._add_outcome"),
+        ("server", "sends", "server:Server._send"),
+        ("host", "reads calls", "join:Joined._handle_work"),
+        ("host", "submits a call", "join:Joined._submit_call"),
+        ("host", "has an outcome", "join:Joined._on_settled"),
+        ("host", "sends outcomes", "join:Joined._send_outcomes"),
+    )
+}
+"""Of a controller whose pool is served, or has joined one that is."""
+
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -153,23 +183,61 @@ class Hits:
         return self._page[0]
 
 
+class HitsInFile(Hits):
+    """Counted by all processes that know the file: its length. No descriptor of it stays open."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        Path(file).touch()
+
+    def come(self) -> int:
+        with open(self._file, "ab", buffering=0) as file:
+            file.write(b".")
+            return file.tell()
+
+    def __int__(self) -> int:
+        return os.stat(self._file).st_size
+
+
 @contextmanager
 def at_point(name: str, when: str, hit: int = 1, do: Callable[[], object] = die) -> Iterator[Hits]:
     """Gives how often a process came there, to the one that did it."""
     who, place = POINTS[name]
-    module, _, path = place.partition(":")
-    owner: Any = (
-        resolve_name(f"{module}:{path.rpartition('.')[0]}")
-        if "." in path
-        else import_module(module)
-    )
-    attribute = path.rpartition(".")[2]
-    original = vars(owner)[attribute]
     hits, here = Hits(), os.getpid()
+    module, _, path = place.partition(":")
+    restore = _wrap(
+        import_module(module), path, when, _Come(hits, hit, do, lambda: who == _role(here))
+    )
+    try:
+        yield hits
+    finally:
+        restore()
 
-    def come() -> None:
-        if who == _role(here) and int(hits) < hit and hits.come() >= hit:
-            do()
+
+def _role(controller: int) -> str:
+    from polycephaly.drone import executor  # not before a fresh interpreter would import it itself
+
+    if os.getpid() == controller:
+        return "controller"
+    return "zygote" if os.getppid() == controller and not executor._executors else "drone"
+
+
+class _Come:
+    def __init__(
+        self, hits: Hits, hit: int, do: Callable[[], object], is_meant: Callable[[], bool]
+    ) -> None:
+        self._hits, self._hit, self._do, self._is_meant = hits, hit, do, is_meant
+
+    def __call__(self) -> None:
+        if self._is_meant() and int(self._hits) < self._hit and self._hits.come() >= self._hit:
+            self._do()
+
+
+def _wrap(module: ModuleType, path: str, when: str, come: Callable[[], None]) -> Callable[[], None]:
+    """Have `come` called before or after the function at `path`; how to undo it."""
+    *outer, attribute = path.split(".")
+    owner: Any = reduce(getattr, outer, module)
+    original = vars(owner)[attribute]
 
     @wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -182,13 +250,64 @@ def at_point(name: str, when: str, hit: int = 1, do: Callable[[], object] = die)
                 come()
 
     setattr(owner, attribute, wrapped)
-    try:
-        yield hits
-    finally:
-        setattr(owner, attribute, original)
+    return lambda: setattr(owner, attribute, original)
 
 
-def _role(controller: int) -> str:
-    if os.getpid() == controller:
-        return "controller"
-    return "zygote" if os.getppid() == controller and not executor._executors else "drone"
+# -- fresh interpreters ----------------------------------------------------------------------------
+
+VARIABLE = "POLYCEPHALY_TEST_FAILPOINT"
+TESTS = Path(__file__).parent
+PATH = os.pathsep.join(map(str, (TESTS / "armed", TESTS, TESTS.parent)))
+
+
+def armed(
+    page: Path, name: str, when: str, hit: int = 1, do: Callable[[], object] = die
+) -> tuple[dict[str, str], Hits]:
+    """What an interpreter needs in its environment, and how often a process came there. `page` is a
+    new file, in which they are counted."""
+    told = json.dumps([name, when, hit, do.__name__, str(page)])
+    return {"PYTHONPATH": PATH, VARIABLE: told}, HitsInFile(str(page))
+
+
+def arm_from_environment() -> None:
+    name, when, hit, do, page = json.loads(os.environ[VARIABLE])
+    who, place = (POINTS | SERVED)[name]
+    # A daemon is a fork of what was armed, and a zygote may be an interpreter of its own. So no pid
+    # is known here: a process is a zygote by what it does, and what a zygote forks is a drone.
+    zygotes: list[int] = []
+
+    def role() -> str:
+        if not zygotes:
+            return "controller"
+        return "zygote" if os.getpid() == zygotes[-1] else "drone"
+
+    come = _Come(HitsInFile(page), hit, {"die": die, "be_late": be_late}[do], lambda: who == role())
+    module, _, path = place.partition(":")
+    sys.meta_path[:0] = [
+        _Import(module, lambda it: _wrap(it, path, when, come)),
+        _Import(
+            "polycephaly.engines.local.zygote",
+            lambda it: _wrap(it, "Zygote.run", BEFORE, lambda: zygotes.append(os.getpid())),
+        ),
+    ]
+
+
+class _Import(MetaPathFinder):
+    """Has `then` called with a module as soon as it has been imported."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)  # as all others find it
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            self._then(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
