@@ -134,11 +134,10 @@ POINTS = {
 
 
 ONCE = {
-    "zygote begins to serve", "zygote starts a drone", "zygote clears a page", "zygote reaps",
-    "zygote ends a group", "zygote ends everything", "drone is tied to its parent",
-    "drone enters the arena", "drone is hatched", "drone opens its console",
-    "drone sends its logs home", "drone is made", "drone makes its control thread", "drone serves",
-    "drone opens bulk", "drone closes",
+    "zygote begins to serve", "zygote starts a drone", "zygote reaps", "zygote ends a group",
+    "zygote ends everything", "drone is tied to its parent", "drone enters the arena",
+    "drone is hatched", "drone opens its console", "drone sends its logs home", "drone is made",
+    "drone makes its control thread", "drone serves", "drone opens bulk", "drone closes",
 }  # fmt: skip
 """Where no process comes a third time, or not in every run."""
 

@@ -7,7 +7,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 
 import pytest
-from failpoints import AFTER, BEFORE, armed
+from failpoints import AFTER, BEFORE, ONCE, POINTS, SERVED, armed
 from faults import lines, wait_for
 from scripts import run_script
 from test_cli_pools import shell
@@ -16,6 +16,10 @@ from test_failpoints import PATIENCE, fail, note, noted_text
 import polycephaly as poly
 
 __all__ = ["shell"]
+
+
+def test_what_happens_once_happens_at_a_point():
+    assert set(POINTS) >= ONCE and not POINTS.keys() & SERVED.keys()
 
 
 @pytest.mark.guarantee("death-2")
