@@ -1277,6 +1277,14 @@ def test_an_end_in_a_map_is_gone_with_the_call_that_it_went_with(known):
         )  # with a drone, or a call that never ran
 
 
+def test_an_end_in_a_map_is_not_opened_again_to_name_its_item():
+    with poly.Pool(1) as pool:
+        ch = Channel()
+        (error,) = pool.map(len, [ch.sender()], return_exceptions=True)
+        assert error.__notes__ == ["in map(len, ...), item 0"]
+        assert "was closed" in items_and_error(ch)[-1]
+
+
 async def put_and_spin(ch):
     await ch.send(1)
     while True:

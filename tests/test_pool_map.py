@@ -12,15 +12,18 @@ import time
 import warnings
 import weakref
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from engines import local_only, on_each_engine, poly
 from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
 
 import polycephaly.pool.map
+from polycephaly.pool.items import describe
 from polycephaly.pool.map_source import MAX_CALLS_AHEAD
+from polycephaly.pool.task import MAX_ITEM_BYTES, Task
 from polycephaly.runtime.tuning import tuning
-from polycephaly.wire.slices import describe_item
 
 pytestmark = on_each_engine
 
@@ -509,10 +512,80 @@ def test_an_error_names_its_item(pool, short):
         assert said.startswith(f"in map(fail_at_3, ...){note}") and len(said) < 200
 
 
-@local_only  # `tuning` of a Ray drone is its own
+@dataclass
+class Data:
+    n: int
+
+
+def fail_with(item):
+    raise KeyError("no")
+
+
+def die_with(item):
+    os._exit(5)
+
+
+ITEMS = [
+    ((1, 2), "(1, 2)"),
+    (Data(3), "Data(n=3)"),
+    (Path("/tmp/a"), "PosixPath('/tmp/a')"),
+    ({"x": [0]}, "{'x': [0]}"),
+    (range(3), "range(0, 3)"),
+    ("x" * 1000, "'" + "x" * 37),
+]
+
+
+def notes_of(error):
+    return error.__notes__[-1].partition("), ")[2]
+
+
+def test_items_of_all_kinds_are_described_however_they_travel():
+    with poly.Pool(2) as pool:
+        for item, text in ITEMS:
+            (alone,) = pool.map(fail_with, [item], return_exceptions=True)
+            with pytest.raises(KeyError) as raised:
+                list(pool.map(fail_with, iter([item])))
+            for error in (alone, raised.value):
+                assert notes_of(error).startswith(f"item 0: {text}") and len(notes_of(error)) < 100
+            list(pool.map(fail_at_3, [0] * 2000, itertools.repeat(item)))
+            with pytest.raises(KeyError) as raised:
+                list(pool.map(fail_at_3, [*range(10, 70), 3], [item] * 61))
+            assert notes_of(raised.value).startswith(f"item 60: 3, {text}")
+
+
+def test_the_item_of_a_death_and_of_a_time_limit_is_described(pool):
+    with poly.Pool(1, output="discard") as mortal:
+        (died,) = mortal.map(die_with, [Path("/tmp/a")], return_exceptions=True)
+        assert isinstance(died, poly.DroneDied) and notes_of(died) == "item 0: PosixPath('/tmp/a')"
+    limited = pool.options(timeout=0.01)
+    (late,) = limited.map(block_for_ever, [Path("/tmp/a")], return_exceptions=True)
+    assert isinstance(late, TimeoutError) and notes_of(late) == "item 0: PosixPath('/tmp/a')"
+
+
+@local_only
+def test_of_an_item_that_is_large_or_contains_a_promise_only_the_index_is_told(pool):
+    for item in (b"x" * MAX_ITEM_BYTES, [pool.promise(list)]):
+        (error,) = pool.map(fail_with, [item], return_exceptions=True)
+        assert notes_of(error) == "item 0"
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_an_item_that_does_not_unpickle_is_told_by_its_index(pool):
+    (error,) = pool.map(fail_with, [Unreadable()], return_exceptions=True)
+    assert isinstance(error, ValueError) and notes_of(error) == "item 0: <unprintable>"
+
+
+@local_only
 def test_items_are_described_without_harm(monkeypatch):
-    assert describe_item((1, Unprintable())).startswith("1, <Unprintable ")
-    assert len(describe_item((10**100_000,))) < 100  # an error, in some Pythons
+    task = Task(None)
+    task.args = 1, Unprintable()
+    assert describe(task, 0).startswith("1, <Unprintable ")
+    task.args = (10**100_000,)
+    assert len(describe(task, 0)) < 100  # an error, in some Pythons
     monkeypatch.setattr(tuning, "describe_items", False)
     with poly.Pool(1) as pool:
         for items in ([3], [0] * 5000 + [3]):

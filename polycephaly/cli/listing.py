@@ -111,7 +111,8 @@ def drone_row(drone: dict[str, Any], host: str) -> tuple[object, ...]:
 
 
 def _running(drone: dict[str, Any]) -> str:
-    from ..pool.waiting import Waiting, with_item
+    from ..pool.items import with_item
+    from ..pool.waiting import Waiting
 
     fields = drone.get("waiting")
     if fields is None:

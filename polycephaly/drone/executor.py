@@ -319,18 +319,16 @@ class DroneExecutor:
 
         The control thread may have sent another part.
         """
-        error, item = None, ""
+        error = None
         if run.error is not None:
             with self.socket_lock:
                 run.attribute_error()
             if run.error is not None:
                 self.keep_frames(run.number, run.error)
-                error, item = self._outcomes.pack_error(run.error), run.failed_item()
+                error = self._outcomes.pack_error(run.error)
         with self.socket_lock:
             self._slice = None
-            answers = pack_answers(
-                run.done[run.answers_sent :], run.packed, error, self._store, item
-            )
+            answers = pack_answers(run.done[run.answers_sent :], run.packed, error, self._store)
             rest = run.cut()
         done = len(run.done) - run.answers_sent + (error is not None)
         return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers

@@ -24,15 +24,7 @@ from typing import Any
 
 from ..runtime import forked
 from ..runtime.coroutines import is_coroutine
-from ..wire.slices import (
-    BATCHED_TYPES,
-    ITEMS,
-    PICKLED,
-    SMALL_TYPES,
-    Packed,
-    describe_item,
-    unpack_calls,
-)
+from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, SMALL_TYPES, Packed, unpack_calls
 
 MAX_ANSWER_BYTES = 256 * 1024
 """Bytes of answers after which a slice ends and returns the rest."""
@@ -56,7 +48,6 @@ class SliceRun:
         self.started = monotonic()
         self.error: BaseException | None = None
         self._form, self._fresh, rows = unpack_calls(payload)
-        self._rows = rows
         self.calls: deque[Any] = deque(rows)
         self._count = len(rows)
         self._cut_calls = 0
@@ -150,16 +141,6 @@ class SliceRun:
                 self.calls.popleft()
             except IndexError:
                 self.error = None
-
-    def failed_item(self) -> str:
-        """Describe the arguments of the call that raised the error."""
-        row = self._rows[len(self.done)]
-        if self._form == PICKLED:
-            try:
-                row = loads(row)
-            except Exception:
-                return ""
-        return describe_item((row,) if self._form == ITEMS else row)
 
     def cut(self) -> int:
         """Take away the calls that were not begun, and return their number.

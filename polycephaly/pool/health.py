@@ -31,8 +31,9 @@ from ..runtime.tuning import tuning
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, Spawner, Times
 from .interfaces import State
+from .items import with_item
 from .supervisor import Supervisor
-from .waiting import Waiting, with_item
+from .waiting import Waiting
 
 log = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 from ..promises.promise import Promise, fulfill
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
-from ..wire.slices import Answers, describe_item
+from ..wire.slices import Answers
+from .items import add_note
 from .map_source import SLICE_SECONDS, Source
 from .task import Slice, Task
-from .waiting import item_text
 
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
 MAX_TIMER_SECONDS = 1.0
@@ -102,8 +102,8 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
             if not isinstance(tasks[0], Slice):
                 yield _pop_values(tasks)
                 continue
-            first = tasks[0].first_item or 0
-            answers: Answers = tasks.pop().result()
+            task = tasks.pop()
+            answers: Answers = task.result()
             values = answers.values
             yield values if answers.plain else _unpickle_values(answers, stream)
             if answers.failed:
@@ -111,7 +111,7 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
             if answers.error is not None:
                 # No local variable: the error's traceback would refer to the variable, and the
                 # error to the traceback.
-                raise _failure(answers, first + len(values), stream)
+                raise _failure(answers, task, stream)
         if stream.source.error is not None:
             raise stream.source.error
     finally:
@@ -132,10 +132,10 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
             )
 
 
-def _failure(answers: Answers, index: int, stream: Ordered) -> BaseException:
+def _failure(answers: Answers, task: Task, stream: Ordered) -> BaseException:
     error = unpack_exception(answers.error)
     stream.source.dispatcher.explain(error)
-    _add_item(error, stream, item_text(index, 1), answers.item)
+    add_note(error, stream.source.label, task, len(answers))
     return error
 
 
@@ -144,17 +144,10 @@ def _pop_error(tasks: list[Task], stream: Ordered) -> BaseException:
     error = task.exception()
     assert error is not None
     if isinstance(error, Exception):
-        where = item_text(task.first_item or 0, task.count)
-        _add_item(error, stream, where, describe_item(task.args or ()))
+        add_note(error, stream.source.label, task, 0 if task.count == 1 else None)
     elif stream.return_exceptions:
         raise error
     return error
-
-
-def _add_item(error: BaseException, stream: Ordered, where: str, item: str) -> None:
-    """Add a note that says which call of the map has raised `error`."""
-    with suppress(Exception):  # the exception's class may take no notes
-        error.add_note(f"in map({stream.source.label}, ...), {where}{item and f': {item}'}")
 
 
 def _pop_values(tasks: list[Task]) -> Iterator[Any]:

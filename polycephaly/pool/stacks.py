@@ -23,9 +23,9 @@ from ..promises.promise import fulfill
 from .config import check_timeout
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
+from .items import with_item
 from .reactor import DrivingSignal
 from .task import Task
-from .waiting import with_item
 
 T = TypeVar("T")
 

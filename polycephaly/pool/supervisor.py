@@ -33,11 +33,11 @@ from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, drain
 from .engine import Engine
 from .interfaces import AssignedDrone, State
+from .items import with_item
 from .locality import Locality
 from .resources import Resources
 from .stacks import StackRequests
 from .task import Task
-from .waiting import with_item
 
 log = logging.getLogger(__name__)
 

@@ -43,12 +43,14 @@ from ..wire.placeholders import (
     split_remote_objects,
     with_remote_objects,
 )
-from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, slice_calls
+from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, args_of_call, slice_calls
 from .flow_graph import record_failure
 from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
 from .interfaces import AssignedDrone, TaskOptions, TaskOwner
 from .retry import Retry
 
+MAX_ITEM_BYTES = 16 * 1024
+"""Bytes of pickled arguments that a `map` keeps, until its result is read, to name an item."""
 _numbers = itertools.count(1)
 _FUTURE_CURE = (
     " (a future of the standard library cannot be pickled: pass `polycephaly.race(future)`, a "
@@ -78,6 +80,7 @@ class Task(Promise[Any]):
     status = 0  # of the answer, as in wire/messages.py
     count = 1  # number of calls
     first_item: int | None = None  # in a `map`: the index of its first call
+    item_payload = b""  # in a `map`: the pickled arguments, to name the item of an error
     # The slices that take a slice's place, if the drone answered before the last call.
     followers: Sequence[Slice] = ()
     position = 0  # among the tasks that its drone was sent, from 1
@@ -188,6 +191,13 @@ class Task(Promise[Any]):
             self.add_kept_values(pickling.remote_objects)
         if pickling.moved:
             self._add_channel_ends(pickling.moved)
+        elif (
+            self.first_item is not None
+            and not inputs
+            and type(self.payload) is bytes
+            and len(self.payload) <= MAX_ITEM_BYTES
+        ):
+            self.item_payload = self.payload
         return [promise for _, promise in inputs.values()]
 
     def hold_captured(self) -> None:
@@ -464,6 +474,19 @@ class Task(Promise[Any]):
         """The index of the task's call in a `map`. A slice of several calls has none."""
         return self.first_item if self.count == 1 else None
 
+    def item_args(self, index: int) -> Sequence[Any]:
+        """Return copies of the arguments of a call of a `map`, of which this task has those from
+        `first_item` on; () if they are not known here: they are large, or belong to the drone.
+
+        Runs code of users, and raises the errors of unpickling.
+        """
+        if self.args is not None:
+            return self.args
+        if not self.item_payload:
+            return ()
+        args: tuple[Any, ...] = loads(self.item_payload)[0]
+        return args[self.definition.takes_function :]
+
     @property
     def answered_count(self) -> int:
         """The number of its calls that no follower has taken over."""
@@ -651,8 +674,11 @@ class Slice(Task):
     ) -> None:
         super().__init__(dispatcher)
         self.definition = definition
-        self.payload = calls
+        self.payload = self.item_payload = calls
         self.count = count
+
+    def item_args(self, index: int) -> Sequence[Any]:
+        return args_of_call(self.item_payload, index)
 
     def unpack(self, payload: Any) -> Answers:
         """Return the answers at once, wherever they are stored: the reader takes one by one."""

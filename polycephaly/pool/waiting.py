@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from .items import with_item
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -74,15 +76,3 @@ class Waiting:
         length = f"{self.seconds:.{1 if self.seconds < 10 else 0}f} s"
         task = with_item(self.task or "its start", self.item)
         return f"{task} has waited for {length} (since {began}){at}{call}"
-
-
-def with_item(task: str, item: int | None, calls: int = 1) -> str:
-    """Return the name of a task with its index in a `map`, if it has one; that of a slice of
-    several `calls` with the indices of the first and the last.
-    """
-    # A slice without calls: the last one ended just when the slice was cut.
-    return task if item is None or not calls else f"{task}, {item_text(item, calls)}"
-
-
-def item_text(item: int, calls: int) -> str:
-    return f"item {item}" if calls == 1 else f"one of the items {item} to {item + calls - 1}"

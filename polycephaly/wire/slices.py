@@ -2,9 +2,8 @@
 
     calls    range | pickle of (form, fresh, rows)     The range selects the rows to call: the rest
                                                        of a slice is the same bytes, another range.
-    answers  pickle of (values, indices, error, item), `indices` are those of the values that are
-             then the values pickled separately        pickled one by one; `item` describes the
-                                                       arguments of the call that raised `error`.
+    answers  pickle of (values, indices, error),       `indices` are those of the values that are
+             then the values pickled separately        pickled one by one.
     split    done, rest, state | answers               `done` calls are done, a failed one included;
                                                        `rest` calls will not be begun here.
 
@@ -17,14 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pickle import dumps, loads
-from reprlib import Repr
 from struct import Struct
 from typing import Any, NamedTuple
 
 from ..errors import Malformed
 from ..memory.blocks import Store
 from ..memory.references import Serialized, load_joined, load_with_buffers
-from ..runtime.tuning import tuning
 from .pickling import ATOMIC_TYPES, join_payloads
 
 ITEMS, ROWS, PICKLED = range(3)
@@ -69,25 +66,32 @@ class Packed(NamedTuple):
     payload: bytes | Serialized
 
 
+def args_of_call(calls: bytes, index: int) -> Sequence[Any]:
+    """Return the arguments of one of the packed calls. Raises the errors of unpickling."""
+    form, _, rows = unpack_calls(calls)
+    row = loads(rows[index]) if form == PICKLED else rows[index]
+    return (row,) if form == ITEMS else row
+
+
 def pack_answers(
-    done: list[Any], packed: bool, error: bytes | None, store: Store, item: str = ""
+    done: list[Any], packed: bool, error: bytes | None, store: Store
 ) -> bytes | Serialized:
     """Pack the answers of a slice.
 
     `done` holds values, some of them `Packed` if `packed` is true. `error` is the error of the call
-    after them, if one failed, and `item` describes that call's arguments.
+    after them, if one failed.
     """
     indices = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
     values = [None if type(value) is Packed else value for value in done] if packed else done
     parts = [done[index].payload for index in indices]
-    return join_payloads((values, indices, error, item), parts, store)
+    return join_payloads((values, indices, error), parts, store)
 
 
 class Answers:
     """The answers of a slice, as far as its calls were done."""
 
     def __init__(self, payload: Any) -> None:
-        (self.values, indices, self.error, self.item), parts = load_joined(payload)
+        (self.values, indices, self.error), parts = load_joined(payload)
         self.failed = False
         # Keeps remote objects alive while handles of them are in the values.
         self.remote_objects: Any = None
@@ -114,20 +118,6 @@ class Answers:
                 self.failed = True
                 yield load_with_buffers(*part)
                 self.failed = False
-
-
-def describe_item(args: Sequence[Any]) -> str:
-    """Return the arguments of a call, shortened; "" if `tuning` says so."""
-    if not tuning.describe_items:
-        return ""
-    try:
-        return ", ".join(map(_repr.repr, args))
-    except Exception:  # an integer of too many digits, for example
-        return "<unprintable>"
-
-
-_repr = Repr()
-_repr.maxstring = _repr.maxother = 80
 
 
 def split_head(done: int, rest: int, state: int) -> bytes:

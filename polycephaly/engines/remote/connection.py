@@ -148,7 +148,7 @@ class Connection(ServerConnection, TaskRunner):
             finally:
                 pickling_call.connection, pickling_call.shared_refs = None, []
             if shared_refs:
-                task.shared_refs = shared_refs
+                task.shared_refs, task.item_payload = shared_refs, b""
         except Exception as error:
             reject(task, error)
             return task

@@ -1,0 +1,48 @@
+"""How the items of a `map` are named: in errors, in the log, and beside the names of tasks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from reprlib import Repr
+
+from ..runtime.tuning import tuning
+from .task import Task
+
+_repr = Repr()
+_repr.maxstring = _repr.maxother = 80
+
+
+def with_item(task: str, item: int | None, calls: int = 1) -> str:
+    """Return the name of a task with its index in a `map`, if it has one; that of a slice of
+    several `calls` with the indices of the first and the last.
+    """
+    # A slice without calls: the last one ended just when the slice was cut.
+    return task if item is None or not calls else f"{task}, {_item(item, calls)}"
+
+
+def add_note(error: BaseException, label: str, task: Task, done: int | None = None) -> None:
+    """Add a note to `error` that says which call of ``map(label, ...)`` has raised it: the one
+    after the first `done` calls of `task`, or one that is not known if `done` is None.
+
+    Runs code of users, because the arguments are described.
+    """
+    item, calls = task.first_item or 0, task.count
+    if done is not None:
+        item, calls = item + done, 1
+    described = describe(task, done or 0) if calls == 1 else ""
+    with suppress(Exception):  # the exception's class may take no notes
+        error.add_note(f"in map({label}, ...), {_item(item, calls)}{described and ': '}{described}")
+
+
+def describe(task: Task, index: int) -> str:
+    """Return the arguments of one call of `task`, shortened; "" if they are not known here."""
+    if not tuning.describe_items:
+        return ""
+    try:
+        return ", ".join(map(_repr.repr, task.item_args(index)))
+    except Exception:  # an integer of too many digits, for example
+        return "<unprintable>"
+
+
+def _item(item: int, calls: int) -> str:
+    return f"item {item}" if calls == 1 else f"one of the items {item} to {item + calls - 1}"
