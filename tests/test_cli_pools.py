@@ -196,6 +196,15 @@ def test_a_pool_from_the_shell_has_resources(shell: Shell) -> None:
     assert wrong.returncode == 2 and "'db=no' is not a resource and its size" in wrong.stderr
 
 
+def test_a_pool_from_the_shell_may_leave_out_the_items_of_errors(shell: Shell) -> None:
+    with (
+        shell.pool("-n", "1", "--no-describe-items"),
+        poly.connect(shell.runtime / "polycephaly/lab.json") as client,
+    ):
+        (error,) = client.map(int, ["secret"], return_exceptions=True)
+        assert error.__notes__ == ["in map(int, ...), item 0"]
+
+
 def test_running_tasks_are_interrupted_and_drones_replaced_from_the_shell(shell: Shell) -> None:
     with shell.pool("-n", "2"):
         shell.say("doit", "lab", "-e", "old = 1")

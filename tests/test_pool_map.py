@@ -14,6 +14,7 @@ import weakref
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from engines import local_only, on_each_engine, poly
@@ -23,7 +24,6 @@ import polycephaly.pool.map
 from polycephaly.pool.items import describe
 from polycephaly.pool.map_source import MAX_CALLS_AHEAD
 from polycephaly.pool.task import MAX_ITEM_BYTES, Task
-from polycephaly.runtime.tuning import tuning
 
 pytestmark = on_each_engine
 
@@ -580,17 +580,24 @@ def test_an_item_that_does_not_unpickle_is_told_by_its_index(pool):
 
 
 @local_only
-def test_items_are_described_without_harm(monkeypatch):
-    task = Task(None)
+def test_items_are_described_without_harm():
+    task = Task(Mock(describes_items=True))
     task.args = 1, Unprintable()
     assert describe(task, 0).startswith("1, <Unprintable ")
     task.args = (10**100_000,)
     assert len(describe(task, 0)) < 100  # an error, in some Pythons
-    monkeypatch.setattr(tuning, "describe_items", False)
-    with poly.Pool(1) as pool:
+
+
+class Secret:
+    def __repr__(self):
+        raise SystemExit("my repr is never to be called")
+
+
+def test_a_pool_may_leave_out_the_items():
+    with poly.Pool(1, describe_items=False) as pool:
         for items in ([3], [0] * 5000 + [3]):
             with pytest.raises(KeyError) as raised:
-                list(pool.map(fail_at_3, items))
+                list(pool.map(fail_at_3, items, [Secret()] * len(items)))
             item = len(items) - 1
             assert raised.value.__notes__[-1] == f"in map(fail_at_3, ...), item {item}"
 

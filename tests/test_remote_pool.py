@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 from faults import append, block_for_ever, hold_until, lines, wait_for
@@ -38,6 +39,24 @@ def pool():
 def remote(pool, card):
     with poly.serve(pool, file=card), poly.connect(card) as remote:
         yield remote
+
+
+def fail_with(item):
+    raise KeyError("no")
+
+
+@pytest.mark.parametrize(
+    ("describe", "note"), [(True, "item 1: PosixPath('/b')"), (False, "item 1")]
+)
+def test_an_error_of_a_clients_map_names_its_item_if_the_pool_wants_that(describe, note, card):
+    items = [Path("/a"), Path("/b")]
+    with (
+        poly.Pool(1, describe_items=describe) as pool,
+        poly.serve(pool, file=card),
+        poly.connect(card) as remote,
+    ):
+        _, error = remote.map(fail_with, items, return_exceptions=True)
+        assert error.__notes__ == [f"in map(fail_with, ...), {note}"]
 
 
 def nap(path):

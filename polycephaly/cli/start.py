@@ -141,6 +141,11 @@ def drone_options(command: _Command) -> _Command:
     callback=_resources,
     help="Let tasks with options(resources=...) use N of NAME at a time. Repeatable.",
 )
+@click.option(
+    "--describe-items/--no-describe-items",
+    default=True,
+    help="Whether errors of a map have the repr of its item.  [default: they have]",
+)
 @drone_options
 def start(
     name: str,

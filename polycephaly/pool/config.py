@@ -43,6 +43,7 @@ class PoolConfig:
     report_waiting: float | None  # seconds
     on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
     post_mortem: bool = False
+    describe_items: bool = True  # the errors of a `map` have the `repr` of its items
     resources: tuple[tuple[str, int], ...] = ()  # names and sizes
 
 

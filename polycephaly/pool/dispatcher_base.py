@@ -60,6 +60,7 @@ class DispatcherBase(TaskRunner, Tenant):
         self.size = config.size  # how many drones there should be while the pool is open
         self.environments = [*config.env]  # of drones, by index
         self.width = config.width
+        self.describes_items = config.describe_items
         self.output = config.output
         # Receivers of tagged output in place of `output`, by tag.
         self.output_listeners: dict[str, Listener] = {}

@@ -123,6 +123,7 @@ class TaskOwner:
     reactor: EventLoop
     registry: FunctionRegistry
     refusal: BaseException | None  # the error for new tasks
+    describes_items = True  # whether errors of a `map` may have the `repr` of its items
     post: Callable[..., None]
     submit_task: Callable[[Any], None]
     withdraw: Callable[[Any], None]

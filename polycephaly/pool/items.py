@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from reprlib import Repr
 
-from ..runtime.tuning import tuning
 from .task import Task
 
 _repr = Repr()
@@ -35,8 +34,10 @@ def add_note(error: BaseException, label: str, task: Task, done: int | None = No
 
 
 def describe(task: Task, index: int) -> str:
-    """Return the arguments of one call of `task`, shortened; "" if they are not known here."""
-    if not tuning.describe_items:
+    """Return the arguments of one call of `task`, shortened; "" if they are not known here, or the
+    pool does not want that.
+    """
+    if not task.dispatcher.describes_items:
         return ""
     try:
         return ", ".join(map(_repr.repr, task.item_args(index)))

@@ -100,6 +100,9 @@ class Pool(ExecutorBase):
         If True, the frames of a failed task are kept for `Promise.debug`, in a process that its
         drone forks; the drone goes on. Each drone keeps those of one task at a time, the first,
         until they were debugged or released, or the drone ends.
+    describe_items
+        If False, the note of an error of `map` has only the index of the item, and not its
+        shortened `repr`, for items that must not appear in logs. Clients of a served pool obey.
     engine
         "local"; "inline": each task runs in this process, in the order of the calls, for debuggers,
         coverage and tests (then ``start``, ``env`` and ``cwd`` are refused); or "ray": drones are
@@ -155,6 +158,7 @@ class Pool(ExecutorBase):
         max_queued: int | None = None,
         on_death: str = "replace",
         post_mortem: bool = False,
+        describe_items: bool = True,
         resources: Mapping[str, int] | None = None,
         engine: str = "local",
         **options: Any,
@@ -192,6 +196,7 @@ class Pool(ExecutorBase):
             hang_timeout=check_hang_timeout(hang_timeout),
             report_waiting=check_timeout(report_waiting, "report_waiting"),
             post_mortem=bool(post_mortem),
+            describe_items=bool(describe_items),
             resources=check_resources(resources),
             on_death=on_death,
         )

@@ -51,11 +51,6 @@ class Tuning:
     next_holder_seconds: float = 0.1
     """Time for the next holder of a channel's end to report, after the last one has died."""
 
-    describe_items: bool = True
-    """Whether the error of a `map` has a note with the shortened `repr` of its item. The index is
-    there in any case. Read in drones, too.
-    """
-
     # Waits
     signal_check_seconds: float = 0.5
     """Interval at which a waiting main thread checks for a signal that came just before the wait,

@@ -549,8 +549,12 @@ class Server:
             on_output if properties.get("output") else _discard
         )
         self._clients[identity] = client
-        resources = self._dispatcher.resource_sizes
-        self._send(identity, pack_hello(size, name=self.name, resources=resources))
+        pool = {
+            "name": self.name,
+            "resources": self._dispatcher.resource_sizes,
+            "describe_items": self._dispatcher.describes_items,
+        }
+        self._send(identity, pack_hello(size, **pool))
 
     def _submit_call(
         self, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]]

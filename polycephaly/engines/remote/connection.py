@@ -361,6 +361,7 @@ class Connection(ServerConnection, TaskRunner):
                 raise Malformed(incompatibility)
             self.name = str(properties.get("name"))
             self.resource_sizes = read_sizes(properties.get("resources"))
+            self.describes_items = properties.get("describe_items") is True
             self.on_connected()
             self._send_alive()
         elif kind == RUNNING:
