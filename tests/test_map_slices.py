@@ -1199,7 +1199,7 @@ def test_a_pool_that_is_shut_down_gives_what_was_under_way(paths):
     make_known = functools.partial(note, paths[0])
     pool = poly.Pool(2)
     make_known_as_short(pool, make_known)
-    source = Counting(range(100_000))
+    source = Counting(range(300_000))  # may be endless, to the pool
     results = pool.map(make_known, source)
     said = [next(results)]
     taken = source.taken

@@ -49,8 +49,10 @@ from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
 from .interfaces import AssignedDrone, TaskOptions, TaskOwner
 from .retry import Retry
 
-MAX_ITEM_BYTES = 16 * 1024
-"""Bytes of pickled arguments that a `map` keeps, until its result is read, to name an item."""
+MAX_ITEM_BYTES = 4096
+"""Bytes of pickled arguments of a call that a `map` keeps, until its result is read, to name the
+item of an error.
+"""
 _numbers = itertools.count(1)
 _FUTURE_CURE = (
     " (a future of the standard library cannot be pickled: pass `polycephaly.race(future)`, a "
@@ -674,11 +676,13 @@ class Slice(Task):
     ) -> None:
         super().__init__(dispatcher)
         self.definition = definition
-        self.payload = self.item_payload = calls
+        self.payload = calls
         self.count = count
+        if len(calls) <= MAX_ITEM_BYTES * count:
+            self.item_payload = calls
 
     def item_args(self, index: int) -> Sequence[Any]:
-        return args_of_call(self.item_payload, index)
+        return args_of_call(self.item_payload, index) if self.item_payload else ()
 
     def unpack(self, payload: Any) -> Answers:
         """Return the answers at once, wherever they are stored: the reader takes one by one."""
