@@ -13,6 +13,7 @@ from in_time import FakeReactor, dispatcher_of, give, make_ready
 import polycephaly as poly
 from polycephaly import Promise
 from polycephaly.pool.status import describe_pool, drone_state, running_label
+from polycephaly.runtime.procfs import state_of
 from polycephaly.wire.messages import ERROR, pack_outcome, pack_outcomes
 
 
@@ -231,3 +232,8 @@ def test_ps_and_top_show_who_is_who():
         assert name_of(pool.doit(os.getppid)) == "zygote"
     with poly.Drone(name="a-name-that-is-too-long") as drone:
         assert name_of(drone.doit(os.getpid)) == "a-name-that-is-too-long"[:15]
+
+
+def test_a_name_that_the_kernel_cuts_within_a_character_disturbs_nobody():
+    with poly.Drone(name="é" * 10) as drone:
+        assert state_of(drone.doit(os.getpid)) in ("R", "S")

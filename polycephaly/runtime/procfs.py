@@ -40,7 +40,7 @@ _PRIVATE_FIELDS = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap
 def _stat(path: str) -> list[str]:
     """Return the fields of a process or thread after the name: the first is its state."""
     try:
-        with open(f"/proc/{path}/stat") as stat:
+        with open(f"/proc/{path}/stat", errors="replace") as stat:  # a name may be cut
             return stat.read().rpartition(")")[2].split()
     except OSError:
         return []
