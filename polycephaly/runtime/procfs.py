@@ -37,8 +37,8 @@ The kernel reports numbers only. x86_64 has numbers of its own; newer architectu
 _PRIVATE_FIELDS = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
 
 
-def _stat(path: str) -> list[str]:
-    """Return the fields of a process or thread after the name: the first is its state."""
+def stat_of(path: str) -> list[str]:
+    """Return the fields of a process or thread after the name: the first is its state, field 3."""
     try:
         with open(f"/proc/{path}/stat", errors="replace") as stat:  # a name may be cut
             return stat.read().rpartition(")")[2].split()
@@ -52,7 +52,7 @@ def state_of(pid: int, thread: str = "") -> str:
     R(unning), S(leeping), D(isk), T (stopped), t (traced) or Z(ombie); empty if there is no such
     thread.
     """
-    return (_stat(f"{pid}/task/{thread}" if thread else str(pid)) or [""])[0]
+    return (stat_of(f"{pid}/task/{thread}" if thread else str(pid)) or [""])[0]
 
 
 def start_time_of(pid: int) -> str:
@@ -61,7 +61,7 @@ def start_time_of(pid: int) -> str:
     The text consists of the boot of the machine and the start time after that. Empty if there is no
     such process, or only its exit status is left.
     """
-    fields = _stat(str(pid))
+    fields = stat_of(str(pid))
     if not fields or fields[0] in "ZX":
         return ""
     boot = boot_id()
@@ -92,20 +92,14 @@ def processor_times(pid: int, thread: str) -> tuple[float, float]:
             ran, waited, _ = map(int, schedstat.read().split())
         return ran / 1e9, waited / 1e9
     except (OSError, ValueError):  # ended, or a kernel that does not count waiting
-        ticks = sum(int(field) for field in _stat(f"{pid}/task/{thread}")[11:13])
+        ticks = sum(int(field) for field in stat_of(f"{pid}/task/{thread}")[11:13])
         return ticks / _TICKS_PER_SECOND, 0.0
 
 
 def processor_seconds_of(pid: int) -> float | None:
     """Return the processor time of a process so far; None if it has ended."""
-    ticks = [int(field) for field in _stat(str(pid))[11:13]]
+    ticks = [int(field) for field in stat_of(str(pid))[11:13]]
     return sum(ticks) / _TICKS_PER_SECOND if ticks else None
-
-
-def set_process_name(name: str) -> None:
-    """Have ps, top and htop show this process as `name`, of which the kernel keeps 15 bytes."""
-    with suppress(OSError), open("/proc/self/comm", "wb") as comm:
-        comm.write(name.encode("utf-8", "replace"))
 
 
 def system_call_of(pid: int, thread: str) -> str | None:

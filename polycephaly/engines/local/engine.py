@@ -267,6 +267,7 @@ class LocalEngine(Engine):
             drone_main,
             self._bulk.directory,
             parent_death.new_family(),
+            self._config.name,
             self._inherited_args,
             post_mortem=self._config.post_mortem,
         )
