@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,35 +43,27 @@ def test_it_is_clean_under_mypy_strict(tmp_path: Path) -> None:
     )
 
 
-WRONG = """import polycephaly as poly
-
-
-def half(number: int) -> float:
-    return number / 2
-
-
-with poly.Pool(1) as pool:
-    pool.submit(half, 3)
-    pool.submit(half, number=3)
-    pool.submit(half, "three")
-    pool.submit(half)
-    pool.promise(half, pool.promise(abs, -1))
-"""
+ARGUMENTS = ROOT / "tests" / "typing" / "arguments.py"
+CHECKERS = {"mypy": ["--strict", "--cache-dir=cache"], "pyright": []}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
-def test_the_arguments_of_submit_are_checked(tmp_path: Path) -> None:
-    if importlib.util.find_spec("mypy") is None:
-        pytest.skip("mypy is not installed: pip install 'polycephaly[dev]'")
-    program = tmp_path / "wrong.py"
-    program.write_text(WRONG)
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_arguments_are_compared_with_parameters(checker: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(checker) is None:
+        pytest.skip(f"{checker} is not installed")
+    (tmp_path / "polycephaly").symlink_to(ROOT / "polycephaly")
+    program = tmp_path / "arguments.py"
+    program.write_bytes(ARGUMENTS.read_bytes())
     found = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", program],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        [sys.executable, "-m", checker, *CHECKERS[checker], program.name],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
-    lines = [line.split(":")[1] for line in found.stdout.splitlines() if ": error: " in line]
-    assert lines == ["11", "12"], found.stdout
+    reported = {int(n) for n in re.findall(r"arguments\.py:(\d+):.* error", found.stdout)}
+    lines = enumerate(ARGUMENTS.read_text(encoding="utf-8").splitlines(), 1)
+    wrong = {number for number, line in lines if line.endswith("# wrong")}
+    assert reported == wrong, found.stdout
 
 
 def test_it_runs(tmp_path: Path) -> None:

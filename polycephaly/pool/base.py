@@ -10,11 +10,23 @@ from concurrent.futures import Executor
 from contextvars import ContextVar
 from importlib import import_module
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    Self,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 from weakref import WeakKeyDictionary, ref
 
 from .._compat import renew_in_child
-from ..promises.promise import Promise
+from ..promises.promise import Handle, Promise
 from ..runtime.progress import Progress, total_of
 from ..store.kept import Kept
 from . import namespace
@@ -35,7 +47,26 @@ from .map_source import Source
 from .retry import Retry
 
 T = TypeVar("T")
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
 P = ParamSpec("P")
+
+Handles: TypeAlias = Handle | Sequence[Handle] | Mapping[Any, Handle]
+"""What type checkers accept as the first or second argument of a call, or as all of them, in place
+of its function's parameters. A type "one of these anywhere" cannot be written."""
+
+
+class _MapOptions(TypedDict, total=False):
+    timeout: float | None
+    chunksize: int | None
+    buffersize: int | None
+    ordered: bool
+    progress: bool
+
+
+class _RaisingMapOptions(_MapOptions, total=False):
+    return_exceptions: Literal[False]
 
 
 class _NotGiven:
@@ -90,20 +121,52 @@ class TaskTarget:
     ) -> Promise[Kept[T]]: ...
     @overload
     def promise(
+        self, work: Callable[..., Any], /, *args: Any, keep: bool, **kwargs: Any
+    ) -> Promise[Any]: ...
+    @overload
+    def promise(
+        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Handles, **kwargs: Handles
+    ) -> Promise[T]: ...
+    @overload
+    def promise(
+        self, work: Callable[..., T], /, *args: Handles, **kwargs: Handles
+    ) -> Promise[T]: ...
+    @overload
+    def promise(
         self,
         work: Callable[..., Coroutine[Any, Any, T]],
+        first: Handles,
         /,
         *args: Any,
-        keep: bool = False,
         **kwargs: Any,
     ) -> Promise[T]: ...
     @overload
     def promise(
-        self, work: Callable[..., T], /, *args: Any, keep: bool = False, **kwargs: Any
+        self, work: Callable[..., T], first: Handles, /, *args: Any, **kwargs: Any
     ) -> Promise[T]: ...
+    @overload
+    def promise(
+        self,
+        work: Callable[..., Coroutine[Any, Any, T]],
+        first: Any,
+        second: Handles,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Promise[T]: ...
+    @overload
+    def promise(
+        self, work: Callable[..., T], first: Any, second: Handles, /, *args: Any, **kwargs: Any
+    ) -> Promise[T]: ...
+    @overload
+    def promise(
+        self, work: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Promise[T]: ...
+    @overload
+    def promise(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]: ...
 
     def promise(
-        self, work: str | Callable[..., Any], /, *args: Any, keep: bool = _NOT_GIVEN, **kwargs: Any
+        self, work: str | Callable[..., Any], /, *args: Any, keep: Any = _NOT_GIVEN, **kwargs: Any
     ) -> Promise[Any]:
         """Run `work` on a drone, in submission order, and return a promise of its result.
 
@@ -133,6 +196,12 @@ class TaskTarget:
         RuntimeError
             If the drone was released, or the pool was shut down.
 
+        Notes
+        -----
+        Type checkers compare the arguments with the parameters of `work`. They accept handles, and
+        lists and dicts of them, as the first two arguments, or as all of them: then, and with
+        `keep`, only the type of the result is known. For a handle elsewhere, use ``typing.cast``.
+
         Examples
         --------
         >>> import polycephaly as poly
@@ -160,10 +229,41 @@ class TaskTarget:
     def doit(self, work: str, /) -> Any: ...
     @overload
     def doit(
-        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any
+        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Handles, **kwargs: Handles
     ) -> T: ...
     @overload
-    def doit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+    def doit(self, work: Callable[..., T], /, *args: Handles, **kwargs: Handles) -> T: ...
+    @overload
+    def doit(
+        self,
+        work: Callable[..., Coroutine[Any, Any, T]],
+        first: Handles,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> T: ...
+    @overload
+    def doit(self, work: Callable[..., T], first: Handles, /, *args: Any, **kwargs: Any) -> T: ...
+    @overload
+    def doit(
+        self,
+        work: Callable[..., Coroutine[Any, Any, T]],
+        first: Any,
+        second: Handles,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> T: ...
+    @overload
+    def doit(
+        self, work: Callable[..., T], first: Any, second: Handles, /, *args: Any, **kwargs: Any
+    ) -> T: ...
+    @overload
+    def doit(
+        self, work: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
+    @overload
+    def doit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 
     def doit(self, work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run `work` on a drone and return its result.
@@ -380,53 +480,101 @@ class ExecutorBase(TaskTarget, Executor):
     def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
         raise NotImplementedError
 
+    @overload  # type: ignore[override]  # the base compares no arguments
+    def map(
+        self,
+        fn: Callable[[T1], Coroutine[Any, Any, T]],
+        items1: Iterable[T1 | Handles],
+        /,
+        **options: Unpack[_RaisingMapOptions],
+    ) -> Results[T]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[[T1], T],
+        items1: Iterable[T1 | Handles],
+        /,
+        **options: Unpack[_RaisingMapOptions],
+    ) -> Results[T]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[[T1, T2], Coroutine[Any, Any, T]],
+        items1: Iterable[T1 | Handles],
+        items2: Iterable[T2 | Handles],
+        /,
+        **options: Unpack[_RaisingMapOptions],
+    ) -> Results[T]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[[T1, T2], T],
+        items1: Iterable[T1 | Handles],
+        items2: Iterable[T2 | Handles],
+        /,
+        **options: Unpack[_RaisingMapOptions],
+    ) -> Results[T]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[[T1, T2, T3], Coroutine[Any, Any, T]],
+        items1: Iterable[T1 | Handles],
+        items2: Iterable[T2 | Handles],
+        items3: Iterable[T3 | Handles],
+        /,
+        **options: Unpack[_RaisingMapOptions],
+    ) -> Results[T]: ...
+    @overload
+    def map(
+        self,
+        fn: Callable[[T1, T2, T3], T],
+        items1: Iterable[T1 | Handles],
+        items2: Iterable[T2 | Handles],
+        items3: Iterable[T3 | Handles],
+        /,
+        **options: Unpack[_RaisingMapOptions],
+    ) -> Results[T]: ...
     @overload
     def map(
         self,
         fn: Callable[..., Coroutine[Any, Any, T]],
+        items1: Iterable[Any],
+        items2: Iterable[Any],
+        items3: Iterable[Any],
+        items4: Iterable[Any],
+        /,
         *iterables: Iterable[Any],
-        timeout: float | None = None,
-        chunksize: int | None = None,
-        buffersize: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
-        return_exceptions: Literal[False] = False,
+        **options: Unpack[_RaisingMapOptions],
     ) -> Results[T]: ...
     @overload
     def map(
         self,
         fn: Callable[..., T],
+        items1: Iterable[Any],
+        items2: Iterable[Any],
+        items3: Iterable[Any],
+        items4: Iterable[Any],
+        /,
         *iterables: Iterable[Any],
-        timeout: float | None = None,
-        chunksize: int | None = None,
-        buffersize: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
-        return_exceptions: Literal[False] = False,
+        **options: Unpack[_RaisingMapOptions],
     ) -> Results[T]: ...
     @overload
     def map(
         self,
         fn: Callable[..., Coroutine[Any, Any, T]],
+        /,
         *iterables: Iterable[Any],
-        timeout: float | None = None,
-        chunksize: int | None = None,
-        buffersize: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
         return_exceptions: bool,
+        **options: Unpack[_MapOptions],
     ) -> Results[T | Exception]: ...
     @overload
     def map(
         self,
         fn: Callable[..., T],
+        /,
         *iterables: Iterable[Any],
-        timeout: float | None = None,
-        chunksize: int | None = None,
-        buffersize: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
         return_exceptions: bool,
+        **options: Unpack[_MapOptions],
     ) -> Results[T | Exception]: ...
 
     def map(
@@ -569,8 +717,8 @@ class ExecutorBase(TaskTarget, Executor):
         """Run ``fn(*args, **kwargs)`` on a drone: the standard library's name for `promise`.
 
         As in the standard library, a program that ends without an error first finishes all tasks of
-        a pool on which `submit` was called, and type checkers compare the arguments with the
-        parameters of `fn`. `promise` takes promises and handles in their places, too.
+        a pool on which `submit` was called. Type checkers accept no promises and handles in place
+        of arguments here, as they do for `promise`.
         """
         if not callable(fn):
             check_work(fn, args, kwargs)

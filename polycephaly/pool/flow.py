@@ -19,24 +19,46 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import update_wrapper
 from types import FunctionType
-from typing import Any, overload
+from typing import Any, ParamSpec, Protocol, overload
 
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.functions import goes_by_reference
 from ..wire.pickling import MainSnapshot
-from .base import innermost_pool
+from .base import Handles, innermost_pool
 from .config import check_keep, check_retries, check_timeout
 from .directory import KeptTask
 from .flow_graph import record_failure, record_node
 from .retry import Retry
 
+P = ParamSpec("P")
+
+
+class Node(Protocol[P]):
+    """What `flow` returns, for type checkers. A call gives a promise or, without a pool, a value;
+    and the promise of a node may stand for any argument of another: so the type is Any.
+    """
+
+    @property
+    def __wrapped__(self) -> Callable[P, Any]: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+    @overload
+    def __call__(self, *args: Handles, **kwargs: Handles) -> Any: ...
+    @overload
+    def __call__(self, first: Handles, /, *args: Any, **kwargs: Any) -> Any: ...
+    @overload
+    def __call__(self, first: Any, second: Handles, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    # A call of a method is not compared with its parameters.
+    def __get__(self, instance: Any, owner: type | None = None, /) -> Callable[..., Any]: ...
+
 
 @overload
-def flow(fn: Callable[..., Any], /) -> Callable[..., Any]: ...
+def flow(fn: Callable[P, object], /) -> Node[P]: ...
 @overload
 def flow(
     *, timeout: float | None = None, retries: int | Retry | None = None, keep: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+) -> Callable[[Callable[P, object]], Node[P]]: ...
 
 
 def flow(
@@ -46,7 +68,7 @@ def flow(
     timeout: float | None = None,
     retries: int | Retry | None = None,
     keep: bool = False,
-) -> Callable[..., Any]:
+) -> Any:
     """Make the calls of `fn` inside a pool's ``with`` block nodes of a graph.
 
     Such a call returns a promise without waiting for the value. (In a pool with `max_queued`, the
@@ -87,6 +109,9 @@ def flow(
     other wanted node needs, and that no other code waits for. Keeping a node's promise in a
     variable is not waiting. Calls may be made from any thread; a new native thread has entered no
     pool's block.
+
+    Type checkers compare the arguments with the parameters of `fn`, as for `Pool.promise`, except
+    for methods. The type of a call is Any, so that it may stand for any argument of another call.
 
     Examples
     --------
