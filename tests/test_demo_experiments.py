@@ -13,13 +13,15 @@ import psutil
 import pytest
 
 from polycephaly import green
-from polycephaly.demos.securities import generate, report, server
+from polycephaly.demos.securities import generate, parse, report, server
 from polycephaly.demos.securities.experiments import (
     FUND_THREADS,
+    Computation,
     Experiment,
     ExperimentOutcome,
     compare_computing,
     load_funds,
+    parse_symbols,
     plan,
     run,
     sequential,
@@ -28,7 +30,7 @@ from polycephaly.demos.securities.experiments import (
 from polycephaly.demos.securities.files import FUNDS
 from polycephaly.demos.securities.indicators import indicators
 from polycephaly.demos.securities.model import LISTS, PAGES, Lists, Security
-from polycephaly.demos.securities.parse import SourceError
+from polycephaly.demos.securities.parse import Document, SourceError
 from polycephaly.demos.securities.site import LiveSite, Site
 from polycephaly.demos.securities.source import loopback
 
@@ -309,14 +311,51 @@ def test_the_json_has_sizes_equality_and_one_entry_per_run() -> None:
     }
 
 
-def test_the_same_indicators_are_computed_in_three_ways() -> None:
-    lists = {name: [Security(f"{name}{n}", "") for n in range(3)] for name in LISTS}
-    computations = list(compare_computing(lists, 2))
+def test_the_same_pages_are_parsed_and_computed_in_three_ways() -> None:
+    with loopback() as site:
+        pages = site.load_pages()
+        symbols = [each.symbol for name in LISTS for each in sequential(site)[name]]
+    parsed = [symbol for page in pages for symbol in parse_symbols(page)]
+    assert set(symbols) <= set(parsed) and len(pages) == 2 + len(PAGES)
+    pages = [
+        (parse.nasdaq_listed, Document("q", "Symbol|Security Name|Test Issue\nA|a|N\nB|b|N")),
+        (parse.funds, Document("f", "Fund Symbol|Fund Name\nC|c\nD|d")),
+    ]
+    computations = list(compare_computing(pages, 2))
     assert [(each.name, each.drones) for each in computations] == [
         ("sequential", 0), ("threads", 0), ("drones", 2),
     ]  # fmt: skip
-    expected = [indicators(f"{name}{n}") for name in LISTS for n in range(3)]
-    assert len(set(expected)) == 15
+    expected = [indicators(symbol) for symbol in "ABCD"]
+    assert len(set(expected)) == 4
     assert all(each.indicators == expected for each in computations)
     result = report.as_json([outcome("sequential", 9.0, 0)], computations)["computing"]
     assert [each["name"] for each in result] == ["sequential", "threads", "drones"]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "threads", "drones", "said"),
+    [
+        (1.0, 2.0, 1.0, "Threads for waiting (9.0 times as fast), drones for computing (2.0 times; "
+         "threads: 1.0), both for both."),
+        (1.0, 2.0, 2.2, "drones did not win at computing (0.9 times as fast; threads: 1.0): each "
+         "needs a processor that is free."),
+        (1.0, 1.0, 1.0, "drones did not win at computing (2.0 times as fast; threads: 2.0)"),
+        (8.5, 2.0, 1.0, "conclusion: threads did not win at waiting (1.1 times as fast)"),
+        (9.0, 2.0, 2.0, "threads did not win at waiting (1.0 times as fast): they win if there are "
+         "several, and answers take time; drones did not win"),
+    ],
+)  # fmt: skip
+def test_the_closing_line_says_what_the_run_has_shown(
+    waiting: float, threads: float, drones: float, said: str
+) -> None:
+    outcomes = [
+        outcome("sequential", 9.0, 0),
+        outcome("III", 9.5, 0, threads=1),
+        outcome("III", waiting, 0, threads=13),
+    ]
+    seconds = {"sequential": 2.0, "threads": threads, "drones": drones}
+    line = report.conclusion(
+        outcomes, [Computation(name, 0, 1, seconds[name], []) for name in seconds]
+    )
+    assert said in line
+    assert ("does not show" in line) == ("did not win" in said)

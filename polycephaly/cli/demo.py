@@ -12,7 +12,6 @@ import click
 
 if TYPE_CHECKING:
     from .. import Timeline
-    from ..demos.securities.model import Lists
     from ..timeline.picture import Bar
 
 DEFAULT_LATENCY = 0.15
@@ -136,7 +135,7 @@ def securities(
 ) -> None:
     """Load five lists of securities, with one process and with many, and compare the times.
 
-    A second part computes indicators of these securities, in the same ways.
+    A second part parses the pages and computes indicators of these securities, in the same ways.
 
     NYSE, AMEX, NASDAQ and ETFs come from the exchange's symbol-directory files, mutual funds page
     by page, all over HTTP. By default a server on the loopback serves generated files and waits
@@ -170,7 +169,6 @@ def securities(
     host = _connect_to_ray(address) if engine == "ray" else "127.0.0.1"
     outcomes: list[experiments.ExperimentOutcome] = []
     timelines: list[Timeline] = []
-    loaded: list[Lists] = []
     computations: list[experiments.Computation] = []
     try:
         with nullcontext(LiveSite()) if live else loopback(data, seconds, host) as site:
@@ -178,19 +176,20 @@ def securities(
             click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.LEGEND}\n")
             click.echo(report.HEADER)
             plan = experiments.plan(drones, threads, timelines, pool_options)
-            for outcome in experiments.run(site, plan, loaded):
+            for outcome in experiments.run(site, plan):
                 outcomes.append(outcome)
                 click.echo(report.row(outcome, baseline=outcomes[0]))
+            pages = site.load_pages()
     except SourceError as error:
         raise click.ClickException(str(error)) from error
     click.echo(report.summary(outcomes))
     click.echo(report.computing_legend(outcomes[0]))
     click.echo(f"\n{report.HEADER}")
     drones_for_computing = max(2, usable_processors())
-    for computation in experiments.compare_computing(loaded[0], drones_for_computing, pool_options):
+    for computation in experiments.compare_computing(pages, drones_for_computing, pool_options):
         computations.append(computation)
         click.echo(report.computing_row(computation, baseline=computations[0]))
-    click.echo(f"\n{report.CONCLUSION}")
+    click.echo(f"\n{report.conclusion(outcomes, computations)}")
     if json_file is not None:
         _write_json(json_file, report.as_json(outcomes, computations))
     if plot_file is not None:

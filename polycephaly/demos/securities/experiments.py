@@ -6,15 +6,16 @@
     III         n green threads of this process do the same
     combined    five drones, one list each; the drone of funds uses 13 green threads
 
-These wait for pages. The second part computes: `compare_computing` computes the indicators of
-securities in this process, by green threads, and by drones.
+These wait for pages. The second part computes: `compare_computing` parses the same pages, which
+are in memory by then, and computes indicators of their securities, in this process, by green
+threads, and by drones.
 
 To add an experiment, write a function that loads the lists from a site, and add it to `plan`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ import polycephaly as poly
 from ... import green
 from .indicators import Indicators, indicators
 from .model import LISTS, PAGES, Fund, Lists
-from .site import Site
+from .site import Page, Site
 
 MAX_COMPUTED = 5000
 """Securities whose indicators are computed, at most: two seconds of work."""
@@ -93,12 +94,8 @@ def plan(
     ]
 
 
-def run(
-    site: Site, experiments: Sequence[Experiment], loaded: list[Lists] | None = None
-) -> Iterator[ExperimentOutcome]:
+def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOutcome]:
     """Run one experiment after another, and yield each outcome as soon as it is known.
-
-    The lists of the first experiment are appended to `loaded`.
 
     The time includes the start of the drones, the transport of the lists to this process, and the
     end of the drones.
@@ -111,8 +108,6 @@ def run(
         seconds = perf_counter() - start
         if baseline is None:
             baseline = lists
-            if loaded is not None:
-                loaded.append(lists)
         # Row for row, order included: the lists must not depend on the number of drones or threads.
         differing = tuple(name for name in LISTS if lists[name] != baseline[name])
         yield ExperimentOutcome(
@@ -234,14 +229,13 @@ class Computation:
 
 
 def compare_computing(
-    lists: Lists, drones: int, pool_options: Mapping[str, Any] | None = None
+    pages: Sequence[Page], drones: int, pool_options: Mapping[str, Any] | None = None
 ) -> Iterator[Computation]:
     """Compute the same indicators in three ways, the baseline first. Nothing waits."""
-    symbols = [security.symbol for name in LISTS for security in lists[name]][:MAX_COMPUTED]
     ways: list[tuple[str, int, int, Callable[[], list[Indicators]]]] = [
-        ("sequential", 0, 1, lambda: [*map(indicators, symbols)]),
-        ("threads", 0, FUND_THREADS, lambda: green.map(indicators, symbols, width=FUND_THREADS)),
-        ("drones", drones, 1, lambda: _drones_compute(symbols, drones, pool_options)),
+        ("sequential", 0, 1, lambda: _compute(map, pages)),
+        ("threads", 0, FUND_THREADS, lambda: _compute(_thread_map, pages)),
+        ("drones", drones, 1, lambda: _drones_compute(pages, drones, pool_options)),
     ]
     for name, drone_count, thread_count, compute in ways:
         start = perf_counter()
@@ -249,8 +243,21 @@ def compare_computing(
         yield Computation(name, drone_count, thread_count, perf_counter() - start, computed)
 
 
+def _compute(map_: Callable[..., Iterable[Any]], pages: Sequence[Page]) -> list[Indicators]:
+    symbols = [symbol for page in map_(parse_symbols, pages) for symbol in page]
+    return [*map_(indicators, symbols[:MAX_COMPUTED])]
+
+
+_thread_map = partial(green.map, width=FUND_THREADS)
+
+
 def _drones_compute(
-    symbols: Sequence[str], drones: int, pool_options: Mapping[str, Any] | None
+    pages: Sequence[Page], drones: int, pool_options: Mapping[str, Any] | None
 ) -> list[Indicators]:
     with poly.Pool(drones, **pool_options or {}) as pool:
-        return [*pool.map(indicators, symbols)]
+        return _compute(pool.map, pages)
+
+
+def parse_symbols(page: Page) -> list[str]:
+    parse, document = page
+    return [security.symbol for security in parse(document)]

@@ -26,10 +26,12 @@ Loading, which waits for pages:
 HEADER = f"{'experiment':<12}{'drones':>7}{'threads':>9}{'seconds':>9}{'speed-up':>10}"
 
 COMPUTING_LEGEND = """
-Computing, which waits for nothing: three indicators of each of {count:,} securities, of a year of
-simulated prices, in this process, by green threads, and by a pool of drones."""
+Computing, which waits for nothing: parsing the same pages, which are in memory now, and three
+indicators of each of {count:,} of their securities, of a year of simulated prices, in this process,
+by green threads, and by a pool of drones."""
 
-CONCLUSION = "Threads for waiting, drones for computing, both for both."
+MIN_SPEED_UP = 1.2
+"""The speed-up from which a way is said to have won. Less may be chance."""
 
 
 def row(outcome: ExperimentOutcome, baseline: ExperimentOutcome) -> str:
@@ -47,6 +49,34 @@ def computing_legend(outcome: ExperimentOutcome) -> str:
 def computing_row(computation: Computation, baseline: Computation) -> str:
     """Return the line of a computation, as `row` does of an experiment."""
     return _row(computation, computation.seconds, computation.seconds / baseline.seconds)
+
+
+def conclusion(outcomes: Iterable[ExperimentOutcome], computations: Sequence[Computation]) -> str:
+    """Return the closing line: the talk's conclusion, or what this run did not show of it."""
+    baseline, *others = outcomes
+    waiting = max(
+        baseline.seconds / each.seconds for each in others if each.experiment.name == "III"
+    )
+    computing = {each.name: computations[0].seconds / each.seconds for each in computations}
+    threads, drones = computing["threads"], computing["drones"]
+    threads_won, drones_won = waiting >= MIN_SPEED_UP, drones >= MIN_SPEED_UP * max(1, threads)
+    if threads_won and drones_won:
+        return (
+            f"Threads for waiting ({waiting:.1f} times as fast), drones for computing "
+            f"({drones:.1f} times; threads: {threads:.1f}), both for both."
+        )
+    missed = []
+    if not threads_won:
+        missed.append(
+            f"threads did not win at waiting ({waiting:.1f} times as fast): they win if there are "
+            "several, and answers take time"
+        )
+    if not drones_won:
+        missed.append(
+            f"drones did not win at computing ({drones:.1f} times as fast; threads: "
+            f"{threads:.1f}): each needs a processor that is free"
+        )
+    return f"This run does not show the talk's conclusion: {'; '.join(missed)}."
 
 
 def _row(run: Experiment | Computation, seconds: float, share: float) -> str:

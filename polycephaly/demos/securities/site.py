@@ -10,17 +10,20 @@ strings.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import httpx
 
-from ... import Promise
+from ... import Promise, green
 from . import parse
 from .files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
-from .model import AMEX, NASDAQ, NYSE, PAGES, Fund, Listing, etfs, page_of, stocks
+from .model import AMEX, NASDAQ, NYSE, PAGES, Fund, Listing, Security, etfs, page_of, stocks
 from .parse import Document, SourceError
+
+Page = tuple[Callable[[Document], Sequence[Security]], Document]
+"""A page that is not parsed yet, with the function that parses it."""
 
 NASDAQ_TRADER = "https://www.nasdaqtrader.com/dynamic/SymDir"
 RESPONSE_TIMEOUT_SECONDS = 30.0
@@ -39,6 +42,7 @@ class Site:
 
     # On the loopback, neither a proxy from the environment nor a certificate store is used.
     _client: ClassVar[Mapping[str, Any]] = {"trust_env": False, "verify": False}
+    _fund_pages: ClassVar[Sequence[str]] = [f"funds/{letter}" for letter in PAGES]
 
     def load_nyse(self) -> list[Listing]:
         """Return the stocks of the New York Stock Exchange."""
@@ -64,6 +68,14 @@ class Site:
     def load_funds(self) -> list[Fund]:
         """Return all funds, loaded one page after another."""
         return [fund for letter in PAGES for fund in self.load_letter(letter)]
+
+    def load_pages(self) -> list[Page]:
+        """Return the two files of listings and the pages of funds, for the demo's second part."""
+        return [
+            (parse.nasdaq_listed, self._get(NASDAQ_LISTED)),
+            (parse.other_listed, self._get(OTHER_LISTED)),
+            *((parse.funds, page) for page in green.map(self._get, self._fund_pages)),
+        ]
 
     def clear_cache(self) -> None:
         """Drop the data that this process keeps of the site, so that experiments start alike."""
@@ -92,6 +104,7 @@ class LiveSite(Site):
     url: str = NASDAQ_TRADER
 
     _client: ClassVar[Mapping[str, Any]] = {"follow_redirects": True}
+    _fund_pages: ClassVar[Sequence[str]] = [FUNDS]
 
     def load_letter(self, letter: str) -> list[Fund]:
         return _pages(self).get(letter, [])
