@@ -465,6 +465,7 @@ class Server:
             if incompatibility is not None:
                 raise Malformed(incompatibility)
             self._admit(identity, key, properties)
+            self._start_ticking()
             return
         if kind == PING and peer is not None:
             peer.on_ping_returned(frames)
@@ -534,7 +535,6 @@ class Server:
 
     def _admit(self, identity: bytes, key: str, properties: dict[str, Any]) -> None:
         size = self._dispatcher.size
-        self._start_ticking()
         if properties.get("role") == "worker":
             self._joined_hosts.admit(identity, key, properties)
             self._send(identity, pack_hello(size, name=self.name))
