@@ -5,7 +5,8 @@ or a sleep.
       └──── a drone's acts: answers, is quiet, holds memory ───────────────────────────^
 
 All above the protocol of pool/engine.py is the real thing. The reactor has no threads and no
-sockets, and the drones of the engine do only as the test says."""
+sockets, and the drones of the engine do only as the test says. `FakeLoop` is for what has an event
+loop of its own, as a server."""
 
 import itertools
 from collections import deque
@@ -18,6 +19,7 @@ from polycephaly.memory.references import RefTable
 from polycephaly.pool.config import PoolConfig
 from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
 from polycephaly.pool.engine import Engine
+from polycephaly.pool.event_loop import EventLoop
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.runtime.timers import Timers
@@ -38,19 +40,13 @@ PID = 7000  # and more, of drones
 WHY = "the process is stopped by a signal"
 
 
-class FakeReactor:
-    """Its turns are taken when the test lets time pass, or gives work. An error in one is the
-    test's."""
+class FakeTime:
+    """The time of `timers`. In a `turn` all happens that is due."""
 
     def __init__(self):
         self.now = BEGINNING
         self.timers = Timers()
         self.timers.now = lambda: self.now
-        self.tenants = []
-        self.last_callbacks = []
-        self._set_now = (BEGINNING, 0)  # timers at one time
-        self._inbox = deque()
-        self._deliveries = []
 
     @property
     def passed(self):
@@ -70,6 +66,39 @@ class FakeReactor:
         self.turn()
         self.now += seconds
         self.turn()
+
+
+class FakeLoop(FakeTime, EventLoop):
+    """An event loop without its thread: its turns are taken when the test lets time pass. An error
+    in one is the test's."""
+
+    def __init__(self, name, after_turn=None):
+        EventLoop.__init__(self, name, after_turn)
+        FakeTime.__init__(self)
+
+    def start(self):
+        pass
+
+    def turn(self):
+        self._run_once()
+        while self._inbox or self._turn_requested:
+            self._run_once()
+
+    def _call_guarded(self, callback):
+        callback()
+
+
+class FakeReactor(FakeTime):
+    """Its turns are taken when the test lets time pass, or gives work. An error in one is the
+    test's."""
+
+    def __init__(self):
+        super().__init__()
+        self.tenants = []
+        self.last_callbacks = []
+        self._set_now = (BEGINNING, 0)  # timers at one time
+        self._inbox = deque()
+        self._deliveries = []
 
     def turn(self):
         self.critical_section()

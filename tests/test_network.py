@@ -313,18 +313,6 @@ def test_a_client_tells_by_itself_that_it_lives(server, card, monkeypatch):
         wait_for(lambda: client._alive_count > 3)
 
 
-def test_a_server_that_stood_still_lets_nobody_go(server, card, remote, monkeypatch):
-    monkeypatch.setattr(tuning, "client_silence_seconds", 1.0)
-    monkeypatch.setattr(tuning, "client_check_seconds", 0.1)
-    stood = threading.Event()
-    server._post(
-        lambda: (time.sleep(1.5), stood.set())
-    )  # as where other code keeps the interpreter
-    assert stood.wait(60)
-    assert remote.doit(abs, -3) == 3
-    assert server.clients == 1
-
-
 def test_a_server_ends_though_its_last_turn_fails(pool, monkeypatch, caplog):
     server = poly.serve(pool)
     monkeypatch.setattr(server, "_send_outcomes", lambda: 1 / 0)
