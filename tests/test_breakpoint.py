@@ -6,6 +6,7 @@ import pdb
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 
 import pytest
 from faults import wait_for
@@ -125,13 +126,16 @@ def test_without_a_terminal_one_is_attached(stop):
     with poly.Pool(1, name="lab", output=lines.append) as pool:
         promise = pool.promise(f"x = 5; {stop}; x + 1")
         wait_for(lambda: lines)
-        assert lines[0].text.endswith("To debug it: polycephaly attach lab.0")
+        pid = pool.drones[0].pid
+        assert lines[0].text.endswith(f"To debug it: polycephaly attach {pid}")
         run = subprocess.run(
             [sys.executable, *ATTACH, "lab"], stdin=subprocess.DEVNULL, capture_output=True
         )
         assert run.returncode == 1 and b"no terminal" in run.stderr
         with Terminal(folder, *ATTACH, "other") as other:
-            other.read_until("0 drones match; waiting for a debugger: lab.0")
+            other.read_until("0 drones match. Those that wait for a debugger:")
+            other.read_until(f"lab.0 (pid {pid}): <")
+            other.read_until("Give the name or the PID of one.")
         with Terminal(folder, *ATTACH, "lab") as terminal:
             terminal.read_until("(Pdb) ")
             terminal.type("x = 8\n")
@@ -139,6 +143,48 @@ def test_without_a_terminal_one_is_attached(stop):
             terminal.type("c\n")
             assert terminal.process.wait(30) == 0
         assert promise.value == 9
+
+
+SAME_NAME = """
+import polycephaly as poly
+
+with poly.Pool(1, name="lab", output="discard") as pool:
+    print(pool.drones[0].pid, flush=True)
+    pool.doit("breakpoint()")
+"""
+
+
+def test_of_two_drones_with_one_name_the_pid_tells(tmp_path):
+    script, folder = write(tmp_path, SAME_NAME), tempfile.gettempdir()
+    with ExitStack() as ending:
+        scripts = []
+        for _ in range(2):
+            scripts.append(
+                subprocess.Popen(
+                    [sys.executable, script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+                )
+            )
+            ending.enter_context(scripts[-1])
+            ending.callback(scripts[-1].kill)
+        pids = sorted(each.stdout.readline().decode().strip() for each in scripts)
+        wait_for(lambda: len(close_all(waiting_debuggers())) == 2)
+        with Terminal(folder, *ATTACH, "lab.0") as both:
+            both.read_until("2 drones match")
+            for pid in pids:
+                both.read_until(f"lab.0 (pid {pid}): <")
+        for names in ((pids[0],), ("lab", pids[1])):
+            with Terminal(folder, *ATTACH, *names) as terminal:
+                terminal.read_until("(Pdb) ")
+                terminal.type("c\n")
+                assert terminal.process.wait(30) == 0
+        assert [each.wait(30) for each in scripts] == [0, 0]
+
+
+def close_all(debuggers):
+    found = list(debuggers)
+    for each in found:
+        each.connection.close()
+    return found
 
 
 def test_a_set_trace_of_a_loaded_pdb_is_replaced(monkeypatch):
@@ -153,7 +199,11 @@ def test_a_task_that_is_cancelled_leaves_the_debugger(attached):
         pid = pool.drones[0].pid
         promise = pool.promise("breakpoint()")
         connections = []
-        wait_for(lambda: connections.extend(each for _, each in waiting_debuggers()) or connections)
+        wait_for(
+            lambda: (
+                connections.extend(each.connection for each in waiting_debuggers()) or connections
+            )
+        )
         keys, its = os.openpty()
         if attached:
             connections[0].sendall(os.ttyname(its).encode())
@@ -274,7 +324,7 @@ def test_kept_frames_may_be_attached_released_or_left():
         with pytest.raises(ZeroDivisionError):
             list(pool.map(lambda n: 1 / n, [*range(1, 2000), 0]))
         (kept,) = waiting_debuggers()
-        kept[1].close()
+        kept.connection.close()
         drone = pool.drones[0]
         pid = drone.pid
         again = [drone.promise("1 / 0") for _ in range(3)]

@@ -251,8 +251,8 @@ from polycephaly.wire.debugging import waiting_debuggers
 def stopped(pool):
     promise, found = pool.promise('x = 4; breakpoint(); x'), []
     wait_for(lambda: found.extend(waiting_debuggers()) or found)
-    for _, connection in found:
-        connection.close()
+    for each in found:
+        each.connection.close()
     return promise
 """
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 import click
 
 from .reach import one_line_errors
+from .tables import printable
+
+if TYPE_CHECKING:
+    from ..wire.debugging import WaitingDebugger
 
 
 @click.command(
@@ -16,6 +21,7 @@ Examples:
   polycephaly attach                  the drone that waits at a breakpoint(), if there is only one
   polycephaly attach pool-1.0         the drone of that name
   polycephaly attach lab 2            drone lab.2
+  polycephaly attach 30789            the process with that PID
 """
 )
 @click.argument("name", required=False)
@@ -23,32 +29,32 @@ Examples:
 def attach(name: str | None, drone: str | None) -> None:
     """Debug DRONE of pool NAME, which waits at a breakpoint(), in this terminal.
 
-    The drone is one of yours on this machine, of any pool. Only one terminal is attached at a time.
-    The command returns when the debugger's session has ended.
+    The PID of the drone will do, too. The drone is one of yours on this machine, of any pool. Only
+    one terminal is attached at a time. The command returns when the debugger's session has ended.
     """
     with one_line_errors():
-        from ..wire.debugging import lend_terminal, waiting_debuggers
+        from ..wire import debugging
 
         if not os.isatty(0):
             raise click.ClickException("the standard input is no terminal")
-        waiting = list(waiting_debuggers())
-        chosen = [connection for each, connection in waiting if _is_meant(each, name, drone)]
-        for _, connection in waiting:
-            if chosen != [connection]:
-                connection.close()
+        waiting = list(debugging.waiting_debuggers())
+        chosen = [each for each in waiting if _is_meant(each, name, drone)]
+        for each in waiting:
+            if chosen != [each]:
+                each.connection.close()
         if len(chosen) != 1:
-            names = ", ".join(sorted(each for each, _ in waiting)) or "none"
-            raise click.ClickException(
-                f"{len(chosen)} drones match; waiting for a debugger: {names}. "
-                "Give the name of one."
-            )
+            lines = [f"{len(chosen)} drones match. Those that wait for a debugger:"]
+            lines += sorted(f"{each.drone} (pid {each.pid}): {each.where}" for each in waiting)
+            lines.append("Give the name or the PID of one." if waiting else "none")
+            raise click.ClickException("\n".join(map(printable, lines)))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends by pdb's own commands
-        lend_terminal(chosen[0], os.ttyname(0))
+        debugging.lend_terminal(chosen[0].connection, os.ttyname(0))
 
 
-def _is_meant(waiting: str, name: str | None, drone: str | None) -> bool:
+def _is_meant(waiting: WaitingDebugger, name: str | None, drone: str | None) -> bool:
     if name is None:
         return True
+    own, pid = waiting.drone, str(waiting.pid)
     if drone is not None:
-        return waiting in (f"{name}.{drone}", drone) and waiting.startswith(f"{name}.")
-    return waiting == name or waiting.startswith(f"{name}.")
+        return drone in (own, own.removeprefix(f"{name}."), pid) and own.startswith(f"{name}.")
+    return name in (own, pid) or own.startswith(f"{name}.")

@@ -15,7 +15,7 @@ from ..runtime import fork_guard
 from ..wire import addresses
 from ..wire.cell import ASK, hanging_up
 from ..wire.chunks import DEBUG
-from ..wire.debugging import CELL, MAX_TEXT_BYTES, RELEASE, debug_address
+from ..wire.debugging import CELL, MAX_TEXT_BYTES, RELEASE, debug_address, greeting
 from ..wire.status_page import StatusPage
 from .console import STDERR, write_record
 
@@ -39,11 +39,11 @@ def _wait_for_terminal(where: str, directory: str, session: ExitStack) -> tuple[
     with _listen(address) as listener:
         try:
             print(
-                f"breakpoint at {where}. To debug it: polycephaly attach {addresses.own_name}",
+                f"breakpoint at {where}. To debug it: polycephaly attach {os.getpid()}",
                 file=sys.stderr,
             )
             write_record(STDERR, DEBUG, address)
-            return _accept(listener, session)
+            return _accept(listener, where, session)
         finally:
             os.unlink(address)
 
@@ -61,7 +61,7 @@ def _listen(address: str) -> socket.socket:
     return listener
 
 
-def _accept(listener: socket.socket, session: ExitStack) -> tuple[TextIO, TextIO]:
+def _accept(listener: socket.socket, where: str, session: ExitStack) -> tuple[TextIO, TextIO]:
     """Wait for a process that lends its terminal, and open that.
 
     Raises `EOFError` if a process releases the frames.
@@ -69,7 +69,7 @@ def _accept(listener: socket.socket, session: ExitStack) -> tuple[TextIO, TextIO
     while True:
         connection = session.enter_context(hanging_up(listener.accept()[0]))
         with suppress(OSError):  # that process has ended, or has no such terminal
-            connection.sendall(addresses.own_name.encode())
+            connection.sendall(greeting(addresses.own_name, where))
             path = connection.recv(MAX_TEXT_BYTES).decode()
             if path == RELEASE:
                 raise EOFError
@@ -114,7 +114,7 @@ def keep_frames(error: BaseException, address: str) -> int:
         try:
             with ExitStack() as session:
                 try:
-                    keyboard, screen = _accept(listener, session)
+                    keyboard, screen = _accept(listener, repr(error), session)
                 finally:  # before the peer is told: then the drone may keep the next frames
                     os.unlink(address)
                     listener.close()

@@ -3,7 +3,7 @@
     drone: breakpoint() ──listens at `<pid>.d`, in the directory of its pool
                         └─DEBUG, in its output──> DebugRequest of the controller
     the controller in a terminal or a notebook, or `polycephaly attach` ──connects──> drone
-                                   <──────── the drone's name ──────── drone
+                                   <── its PID and name, and where ─── drone
                                     ──── path of the terminal ───────> drone: opens it for pdb
                                     ──── or CELL ─────> drone: pdb talks over the connection
                                    <── end of the connection: the session has ended
@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from typing import NamedTuple
 
 from .._compat import renew_in_child
 from ..promises.promise import main_thread_calls, waiting_threads
@@ -33,16 +34,51 @@ CELL = "cell"
 """Sent instead of a terminal's path: the session goes over the connection (see cell.py)."""
 
 MAX_TEXT_BYTES = 1024
-"""Of the drone's name, and of the terminal's path."""
+"""Of the drone's first message, and of the terminal's path."""
 NAME_TIMEOUT_SECONDS = 1.0
-"""Longest wait for the connection and the drone's name. The drone may be talking with another
-process, or hang.
+"""Longest wait for the connection and the drone's first message. The drone may be talking with
+another process, or hang.
 """
 
 # Held by a `DebugRequest` that uses this process's terminal, so that others wait for their turn.
 _terminal_lock = threading.Lock()
 renew_in_child(_terminal_lock)
 os.register_at_fork(after_in_child=main_thread_calls.clear)
+
+
+class WaitingDebugger(NamedTuple):
+    """A process that waits for a terminal, with the connection to it."""
+
+    connection: socket.socket
+    pid: int
+    drone: str
+    where: str  # the line of a `breakpoint()`, or the error whose frames are kept
+
+    @classmethod
+    def connect(cls, address: str) -> WaitingDebugger:
+        """Connect to the process that waits there.
+
+        Raises `OSError` if there is none, or the process does not answer.
+        """
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(NAME_TIMEOUT_SECONDS)
+            connection.connect(address)
+            told = connection.recv(MAX_TEXT_BYTES).decode(errors="replace")
+            connection.settimeout(None)
+            pid, drone, where = told.split("\n", 2)
+            return cls(connection, int(pid), drone, where)
+        except OSError:
+            connection.close()
+            raise
+        except ValueError:  # the process has ended meanwhile
+            connection.close()
+            raise ConnectionResetError(f"no debugger waits at {address}") from None
+
+
+def greeting(drone: str, where: str) -> bytes:
+    """Return the first message of a process that waits for a terminal."""
+    return f"{os.getpid()}\n{drone}\n{where}".encode(errors="replace")[:MAX_TEXT_BYTES]
 
 
 def debug_address(directory: str, pid: int) -> str:
@@ -69,7 +105,7 @@ def debug_frames(address: str) -> None:
 
 def release_frames(address: str) -> None:
     """Release kept frames. Raises `OSError` if none are kept there."""
-    lend_terminal(_connect(address)[0], RELEASE)
+    lend_terminal(WaitingDebugger.connect(address).connection, RELEASE)
 
 
 class DebugRequest:
@@ -92,8 +128,7 @@ class DebugRequest:
         with _terminal_lock, suppress(OSError):  # another process may have attached
             terminal = _own_terminal()
             if terminal is not None:
-                connection, _ = _connect(self._address)
-                lend_terminal(connection, terminal)
+                lend_terminal(WaitingDebugger.connect(self._address).connection, terminal)
 
     def _lend_waiting(self) -> None:
         """In the main thread, which waits for a promise."""
@@ -111,14 +146,14 @@ def _debug_here(address: str) -> bool:
     Called in the thread that reads from these.
     """
     if can_ask_in_cell():
-        with hanging_up(_connect(address)[0]) as connection:
+        with hanging_up(WaitingDebugger.connect(address).connection) as connection:
             connection.sendall(CELL.encode())
             talk(connection)
         return True
     terminal = _own_terminal(at_prompt=True)
     if terminal is None:
         return False
-    connection, _ = _connect(address)
+    connection = WaitingDebugger.connect(address).connection
     with _terminal_lock:
         lend_terminal(connection, terminal)
     return True
@@ -140,19 +175,6 @@ def _own_terminal(at_prompt: bool = False) -> str | None:
     return None if reads and not at_prompt else terminal
 
 
-def _connect(address: str) -> tuple[socket.socket, str]:
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.settimeout(NAME_TIMEOUT_SECONDS)
-        connection.connect(address)
-        name = connection.recv(MAX_TEXT_BYTES).decode()
-        connection.settimeout(None)
-        return connection, name
-    except OSError:
-        connection.close()
-        raise
-
-
 def lend_terminal(connection: socket.socket, terminal: str) -> None:
     """Let the debugger use `terminal`. Returns when the session has ended."""
     with closing(connection):
@@ -161,9 +183,9 @@ def lend_terminal(connection: socket.socket, terminal: str) -> None:
             pass
 
 
-def waiting_debuggers() -> Iterator[tuple[str, socket.socket]]:
-    """Yield name and connection of each of this user's drones that waits at a `breakpoint()`, and
-    of those whose failed task has kept its frames.
+def waiting_debuggers() -> Iterator[WaitingDebugger]:
+    """Yield each of this user's drones that waits at a `breakpoint()`, and the keepers of the
+    frames of failed tasks.
 
     Close the connections that you do not need.
     """
@@ -173,6 +195,4 @@ def waiting_debuggers() -> Iterator[tuple[str, socket.socket]]:
     for path in glob.glob(f"{tempfile.gettempdir()}/polycephaly-*/**/*.d", recursive=True):
         with suppress(OSError):
             if os.stat(path).st_uid == os.getuid():
-                connection, name = _connect(path)
-                if name:
-                    yield name, connection
+                yield WaitingDebugger.connect(path)
