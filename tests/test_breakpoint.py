@@ -14,7 +14,7 @@ from terminal import Terminal
 
 import polycephaly as poly
 from polycephaly.drone.pdb_import import replace_set_trace
-from polycephaly.wire.debugging import waiting_debuggers
+from polycephaly.wire.debugging import MAX_KEPT_FRAMES, waiting_debuggers
 
 
 def write(folder, text):
@@ -282,6 +282,7 @@ def divide(a, b):
 with poly.Pool(1, name="lab", post_mortem=True) as pool:
     first, second = pool.promise(divide, 7, 0), pool.promise(divide, 8, 0)
     print(type(first.exception()), type(second.exception()), pool.doit(divide, 6, 3))
+    second.debug()
     first.debug()
     try:
         second.debug()
@@ -294,20 +295,68 @@ with poly.Pool(1, name="lab", post_mortem=True) as pool:
 """
 
 
-def test_frames_of_a_failed_task_are_kept_for_a_debugger(tmp_path):
+def test_frames_of_each_failed_task_are_kept_for_a_debugger(tmp_path):
     with Terminal(tmp_path, write(tmp_path, FAILED)) as terminal:
-        for number in (7, 9):
+        for number in (8, 7, 9):
             terminal.read_until("(Pdb) ")
             terminal.type("p rest, b\n")
             terminal.read_until(f"({number}, 0)")
             terminal.read_until("(Pdb) ")
             terminal.type("w\n")
             assert "polycephaly/" not in terminal.read_until("(Pdb) ")
-            terminal.type("c\n" if number == 7 else "q\n")
+            terminal.type("q\n" if number == 8 else "c\n")
             if number == 7:
-                terminal.read_until("only those of a task that failed in a pool with post_mortem")
+                terminal.read_until("they were debugged or released")
         terminal.read_until("ended")
         assert terminal.process.wait(30) == 0
+
+
+def inverse(n):
+    if n % 10 == 0:
+        raise ValueError(n)
+    return 1 / n
+
+
+def test_frames_of_a_map_are_kept_up_to_a_limit():
+    with poly.Pool(1, name="lab", output="discard", post_mortem=True) as pool:
+        outcomes = list(pool.map(inverse, range(1, 200), return_exceptions=True))
+        assert sum(isinstance(each, ValueError) for each in outcomes) == 19
+        kept = close_all(waiting_debuggers())
+        assert {each.where for each in kept} == {
+            f"ValueError({n})" for n in range(10, 10 * MAX_KEPT_FRAMES + 1, 10)
+        }
+        assert {each.drone for each in kept} == {"lab.0"}
+        assert len({each.pid for each in kept} | {pool.drones[0].pid}) == MAX_KEPT_FRAMES + 1
+        another = pool.promise(inverse, 0)
+        with pytest.raises(RuntimeError, match=f"those of {MAX_KEPT_FRAMES} other tasks already"):
+            another.debug()
+        with Terminal(tempfile.gettempdir(), *ATTACH, str(kept[0].pid)) as terminal:
+            terminal.read_until("(Pdb) ")
+            terminal.type("q\n")
+            assert terminal.process.wait(30) == 0
+        again = pool.promise(inverse, 0)
+        assert isinstance(again.exception(), ValueError)
+        assert len(close_all(waiting_debuggers())) == MAX_KEPT_FRAMES
+        again.release()
+        with pytest.raises(RuntimeError, match="they were debugged or released"):
+            again.debug()
+        done = pool.promise(inverse, 1)
+        with pytest.raises(RuntimeError, match="the task has not failed"):
+            done.debug()
+        left = pool.promise(inverse, 0)
+        assert isinstance(left.exception(), ValueError)
+    assert close_all(waiting_debuggers()) == []
+    with pytest.raises(RuntimeError, match="the pool has ended, and frames with it"):
+        left.debug()
+
+
+def test_without_post_mortem_no_frames_are_kept():
+    with poly.Pool(1) as pool:
+        failed = pool.promise("1 / 0")
+        with pytest.raises(RuntimeError, match="was made without post_mortem=True"):
+            failed.debug()
+        with pytest.raises(RuntimeError, match="only those of a task of a pool with post_mortem"):
+            failed.then(print).debug()
 
 
 def test_kept_frames_may_be_attached_released_or_left():

@@ -98,8 +98,8 @@ class Pool(ExecutorBase):
         With ``engine="ray"``, what Ray reserves for each drone.
     post_mortem
         If True, the frames of a failed task are kept for `Promise.debug`, in a process that its
-        drone forks; the drone goes on. Each drone keeps those of one task at a time, the first,
-        until they were debugged or released, or the drone ends.
+        drone forks; the drone goes on. Each drone keeps those of up to eight tasks at a time, until
+        they were debugged or released, or the drone ends.
     describe_items
         If False, the note of an error of `map` has only the index of the item, and not its
         shortened `repr`, for items that must not appear in logs. Clients of a served pool obey.

@@ -33,7 +33,7 @@ from ..promises.promise import (
     outcome,
     reject,
 )
-from ..wire.debugging import debug_frames, release_frames
+from ..wire.debugging import MAX_KEPT_FRAMES, debug_frames, release_frames
 from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
 from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, capture, join_payloads, pack
@@ -434,10 +434,23 @@ class Task(Promise[Any]):
         self.cancel()
 
     def debug(self) -> None:
-        if self.exception() is None or (address := self._frames_address()) is None:
-            super().debug()
-        else:
-            debug_frames(address)
+        address = None if self.exception() is None else self._frames_address()
+        if address is None:
+            raise RuntimeError(f"no frames are kept for {self!r}: {self._why_no_frames()}")
+        debug_frames(address)
+
+    def _why_no_frames(self) -> str:
+        if self.exception() is None:
+            return "the task has not failed"
+        if self.dispatcher.frames_address(self.number) is None:
+            return "its pool was made without post_mortem=True"
+        if self.dispatcher.refusal is not None:
+            return "the pool has ended, and frames with it: debug within the block of the pool"
+        return (
+            "they were debugged or released, or their drone has ended, or had kept those of "
+            f"{MAX_KEPT_FRAMES} other tasks already: debug or release these (`polycephaly attach` "
+            "lists them), and run the task again"
+        )
 
     def release(self) -> None:
         if self.exception() is not None and (address := self._frames_address()) is not None:

@@ -528,11 +528,11 @@ class Promise(Future[T], Handle, Generic[T]):
         Raises
         ------
         RuntimeError
-            If no frames are kept, or this process is not in the foreground of a terminal.
+            If no frames are kept, with the reason, or this process is not in the foreground of a
+            terminal.
         """
         raise RuntimeError(
-            f"no frames are kept for {self!r}: only those of a task that failed in a pool with "
-            "post_mortem=True, one for each drone at a time, until the pool ends"
+            f"no frames are kept for {self!r}: only those of a task of a pool with post_mortem=True"
         )
 
     def release(self) -> None:

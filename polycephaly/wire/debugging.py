@@ -33,6 +33,10 @@ RELEASE = "release"
 CELL = "cell"
 """Sent instead of a terminal's path: the session goes over the connection (see cell.py)."""
 
+MAX_KEPT_FRAMES = 8
+"""Failed tasks whose frames one drone keeps at a time. Each takes a process, which keeps copies of
+the pages that the drone changes later.
+"""
 MAX_TEXT_BYTES = 1024
 """Of the drone's first message, and of the terminal's path."""
 NAME_TIMEOUT_SECONDS = 1.0

@@ -39,7 +39,7 @@ from ...memory.references import RefTable
 from ...runtime import forked, parent_death
 from ...runtime.tuning import tuning
 from ...wire import addresses, endpoint
-from ...wire.debugging import frames_address
+from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
 from ...wire.fast_transport import FastTransport
 from ...wire.messages import HELLO, OPEN, PROTOCOL, pack_numbers  # fmt: skip
 from ...wire.pickling import MainSnapshot, shared_snapshots
@@ -194,8 +194,7 @@ class LocalDrone(DroneExecutor):
                     del self._kept_frames[keeper]
                     with suppress(FileNotFoundError):  # else it was killed
                         os.unlink(address)
-            # One at a time: the frames of the first failed task stay.
-            if not any(map(os.path.exists, self._kept_frames.values())):
+            if sum(map(os.path.exists, self._kept_frames.values())) < MAX_KEPT_FRAMES:
                 address = frames_address(self._directory, number)
                 self._kept_frames[keep_frames(error, address)] = address
 
