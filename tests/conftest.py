@@ -166,9 +166,12 @@ def _let_signals_come() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or _UNDER_NOHUP in os.environ:
-        # A handler is not inherited by what is started: the workers are told.
-        os.environ[_UNDER_NOHUP] = "1"
-        signal.signal(signal.SIGHUP, lambda number, frame: None)
+        os.environ[_UNDER_NOHUP] = (
+            "1"  # for the workers: no handler is inherited by what is started
+        )
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        # In C: a handler in Python might wake a green thread, so that there would be no deadlocks.
+        faulthandler.register(signal.SIGHUP, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _compile_all() -> None:
