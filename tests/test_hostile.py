@@ -173,6 +173,12 @@ def test_rare_fields_of_a_wrong_type_are_refused(kind, extra):
         session.add_item(item)
 
 
+@pytest.mark.parametrize("index", [None, 0, 1 << 40])
+def test_the_index_of_an_item_travels(index):
+    (item,) = frames.read_work(frames.pack_work([frames.Item(2, 1, CALL, b"x", map_index=index)]))
+    assert item.map_index == index
+
+
 def test_rare_fields_without_end_are_refused():
     sent = frames.pack_work([frames.Item(1, 0, DEFINE_CODE, extra=b" " * (frames.CHUNK_BYTES + 1))])
     with pytest.raises(Malformed, match="rare fields"):

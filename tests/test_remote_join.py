@@ -89,6 +89,19 @@ def test_clients_calls_run_on_drones_of_both(remote, joined, far, server, tmp_pa
     ] * 20
 
 
+def test_the_items_of_a_clients_map_are_told_of_both(remote, joined, tmp_path):
+    gate = str(tmp_path / "gate")
+    results = remote.map(hold_until, [gate, gate], return_exceptions=True)
+    wait_for(lambda: {each["item"] for each in remote.status()["drones"]} == {0, 1})
+    assert {stack.item for stack in remote.stacks()} == {0, 1}
+    (there,) = [each["item"] for each in remote.status()["drones"] if each["name"] == "far.0"]
+    joined.leave(now=True)
+    append(gate, "open")
+    outcomes = list(results)
+    assert f"was lost with hold_until, item {there}, which may" in str(outcomes.pop(there))
+    assert outcomes == ["held"]
+
+
 def test_errors_and_deaths_on_the_far_side_come_home(remote, joined, far):
     drone = remote.drones[-1]
     assert (drone.pid, drone.host) == (far.drones[0].pid, socket.gethostname())

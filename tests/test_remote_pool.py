@@ -59,6 +59,30 @@ def test_an_error_of_a_clients_map_names_its_item_if_the_pool_wants_that(describ
         assert error.__notes__ == [f"in map(fail_with, ...), {note}"]
 
 
+def hold_third(path, i):
+    return hold_until(path) if i == 2 else i
+
+
+def test_the_items_of_a_clients_map_are_told(remote, tmp_path):
+    gate = str(tmp_path / "gate")
+    results = remote.map(hold_third, itertools.repeat(gate), range(5))
+    (busy,) = wait_for(lambda: [each for each in remote.status()["drones"] if each["item"] == 2])
+    (stack,) = [each for each in remote.stacks() if each.drone == busy["name"]]
+    assert stack.item == 2 and f"hold_third #{stack.number}, item 2, for" in str(stack)
+    append(gate, "open")
+    assert list(results) == [0, 1, "held", 3, 4]
+    spans = [span for span in remote.timeline.spans if span.name == "hold_third"]
+    assert max(spans, key=lambda span: span.finished - span.started).item == 2
+    assert remote.promise(abs, -1).value == 1  # no item of a map
+    assert remote.status()["drones"][0]["item"] is None
+
+
+def test_a_death_with_a_client_names_the_item(remote):
+    (died,) = remote.map(os._exit, [3], return_exceptions=True)
+    assert "while running _exit, item 0" in str(died)
+    assert died.__notes__ == ["in map(_exit, ...), item 0: 3"]
+
+
 def nap(path):
     append(path, "x")
     time.sleep(1000)

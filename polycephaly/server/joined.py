@@ -55,6 +55,7 @@ from ..engines.remote.messages import (
 )
 from ..errors import DroneDied, Malformed
 from ..pool.interfaces import State
+from ..pool.items import with_item
 from ..pool.status import IDENTITY_FIELDS
 from ..pool.task import Task
 from ..promises.promise import Promise, fulfill, reject
@@ -198,6 +199,7 @@ class JoinedHosts:
                     target,
                     task.timeout,
                     task.retries,
+                    map_index=task.first_item,
                 )
             )
             sent.append(task)
@@ -337,8 +339,8 @@ class JoinedHosts:
         for task in tasks:
             label = task.client_function.label
             error = DroneDied(
-                f"the joined host {host.name} was lost with {label}, which may have begun: "
-                f"{reason}",
+                f"the joined host {host.name} was lost with {with_item(label, task.first_item)}, "
+                f"which may have begun: {reason}",
                 drone=host.name,
                 running=label,
             )
@@ -395,6 +397,7 @@ class JoinedHosts:
         task.definition = dispatcher.registry.define(function.forwarded)
         task.definition.label = function.label
         task.client_function, task.args, task.is_leased = function, (item.kind, item.payload), True
+        task.first_item = item.map_index
         task.timeout = item.timeout or dispatcher.task_options.timeout
         dispatcher.park(task)
         self._send_calls(host, [task], item.target & (1 << _INDEX_SHIFT) - 1)

@@ -22,6 +22,7 @@ from ..errors import Malformed, copy_error
 from ..pool.config import check_needs
 from ..pool.drone_handle import DroneHandle
 from ..pool.interfaces import State, TaskOptions
+from ..pool.task import Task
 from ..promises.promise import Promise
 from ..store.shared import Shared
 from ..wire.messages import (
@@ -185,9 +186,10 @@ def submit_call(
         )
     # Set the label before the call is recorded, and each time: a refresh makes new definitions.
     dispatcher.registry.define(function.forwarded).label = function.label
-    task = dispatcher.submit(
-        function.forwarded, (item.kind, item.payload, *shared), {}, handle, task_options
-    )
+    task = Task(dispatcher)
+    task.first_item = item.map_index
+    args = item.kind, item.payload, *shared
+    dispatcher.submit(function.forwarded, args, {}, handle, task_options, task)
     if hasattr(task, "definition"):
         task.client_tag = function.tag
         task.client_function, task.may_be_lent = function, not shared

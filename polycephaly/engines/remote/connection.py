@@ -465,6 +465,7 @@ class Connection(ServerConnection, TaskRunner):
                     task.timeout,
                     retries,
                     task.priority,
+                    task.first_item,
                     pack_extra(extra),
                 )
                 items.append(item)

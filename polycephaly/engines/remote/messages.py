@@ -94,9 +94,10 @@ LINE_OVERHEAD_BYTES = 64
 """Bytes that a line of OUTPUT counts for, in addition to its text."""
 
 _HELLO = Struct("<HBBI")
-_ITEM = Struct("<QQBQdiiIQ")
+_ITEM = Struct("<QQBQdiiqIQ")
 """Number, definition, kind, target drone (0: any), time limit in seconds (nan: as the pool),
-retries (-1: as the pool), priority, bytes of the rare fields, of these and the payload.
+retries (-1: as the pool), priority, index in a `map` (-1: none), bytes of the rare fields, of these
+and the payload.
 """
 _RESULT = Struct("<QBHQ")
 """Number; status; bytes of the output tail; bytes of the payload and the tail after it."""
@@ -117,6 +118,7 @@ class Item(NamedTuple):
     timeout: float | None = None
     retries: int | None = None
     priority: int = 0
+    map_index: int | None = None  # of a call in a `map`
     # Of a call: "needs" of resources, "shared" values by number. Of a definition: "label" for
     # reports, "tag" of its client.
     extra: bytes = b""  # as JSON
@@ -231,9 +233,11 @@ def pack_work(items: Sequence[Item]) -> list[bytes]:
     head = b"".join(
         _ITEM.pack(
             number, definition, kind, target, math.nan if timeout is None else timeout,
-            -1 if retries is None else retries, priority, len(extra), len(extra) + len(payload),
+            -1 if retries is None else retries, priority, -1 if index is None else index,
+            len(extra), len(extra) + len(payload),
         )
-        for number, definition, kind, payload, target, timeout, retries, priority, extra in items
+        for number, definition, kind, payload, target, timeout, retries, priority, index, extra
+        in items
     )  # fmt: skip
     body = [part for item in items for part in (item.extra, item.payload)]
     return [WORK, head, *_to_chunks(body)]
@@ -241,7 +245,7 @@ def pack_work(items: Sequence[Item]) -> list[bytes]:
 
 def read_work(frames: Sequence[bytes]) -> Iterator[Item]:
     for head, payload in _read_items(_ITEM, frames):
-        number, definition, kind, target, timeout, retries, priority, extra, size = head
+        number, definition, kind, target, timeout, retries, priority, index, extra, size = head
         if extra > min(size, CHUNK_BYTES):
             raise Malformed(f"an item of {size} bytes with {extra} bytes of rare fields")
         yield Item(
@@ -253,6 +257,7 @@ def read_work(frames: Sequence[bytes]) -> Iterator[Item]:
             timeout if timeout > 0 else None,
             retries if retries >= 0 else None,
             priority,
+            index if index >= 0 else None,
             bytes(payload[:extra]),
         )
 
