@@ -286,7 +286,11 @@ def test_what_does_not_respond_is_killed_after_hang_timeout_and_the_pool_goes_on
             match=r"not respond for [\d.]+ s: the process holds.*while running sleep_holding",
         ) as caught:
             hung.result()
-        assert "in sleep_holding_the_gil" in caught.value.stack
+        assert "in sleep_holding_the_gil" in caught.value.stack not in str(caught.value)
+        begin, *frames, end = str(caught.value.__cause__).strip('\n"').splitlines()
+        assert begin == "Traceback (most recent call last):"
+        assert "faults.py" in frames[0] and frames[0].endswith(", in sleep_holding_the_gil")
+        assert len(frames) == 2 and end.endswith(str(caught.value))
         assert [p.value for p in behind] == list(range(5))
         stopped = pool.promise(spin_for_ever, started)
         wait_for(lambda: len(lines(started)) == 2)

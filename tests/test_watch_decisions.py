@@ -6,6 +6,7 @@ What the kernel and a drone's page tell of a real one is shown by test_watch.py.
 
 import logging
 import math
+import pickle
 import time
 from concurrent.futures.process import BrokenProcessPool
 from unittest.mock import Mock
@@ -20,6 +21,7 @@ from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.supervisor import MAX_FAILED_STARTS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP
+from polycephaly.wire.output import Line
 
 LOOK, QUIET, STOPPED = (
     tuning.health_check_seconds,
@@ -948,6 +950,47 @@ def test_where_it_is_not_known_what_was_begun_last_the_first_is_told(reactor, mo
     monkeypatch.setattr(handle, "last_started", lambda: 0)
     reactor.pass_(70)
     assert handle.reported_wait[0] == tasks[0].number
+
+
+FATAL = """Fatal Python error: Aborted
+
+Thread 0x1 (most recent call first):
+  File "/x/polycephaly/engines/local/control_thread.py", line 73 in _run
+  File "/x/threading.py", line 982 in run
+
+Current thread 0x2 (most recent call first):
+  File "/no/such/a.py", line 7 in hold
+  File "/no/such/b.py", line ??? in between
+  File "/no/such/b.py", line 9 in outer
+  File "/x/polycephaly/drone/slices.py", line 70 in _run_items
+  File "/x/polycephaly/drone/executor.py", line 284 in _run_task
+  File "/no/such/main.py", line 14 in <module>
+
+Extension modules: zmq (total: 1)"""
+
+
+@pytest.mark.parametrize("status", [-6, -9])
+@pytest.mark.parametrize("why", ["", WHY])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_drone_that_was_told_to_end_tells_the_frames_of_its_task(reactor, status, why, known):
+    handle, task = busy(reactor)
+    text = FATAL if known else FATAL.replace("/drone/", "/")
+    handle.keep_stderr_lines([Line(each, "pool.0", "stderr") for each in text.splitlines()])
+    assert ("executor.py" in "\n".join(handle.stack)) == (not known)
+    handle.kill_reason = why
+    handle.dispatcher.supervisor.on_died(handle, status)
+    reactor.turn()
+    error = task.exception()
+    assert "in hold" in error.stack
+    if known and why and status == -6:
+        assert error.stack not in str(error)
+        frames = ['"/no/such/b.py", line 9, in outer', '"/no/such/a.py", line 7, in hold']
+        lines = ["Traceback (most recent call last):", *(f"  File {each}" for each in frames)]
+        last = f"polycephaly.errors.DroneDied: {error}"
+        assert str(error.__cause__).strip('\n"').splitlines() == [*lines, last]
+        assert str(pickle.loads(pickle.dumps(error.__cause__))) == str(error.__cause__)
+    else:
+        assert error.stack in str(error) and error.__cause__ is None
 
 
 @pytest.mark.parametrize(("count", "item"), [(1, 5), (2, None)])

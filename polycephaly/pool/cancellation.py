@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf
-from traceback import format_exception_only
 
 from .._compat import remote_traceback_type
 from ..promises.promise import reject
@@ -35,7 +34,7 @@ from ..wire.messages import CANCEL, pack_numbers
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .interfaces import AssignedDrone
-from .stacks import StackRequest, StackRequests, frames_of
+from .stacks import StackRequest, StackRequests, format_remote, frames_of
 from .task import Task
 
 GRACE_STEPS = 10  # steps between an interrupt and a kill
@@ -158,7 +157,5 @@ def _reject_with_frames(task: Task, error: BaseException, request: StackRequest 
     """Reject `task`, after the lock is released: reading source files takes time."""
     frames = None if request is None else frames_of(request, task.number)
     if frames:
-        first = "Traceback (most recent call last):\n"
-        text = "".join([first, *frames.format(), *format_exception_only(error)])
-        error.__cause__ = remote_traceback_type()(f'\n"""\n{text}"""')
+        error.__cause__ = remote_traceback_type()(format_remote(frames, error))
     reject(task, error)

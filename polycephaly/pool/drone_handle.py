@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from math import inf
 from pickle import dumps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -67,7 +68,9 @@ _STACK_LINE = re.compile(r"$|  |Current thread|Thread 0x|Extension modules:|Pyth
 """The beginnings of the lines that the interpreter and `faulthandler` write after
 `_FATAL_ERROR`."""
 _FRAME = "  File "
-_CALLING_FRAME = re.compile(r'  File ".*/polycephaly/drone/(functions|executor)\.py"')
+_CALLING_FRAME = re.compile(
+    r'  File ".*/polycephaly/(drone/(functions|executor|slices|forwarded)|engines/\w+/drone)\.py"'
+)
 """A frame that calls the task. It and those after it, down to the main module, are not shown."""
 
 
@@ -125,6 +128,7 @@ class DroneHandle:
         self.recall_pending = False
         self.stderr: deque[str] = deque(maxlen=_MAX_STDERR_LINES)
         self.stack: list[str] = []
+        self.task_frames: list[str] = []  # the lines of `stack` for the task, innermost first
         self._in_stack = False  # the last line on stderr belonged to the stack
         self._below_task = False  # and was a frame that the task was called from
         self._release_report_scheduled = False
@@ -605,9 +609,14 @@ class DroneHandle:
                 before, fatal, error = each.text.partition(_FATAL_ERROR)
                 if fatal:
                     self.stack, self._in_stack = [fatal + error], True
+                    self.task_frames = []
                 elif self._in_stack and _STACK_LINE.match(before):
+                    calls_task = _CALLING_FRAME.match(before) is not None
+                    if calls_task and not self._below_task:
+                        above = takewhile(lambda line: line.startswith(_FRAME), self.stack[::-1])
+                        self.task_frames = list(above)[::-1]
                     self._below_task = before.startswith(_FRAME) and (
-                        self._below_task or _CALLING_FRAME.match(before) is not None
+                        self._below_task or calls_task
                     )
                     if self._below_task:
                         continue

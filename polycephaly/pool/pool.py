@@ -84,9 +84,9 @@ class Pool(ExecutorBase):
         How many tasks may wait for a drone. A call that submits one more waits for room. (Threads
         that find room at the same moment may each add one.)
     hang_timeout
-        Seconds without a sign of life after which a drone with tasks is killed. The error has its
-        stack, unless the process was stopped. A drone that computes or sleeps shows signs of life.
-        See `Drone.unresponsive`.
+        Seconds without a sign of life after which a drone with tasks is killed. The error has the
+        frames of the task as its cause, unless the process was stopped. A drone that computes or
+        sleeps shows signs of life. See `Drone.unresponsive`.
     report_waiting
         Seconds of one wait without processor time after which a drone with a task is reported. The
         drone is not killed, because a wait and a hang look alike. None: never. See `Drone.waiting`.

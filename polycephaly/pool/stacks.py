@@ -10,11 +10,12 @@ in time is described as far as the controller knows its state.
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from traceback import FrameSummary, StackSummary
+from traceback import FrameSummary, StackSummary, format_exception_only
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -28,6 +29,8 @@ from .reactor import DrivingSignal
 from .task import Task
 
 T = TypeVar("T")
+
+_FATAL_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 ANSWER_SECONDS = 2.0
 """By default, how long a drone may take to report its frames."""
@@ -239,6 +242,19 @@ def frames_of(request: StackRequest, number: int) -> StackSummary | None:
     answer = request.result() if request.done() else None
     frames = None if answer is None else answer.frames.get(number)
     return None if frames is None else _read(frames)
+
+
+def fatal_frames(lines: Sequence[str]) -> StackSummary:
+    """Return the frames in `DroneHandle.task_frames`."""
+    found = [found for line in lines if (found := _FATAL_FRAME.match(line))]
+    return _read([(each[1], int(each[2]), each[3], "") for each in found])
+
+
+def format_remote(frames: StackSummary, error: BaseException) -> str:
+    """Return the text of a remote traceback: `frames`, and the first line of `error`."""
+    last, _, _ = format_exception_only(error)[0].partition("\n")
+    lines = ["Traceback (most recent call last):\n", *frames.format(), last]
+    return f'\n"""\n{"".join(lines)}\n"""'
 
 
 def read_report(

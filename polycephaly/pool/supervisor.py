@@ -23,6 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
+from .._compat import remote_traceback_type
 from ..errors import DroneDied, describe_exit
 from ..promises.promise import Promise
 from ..wire.exceptions import message_of
@@ -36,7 +37,7 @@ from .interfaces import AssignedDrone, State
 from .items import with_item
 from .locality import Locality
 from .resources import Resources
-from .stacks import StackRequests
+from .stacks import StackRequests, fatal_frames, format_remote
 from .task import Task
 
 log = logging.getLogger(__name__)
@@ -351,6 +352,9 @@ class Supervisor:
             *self._resources.drain(handle),
         ]
         error = _death(handle, running)
+        if error.__cause__ is not handle.cause:
+            # Before the rejections. Not while holding the lock: reading source files takes time.
+            self._dispatcher.reactor.deliver(partial(_tell_frames, error, handle.task_frames))
         self._dispatcher.requeue([task for task in not_begun if task.target is None])
         self._dispatcher.record.add_lost(handle.name, lost)
         self._dispatcher.reject_or_retry(lost, error, may_retry=True)
@@ -450,13 +454,21 @@ def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
     stderr, stack = "\n".join(handle.stderr), "\n".join(handle.stack)
     if stderr:
         message += f"\nlast lines of the drone on stderr:\n{stderr}"
-    if stack:
+    # The drone was told to write where it was, and its task's frames can be told from the others.
+    has_frames = bool(reason and code == -signal.SIGABRT and handle.task_frames)
+    if stack and not has_frames:
         message += f"\n{stack}"
     died = DroneDied(
         message, drone=handle.name, exitcode=code, running=running, stderr=stderr, stack=stack
     )
-    died.__cause__ = handle.cause
+    died.__cause__ = remote_traceback_type()("") if has_frames else handle.cause
     return died
+
+
+def _tell_frames(error: DroneDied, lines: list[str]) -> None:
+    """Give the cause of `error`, which copies of `error` share, its text."""
+    cause: Any = error.__cause__
+    cause.tb = format_remote(fatal_frames(lines), error)
 
 
 def pool_error(event: str, cause: BaseException) -> BrokenProcessPool:
