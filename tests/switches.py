@@ -7,7 +7,8 @@ new operations each time, until `first` ends unstopped.
 
 CPython itself switches threads at calls, at the ends of loops and where functions begin, so this
 forces more than an interpreter with its global lock does: what holds here does not depend on where
-that one switches.
+that one switches. What does depend on it, and says so, meets with `anywhere=False`: only where
+CPython itself may switch.
 
 That a thread is about to wait is told by the locks (`telling_locks`), not guessed from the time
 that has passed. If the first is before it was stopped, the second begins, and nothing is left to be
@@ -46,7 +47,7 @@ SELDOM = 0.1
 _this_thread = threading.local()
 
 
-class _Telling:
+class Telling:
     """A lock that tells before a thread waits for it."""
 
     def __init__(self, lock: Any) -> None:
@@ -55,7 +56,7 @@ class _Telling:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if self._lock.acquire(False):
             return True
-        if not blocking:
+        if not blocking or timeout == 0:
             return False
         about_to_wait = getattr(_this_thread, "about_to_wait", None)
         if about_to_wait is not None:
@@ -77,10 +78,10 @@ def telling_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Locks that are made from now on tell, and a waiter relies on being woken: it does not look up
     now and then."""
     plain, reentrant = _thread.allocate_lock, _thread.RLock
-    monkeypatch.setattr(promise, "allocate_lock", lambda: _Telling(plain()))
+    monkeypatch.setattr(promise, "allocate_lock", lambda: Telling(plain()))
     for name in ("Lock", "_allocate_lock"):
-        monkeypatch.setattr(threading, name, lambda: _Telling(plain()))
-    monkeypatch.setattr(threading, "RLock", lambda: _Telling(reentrant()))
+        monkeypatch.setattr(threading, name, lambda: Telling(plain()))
+    monkeypatch.setattr(threading, "RLock", lambda: Telling(reentrant()))
     for name in ("signal_check_seconds", "settled_check_seconds"):
         monkeypatch.setattr(tuning, name, 10 * PATIENCE)
 
@@ -115,7 +116,11 @@ class _Operation:
 
 
 def meet(
-    first: Callable[[], Any], second: Callable[[], Any], at: int, files: frozenset[str]
+    first: Callable[[], Any],
+    second: Callable[[], Any],
+    at: int,
+    files: frozenset[str],
+    anywhere: bool = True,
 ) -> tuple[Any, Any, str | None]:
     """The two values, and where `first` was stopped: None if it ended or waited before that."""
     seen = 0
@@ -151,7 +156,8 @@ def meet(
         frame.f_trace = traced  # CPython 3.13 heeds the next line only after this one
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
-        if event == "opcode":
+        # Of a function's beginning, CPython 3.11 tells as a call, not as a bytecode.
+        if event == "opcode" if anywhere else _may_switch(frame, event):
             if seen == at and not begun:
                 place = (
                     f"{frame.f_code.co_qualname}, line {frame.f_lineno}, bytecode {frame.f_lasti}"
@@ -183,13 +189,15 @@ def meet(
 
 
 def every_meeting(
-    make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], *modules: ModuleType
+    make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]],
+    *modules: ModuleType,
+    anywhere: bool = True,
 ) -> Iterator[tuple[Any, Any, str]]:
     """What both operations of each pair that `make` gives returned, and where the first was
     stopped."""
     files = frozenset(str(module.__file__) for module in modules)
     for at in count():
-        first, second, place = meet(*make(), at, files)
+        first, second, place = meet(*make(), at, files, anywhere)
         if place is None:
             assert at > 0, f"nothing of {sorted(files)} was run"
             return
@@ -208,6 +216,12 @@ def _where_it_may_switch(code: CodeType) -> set[int]:
             ("CALL", "BEFORE_WITH", "BEFORE_ASYNC_WITH", "LOAD_SPECIAL")
         )
     return places
+
+
+def _may_switch(frame: FrameType, event: str) -> bool:
+    return event == "call" or (
+        event == "opcode" and frame.f_lasti in _where_it_may_switch(frame.f_code)
+    )
 
 
 @contextmanager
