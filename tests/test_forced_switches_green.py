@@ -185,3 +185,19 @@ def test_a_waiting_thread_is_served_once(waits, other, turned, scheduler):
     ):
         check(*(values[::-1] if turned else values), place)
     met.ends()  # of the last two, which have not met
+
+
+@pytest.mark.parametrize("waits", ["receive", "send"])
+def test_when_a_channel_is_closed_nothing_goes_by_it(waits, scheduler):
+    """Though the owner, which tells the one that waits, has other things to do first."""
+    met = None
+
+    def pair():
+        nonlocal met
+        met = Meeting(waits)
+        return (lambda: scheduler.post(int)), (lambda: met.channel.close() or met.serve("A"))
+
+    for _, by_a, place in every_meeting(pair, scheduling, anywhere=False):
+        assert not by_a and met.ends() == {"first": "closed"}, place
+        assert_at_rest(scheduler, place)
+    met.ends()

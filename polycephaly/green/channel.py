@@ -466,8 +466,22 @@ class Channel(ChannelQueues, Generic[T]):
         self._generation = -abs(self._generation)
         if get_ident() == scheduler.owner and scheduler.in_step():
             self._close_here()
-        else:
-            scheduler.post(self._close_here)
+            return
+        # Until the owner calls `_close_here`, other threads could still serve a waiter in a slot on
+        # the fast path, after this call has returned. So the slots are emptied here, by the same
+        # few lines. No owner fills them again, because the generation is negative.
+        refused = Refused(self._closed_error())
+        receiver = self._receiver
+        if receiver.__class__ is GreenThread:
+            self._receiver = None
+            receiver._value = refused
+            ready.append(receiver)
+        sender = self._sender
+        if sender.__class__ is GreenThread:
+            self._sender = self._item = None
+            sender._value = refused
+            ready.append(sender)
+        scheduler.post(self._close_here)
 
     @property
     def closed(self) -> bool:
