@@ -165,8 +165,8 @@ class TaskTarget:
     @overload
     def promise(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]: ...
 
-    def promise(
-        self, work: str | Callable[..., Any], /, *args: Any, keep: Any = _NOT_GIVEN, **kwargs: Any
+    def promise(  # type: ignore[misc]  # of some overloads, `keep` may be a parameter of `work`
+        self, work: str | Callable[..., Any], /, *args: Any, keep: bool = _NOT_GIVEN, **kwargs: Any
     ) -> Promise[Any]:
         """Run `work` on a drone, in submission order, and return a promise of its result.
 
