@@ -33,6 +33,7 @@ STATUS = {
     "queued": 3, "waiting": 0, "in_flight": 1, "running": 1, "tasks_done": 7, "tasks_failed": 2,
     "tasks_cancelled": 0, "resources": {"db": {"size": 2, "free": 1}}, "shared_memory": None,
     "shared_memory_limit": None,
+    "failures": [{"at": 0.0, "task": "f", "item": 3, "drone": "d0", "error": "KeyError: 3"}],
     "drones": [
         {"name": "d0", "number": 1, "state": "busy", "memory": 4096, "processor": 1.5},
         {"name": "d1", "number": 2, "state": "unresponsive: it hangs", "memory": None},
@@ -83,7 +84,7 @@ def pool() -> FakePool:
 def client(pool: FakePool) -> Any:
     from polycephaly.integrations.dashboard.app import make_app
 
-    app = make_app(lambda: pool, "key")  # type: ignore[arg-type,return-value]
+    app = make_app(lambda: pool, "key", "look")  # type: ignore[arg-type,return-value]
     return testclient.TestClient(app, headers={"Authorization": "Bearer key"})
 
 
@@ -113,6 +114,19 @@ def test_a_stranger_can_neither_interrupt_nor_kill(client, pool):
 def test_the_token_may_stand_in_the_address(client):
     client.headers.pop("Authorization")
     assert client.get("/metrics?token=key").status_code == 200
+
+
+def test_the_read_only_token_shows_all_and_does_nothing(client, pool):
+    assert '"read_only":false' in client.get("/").text.replace(" ", "")
+    client.headers["Authorization"] = "Bearer look"
+    assert '"read_only":true' in client.get("/").text.replace(" ", "")
+    for path in ("/metrics", "/data?entries=4&threads=5", "/stack?drone=d0", "/timeline.html"):
+        assert client.get(path).status_code == 200
+    for path in ("/interrupt?drone=d0", "/kill?drone=d0", "/kill?drone=d0&token=look"):
+        refused = client.post(path)
+        assert refused.status_code == 403 and "may only look" in refused.text
+    assert pool.drones[0].told == []
+    assert client.post("/kill?drone=d0&token=key").status_code == 204  # it has the other, too
 
 
 # -- what it answers -------------------------------------------------------------------------------
@@ -234,6 +248,10 @@ def part_of(page: Any, path: str) -> httpx.Response:
     )
 
 
+def divide(a, b):
+    return a / b
+
+
 def test_a_page_shows_a_pool_until_it_is_closed(tmp_path):
     gate = str(tmp_path / "gate")
     with poly.Pool(2, name="lab") as pool:
@@ -251,6 +269,9 @@ def test_a_page_shows_a_pool_until_it_is_closed(tmp_path):
         held.result()
         pool.refresh()  # drones that are forked while the page is served
         address = urlsplit(page.url)
+        looking = page.read_only_url
+        assert httpx.get(looking).status_code == 200
+        assert httpx.post(looking.replace("/?", "/kill?drone=lab.0&")).status_code == 403
         page.close()
         page.close()
         assert page.closed and "closed" in repr(page)
@@ -324,8 +345,16 @@ def test_a_served_pool_has_a_page_in_its_clients_too(tmp_path):
             again = part_of(page, f"data?entries={entries}&threads={threads}").json()
             assert again["part"]["spans"]["row"] == []
             assert part_of(page, "stack?drone=lab.0").text.startswith("lab.0 (pid ")
+            remote.promise(divide, 1, 0).exception()
+            news = part_of(page, "data?entries=0&threads=0").json()
+            (failure,) = news["status"]["failures"]
+            assert failure["error"] == "ZeroDivisionError: division by zero"
+            assert (failure["task"], failure["drone"]) == ("divide", "lab.0")
+        html = remote._repr_html_()
+        assert "<td>lab.0</td>" in html and "<td>None</td>" not in html
         with remote.dashboard() as page:
             remote.shutdown()
+            assert "closed" in remote._repr_html_()
             assert part_of(page, "data?entries=0&threads=0").status_code == 410
 
 
@@ -382,11 +411,16 @@ def test_the_page_in_a_browser_follows_the_pool_and_kills_at_a_click(tmp_path):
             row.get_by_text("kill").click()
             assert isinstance(held.exception(), poly.DroneDied)
             comes_true("get('numbers').innerText.includes('failed\\n1')")
+            comes_true("get('failures').innerText.includes('DroneDied: drone lab.')")
             assert page.evaluate("following")
             page.locator("#chart").hover()
             page.mouse.wheel(0, -200)
             comes_true("!following")
             page.locator("#live").click()
             comes_true("following")
+            page.goto(live.read_only_url)
+            comes_true("shown.size === 2")
+            buttons = page.locator("#drones button").all_inner_texts()
+            assert buttons == ["stack", "stack"]
             browser.close()
     assert not complaints

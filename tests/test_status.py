@@ -1,5 +1,6 @@
 """`Pool.status()`: the same facts in the same form for all pools, ready for `json.dumps`."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -182,7 +183,7 @@ def test_all_engines_give_the_same_keys(any_engine, tmp_path):
 KEYS = {
     "name", "engine", "state", "reason", "pid", "host", "version", "address", "clients", "started",
     "size", "width", "queued", "waiting", "in_flight", "running", "tasks_done", "tasks_failed",
-    "tasks_cancelled", "resources", "shared_memory", "shared_memory_limit", "drones",
+    "failures", "tasks_cancelled", "resources", "shared_memory", "shared_memory_limit", "drones",
 }  # fmt: skip
 DRONE_KEYS = {
     "number", "name", "pid", "host", "state", "running", "seconds", "waiting", "item",
@@ -213,6 +214,41 @@ def test_local_and_remote_drones_have_the_same_facts(tmp_path):
         promise.result()
         local.kill()
         assert local.running is local.memory is far.running is far.memory is None
+
+
+def fail_at(n, bad):
+    if n == bad:
+        raise KeyError(n, "with\nlines")
+    return n
+
+
+def test_the_last_failures_are_listed():
+    with poly.Pool(1, name="lab", output="discard") as pool:
+        for failing in (
+            lambda: pool.doit(fail_at, 0, 0),
+            lambda: pool.doit(os._exit, 3),
+            lambda: pool.options(timeout=0.05).doit(time.sleep, 60),
+            lambda: pool.options(retries=poly.Retry(1, delay=0)).doit(fail_at, 1, 1),
+            lambda: list(pool.map(fail_at, range(5000), [-1] * 2500 + [2500])),
+            lambda: list(pool.map(fail_at, [1, 2], [0, 2], return_exceptions=True)),
+        ):
+            with contextlib.suppress(Exception):
+                failing()
+        held = pool.promise(time.sleep, 60)
+        wait_for(held.running)
+        held.cancel()  # no failure
+        pool.doit(abs, -1)
+        failures = pool.status()["failures"]
+        assert all(abs(each.pop("at") - time.time()) < 3600 for each in failures)
+        dead = failures.pop(1)
+        assert dead["task"] == "_exit" and dead["error"].startswith("DroneDied: drone lab.0 (pid ")
+        assert [tuple(each.values()) for each in failures] == [
+            ("fail_at", None, "lab.0", "KeyError: (0, 'with\\nlines')"),
+            ("sleep", None, "lab.0", "TimeoutError: sleep ran for more than 0.05 s on lab.0"),
+            ("fail_at", None, "lab.0", "KeyError: (1, 'with\\nlines')"),
+            ("fail_at", 2500, None, "KeyError: (2500, 'with\\nlines')"),
+            ("fail_at", 1, "lab.0", "KeyError: (2, 'with\\nlines')"),
+        ]
 
 
 def test_shared_memory_in_use_is_counted():

@@ -18,9 +18,9 @@ Examples:
   polycephaly dashboard lab --port 8800
 
 \b
-The page shows what the drones do as they do it. Whoever has its address, which contains
-a token, may also interrupt tasks and kill drones. /metrics at the same address, with the
-token, is for Prometheus. Needs: pip install 'polycephaly[dashboard]'
+The page shows what the drones do as they do it. Whoever has its first address, which
+contains a token, may also interrupt tasks and kill drones. /metrics at the same address,
+with a token, is for Prometheus. Needs: pip install 'polycephaly[dashboard]'
 """
 )
 @POOL_NAME
@@ -34,7 +34,7 @@ def dashboard(name: str, port: int, host: str) -> None:
         except ModuleNotFoundError as error:
             raise click.ClickException(str(error)) from error
         with page:
-            click.echo(page.url)
+            click.echo(f"{page.url}\nto look only: {page.read_only_url}")
             while True:
                 time.sleep(LOOK_SECONDS)
                 pool.status()

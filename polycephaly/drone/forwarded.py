@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..runtime import forked
-from ..wire.exceptions import pack_exception
+from ..wire.exceptions import describe_error, pack_exception
 from ..wire.messages import ERROR, VALUE
 from ..wire.pickling import MainSnapshot, capture
 from . import console
@@ -30,7 +30,7 @@ def shared_value(index: int) -> Any:
     return _shared_values[index]
 
 
-class ForwardedFunction(partial[tuple[int, bytes]]):
+class ForwardedFunction(partial[tuple[Any, ...]]):
     """`run_client_call`, bound to a client's tag and to the kind and bytes of its function.
 
     The drone unpickles the function once, and keeps it as long as this object.
@@ -39,7 +39,7 @@ class ForwardedFunction(partial[tuple[int, bytes]]):
     sets_tag = True
     _definition: LoadedFunction | None = None
 
-    def __call__(self, kind: int, payload: bytes, *shared: Any) -> tuple[int, bytes]:
+    def __call__(self, kind: int, payload: bytes, *shared: Any) -> tuple[Any, ...]:
         tag, *packed = self.args
         if self._definition is None:
             self._definition = define(*packed)
@@ -48,8 +48,9 @@ class ForwardedFunction(partial[tuple[int, bytes]]):
 
 def run_client_call(
     tag: str, definition: LoadedFunction, kind: int, payload: bytes, *shared: Any
-) -> tuple[int, bytes]:
-    """Run a client's call and return status and payload for the client.
+) -> tuple[Any, ...]:
+    """Run a client's call and return status and payload for the client and, of an error, one line
+    for the server, which does not open the payload.
 
     `shared` are the values in shared memory. Text printed by the call is marked with `tag`. The tag
     stays on for the client's next call, unless something was printed: then it is removed, so that a
@@ -67,7 +68,7 @@ def run_client_call(
     except BaseException as error:
         # All errors are caught, because a raised one would be rebuilt in the server's process.
         forked.exit_if_forked(generation, error)
-        return ERROR, pack_error(error)
+        return ERROR, pack_error(error), describe_error(error)
     finally:
         _shared_values = ()
         if console.has_printed():

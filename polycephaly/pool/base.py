@@ -666,7 +666,8 @@ class ExecutorBase(TaskTarget, Executor):
         """Serve a live page of this pool, from a thread of this process.
 
         The page has the timeline as it grows; for each drone its task, memory and processor time,
-        its stack at a click, and buttons to interrupt and kill; and ``/metrics`` for Prometheus.
+        its stack at a click, and buttons to interrupt and kill; the last failures; and ``/metrics``
+        for Prometheus.
 
         Parameters
         ----------
@@ -679,9 +680,10 @@ class ExecutorBase(TaskTarget, Executor):
         Returns
         -------
         LivePage
-            Has the ``url``, with a token that is the only key to the page, and `close`; also a
-            context manager. While one is open, the pool has no other, and this call returns it. It
-            does not keep the pool: hold that in a variable.
+            Has the ``url``, with a token that is the only key to the page, the ``read_only_url``,
+            for those who may only look, and `close`; also a context manager. While one is open, the
+            pool has no other, and this call returns it. It does not keep the pool: hold that in a
+            variable.
 
         Raises
         ------

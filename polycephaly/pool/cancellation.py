@@ -28,14 +28,13 @@ from functools import partial
 from math import inf
 
 from .._compat import remote_traceback_type
-from ..promises.promise import reject
 from ..runtime.tuning import tuning
 from ..wire.messages import CANCEL, pack_numbers
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .interfaces import AssignedDrone
 from .stacks import StackRequest, StackRequests, format_remote, frames_of
-from .task import Task
+from .task import Task, fail
 
 GRACE_STEPS = 10  # steps between an interrupt and a kill
 STACK_SECONDS = 0.05  # between the request for a task's frames and the task's deadline
@@ -158,4 +157,4 @@ def _reject_with_frames(task: Task, error: BaseException, request: StackRequest 
     frames = None if request is None else frames_of(request, task.number)
     if frames:
         error.__cause__ = remote_traceback_type()(format_remote(frames, error))
-    reject(task, error)
+    fail(task, error)

@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal, fulfill, reject
 from ..runtime.timers import Timer
+from ..wire.exceptions import describe_error
 from ..wire.functions import FunctionRegistry
 from ..wire.messages import PROFILE
 from ..wire.output import Listener
@@ -28,7 +29,7 @@ from .drone_handle import DroneHandle
 from .interfaces import AssignedDrone, State, TaskRunner
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
-from .task import Task
+from .task import Task, fail
 
 # A mask: once in so many calls, a thread that submits many tasks serves the drones.
 _CATCH_UP_MASK = 1024 - 1
@@ -148,6 +149,11 @@ class DispatcherBase(TaskRunner, Tenant):
             while True:
                 reject(queue.popleft(), copy_error(error))
 
+    def note_failure(
+        self, task: str, item: int | None, drone: str | None, error: BaseException
+    ) -> None:
+        self.record.add_failure(task, item, drone, describe_error(error))
+
     # -- holding the reactor's lock ----------------------------------------------------------------
 
     def park(self, task: Task) -> None:
@@ -201,7 +207,7 @@ class DispatcherBase(TaskRunner, Tenant):
                 retried.append(task)
             else:
                 task.payload = b""
-                self.reactor.deliver(partial(reject, task, copy_error(error)))
+                self.reactor.deliver(partial(fail, task, copy_error(error)))
         self.requeue(retried)
 
     def on_failed(self, task: Task, error: BaseException) -> None:
@@ -212,7 +218,7 @@ class DispatcherBase(TaskRunner, Tenant):
         if delay is None:
             task.payload, task.recompute_payload = b"", None
             self.parked.discard(task)
-            self.reactor.deliver(partial(reject, task, task.with_attempts(error)))
+            self.reactor.deliver(partial(fail, task, task.with_attempts(error)))
             self.end_if_last(task.target)
         else:
             task.start_over()

@@ -271,6 +271,8 @@ def settle(answered: Iterable[Task]) -> None:
             owner = task.dispatcher
             owner.post(owner.on_failed, task, task.overrun or error)
             continue
+        if error is not None:
+            task.note_failure(error)
         settle_task(task, FINISHED, value, error)
 
 

@@ -8,9 +8,11 @@ from ..promises.html import table
 from .drone_handle import DroneHandle
 from .status import drone_state, running_label
 
+COLUMNS = ("drone", "pid", "state", "runs", "done")
+
 
 def drone_table(title: str, handles: Iterable[DroneHandle]) -> str:
-    return table(title, ("drone", "pid", "state", "runs", "done"), map(_row, handles))
+    return table(title, COLUMNS, map(_row, handles))
 
 
 def _row(handle: DroneHandle) -> tuple[object, ...]:

@@ -140,6 +140,13 @@ class TaskOwner:
     def explain(self, error: BaseException) -> None:
         """Add the remedy to an error of a task, if there is one."""
 
+    def note_failure(
+        self, task: str, item: int | None, drone: str | None, error: BaseException
+    ) -> None:
+        """Note that the task of that name has failed. Any thread may call this, without the
+        reactor's lock.
+        """
+
     def frames_address(self, task: int) -> str | None:
         """Return where the frames of a failed task are kept; None if they are not."""
         return None
@@ -156,9 +163,12 @@ class LivePage(Protocol):
     url : str
         The address of the page. Its token is the only key: who has it may see what the tasks are
         called and where they are, and interrupt and kill drones.
+    read_only_url : str
+        An address with another token, which may only look.
     """
 
     url: str
+    read_only_url: str
 
     @property
     def closed(self) -> bool:

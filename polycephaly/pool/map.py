@@ -134,8 +134,10 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
 
 def _failure(answers: Answers, task: Task, stream: Ordered) -> BaseException:
     error = unpack_exception(answers.error)
-    stream.source.dispatcher.explain(error)
-    add_note(error, stream.source.label, task, len(answers))
+    dispatcher, label = stream.source.dispatcher, stream.source.label
+    dispatcher.explain(error)
+    dispatcher.note_failure(label, (task.first_item or 0) + len(answers), None, error)
+    add_note(error, label, task, len(answers))
     return error
 
 

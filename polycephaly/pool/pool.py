@@ -384,6 +384,11 @@ class Pool(ExecutorBase):
             (calls that raised, exceeded a time limit or were lost with a drone; each try counts)
             and ``tasks_cancelled``, since the pool was made;
 
+            ``failures``, a list of the last tasks that failed, at most 20, the oldest first: a dict
+            with ``at`` (seconds since 1970), ``task`` (its name), ``item`` (its index in a `map`,
+            or None), ``drone`` (or None) and ``error`` (the type, and the first line of the
+            message; empty if a client's task failed on another host);
+
             ``resources``, a dict from each name to its ``size`` and how much is ``free``;
 
             ``shared_memory`` and ``shared_memory_limit`` (bytes, or None if the engine has none);

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any
 
 from ..runtime.tuning import tuning
@@ -37,6 +37,7 @@ OTHER_FUNCTIONS = "(others)"
 MIN_OWN_SPAN_SECONDS = 100e-6  # shorter calls share one span
 MAX_KEPT_THREAD_SPANS = 10_000
 MAX_KEPT_CPU_TIMES = 1000
+MAX_KEPT_FAILURES = 20
 
 
 Cursor = tuple[int, int]
@@ -65,6 +66,8 @@ class TraceBuffer:
         self.last_finished: dict[str, float] = {}  # the end of each drone's latest recorded task
         self.drones: dict[str, None] = {}  # the names of all drones so far
         self.failed = 0  # calls that ended with an error, or with their drone
+        # The last tasks that failed, for `Pool.status`.
+        self.failures: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_FAILURES)
         # Seconds of processor time of tasks that are about to be answered, by number.
         self._cpu: dict[int, float] = {}
 
@@ -191,6 +194,11 @@ class TraceBuffer:
         self._threads_added = self._threads_begun
 
     # -- any thread --------------------------------------------------------------------------------
+
+    def add_failure(self, task: str, item: int | None, drone: str | None, error: str) -> None:
+        self.failures.append(
+            {"at": time(), "task": task, "item": item, "drone": drone, "error": error}
+        )
 
     def snapshot(self) -> tuple[Aggregated, list[Entry]]:
         """Return the aggregate and the entries at this moment."""

@@ -57,6 +57,7 @@ def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
         "tasks_done": dispatcher.tasks_done,
         "tasks_failed": dispatcher.record.failed,
         "tasks_cancelled": dispatcher.tasks_cancelled,
+        "failures": list(dispatcher.record.failures),
         "resources": {
             name: {"size": size, "free": free[name]}
             for name, size in dispatcher.resource_sizes.items()

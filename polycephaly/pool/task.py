@@ -502,6 +502,13 @@ class Task(Promise[Any]):
         args: tuple[Any, ...] = loads(self.item_payload)[0]
         return args[self.definition.takes_function :]
 
+    def note_failure(self, error: BaseException) -> None:
+        """Note that the task is about to be rejected with `error`, unless it was cancelled."""
+        if not self.done():
+            handle = self.handle
+            drone = None if handle is None else handle.name
+            self.dispatcher.note_failure(self.label, self.item, drone, error)
+
     @property
     def answered_count(self) -> int:
         """The number of its calls that no follower has taken over."""
@@ -546,6 +553,12 @@ class Task(Promise[Any]):
     def get_answer(self) -> Answer | None:
         answer = self.answer
         return answer.answer_for(self.number) if isinstance(answer, AnswerBatch) else answer
+
+
+def fail(task: Task, error: BaseException) -> None:
+    """Reject a task that was run, and note that. Not called while holding the reactor's lock."""
+    task.note_failure(error)
+    reject(task, error)
 
 
 def _release(address: str) -> None:

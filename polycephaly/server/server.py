@@ -586,7 +586,8 @@ class Server:
             if client.session.tasks.pop(number, None) is None:
                 continue  # the session was dropped
             result = make_result(number, settled)
-            self._client_errors += result[1] == ERROR and settled.exception() is None
+            if result[1] == ERROR and settled.exception() is None:
+                self._note_failure(settled)
             results.setdefault(client, []).append(result)
         # A task's output arrives before its result.
         for client, lines in printed.items():
@@ -595,6 +596,13 @@ class Server:
             client.record_result_bytes(max(len(payload) for _, _, payload, _ in some))
             client.send(pack_results(some), [number for number, *_ in some])
             self._submit_waiting(client)
+
+    def _note_failure(self, task: Promise[Any]) -> None:
+        """Note a client's error, which to the pool is a value."""
+        self._client_errors += 1
+        description = "".join(task.result()[2:])  # none from a joined host
+        label = task.client_function.label  # type: ignore[attr-defined]
+        self._dispatcher.record.add_failure(label, None, task.spans.drone, description)
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         if self._is_closed:

@@ -212,6 +212,6 @@ def make_result(number: int, promise: Promise[Any]) -> Result:
     if promise.cancelled():
         return number, WITHDRAWN, b"", tail
     if error is None:
-        status, payload = promise.result()
+        status, payload, *_ = promise.result()
         return number, status, payload, tail
     return number, ERROR, pack_error(error), tail

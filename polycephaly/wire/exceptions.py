@@ -32,6 +32,8 @@ _OS_FIELDS = ("errno", "strerror", "filename", "filename2")
 _REDUCE_METHODS = ("__reduce__", "__reduce_ex__")
 _MAX_CHAIN_LENGTH = 100
 """Exceptions of a chain that travel; the text has more of them."""
+MAX_DESCRIPTION_CHARACTERS = 300
+"""Of an error's message, in a list of errors."""
 
 
 class _PackedException(NamedTuple):
@@ -202,6 +204,12 @@ def _unpack(fields: tuple[Any, ...], text: str, made: dict[int, BaseException]) 
             error.__context__ = error.__cause__
     error.__suppress_context__ = packed.suppress_context
     return error
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type of `error` and the first line of its message."""
+    message = message_of(error).partition("\n")[0][:MAX_DESCRIPTION_CHARACTERS]
+    return f"{type(error).__qualname__}: {message}" if message else type(error).__qualname__
 
 
 def message_of(error: BaseException) -> str:

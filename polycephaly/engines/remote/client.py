@@ -10,8 +10,10 @@ from typing import Any, NoReturn, TypeVar
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
 from ...pool.config import check_at_least, check_output, check_timeout
+from ...pool.html import COLUMNS
 from ...pool.map_source import Source
 from ...pool.stacks import Stack, Stacks
+from ...promises.html import table
 from ...timeline import Timeline
 from ...timeline.plain import unpack_timeline
 from ...wire.output import Line
@@ -220,6 +222,15 @@ class RemotePool(ExecutorBase):
             return f"<RemotePool at {connection.address}, closed>"
         drones = f"{connection.size} drone{'s' * (connection.size != 1)}"
         return f"<RemotePool {connection.name} at {connection.address}: {drones}>"
+
+    def _repr_html_(self) -> str:
+        if self._connection.refusal is not None:
+            return table(repr(self), COLUMNS, ())
+        keys = ("name", "pid", "state", "running", "tasks_done")
+        drones = [[drone[key] for key in keys] for drone in self.status()["drones"]]
+        rows = [tuple("" if each is None else each for each in drone) for drone in drones]
+        timeline = self.timeline
+        return table(repr(self), COLUMNS, rows) + (timeline._repr_html_() if timeline else "")
 
 
 def connect(

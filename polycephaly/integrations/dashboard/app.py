@@ -7,7 +7,8 @@
     GET  /timeline.html[?save]   the timeline so far, as a page to keep
     GET  /metrics         for Prometheus
 
-Every request needs the token: in the URL, or in the header ``Authorization: Bearer TOKEN``.
+Every request needs a token: in the URL, or in the header ``Authorization: Bearer TOKEN``. There are
+two: with the read-only one, nothing can be POSTed, and the page has no buttons for it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ...pool.pool import Pool
 
 NO_TOKEN = "The token is missing or wrong: use the whole address that the program has printed.\n"
+READ_ONLY = "This address may only look: interrupt and kill need the program's other one.\n"
 GONE = "the pool is gone"
 CHARTS = "polycephaly.timeline"  # the package that has the files of charts
 CLOSED = "the page is being closed"
@@ -53,7 +55,11 @@ POLICY = {
 }
 
 
-def make_app(find_pool: Callable[[], Pool | RemotePool | None], token: str) -> ASGIApp:
+def make_app(
+    find_pool: Callable[[], Pool | RemotePool | None],
+    token: str,
+    read_only_token: str | None = None,
+) -> ASGIApp:
     """Return the application. `find_pool` returns None when the pool was collected."""
     views = _Views(find_pool)
     routes = [
@@ -66,7 +72,9 @@ def make_app(find_pool: Callable[[], Pool | RemotePool | None], token: str) -> A
         Route("/metrics", _in_own_thread(views.metrics)),
     ]
     errors = dict.fromkeys((ConnectionError, RuntimeError, TimeoutError), _tell_error)
-    return _OnlyWithToken(Starlette(routes=routes, exception_handlers=errors), token)
+    return _OnlyWithToken(
+        Starlette(routes=routes, exception_handlers=errors), token, read_only_token
+    )
 
 
 def _in_own_thread(view: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
@@ -94,13 +102,14 @@ def _tell_error(request: Request, error: Exception) -> Response:
 
 
 class _OnlyWithToken:
-    """Refuses requests without the token, before looking at anything else in them. Adds the headers
+    """Refuses requests without a token, before looking at anything else in them. Adds the headers
     of `POLICY` to all answers.
     """
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, read_only_token: str | None) -> None:
         self._app = app
         self._token = token.encode()
+        self._read_only_token = None if read_only_token is None else read_only_token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -113,25 +122,32 @@ class _OnlyWithToken:
             await send(message)
 
         app = self._app
-        if scope["type"] != "http" or not self._has_token(scope):
+        if scope["type"] != "http":
             app = PlainTextResponse(NO_TOKEN, 403)
+        elif not _has_token(scope, self._token):
+            if self._read_only_token is None or not _has_token(scope, self._read_only_token):
+                app = PlainTextResponse(NO_TOKEN, 403)
+            elif scope["method"] not in ("GET", "HEAD"):
+                app = PlainTextResponse(READ_ONLY, 403)
+            scope["read_only"] = True
         try:
             await app(scope, receive, send_with_policy)
         except asyncio.CancelledError:
             if not begun:
                 await PlainTextResponse(CLOSED, 503)(scope, receive, send_with_policy)
 
-    def _has_token(self, scope: Scope) -> bool:
-        given = [
-            value.encode()
-            for value in parse_qs(scope["query_string"].decode("latin-1")).get("token", ())
-        ]
-        given += [
-            value.removeprefix(b"Bearer ")
-            for name, value in scope["headers"]
-            if name == b"authorization"
-        ]
-        return any(secrets.compare_digest(each, self._token) for each in given)
+
+def _has_token(scope: Scope, token: bytes) -> bool:
+    given = [
+        value.encode()
+        for value in parse_qs(scope["query_string"].decode("latin-1")).get("token", ())
+    ]
+    given += [
+        value.removeprefix(b"Bearer ")
+        for name, value in scope["headers"]
+        if name == b"authorization"
+    ]
+    return any(secrets.compare_digest(each, token) for each in given)
 
 
 class _Views:
@@ -150,6 +166,7 @@ class _Views:
             "palette": [*PALETTE, OTHERS_COLOUR],
             "part": part_of(Timeline(), 0.0),
             "length": 0,
+            "read_only": request.scope.get("read_only", False),
         }
         page = make_page(
             read_text(__package__, "live.html"),

@@ -29,10 +29,10 @@ class Dashboard:
             from .app import make_app
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(MISSING, name=error.name) from error
-        token = secrets.token_urlsafe(16)
+        tokens = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
         find_pool = weakref.ref(pool, self._on_collected)
         config = uvicorn.Config(
-            make_app(find_pool, token),
+            make_app(find_pool, *tokens),
             loop="asyncio",
             http="h11",
             ws="none",
@@ -41,7 +41,7 @@ class Dashboard:
             limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=1,
         )
-        # The access log would contain the token. The argument `access_log=False` would also turn
+        # The access log would contain the tokens. The argument `access_log=False` would also turn
         # off the access logs of the program's other servers.
         config.access_log = False
         self._server = uvicorn.Server(config)
@@ -50,7 +50,8 @@ class Dashboard:
             socket.create_server((host, port), family=family)
         )
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/?token={token}"
+        origin = f"http://{shown}:{self._socket.getsockname()[1]}"
+        self.url, self.read_only_url = (f"{origin}/?token={each}" for each in tokens)
         self._thread = fork_guard.OwnThread("polycephaly-dashboard", self._run)
         self._thread.start()
 

@@ -106,6 +106,7 @@ function showStatus(status) {
     return group;
   }));
   showDrones(status.drones, now);
+  showFailures(status.failures);
   lastPoll = { status, now };
 }
 const shown = new Map();  // rows of the table, by the numbers of drones
@@ -127,6 +128,15 @@ function showDrones(drones, now) {
     row.className = drone.state.startsWith("unresponsive") || drone.waiting ? "alarm" : "";
   }
 }
+function showFailures(failures) {  // the newest first
+  get("failed").hidden = !failures.length;
+  get("failures").tBodies[0].replaceChildren(...failures.reverse().map(failure => {
+    const row = document.createElement("tr"), at = new Date(1000 * failure.at).toLocaleTimeString();
+    const task = failure.task + (failure.item === null ? "" : ` (item ${failure.item})`);
+    row.append(...[at, failure.drone ?? "", task, failure.error].map(text => element("td", text)));
+    return row;
+  }));
+}
 function waitsAt(waiting) {
   if (!waiting) return "";
   return ", waits" + (waiting.file ? ` at ${waiting.file}:${waiting.line}` : "") + (waiting.system_call ? ` in ${waiting.system_call}` : "");
@@ -135,8 +145,10 @@ function fillRow(row, name) {
   for (const _ of COLUMNS) row.insertCell();
   const acts = [
     ["stack", () => { stackDrone = name; showStack(name); }],
-    ["interrupt", () => send("interrupt", name)],
-    ["kill", () => { if (confirm(`Kill ${name}? Its running task is lost.`)) send("kill", name); }],
+    ...page.read_only ? [] : [
+      ["interrupt", () => send("interrupt", name)],
+      ["kill", () => { if (confirm(`Kill ${name}? Its running task is lost.`)) send("kill", name); }],
+    ],
   ];
   for (const [label, run] of acts) {
     const button = element("button", label);
