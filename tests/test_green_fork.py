@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -11,6 +12,7 @@ import time
 from concurrent.futures import CancelledError, wait
 
 import pytest
+from faults import wait_for
 from scripts import output_of
 
 import polycephaly as poly
@@ -116,6 +118,23 @@ def state():
 
 
 @pytest.mark.guarantee("green-24")
+def test_a_fork_waits_for_the_destructors_of_native_threads_that_have_ended():
+    """OpenSSL's takes a lock, which a fork meanwhile would copy as taken."""
+    libc = ctypes.CDLL(None)
+    key = ctypes.c_uint()
+    libc.pthread_key_create(ctypes.byref(key), ctypes.cast(libc.usleep, ctypes.c_void_p))
+
+    def linger():
+        libc.pthread_setspecific(key, ctypes.c_void_p(200_000))  # µs, when the thread has ended
+        return threading.get_native_id()
+
+    ended = green.spawn(linger).value
+    wait_for(lambda: ended in scheduler.workers.ending)
+    with scheduler._paused_for_fork():
+        assert not os.path.exists(f"/proc/self/task/{ended}")
+    libc.pthread_key_delete(key)
+
+
 @forks_itself
 def test_a_forked_child_has_no_green_threads():
     with Busy():

@@ -17,11 +17,13 @@ switch threads.
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from _thread import allocate_lock, start_new_thread
+from _thread import allocate_lock, get_native_id, start_new_thread
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from time import monotonic, sleep
 
 from .._compat import forget_dummy_thread
 from ..promises.promise import callbacks
@@ -32,6 +34,8 @@ log = logging.getLogger("polycephaly.green")
 MAX_IDLE_WORKERS = 8
 # So long an idle worker stays. Starting a thread takes about 0.1 ms: staying saves little.
 IDLE_WORKER_SECONDS = 0.05
+# Of workers that have ended lately. Older ones are gone, or are not waited for.
+MAX_ENDING_WORKERS = 1000
 
 
 MANY_THREADS = 512  # from this number of native threads on, the usual switch interval is too short
@@ -48,6 +52,8 @@ class NativeThreadPool:
         self._switch_interval = _SwitchInterval()
         self._idle: list[_Worker] = []
         self._queue: deque[Callable[[], object]] = deque()
+        # Native IDs of workers that run no Python code any more.
+        self.ending: deque[int] = deque(maxlen=MAX_ENDING_WORKERS)
 
     def start(self, job: Callable[[], object]) -> None:
         """Run `job` on a native thread: now if the limit allows, else when a thread is free.
@@ -147,11 +153,24 @@ class NativeThreadPool:
         job, worker.job = worker.job, None
         return job
 
+    def wait_for_ending(self, seconds: float) -> None:
+        """Before a fork: wait until the workers that have ended are gone, or for so long.
+
+        At its end, a thread runs destructors of native libraries. OpenSSL's takes a lock there, and
+        a fork at that moment would copy the lock as taken.
+        """
+        deadline = monotonic() + seconds
+        while self.ending:
+            task = f"/proc/self/task/{self.ending.popleft()}"  # no other thread pops
+            while os.path.exists(task) and monotonic() < deadline:
+                sleep(0.0005)
+
     def reset_after_fork(self) -> None:
         """Reset the pool in a forked child, where none of the threads exists."""
         self.count = self.busy = 0
         self._idle.clear()
         self._queue.clear()
+        self.ending.clear()
         self._switch_interval.restore_after_fork()
 
 
@@ -244,4 +263,5 @@ class _Worker:
                 job = self.workers.next_job(self)
         finally:
             self.workers.remove_worker()
+            self.workers.ending.append(get_native_id())
             forget_dummy_thread()  # code that called `current_thread()` has made one

@@ -410,12 +410,13 @@ class Scheduler:
     def _paused_for_fork(self) -> Iterator[None]:
         """Hold the owner between two steps during a fork.
 
-        If the running step takes longer than MAX_FORK_PAUSE_SECONDS, the fork goes ahead
-        regardless.
+        If the running step, or the end of a native thread, takes longer than
+        MAX_FORK_PAUSE_SECONDS, the fork goes ahead regardless.
         """
         driver = self.drivers.get(get_ident())
         # No step runs if the owner is asleep. If the caller is the owner, nothing has to stop.
         if self.bell or (driver is not None and driver.token != TAKEN):
+            self.workers.wait_for_ending(MAX_FORK_PAUSE_SECONDS)
             yield
             return
         reached, forked_now = allocate_lock(), allocate_lock()
@@ -428,6 +429,7 @@ class Scheduler:
 
         self.post(wait_for_fork)
         reached.acquire(timeout=MAX_FORK_PAUSE_SECONDS)
+        self.workers.wait_for_ending(MAX_FORK_PAUSE_SECONDS)
         try:
             yield
         finally:
