@@ -117,7 +117,6 @@ def state():
     )  # fmt: skip
 
 
-@pytest.mark.guarantee("green-24")
 def test_a_fork_waits_for_the_destructors_of_native_threads_that_have_ended():
     """OpenSSL's takes a lock, which a fork meanwhile would copy as taken."""
     libc = ctypes.CDLL(None)
@@ -135,6 +134,7 @@ def test_a_fork_waits_for_the_destructors_of_native_threads_that_have_ended():
     libc.pthread_key_delete(key)
 
 
+@pytest.mark.guarantee("green-24")
 @forks_itself
 def test_a_forked_child_has_no_green_threads():
     with Busy():
