@@ -12,7 +12,7 @@ from faults import PackedSlowly, append, wait_for
 import polycephaly as poly
 from polycephaly.drone.executor import DroneExecutor
 from polycephaly.drone.overlap import Overlap
-from polycephaly.drone.slices import SliceRun
+from polycephaly.drone.slices import MAX_MARKED_CALLS, SliceRun
 from polycephaly.engines.local.control_thread import ControlThread
 from polycephaly.pool import task as work
 from polycephaly.pool.handlers import _handle_special_outcome
@@ -267,7 +267,7 @@ def end_of(run):
 @pytest.mark.parametrize("cut", [0, 1, 2])
 @pytest.mark.parametrize("at", range(5))
 def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form, rows, cut, at):
-    run = SliceRun(7, pack_calls(form, False, rows), lambda fresh: abs, None)
+    run = SliceRun(7, pack_calls(form, False, rows), lambda fresh: abs, None, [].append)
     left = 4 - cut
     run.calls, run._cut_calls = _InterruptedBetween(rows[:left]), cut  # by the control thread
     run.calls.left = at
@@ -276,6 +276,19 @@ def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form
         assert end_of(run) == (left, 0, ENDED, False)
     else:
         assert end_of(run) == (left - at + 1, at - 1, FAILED, True)
+
+
+@pytest.mark.parametrize("form", [ITEMS, ROWS])
+@pytest.mark.parametrize("count", [3, MAX_MARKED_CALLS, MAX_MARKED_CALLS + 1])
+def test_each_call_of_a_slice_is_marked_before_it_begins_if_that_costs_little(form, count):
+    marked = [0]
+    rows = [*range(count)] if form == ITEMS else [(n,) for n in range(count)]
+    calls = pack_calls(form, False, rows)
+    run = SliceRun(7, calls, lambda fresh: lambda n: marked[-1] - n, None, marked.append)
+    run.run()
+    marks = count <= MAX_MARKED_CALLS
+    assert marked == [0, *(range(1, count + 1) if marks else ()), 0]
+    assert run.done == ([1] * count if marks else [-n for n in range(count)])
 
 
 @pytest.mark.parametrize("form", [ITEMS, ROWS])
@@ -288,7 +301,7 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
         return abs
 
     rows = [-1, -2] if form == ITEMS else [(-1,), (-2,)]
-    run = SliceRun(7, pack_calls(form, True, rows), open_function, None)
+    run = SliceRun(7, pack_calls(form, True, rows), open_function, None, [].append)
     run.run()
     assert run.done == [1][:opened] and end_of(run) == (opened + 1, 1 - opened, FAILED, True)
 

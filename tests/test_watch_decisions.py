@@ -18,6 +18,7 @@ from polycephaly.errors import Malformed
 from polycephaly.pool import health
 from polycephaly.pool.health import BUSY_FRACTION, MEMORY_CHECK_SECONDS, NEAR_LIMIT_FRACTION
 from polycephaly.pool.interfaces import State, TaskOptions
+from polycephaly.pool.items import with_item
 from polycephaly.pool.supervisor import MAX_FAILED_STARTS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP
@@ -1002,19 +1003,28 @@ def test_the_item_of_a_map_is_told_where_it_is_one(count, item, reactor):
 
 
 @pytest.mark.parametrize(
-    ("count", "items"), [(0, ""), (1, ", item 5"), (3, ", one of the items 5 to 7")]
+    ("count", "begun", "items"),
+    [
+        (0, 0, ""),
+        (1, 0, ", item 5"),
+        (3, 0, ", one of the items 5 to 7"),
+        (3, 2, ", item 6"),
+        (3, 4, ", one of the items 5 to 7"),  # the page was written over
+    ],
 )
 def test_the_log_tells_with_which_items_a_drone_died_or_did_not_respond(
-    count, items, reactor, caplog
+    count, begun, items, reactor, caplog, monkeypatch
 ):
     caplog.set_level(logging.INFO, "polycephaly.pool.supervisor")
     handle, task = busy(reactor)
     task.first_item, task.count = 5, count
+    monkeypatch.setattr(handle, "calls_begun", lambda: begun)
     handle.quiet = True
     reactor.pass_(FIRST + QUIET + LOOK)
     handle.dies()
     (stalled,), (death,) = told(caplog), told(caplog, logging.INFO)
-    assert stalled.endswith(f"its running task is sleep{items}")
+    among = with_item("sleep", 5, count)
+    assert stalled.endswith(f"its running task is {among}")
     assert death.endswith(f"while running sleep{items}")
     assert str(task.exception()) == death and task.exception().running == "sleep"
 

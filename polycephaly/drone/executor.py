@@ -274,7 +274,11 @@ class DroneExecutor:
                     raise KeyboardInterrupt("interrupted by the controller")
                 if task.kind == CALL_SLICE:
                     self._slice = SliceRun(
-                        number, task.payload, task.definition.function, outcomes.pack
+                        number,
+                        task.payload,
+                        task.definition.function,
+                        outcomes.pack,
+                        self._status_page.mark_call,
                     )
                     self._slice.run()
                 else:

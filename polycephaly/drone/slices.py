@@ -30,8 +30,16 @@ MAX_ANSWER_BYTES = 256 * 1024
 """Bytes of answers after which a slice ends and returns the rest."""
 
 
+MAX_MARKED_CALLS = 256
+"""Calls of a slice up to which each is marked in the status page. The calls of a slice of more take
+less than 4 µs, and the mark would take some per cent of that.
+"""
+
+
 class SliceRun:
-    """A slice being run. `open_function` gives the function; with True, a fresh one."""
+    """A slice being run. `open_function` gives the function; with True, a fresh one. `mark_call`
+    displays how many calls have begun, so that the call in which the drone dies is known.
+    """
 
     def __init__(
         self,
@@ -39,6 +47,7 @@ class SliceRun:
         payload: Any,
         open_function: Callable[[bool], Callable[..., Any]],
         pack: Callable[[Any], Any],
+        mark_call: Callable[[int], None],
     ) -> None:
         self.number = number
         self.done: list[Any] = []
@@ -53,6 +62,7 @@ class SliceRun:
         self._cut_calls = 0
         self._open = open_function
         self._pack = pack
+        self._mark_call = mark_call
         self._bytes = 0
 
     def run(self) -> None:
@@ -62,7 +72,7 @@ class SliceRun:
         """
         generation = forked.generation
         try:
-            if self._form == ITEMS and not self._fresh:
+            if self._form == ITEMS and not self._fresh and self._count > MAX_MARKED_CALLS:
                 self._run_items(self._open(False))
             else:
                 self._run_rows()
@@ -70,6 +80,7 @@ class SliceRun:
             self.error = error
         # For a child that a call has forked: see `DroneExecutor.disable`.
         forked.exit_if_forked(generation, self.error)
+        self._mark_call(0)
 
     def _run_items(self, function: Callable[..., Any]) -> None:
         next_item, add_small = self.calls.popleft, self.done.append
@@ -86,11 +97,14 @@ class SliceRun:
 
     def _run_rows(self) -> None:
         function = self._open(False)
+        marks = self._count <= MAX_MARKED_CALLS
         while True:
             try:
                 row = self.calls.popleft()
             except IndexError:
                 return
+            if marks:
+                self._mark_call(len(self.done) + 1)
             if self._form == ITEMS:
                 row = (row,)
             elif self._form == PICKLED:

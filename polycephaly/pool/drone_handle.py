@@ -178,6 +178,10 @@ class DroneHandle:
         """Return the number of the last task whose answer was sent and may still arrive, or 0."""
         return 0
 
+    def calls_begun(self) -> int:
+        """Return how many calls of the slice begun last have begun, or 0 if that is not known."""
+        return 0
+
     def heartbeat(self) -> tuple[object, Times]:
         """Return a value that changes while the drone lives, and the processor times of its
         threads.

@@ -362,5 +362,5 @@ def _running_task_text(handle: DroneHandle) -> str:
     running = handle.in_flight.get(handle.last_started())
     if running is None:
         return ""
-    task = with_item(running.definition.label, running.first_item, running.count)
+    task = with_item(running.definition.label, *running.items)
     return f"; its running task is {task}"

@@ -21,14 +21,14 @@ def with_item(task: str, item: int | None, calls: int = 1) -> str:
 
 def add_note(error: BaseException, label: str, task: Task, done: int | None = None) -> None:
     """Add a note to `error` that says which call of ``map(label, ...)`` has raised it: the one
-    after the first `done` calls of `task`, or one that is not known if `done` is None.
+    after the first `done` calls of `task`, or, if None, the one that was running.
 
     Runs code of users, because the arguments are described.
     """
-    item, calls = task.first_item or 0, task.count
-    if done is not None:
-        item, calls = item + done, 1
-    described = describe(task, done or 0) if calls == 1 else ""
+    first = task.first_item or 0
+    item, calls = task.items if done is None else (first + done, 1)
+    item = item or 0
+    described = describe(task, item - first) if calls == 1 else ""
     with suppress(Exception):  # the exception's class may take no notes
         error.add_note(f"in map({label}, ...), {_item(item, calls)}{described and ': '}{described}")
 

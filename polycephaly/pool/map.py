@@ -146,7 +146,7 @@ def _pop_error(tasks: list[Task], stream: Ordered) -> BaseException:
     error = task.exception()
     assert error is not None
     if isinstance(error, Exception):
-        add_note(error, stream.source.label, task, 0 if task.count == 1 else None)
+        add_note(error, stream.source.label, task)
     elif stream.return_exceptions:
         raise error
     return error

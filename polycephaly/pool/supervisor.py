@@ -351,6 +351,9 @@ class Supervisor:
             *drain(handle.dedicated),
             *self._resources.drain(handle),
         ]
+        if running is not None:
+            calls = handle.calls_begun()
+            running.lost_call = calls - 1 if 0 < calls <= running.count else None
         error = _death(handle, running)
         if error.__cause__ is not handle.cause:
             # Before the rejections. Not while holding the lock: reading source files takes time.
@@ -449,7 +452,7 @@ def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
     message = f"drone {handle.name} (pid {handle.pid}) {end}{reason}"
     running = task.definition.label if task is not None else None
     if task is not None and running:
-        name = with_item(running, task.first_item, task.count)
+        name = with_item(running, *task.items)
         message += f"{reason and ','} while running {name}"
     stderr, stack = "\n".join(handle.stderr), "\n".join(handle.stack)
     if stderr:

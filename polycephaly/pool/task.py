@@ -82,6 +82,7 @@ class Task(Promise[Any]):
     status = 0  # of the answer, as in wire/messages.py
     count = 1  # number of calls
     first_item: int | None = None  # in a `map`: the index of its first call
+    lost_call: int | None = None  # of its calls, the one in which its drone died, if known
     item_payload = b""  # in a `map`: the pickled arguments, to name the item of an error
     # The slices that take a slice's place, if the drone answered before the last call.
     followers: Sequence[Slice] = ()
@@ -488,6 +489,13 @@ class Task(Promise[Any]):
     def item(self) -> int | None:
         """The index of the task's call in a `map`. A slice of several calls has none."""
         return self.first_item if self.count == 1 else None
+
+    @property
+    def items(self) -> tuple[int | None, int]:
+        """In a `map`: the index of the first call that may have been running, and how many may."""
+        if self.lost_call is None or self.first_item is None:
+            return self.first_item, self.count
+        return self.first_item + self.lost_call, 1
 
     def item_args(self, index: int) -> Sequence[Any]:
         """Return copies of the arguments of a call of a `map`, of which this task has those from

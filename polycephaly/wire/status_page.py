@@ -13,6 +13,7 @@ had begun:
     steps     while the main thread waits for promises, or tasks overlap: one more than the number
               of times that green threads have gone on; else 0
     debugged  1 while the drone is at a `breakpoint()`; else 0
+    call      of a slice: how many of its calls have begun; 0 if that is not told
 
 Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn, and the count of
 kept bytes is written after the bytes. See docs/decisions/0012-status-page-for-exactly-once.md.
@@ -27,7 +28,7 @@ import os
 from ..memory.arena import map_range
 
 PAGE_BYTES = 16 * 1024  # most of them for kept results
-_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CELLS = range(8)
+_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CALL, _CELLS = range(9)
 _HEADER_BYTES = _CELLS * 8
 
 
@@ -76,6 +77,9 @@ class StatusPage:
     def is_debugged(self) -> bool:
         return self._cells[_DEBUGGED] != 0
 
+    def calls_begun(self) -> int:
+        return self._cells[_CALL]
+
     def kept(self) -> bytes:
         """Return the results that were done and are not yet known to be sent."""
         return bytes(self._buffer[: self._cells[_KEPT]])
@@ -84,6 +88,9 @@ class StatusPage:
 
     def mark_started(self, number: int) -> None:
         self._cells[_STARTED] = number
+
+    def mark_call(self, count: int) -> None:
+        self._cells[_CALL] = count
 
     def beat(self) -> None:
         """Count a heartbeat. Any thread of the drone may call this.

@@ -135,6 +135,9 @@ class LocalHandle(DroneHandle):
     def last_answered(self) -> int:
         return self.status_page.answered()
 
+    def calls_begun(self) -> int:
+        return self.status_page.calls_begun()
+
     def is_debugged(self) -> bool:
         return self.status_page.is_debugged()
 
