@@ -251,6 +251,14 @@ def test_the_last_failures_are_listed():
         ]
 
 
+def test_a_failure_whose_message_has_no_utf_8_can_be_shown():
+    """A file's name that is not UTF-8 has lone surrogates, which no page can be sent with."""
+    with poly.Pool(1) as pool:
+        assert isinstance(pool.promise("raise OSError('caf\\udce9')").exception(), OSError)
+        (failure,) = pool.status()["failures"]
+    assert failure["error"] == r"OSError: caf\udce9"
+
+
 def test_shared_memory_in_use_is_counted():
     with poly.Pool(1) as pool:
         before = pool.status()["shared_memory"]

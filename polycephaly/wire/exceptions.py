@@ -207,8 +207,9 @@ def _unpack(fields: tuple[Any, ...], text: str, made: dict[int, BaseException]) 
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of `error` and the first line of its message."""
+    """Return the type of `error` and the first line of its message, as text that has UTF-8."""
     message = message_of(error).partition("\n")[0][:MAX_DESCRIPTION_CHARACTERS]
+    message = message.encode("utf-8", "backslashreplace").decode()  # of a file's name, perhaps
     return f"{type(error).__qualname__}: {message}" if message else type(error).__qualname__
 
 
