@@ -1238,6 +1238,24 @@ def test_whenever_the_owner_is_killed_all_its_holders_hear_of_it():
             assert not alive(owner.pid)
 
 
+def test_a_finalizer_may_close_it_at_the_end_of_the_interpreter():
+    """The I/O thread, a daemon, does not run then."""
+    assert output_of("""
+        import sys
+
+        import polycephaly as poly
+
+        class Holder:
+            pore = poly.Pore(1)
+
+            def __del__(self, is_finalizing=sys.is_finalizing):
+                self.pore.close()
+                print(is_finalizing())
+
+        holder = Holder()
+    """) == "True\n"  # fmt: skip
+
+
 def test_a_message_to_a_pore_that_was_closed_is_an_error_whatever_sigpipe_does():
     assert output_of("""
         import signal

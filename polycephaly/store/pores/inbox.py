@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -145,7 +146,8 @@ class Inbox:
 
     def wait_until_ended(self) -> None:
         """Wait, after `close`, until the I/O thread has closed the pore."""
-        if not self._io_thread.is_this_thread():
+        # At the end of the interpreter, the I/O thread runs no more.
+        if not (self._io_thread.is_this_thread() or sys.is_finalizing()):
             self._ended_signal.result()
 
     def take_frame(self) -> tuple[str, Frame] | None:
