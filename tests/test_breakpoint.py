@@ -14,7 +14,7 @@ from terminal import Terminal
 
 import polycephaly as poly
 from polycephaly.drone.pdb_import import replace_set_trace
-from polycephaly.wire.debugging import MAX_KEPT_FRAMES, waiting_debuggers
+from polycephaly.wire.debugging import MAX_KEPT_FRAMES, MAX_TEXT_BYTES, waiting_debuggers
 
 
 def write(folder, text):
@@ -348,6 +348,16 @@ def test_frames_of_a_map_are_kept_up_to_a_limit():
     assert close_all(waiting_debuggers()) == []
     with pytest.raises(RuntimeError, match="the pool has ended, and frames with it"):
         left.debug()
+
+
+def test_frames_of_a_drone_with_a_very_long_name_are_found():
+    with poly.Pool(1, name=MAX_TEXT_BYTES * "x", output="discard", post_mortem=True) as pool:
+        failed = pool.promise(inverse, 0)
+        assert isinstance(failed.exception(), ValueError)
+        (kept,) = close_all(waiting_debuggers())
+        assert kept.drone.startswith("xxx") and kept.where == ""
+        failed.release()
+        assert close_all(waiting_debuggers()) == []
 
 
 def test_without_post_mortem_no_frames_are_kept():

@@ -70,7 +70,7 @@ class WaitingDebugger(NamedTuple):
             connection.connect(address)
             told = connection.recv(MAX_TEXT_BYTES).decode(errors="replace")
             connection.settimeout(None)
-            pid, drone, where = told.split("\n", 2)
+            pid, drone, where = [*told.split("\n", 2), ""][:3]  # a long name leaves no room
             return cls(connection, int(pid), drone, where)
         except OSError:
             connection.close()
