@@ -311,6 +311,27 @@ def test_frames_of_each_failed_task_are_kept_for_a_debugger(tmp_path):
         assert terminal.process.wait(30) == 0
 
 
+KILLED = """
+import polycephaly as poly
+
+with poly.Pool(1, post_mortem=True) as pool:
+    failed = pool.promise("1 / 0")
+    failed.exception()
+    pool.drones[0].kill()
+    pool.doit("pass")  # in the next drone: the first is gone
+    try:
+        failed.debug()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_of_frames_that_have_ended_with_their_drone_the_error_tells(tmp_path):
+    with Terminal(tmp_path, write(tmp_path, KILLED)) as terminal:
+        terminal.read_until("their drone has ended")
+        assert terminal.process.wait(30) == 0
+
+
 def inverse(n):
     if n % 10 == 0:
         raise ValueError(n)

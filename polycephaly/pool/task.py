@@ -436,9 +436,12 @@ class Task(Promise[Any]):
 
     def debug(self) -> None:
         address = None if self.exception() is None else self._frames_address()
-        if address is None:
-            raise RuntimeError(f"no frames are kept for {self!r}: {self._why_no_frames()}")
-        debug_frames(address)
+        if address is not None:
+            # Their keeper may have been killed with its drone.
+            with suppress(ConnectionRefusedError, ConnectionResetError):
+                debug_frames(address)
+                return
+        raise RuntimeError(f"no frames are kept for {self!r}: {self._why_no_frames()}")
 
     def _why_no_frames(self) -> str:
         if self.exception() is None:
