@@ -142,6 +142,11 @@ def test_a_pool_whose_warning_is_an_error_goes_on():
         with pytest.raises(RuntimeWarning, match="one call at a time"):
             pool.promise(abs, -1)
         assert pool.doit(abs, -1) == 1
+    with poly.Pool(1, width=4) as pool, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="one call at a time"):
+            pool.map(abs, [-1])
+        assert list(pool.map(abs, [-1])) == [1]
 
 
 def test_large_results_come_home():

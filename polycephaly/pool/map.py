@@ -86,7 +86,9 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
     values: list[Any] = []
     tasks: list[Task] = []
     try:
+        stream.was_read = True  # if this raises, there is nothing to read
         stream.send_ahead()
+        stream.was_read = False
         yield values
         stream.was_read = True
         while True:
