@@ -16,7 +16,7 @@ from in_time import FakeReactor, dispatcher_of, give, make_ready
 import polycephaly as poly
 from polycephaly import Promise
 from polycephaly.pool.status import describe_pool, drone_state, running_label
-from polycephaly.runtime import process_title
+from polycephaly.runtime import parent_death, process_title
 from polycephaly.runtime.procfs import state_of
 from polycephaly.wire.messages import ERROR, pack_outcome, pack_outcomes
 
@@ -289,6 +289,8 @@ def test_ps_and_top_show_who_is_who():
 def test_a_name_that_the_kernel_cuts_within_a_character_disturbs_nobody():
     with poly.Drone(name="é" * 10) as drone:
         assert state_of(drone.doit(os.getpid)) in ("R", "S")
+        # A search of all processes, as by the zygote if the kernel has no CONFIG_PROC_CHILDREN.
+        assert drone.doit(os.getppid) in parent_death._children_by_search()
 
 
 def kernel_takes_titles():

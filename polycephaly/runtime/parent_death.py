@@ -31,6 +31,8 @@ import sys
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from .procfs import stat_of
+
 
 class Closable(Protocol):
     def close(self) -> object: ...
@@ -135,12 +137,11 @@ def children() -> set[int]:
 
 
 def _children_by_search() -> set[int]:
-    me, found = os.getpid(), set()
+    me, found = str(os.getpid()), set()
     with suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError), open(f"/proc/{name}/stat") as stat:
-                if int(stat.read().rpartition(")")[2].split()[1]) == me:
-                    found.add(int(name))
+            if stat_of(name)[1:2] == [me]:
+                found.add(int(name))
     return found
 
 
