@@ -134,6 +134,25 @@ def test_a_fork_waits_for_the_destructors_of_native_threads_that_have_ended():
     libc.pthread_key_delete(key)
 
 
+def test_a_fork_that_is_broken_off_lets_the_green_threads_go_on(monkeypatch):
+    """By the handler of a signal that comes while the fork waits."""
+    gate = threading.Event()
+
+    async def step():
+        gate.wait()
+
+    def break_off(seconds):
+        gate.set()
+        raise TimeoutError
+
+    running = green.spawn(step)
+    wait_for(lambda: scheduler.current is running)  # so no owner sleeps
+    monkeypatch.setattr(scheduler.workers, "wait_for_ending", break_off)
+    with pytest.raises(TimeoutError), scheduler._paused_for_fork():
+        pass
+    assert green.spawn(double, 21).result(30) == 42
+
+
 @pytest.mark.guarantee("green-24")
 @forks_itself
 def test_a_forked_child_has_no_green_threads():

@@ -428,9 +428,9 @@ class Scheduler:
             forked_now.acquire()
 
         self.post(wait_for_fork)
-        reached.acquire(timeout=MAX_FORK_PAUSE_SECONDS)
-        self.workers.wait_for_ending(MAX_FORK_PAUSE_SECONDS)
         try:
+            reached.acquire(timeout=MAX_FORK_PAUSE_SECONDS)
+            self.workers.wait_for_ending(MAX_FORK_PAUSE_SECONDS)
             yield
         finally:
             forked_now.release()
