@@ -201,6 +201,14 @@ def test_a_served_pool_gives_the_same_keys_and_counts_its_clients_errors(tmp_pat
         assert pool.status().keys() == KEYS
 
 
+def test_a_failure_of_a_clients_map_has_its_item(tmp_path):
+    card = str(tmp_path / "pool.json")
+    with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:
+        list(remote.map(fail_at, [1, 2], [0, 2], return_exceptions=True))
+        (failure,) = pool.status()["failures"]
+        assert (failure["task"], failure["item"]) == ("fail_at", 1)
+
+
 def test_local_and_remote_drones_have_the_same_facts(tmp_path):
     card, started, gate = (str(tmp_path / name) for name in ("pool.json", "started", "gate"))
     with poly.Pool(1) as pool, poly.serve(pool, file=card), poly.connect(card) as remote:

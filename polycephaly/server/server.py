@@ -601,8 +601,8 @@ class Server:
         """Note a client's error, which to the pool is a value."""
         self._client_errors += 1
         description = "".join(task.result()[2:])  # none from a joined host
-        label = task.client_function.label  # type: ignore[attr-defined]
-        self._dispatcher.record.add_failure(label, None, task.spans.drone, description)
+        label, item = task.client_function.label, task.item  # type: ignore[attr-defined]
+        self._dispatcher.record.add_failure(label, item, task.spans.drone, description)
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         if self._is_closed:
