@@ -330,7 +330,11 @@ def test_two_threads_get_one_page():
         pages[0].close()
 
 
-def test_a_served_pool_has_a_page_in_its_clients_too(tmp_path):
+def lose_the_connection(*args, **kwargs):
+    raise ConnectionError("lost")
+
+
+def test_a_served_pool_has_a_page_in_its_clients_too(tmp_path, monkeypatch):
     card = str(tmp_path / "pool.json")
     with (
         poly.Pool(1, name="lab") as pool,
@@ -352,6 +356,9 @@ def test_a_served_pool_has_a_page_in_its_clients_too(tmp_path):
             assert (failure["task"], failure["drone"]) == ("divide", "lab.0")
         html = remote._repr_html_()
         assert "<td>lab.0</td>" in html and "<td>None</td>" not in html
+        with monkeypatch.context() as patched:
+            patched.setattr(remote._connection, "request", lose_the_connection)
+            assert "<td>lab.0</td>" not in remote._repr_html_()
         with remote.dashboard() as page:
             remote.shutdown()
             assert "closed" in remote._repr_html_()

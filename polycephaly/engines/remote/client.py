@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from ...drone.forwarded import NO_SHARED_NAMES
@@ -224,13 +225,16 @@ class RemotePool(ExecutorBase):
         return f"<RemotePool {connection.name} at {connection.address}: {drones}>"
 
     def _repr_html_(self) -> str:
-        if self._connection.refusal is not None:
-            return table(repr(self), COLUMNS, ())
         keys = ("name", "pid", "state", "running", "tasks_done")
-        drones = [[drone[key] for key in keys] for drone in self.status()["drones"]]
+        drones: list[list[Any]] = []
+        picture = ""
+        if self._connection.refusal is None:
+            with suppress(ConnectionError):  # just lost
+                drones = [[drone[key] for key in keys] for drone in self.status()["drones"]]
+                if timeline := self.timeline:
+                    picture = timeline._repr_html_()
         rows = [tuple("" if each is None else each for each in drone) for drone in drones]
-        timeline = self.timeline
-        return table(repr(self), COLUMNS, rows) + (timeline._repr_html_() if timeline else "")
+        return table(repr(self), COLUMNS, rows) + picture
 
 
 def connect(
