@@ -6,6 +6,7 @@ import pdb
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -379,6 +380,17 @@ def test_frames_of_a_drone_with_a_very_long_name_are_found():
         assert kept.drone.startswith("xxx") and kept.where == ""
         failed.release()
         assert close_all(waiting_debuggers()) == []
+
+
+def test_of_a_task_that_was_interrupted_the_error_tells_that():
+    with poly.Pool(1, post_mortem=True) as pool:
+        late = pool.options(timeout=0.01).promise(time.sleep, 60)
+        cancelled = pool.promise(time.sleep, 60)
+        cancelled.cancel()
+        for task, reason in (late, "ran into its time limit"), (cancelled, "was cancelled"):
+            with pytest.raises(RuntimeError, match=f"no frames are kept .*: the task {reason}"):
+                task.debug()
+            task.release()  # nothing
 
 
 def test_without_post_mortem_no_frames_are_kept():

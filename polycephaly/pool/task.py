@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from pickle import dumps, loads
@@ -435,7 +435,7 @@ class Task(Promise[Any]):
         self.cancel()
 
     def debug(self) -> None:
-        address = None if self.exception() is None else self._frames_address()
+        address = self._frames_address() if self._has_error() else None
         if address is not None:
             # Their keeper may have been killed with its drone.
             with suppress(ConnectionRefusedError, ConnectionResetError):
@@ -443,9 +443,22 @@ class Task(Promise[Any]):
                 return
         raise RuntimeError(f"no frames are kept for {self!r}: {self._why_no_frames()}")
 
+    def _has_error(self) -> bool:
+        """Wait for the end of the task, and return whether it has an error."""
+        try:
+            return self.exception() is not None
+        except CancelledError:
+            if not self.cancelled():  # but the thread that waits
+                raise
+            return False
+
     def _why_no_frames(self) -> str:
+        if self.cancelled():
+            return "the task was cancelled"
         if self.exception() is None:
             return "the task has not failed"
+        if self.timed_out:
+            return "the task ran into its time limit; the cause of the error, if any, has the stack"
         if self.dispatcher.frames_address(self.number) is None:
             return "its pool was made without post_mortem=True"
         if self.dispatcher.refusal is not None:
@@ -457,7 +470,7 @@ class Task(Promise[Any]):
         )
 
     def release(self) -> None:
-        if self.exception() is not None and (address := self._frames_address()) is not None:
+        if self._has_error() and (address := self._frames_address()) is not None:
             _release(address)
 
     def _frames_address(self) -> str | None:
