@@ -459,7 +459,7 @@ def test_a_child_that_a_callback_has_forked_ends():
             while not children:  # in the thread that settles promises
                 time.sleep(0.01)
             print(os.waitpid(children[0], 0)[1])
-    """).split() == ["0"]
+    """, python_args=("-W", "ignore::DeprecationWarning")).split() == ["0"]  # fmt: skip
 
 
 def test_a_finalizer_under_the_lock_cannot_start_drones():

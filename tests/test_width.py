@@ -122,7 +122,7 @@ def test_plain_work_and_code_strings_go_along_in_the_same_pool():
 )
 def test_a_pool_with_a_width_warns_once_that_a_plain_function_is_run_one_by_one(submit):
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", RuntimeWarning)
         with poly.Pool(1, width=4, name="wide") as pool:
             pool.everywhere(abs, -1)
             pool.drones[0].doit(abs, -1)
