@@ -397,6 +397,39 @@ def test_an_inputs_error_that_the_pools_end_meets_is_raised_in_its_place():
     assert len(got) == 500
 
 
+class Failing:
+    """Raises an error in the place of one number, and goes on."""
+
+    def __init__(self, place, error):
+        self.numbers, self.place, self.error = iter(range(1000)), place, error
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.error is not None and self.numbers.__length_hint__() == 1000 - self.place:
+            error, self.error = self.error, None
+            raise error
+        return next(self.numbers)
+
+
+def test_an_input_that_would_go_on_after_its_error_ends_there_at_the_pools_end():
+    with poly.Pool(1) as pool:
+        results = pool.map(double, Failing(500, LookupError))
+    got = []
+    with pytest.raises(LookupError):
+        got.extend(results)
+    assert got == [2 * n for n in range(500)]
+
+
+def test_ctrl_c_while_the_pools_end_takes_the_rest_loses_no_item():
+    with poly.Pool(1) as pool:
+        results = pool.map(double, Failing(500, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pool.shutdown()
+        assert list(results) == [2 * n for n in range(1000)]
+
+
 def check_is_given_up(results, reason):
     with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown") as told:
         list(results)

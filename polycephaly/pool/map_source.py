@@ -181,16 +181,18 @@ class Source:
             if _range_length(self._range) > max_calls:
                 self.why_unsent = f"it has more than {max_calls:,} calls"
             return
-        rows: list[Any] = []
+        rows, rest = list[Any](), self._rows
+        self._rows = chain(rows, rest)  # at once, because a Ctrl-C may end the loop
         until = monotonic() + (inf if self._is_finite else seconds)
-        for row in self._until_error(islice(self._rows, max_calls + 1)):
+        for row in self._until_error(islice(rest, max_calls + 1)):
             rows.append(row)
             if len(rows) > max_calls:
                 self.why_unsent = f"it has more than {max_calls:,} calls"
             elif monotonic() > until:
                 self.why_unsent = f"its input did not end within {seconds:g} s"
                 break
-        self._rows = chain(rows, self._rows)
+        if self.error is not None:  # an iterator may go on after its error
+            self._rows = iter(rows)
 
     def best_size(self) -> int:
         """Return the best number of calls in a task."""
