@@ -469,6 +469,72 @@ def test_an_endless_slow_input_does_not_keep_a_pool_from_ending(monkeypatch):
     assert list(of_length) == [2, 4] * 100
 
 
+class Ending:
+    """An iterator that must not be asked again after its end: it would block."""
+
+    def __init__(self):
+        self.numbers, self.asked = [3, 2, 1], 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.numbers:
+            return self.numbers.pop()
+        self.asked += 1
+        raise StopIteration
+
+
+def test_a_pools_end_asks_no_input_that_has_ended():
+    numbers = Ending()
+    with poly.Pool(1) as pool:
+        results = pool.map(double, numbers)
+        assert numbers.asked == 1
+    assert numbers.asked == 1 and list(results) == [2, 4, 6]
+
+
+@local_only
+def test_a_fork_that_ends_its_copy_of_a_pool_leaves_the_inputs_alone():
+    numbers = Counting(iter(range(1000)))
+    with poly.Pool(1) as pool:
+        results = pool.map(double, numbers)
+        before = numbers.taken
+        child = os.fork()
+        if not child:
+            try:
+                pool.shutdown()
+            finally:
+                os._exit(numbers.taken == before)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        assert len(list(results)) == 1000
+
+
+def test_a_map_that_is_closed_while_the_pools_end_takes_its_rest_sends_no_more():
+    def inputs():
+        for n in range(1000):
+            if n == 500:
+                results.close()
+            yield n
+
+    with poly.Pool(1) as pool:
+        results = pool.map(double, inputs())
+    assert pool.status()["tasks_done"] < 500
+
+
+def test_a_pools_end_does_not_wait_until_a_map_has_room(tmp_path, monkeypatch):
+    gate = tmp_path / "gate"
+    with poly.Pool(1, max_queued=1) as pool:
+        results = pool.map(hold_until, (str(gate) for _ in range(100)))
+        dispatcher = pool._dispatcher
+        while dispatcher.has_room():
+            pool.promise(hold_until, str(gate))
+        waits = Mock(side_effect=lambda backlog, closed: backlog() and 1 / 0)
+        monkeypatch.setattr(dispatcher.backpressure, "wait", waits)
+        pool.shutdown(wait=False)
+        gate.touch()
+    check_is_given_up(results, "max_queued limits the waiting tasks")
+
+
 def test_an_error_of_the_block_sends_no_more_calls():
     with pytest.raises(KeyError), poly.Pool(1) as pool:
         results = pool.map(time.sleep, [0.001] * 10_000)

@@ -258,17 +258,28 @@ class Ordered:
             return
         try:
             source = self.source
-            if self._closed:
+            # After its end, an input may block. In a fork, only the parent's pool takes calls.
+            if self._closed or source.exhausted or source.dispatcher.refusal is not None:
                 return
             if self._buffersize is not None:
                 source.why_unsent = f"buffersize={self._buffersize} limits the calls in flight"
                 return
             source.take_rest(MAX_CALLS_AT_END, MAX_SECONDS_AT_END)
-            while not source.why_unsent and self._send(source.best_size()):
-                if not source.has_room():
-                    source.why_unsent = "max_queued limits the waiting tasks"
+            if not source.why_unsent:
+                self._send_all()
         finally:
             self._lock.release()
+
+    def _send_all(self) -> None:
+        # A thread that reads may meet an error, which ends the map.
+        while not self._closed:
+            if not self.source.has_room():
+                self.source.why_unsent = "max_queued limits the waiting tasks"
+                return
+            if not self._send(self.source.best_size()):
+                return
+        _cancel([*self._tasks])  # perhaps one that `cancel` has not seen
+        self._tasks.clear()
 
     def take_settled(self) -> list[Task]:
         """Wait for the next settled task and return it, alone in a list; an empty list after the
