@@ -535,6 +535,17 @@ def test_a_pools_end_does_not_wait_until_a_map_has_room(tmp_path, monkeypatch):
     check_is_given_up(results, "max_queued limits the waiting tasks")
 
 
+def test_the_bar_counts_while_another_thread_sends_the_rest(capsys):
+    with poly.Pool(1) as pool:
+        results = pool.map(double, (n for n in range(100)), progress=True)
+        first = results._stream._tasks[0]
+        # In the place of the other thread.
+        first.done = lambda: (results.send_rest(), type(first).done(first))[1]
+        results._stream.show(last=True)
+        del first.done
+        assert list(results) == [2 * n for n in range(100)]
+
+
 def test_an_error_of_the_block_sends_no_more_calls():
     with pytest.raises(KeyError), poly.Pool(1) as pool:
         results = pool.map(time.sleep, [0.001] * 10_000)

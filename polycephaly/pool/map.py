@@ -378,7 +378,7 @@ class Ordered:
         ):
             self._shown_at = monotonic()
             done = self._taken
-            for task in self._tasks:
+            for task in self._tasks.copy():  # while another thread may send
                 if task.done():
                     done += task.answered_count
             self._progress.show(done)
