@@ -230,6 +230,29 @@ def fail_at(n, bad):
     return n
 
 
+class ExitsAtHome(Exception):
+    """Its text ends this process, but no drone."""
+
+    here = os.getpid()
+
+    def __str__(self):
+        if os.getpid() == self.here:
+            raise SystemExit
+        return "away"
+
+
+def raise_exits_at_home():
+    raise ExitsAtHome
+
+
+def test_a_failure_whose_text_raises_is_listed_and_settles_its_task():
+    with poly.Pool(1) as pool:
+        error = pool.promise(raise_exits_at_home).exception(60)
+        (failure,) = pool.status()["failures"]
+    assert isinstance(error, ExitsAtHome)
+    assert failure["error"] == "ExitsAtHome: <__str__ raised SystemExit>"
+
+
 def test_the_last_failures_are_listed():
     with poly.Pool(1, name="lab", output="discard") as pool:
         for failing in (

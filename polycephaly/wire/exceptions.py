@@ -207,9 +207,14 @@ def _unpack(fields: tuple[Any, ...], text: str, made: dict[int, BaseException]) 
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of `error` and the first line of its message, as text that has UTF-8."""
-    message = message_of(error).partition("\n")[0][:MAX_DESCRIPTION_CHARACTERS]
-    message = message.encode("utf-8", "backslashreplace").decode()  # of a file's name, perhaps
+    """Return the type of `error` and the first line of its message, as text that has UTF-8. Raises
+    no error: the caller has yet to settle the task.
+    """
+    try:
+        message = str.partition(str(error), "\n")[0][:MAX_DESCRIPTION_CHARACTERS]
+        message = message.encode("utf-8", "backslashreplace").decode()  # of a file's name, perhaps
+    except BaseException as broken:  # a SystemExit of the error's own code, too
+        message = f"<__str__ raised {type(broken).__name__}>"
     return f"{type(error).__qualname__}: {message}" if message else type(error).__qualname__
 
 
