@@ -1029,6 +1029,16 @@ def test_the_log_tells_with_which_items_a_drone_died_or_did_not_respond(
     assert str(task.exception()) == death and task.exception().running == "sleep"
 
 
+def test_a_task_that_runs_again_may_be_at_any_of_its_items(reactor, monkeypatch):
+    dispatcher = dispatcher_of(reactor, 1)
+    (handle,) = dispatcher.handles
+    task = give(dispatcher, sleep, 1, retries=1)
+    task.first_item, task.count = 5, 3
+    monkeypatch.setattr(handle, "calls_begun", lambda: 2)
+    handle.dies()
+    assert not task.done() and task.items == (5, 3)
+
+
 def test_one_whose_start_waits_is_told_without_a_task(reactor, caplog):
     (handle,) = dispatcher_of(reactor, 1, ready=False, report_waiting=60.0).handles
     handle.up, handle.did = False, 0  # nobody is there yet to be asked

@@ -203,7 +203,7 @@ class DispatcherBase(TaskRunner, Tenant):
                 and not (self.abandoned or self.has_cancelled)
             ):
                 task.retries -= 1
-                task.sending = None
+                task.sending = task.lost_call = None
                 retried.append(task)
             else:
                 task.payload = b""
