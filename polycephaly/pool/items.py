@@ -30,7 +30,8 @@ def add_note(error: BaseException, label: str, task: Task, done: int | None = No
     item = item or 0
     described = describe(task, item - first) if calls == 1 else ""
     with suppress(Exception):  # the exception's class may take no notes
-        error.add_note(f"in map({label}, ...), {_item(item, calls)}{described and ': '}{described}")
+        place = with_item(f"map({label}, ...)", item, calls)
+        error.add_note(f"in {place}{described and ': '}{described}")
 
 
 def describe(task: Task, index: int) -> str:
