@@ -376,6 +376,10 @@ def test_a_pool_that_was_not_used_before_a_fork_can_be_looked_into_in_a_child():
             except RuntimeError as error:
                 print(error)
 
+        def again():
+            print(pool.drones[0].name, flush=True)
+            in_child(drones)
+
         def used():
             print(pool.status()["state"])
 
@@ -389,7 +393,7 @@ def test_a_pool_that_was_not_used_before_a_fork_can_be_looked_into_in_a_child():
                     os._exit(0)
             os.waitpid(child, 0)
 
-        for look in (drones, stacks, profile, shutdown):
+        for look in (drones, stacks, profile, shutdown, again):
             in_child(look)
         pool.doit("1")
         in_child(used)
@@ -401,6 +405,7 @@ def test_a_pool_that_was_not_used_before_a_fork_can_be_looked_into_in_a_child():
         "['web.0', 'web.1']\n"
         "['controller', 'web.0', 'web.1']\n"
         "[]\ncannot schedule new futures after shutdown of web\n"
+        "web.0\nelsewhere None 0\n1\nopen None 2\n"
         "elsewhere\n"
         "open None 2\n"
     )

@@ -95,6 +95,8 @@ class Dispatcher(DispatcherBase):
         self._cancelled_since_sweep = 0
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
+        # The object that the `Pool` holds, if this was made in its place: see `_StartsAnew`.
+        self.held: Dispatcher | None = None
         # Ends this with its owner. The owner refers to the callback only weakly.
         self.owner_callback: object = None
         self.directory = ObjectDirectory(self)
@@ -877,7 +879,7 @@ class Dispatcher(DispatcherBase):
             for handle in self.handles:
                 handle.state, handle.death = State.DEAD, self.refusal
             self.handles, self.refusal = [], None
-            self.__class__ = _StartsAnew
+            (self.held or self).__class__ = _StartsAnew
 
     def abandon(self, reason: str = "") -> None:
         """Kill every drone now; their tasks are lost, with errors that give `reason`."""
@@ -951,7 +953,7 @@ class _StartsAnew(Dispatcher):
         with _restarting:
             if type(self) is _StartsAnew and self.refusal is None:
                 fresh = Dispatcher(self.config, self.open_engine)
-                fresh.finalizer = self.finalizer
+                fresh.finalizer, fresh.held = self.finalizer, self
                 # The pool, and those that `options` has made of it, hold this object, which shares
                 # all state with `fresh` from here on. Threads that submit wait for `_restarting`.
                 self.__dict__ = fresh.__dict__
