@@ -679,6 +679,16 @@ def test_of_an_item_that_is_large_or_contains_a_promise_only_the_index_is_told(p
         assert notes_of(error) == "item 0"
 
 
+def test_the_arguments_of_calls_that_have_not_failed_are_let_go(pool):
+    list(pool.map(double, [0] * 5000))
+    for items in ([[1]] * 1000, ["x"] * 1000, [[1]]):
+        results = pool.map(double, items)
+        for task in results._stream._tasks:
+            task.exception()
+            assert task.item_payload == b""
+        assert len(list(results)) == len(items)
+
+
 class Unreadable:
     def __reduce__(self):
         return int, ("no number",)

@@ -292,8 +292,12 @@ def _open(task: Task) -> tuple[Any, BaseException | None]:
     try:
         if task.status == VALUE:
             value = task.unpack(payload) if payload else None  # an empty payload stands for None
+            failed = False
             if isinstance(value, Answers):  # which are unpickled one by one, later
                 value.remote_objects = task.answer_objects
+                failed = value.error is not None
+            if task.item_payload and not failed:
+                task.item_payload = b""  # a call that has not failed needs no name
             return value, None
         error = unpack_exception(bytes(payload))
         task.dispatcher.explain(error)

@@ -50,8 +50,8 @@ from .interfaces import AssignedDrone, TaskOptions, TaskOwner
 from .retry import Retry
 
 MAX_ITEM_BYTES = 4096
-"""Bytes of pickled arguments of a call that a `map` keeps, until its result is read, to name the
-item of an error.
+"""Bytes of pickled arguments of a call that a `map` keeps until it has succeeded, to name the item
+of an error.
 """
 _numbers = itertools.count(1)
 _FUTURE_CURE = (
