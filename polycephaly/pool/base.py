@@ -630,7 +630,8 @@ class ExecutorBase(TaskTarget, Executor):
             has more than 100,000 items left, or that has no length and does not end within 10
             seconds), and so is a map with `buffersize`, or if the pool's `max_queued` tasks wait:
             then reading on raises `RuntimeError` after the results of the calls that were sent.
-            Close the iterator if no more results are wanted.
+            The time is looked at after each item, so an input that blocks, as a queue may, keeps
+            the pool from ending. Close the iterator if no more results are wanted.
 
         Raises
         ------
