@@ -627,11 +627,12 @@ class ExecutorBase(TaskTarget, Executor):
 
             When the pool's block ends, or in `shutdown`, the remaining calls are sent, and their
             results can be taken after that. An input that may be endless is left alone (one that
-            has more than 100,000 items left, or that has no length and does not end within 10
-            seconds), and so is a map with `buffersize`, or if the pool's `max_queued` tasks wait:
-            then reading on raises `RuntimeError` after the results of the calls that were sent.
-            The time is looked at after each item, so an input that blocks, as a queue may, keeps
-            the pool from ending. Close the iterator if no more results are wanted.
+            has more than 100,000 items left; or that has no length, if results were read before, as
+            of a stream, or if it does not end within 10 seconds), and so is a map with
+            `buffersize`, or if the pool's `max_queued` tasks wait: then reading on raises
+            `RuntimeError` after the results of the calls that were sent. The time is looked at
+            after each item, so an input that blocks, as a queue may, keeps the pool from ending if
+            no result was read. Close the iterator if no more results are wanted.
 
         Raises
         ------

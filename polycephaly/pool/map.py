@@ -264,6 +264,9 @@ class Ordered:
             if self._buffersize is not None:
                 source.why_unsent = f"buffersize={self._buffersize} limits the calls in flight"
                 return
+            if self.was_read and not source.is_finite:
+                source.why_unsent = "its input has no length, and results were read before"
+                return
             source.take_rest(MAX_CALLS_AT_END, MAX_SECONDS_AT_END)
             if not source.why_unsent:
                 self._send_all()

@@ -91,7 +91,7 @@ class Source:
             iter(iterables[0]) if self._has_one_iterable else zip(*iterables, strict=False)
         )
         self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)
-        self._is_finite = any(isinstance(each, Sized) for each in iterables)  # False if not known
+        self.is_finite = any(isinstance(each, Sized) for each in iterables)  # False if not known
         self._range = (
             iterables[0] if self._has_one_iterable and type(iterables[0]) is range else None
         )
@@ -183,7 +183,7 @@ class Source:
             return
         rows, rest = list[Any](), self._rows
         self._rows = chain(rows, rest)  # at once, because a Ctrl-C may end the loop
-        until = monotonic() + (inf if self._is_finite else seconds)
+        until = monotonic() + (inf if self.is_finite else seconds)
         for row in self._until_error(islice(rest, max_calls + 1)):
             rows.append(row)
             if len(rows) > max_calls:
