@@ -15,6 +15,7 @@ from in_time import FakeReactor, dispatcher_of, give, make_ready
 
 import polycephaly as poly
 from polycephaly import Promise
+from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.status import describe_pool, drone_state, running_label
 from polycephaly.runtime import parent_death, process_title
 from polycephaly.runtime.procfs import state_of
@@ -36,6 +37,20 @@ def reactor():
 
 
 # -- without processes -----------------------------------------------------------------------------
+
+
+def test_an_initializer_that_fails_before_the_pid_is_known_fails_the_tasks_and_not_the_pool(
+    reactor,
+):
+    """The zygote tells the pid, and the drone the error: either may be read first."""
+    dispatcher = dispatcher_of(reactor, 1, ready=False, initializer=task, initargs=(1,))
+    (drone,) = dispatcher.handles
+    drone.says_hello()
+    (number,) = drone.in_flight
+    failed = pack_outcome(number, ERROR, reactor.now, reactor.now, b"no pickle", b"")
+    handle_message(dispatcher, drone, pack_outcomes([failed]))
+    reactor.turn()
+    assert drone.pid is None and dispatcher.begun.result(0) is None
 
 
 def test_the_time_since_a_task_was_sent_is_told_by_the_clock_of_the_pool(reactor):

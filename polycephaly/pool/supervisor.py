@@ -217,6 +217,8 @@ class Supervisor:
         if error is None:
             self._mark_ready(handle)
         else:
+            # Drones can start, even if the report of that is read later: the tasks get the error.
+            self._dispatcher.settle_signal(self._dispatcher.begun)
             self._count_failed_start(error)
             # Only after the count: if that breaks the pool, which kills the drone, a thread that
             # gives a lone drone a task is told the reason.

@@ -238,10 +238,10 @@ class Zygote:
             return
         if pid == 0:
             self._drone_main(order, stream_fds, zygote)
-        self._set_title()
         self._drones[pid] = order.number
         if not self.spec.imports_main():
             self._report(started=order.number, pid=pid)
+        self._set_title()
 
     def _kill(self, number: int, with_signal: int) -> None:
         """Send the signal to drone `number`, unless the drone has been reaped."""
