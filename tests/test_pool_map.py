@@ -669,7 +669,7 @@ def test_the_item_of_a_death_and_of_a_time_limit_is_described(pool):
         (died,) = mortal.map(die_with, [Path("/tmp/a")], return_exceptions=True)
         assert isinstance(died, poly.DroneDied) and notes_of(died) == "item 0: PosixPath('/tmp/a')"
     limited = pool.options(timeout=0.01)
-    (late,) = limited.map(block_for_ever, [Path("/tmp/a")], return_exceptions=True)
+    (late,) = limited.map(lambda _: block_for_ever(), [Path("/tmp/a")], return_exceptions=True)
     assert isinstance(late, TimeoutError) and notes_of(late) == "item 0: PosixPath('/tmp/a')"
 
 
