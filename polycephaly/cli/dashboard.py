@@ -18,9 +18,9 @@ Examples:
   polycephaly dashboard lab --port 8800
 
 \b
-The page shows what the drones do as they do it. Whoever has its first address, which
-contains a token, may also interrupt tasks and kill drones. /metrics at the same address,
-with a token, is for Prometheus. Needs: pip install 'polycephaly[dashboard]'
+The page shows the drones at work. With its first address, which contains a token, one may
+also interrupt tasks and kill drones. /metrics at the same address, with a token, is for
+Prometheus. Needs: pip install 'polycephaly[dashboard]'
 """
 )
 @POOL_NAME

@@ -621,8 +621,8 @@ class ExecutorBase(TaskTarget, Executor):
         Results
             An iterator for one thread at a time. In a coroutine, ``async for`` takes the results
             without blocking asyncio's loop or other green threads. The error of a call is raised in
-            place of its result, with a note that has the item's index and, if the arguments are
-            small or the call is short, their shortened `repr`.
+            place of its result, with a note that has the item's index and, if the pickled arguments
+            take at most 4 KiB, their shortened `repr`.
             After that, or after the iterator is closed, all calls in flight are cancelled.
 
             When the pool's block ends, or in `shutdown`, the remaining calls are sent, and their

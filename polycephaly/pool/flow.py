@@ -34,8 +34,9 @@ P = ParamSpec("P")
 
 
 class Node(Protocol[P]):
-    """What `flow` returns, for type checkers. A call gives a promise or, without a pool, a value;
-    and the promise of a node may stand for any argument of another: so the type is Any.
+    """The type of the functions that `flow` returns, for type checkers. A call gives a promise or,
+    without a pool, a value, and the promise of a node may stand for any argument of another: so the
+    type of a call is Any.
     """
 
     @property

@@ -42,6 +42,7 @@ class Tuning:
     and threads of LLVM's and Intel's OpenMP spin for 200 ms (`KMP_BLOCKTIME`) before they wait.
     """
 
+    # Messages of drones
     room_wait_seconds: float = 1.0
     """Time that a drone waits for the controller to read, before its message goes by ZeroMQ."""
     flush_seconds: float = 0.001

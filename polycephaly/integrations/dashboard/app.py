@@ -56,9 +56,7 @@ POLICY = {
 
 
 def make_app(
-    find_pool: Callable[[], Pool | RemotePool | None],
-    token: str,
-    read_only_token: str | None = None,
+    find_pool: Callable[[], Pool | RemotePool | None], token: str, read_only_token: str
 ) -> ASGIApp:
     """Return the application. `find_pool` returns None when the pool was collected."""
     views = _Views(find_pool)
@@ -106,10 +104,10 @@ class _OnlyWithToken:
     of `POLICY` to all answers.
     """
 
-    def __init__(self, app: ASGIApp, token: str, read_only_token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: str, read_only_token: str) -> None:
         self._app = app
         self._token = token.encode()
-        self._read_only_token = None if read_only_token is None else read_only_token.encode()
+        self._read_only_token = read_only_token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -121,32 +119,38 @@ class _OnlyWithToken:
                 MutableHeaders(scope=message).update(POLICY)
             await send(message)
 
-        app = self._app
-        if scope["type"] != "http":
-            app = PlainTextResponse(NO_TOKEN, 403)
-        elif not _has_token(scope, self._token):
-            if self._read_only_token is None or not _has_token(scope, self._read_only_token):
-                app = PlainTextResponse(NO_TOKEN, 403)
-            elif scope["method"] not in ("GET", "HEAD"):
-                app = PlainTextResponse(READ_ONLY, 403)
-            scope["read_only"] = True
+        refusal = self._refusal(scope)
+        app = self._app if refusal is None else PlainTextResponse(refusal, 403)
         try:
             await app(scope, receive, send_with_policy)
         except asyncio.CancelledError:
             if not begun:
                 await PlainTextResponse(CLOSED, 503)(scope, receive, send_with_policy)
 
+    def _refusal(self, scope: Scope) -> str | None:
+        """Return why a request is refused; None if it is not."""
+        given = _tokens_of(scope) if scope["type"] == "http" else []
+        if _contains(given, self._token):
+            return None
+        if not _contains(given, self._read_only_token):
+            return NO_TOKEN
+        scope["read_only"] = True
+        return None if scope["method"] in ("GET", "HEAD") else READ_ONLY
 
-def _has_token(scope: Scope, token: bytes) -> bool:
+
+def _tokens_of(scope: Scope) -> list[bytes]:
     given = [
         value.encode()
         for value in parse_qs(scope["query_string"].decode("latin-1")).get("token", ())
     ]
-    given += [
+    return given + [
         value.removeprefix(b"Bearer ")
         for name, value in scope["headers"]
         if name == b"authorization"
     ]
+
+
+def _contains(given: list[bytes], token: bytes) -> bool:
     return any(secrets.compare_digest(each, token) for each in given)
 
 
