@@ -12,7 +12,8 @@ of its own, where it may mount one (`own_shared_memory`). Where it may not, thos
 once, before and after the whole run.
 
 A Ray that runs for the tests (`engines.py`) is not counted: its daemons, its workers that are
-nobody's actor yet, its sockets, what it maps. Its actors are, and what they start."""
+nobody's actor yet, its sockets, what it maps; nor are the actors with which a test takes places of
+the cluster: how soon they are gone is Ray's affair. All other actors are, and what they start."""
 
 from __future__ import annotations
 
@@ -194,7 +195,7 @@ def _harmless(target: str) -> bool:
 # -- Ray -------------------------------------------------------------------------------------------
 
 _RAYS_OWN = re.compile(
-    rb"ray::(IDLE|DashboardAgent|RuntimeEnvAgent)"
+    rb"ray::(IDLE|DashboardAgent|RuntimeEnvAgent|PlaceTaker)"
     rb"|/ray/core/src/ray/(gcs/gcs_server|raylet/raylet)"
     rb"|/ray/_private/|/ray/autoscaler/|/ray/dashboard/"
 )

@@ -194,7 +194,7 @@ def test_a_runtime_environment_reaches_the_drones():
         assert drone.doit("import os; os.environ['POLY_TEST']") == "b"
 
 
-class Other:
+class PlaceTaker:
     def ping(self):
         return True
 
@@ -203,18 +203,24 @@ class Other:
 def test_drones_for_which_there_is_no_room_are_told_of_replacements_too(monkeypatch, caplog):
     import ray
 
+    from polycephaly.engines.ray.engine import RayEngine
+
     monkeypatch.setattr(tuning, "start_report_seconds", 0.2)
-    other = ray.remote(num_cpus=1)(Other)
+    other = ray.remote(num_cpus=1)(PlaceTaker)
     others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
     with poly.Pool(1, num_cpus=1) as pool:
         assert pool.doit(abs, -1) == 1 and ray.get([each.ping.remote() for each in others])
         wait_for(lambda: not pool._dispatcher.supervisor.engine._wait_check_scheduled)
         others.append(other.remote())
-        has_a_place = others[-1].ping.remote()
-        while not ray.wait([has_a_place], timeout=0)[0]:
-            pool.drones[0].kill()  # also a replacement to which Ray gave the place before
-            ray.wait([has_a_place], timeout=5)
-        (replacement,) = pool.drones
+        start = RayEngine.start
+
+        def start_after_the_other(engine, *args):
+            ray.get(others[-1].ping.remote())  # or Ray gives the place to either of them
+            return start(engine, *args)
+
+        monkeypatch.setattr(RayEngine, "start", start_after_the_other)
+        pool.drones[0].kill()
+        (replacement,) = wait_for(lambda: pool.drones)
         said = f"waits for {replacement.name}; the cluster has"
         wait_for(lambda: any(said in each.message for each in caplog.records))
         others.clear()  # Ray ends whom nobody has any more
@@ -237,7 +243,7 @@ def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(mon
 
     monkeypatch.setattr(Dispatcher, "call_later", note_and_set)
     monkeypatch.setattr(tuning, "start_report_seconds", 6.0)
-    other = ray.remote(num_cpus=1)(Other)
+    other = ray.remote(num_cpus=1)(PlaceTaker)
     others = [other.remote() for _ in range(int(ray.cluster_resources()["CPU"]) - 1)]
     ray.get([each.ping.remote() for each in others])
 
