@@ -34,7 +34,7 @@ def work(n):
     return inner
 
 with poly.Pool(2, name="lab") as pool:
-    print("answers", pool.options(timeout=0.2).doit(abs, -3), [*map(str, pool.map(work, [40, 50]))])
+    print("answers", pool.options(timeout=20).doit(abs, -3), [*map(str, pool.map(work, [40, 50]))])
 """
 
 
@@ -69,7 +69,7 @@ def work():
     breakpoint()
     return "done"
 
-with poly.Pool(1, timeout=0.1) as pool:
+with poly.Pool(1, timeout=0.9) as pool:
     print(pool.promise(work).result())
     print(type(pool.promise("import time; time.sleep(60)").exception()))
 """
@@ -79,7 +79,7 @@ def test_time_limits_wait_for_the_end_of_the_session(tmp_path):
     with Terminal(tmp_path, write(tmp_path, LIMITED)) as terminal:
         for _ in range(20):  # takes longer than the limit
             terminal.read_until("(Pdb) ")
-            terminal.type("import time; time.sleep(0.02)\n")
+            terminal.type("import time; time.sleep(0.05)\n")
         terminal.read_until("(Pdb) ")
         terminal.type("c\n")
         terminal.read_until("done")
