@@ -201,7 +201,7 @@ class Owner:
     def __init__(self):
         self.interruptions = []
 
-    def _interrupt(self, error):
+    def interrupt(self, error):
         self.interruptions.append(error)
 
 

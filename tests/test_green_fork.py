@@ -129,7 +129,7 @@ def test_a_fork_waits_for_the_destructors_of_native_threads_that_have_ended():
 
     ended = green.spawn(linger).value
     wait_for(lambda: ended in scheduler.workers.ending)
-    with scheduler._paused_for_fork():
+    with scheduler.paused_for_fork():
         assert not os.path.exists(f"/proc/self/task/{ended}")
     libc.pthread_key_delete(key)
 
@@ -148,7 +148,7 @@ def test_a_fork_that_is_broken_off_lets_the_green_threads_go_on(monkeypatch):
     running = green.spawn(step)
     wait_for(lambda: scheduler.current is running)  # so no owner sleeps
     monkeypatch.setattr(scheduler.workers, "wait_for_ending", break_off)
-    with pytest.raises(TimeoutError), scheduler._paused_for_fork():
+    with pytest.raises(TimeoutError), scheduler.paused_for_fork():
         pass
     assert green.spawn(double, 21).result(30) == 42
 

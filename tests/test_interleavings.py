@@ -231,7 +231,7 @@ def test_a_task_that_begins_as_it_is_cancelled_is_interrupted(monkeypatch):
 
 def test_a_coroutine_that_begins_as_it_is_cancelled_is_interrupted_once():
     told = []
-    thread = SimpleNamespace(_interrupt=told.append)
+    thread = SimpleNamespace(interrupt=told.append)
     runner = told_to_cancel(7, lambda runner: runner._overlap.running.update({7: thread}))
     assert len(told) == 1 and not DroneExecutor._claim_interrupt(runner, 7)
 

@@ -70,4 +70,4 @@ class Overlap:
         """Interrupt these tasks, or all if 0 is among the numbers. Any thread may call it."""
         for number, thread in list(self.running.items()):
             if number in numbers or 0 in numbers:
-                thread._interrupt(KeyboardInterrupt("interrupted by the controller"))
+                thread.interrupt(KeyboardInterrupt("interrupted by the controller"))

@@ -173,7 +173,7 @@ def _await_on_loop(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
     first = interruptions.pop(0) if interruptions and task.cancelled() else None
     # All other interruptions are raised at later awaits, after this one has its value or error.
     for late in interruptions:
-        scheduler.current._interrupt(late)
+        scheduler.current.interrupt(late)
     if first is not None:
         raise first
     return task.result()

@@ -79,11 +79,11 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     thread = scheduler.current
     long = history.predict_long(fn) if records else False
     if long or thread.__class__ is not GreenThread:
-        value: T = yield from thread._call_on_native_thread(fn, args, kwargs)
+        value: T = yield from thread.call_on_native_thread(fn, args, kwargs)
         return value
     scheduler.calls = number = scheduler.calls + 1
     if not number & CALLS_PER_TURN_MASK and scheduler.ready:
-        thread._value = YIELDED
+        thread.next_send = YIELDED
         scheduler.ready.append(thread)
         yield PARK
     if watchdog.slow:
@@ -92,7 +92,7 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     driver.fn = fn
     driver.thread = thread
     # No other thread may wake or interrupt this one before the call returns.
-    thread._value = IN_CALL
+    thread.next_send = IN_CALL
     scheduler.owner = 0  # no code that the call runs is a step of a green thread
     driver.token = number
     try:
@@ -101,7 +101,7 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
         if driver.token == number:
             driver.token = NO_CALL
             scheduler.owner = driver.ident
-            thread._value = PARKED
+            thread.next_send = PARKED
         else:
             driver.token = NO_CALL
             event_log.add_call(thread, fn, args, driver.began, True)
@@ -111,7 +111,7 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     if driver.token == number:
         driver.token = NO_CALL
         scheduler.owner = driver.ident
-        thread._value = PARKED
+        thread.next_send = PARKED
     else:
         driver.token = NO_CALL
         event_log.add_call(thread, fn, args, driver.began)
@@ -131,5 +131,5 @@ def call_long(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Gener
     """
     if get_ident() != scheduler.owner:
         raise outside_error("green.call_long", "asyncio.to_thread, or the plain function itself")
-    value: T = yield from scheduler.current._call_on_native_thread(fn, args, kwargs)
+    value: T = yield from scheduler.current.call_on_native_thread(fn, args, kwargs)
     return value

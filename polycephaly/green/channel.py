@@ -154,7 +154,7 @@ class Channel(ChannelQueues, Generic[T]):
         # the thread that runs these lines has the waiter to itself.
         if receiver.__class__ is GreenThread:
             self._receiver = None
-            receiver._value = item
+            receiver.next_send = item
             ready.append(receiver)
             if bell:
                 scheduler.ring()
@@ -179,7 +179,7 @@ class Channel(ChannelQueues, Generic[T]):
                         withdrawn = self._withdraw_thread("send", thread)
                         if withdrawn or isinstance(error, GeneratorExit):
                             raise
-                        thread._interrupt(error)
+                        thread.interrupt(error)
                 if refused is not None:
                     raise refused.error
                 return
@@ -207,7 +207,7 @@ class Channel(ChannelQueues, Generic[T]):
         if sender.__class__ is GreenThread:  # the fast path, as in `send`
             item: T = self._item
             self._sender = self._item = None
-            sender._value = None
+            sender.next_send = None
             ready.append(sender)
             if bell:
                 scheduler.ring()
@@ -229,7 +229,7 @@ class Channel(ChannelQueues, Generic[T]):
                         withdrawn = self._withdraw_thread("receive", thread)
                         if withdrawn or isinstance(error, GeneratorExit):
                             raise
-                        thread._interrupt(error)
+                        thread.interrupt(error)
                 if given.__class__ is Refused:
                     raise given.error
                 return given  # type: ignore[no-any-return]
@@ -474,12 +474,12 @@ class Channel(ChannelQueues, Generic[T]):
         receiver = self._receiver
         if receiver.__class__ is GreenThread:
             self._receiver = None
-            receiver._value = refused
+            receiver.next_send = refused
             ready.append(receiver)
         sender = self._sender
         if sender.__class__ is GreenThread:
             self._sender = self._item = None
-            sender._value = refused
+            sender.next_send = refused
             ready.append(sender)
         scheduler.post(self._close_here)
 

@@ -107,10 +107,10 @@ class Group:
         # this code sees that the block has ended, or `__aexit__` calls the interruption off.
         self._interruption = Cancelled("the group of this green thread was cancelled")
         if self._wake is None:
-            self._owner._interrupt(self._interruption)
+            self._owner.interrupt(self._interruption)
 
-    def _on_child_end(self, child: GreenThread[Any], error: BaseException | None) -> None:
-        """Remove a member that has ended. Called by the scheduler's owner thread."""
+    # Removes a member that has ended. Called by the scheduler's owner thread.
+    def on_child_end(self, child: GreenThread[Any], error: BaseException | None) -> None:
         self.children.discard(child)
         if error is not None:
             self._errors.append(error)
@@ -155,7 +155,7 @@ class Group:
         try:
             if self._errors:
                 if cancelled is not None and self._owner is not None:
-                    self._owner._interrupt(cancelled)  # not lost: raised at the next await
+                    self._owner.interrupt(cancelled)  # not lost: raised at the next await
                 raise BaseExceptionGroup(
                     "errors in a group of green threads", self._errors
                 ) from None

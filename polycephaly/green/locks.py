@@ -27,7 +27,7 @@ class _ThreadQueue(WaitQueue[GreenThread[Any]]):
     def wake_first(self, value: Any = None) -> None:
         """Wake the first thread in the queue; its await returns `value`."""
         thread = self.popleft()
-        thread._value = value
+        thread.next_send = value
         scheduler.ready.append(thread)
 
     def wake_all(self) -> None:
@@ -335,7 +335,7 @@ class Barrier:
 
         def enter(self, thread: GreenThread[Any]) -> bool:
             others = self.primitive.waiting
-            if others + 1 < self.primitive._enrolled:
+            if others + 1 < self.primitive.enrolled:
                 # The place is assigned at the end, because threads that came earlier may be
                 # cancelled.
                 return self.enqueue(thread)

@@ -201,7 +201,7 @@ class Mapped(Collected, Generic[T]):
 
     async def collect(self) -> list[Any]:
         slots: list[list[Any]] = []
-        scheduler.current._spawned_at = None  # not a thread of the user's: not in the event log
+        scheduler.current.spawned_at = None  # not a thread of the user's: not in the event log
 
         async def task() -> None:
             apply, awaits = make_apply(self._fn, self._progress)

@@ -201,7 +201,7 @@ async def share_of_map(
             try:
                 value = await apply(item)
             except Cancelled as error:
-                if scheduler.current._cancel_count:
+                if scheduler.current.cancel_count:
                     raise
                 # The call itself was cancelled, not this green thread.
                 raise CancelledError(f"a call of {label(fn)} was cancelled") from error

@@ -56,7 +56,7 @@ class Parking:
         """Wake the thread, whose await returns `value`. For the owner only."""
         thread = self.thread
         assert thread is not None
-        thread._value = value
+        thread.next_send = value
         scheduler.ready.append(thread)
 
     def __await__(self) -> Generator[Any, Any, Any]:

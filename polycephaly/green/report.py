@@ -98,9 +98,9 @@ def frames_of(thread: object, frames: Mapping[int, FrameType]) -> list[FrameType
     """
     if not isinstance(thread, GreenThread):
         return []
-    coro = unwrap(thread._coro)
+    coro = unwrap(thread.coro)
     if isinstance(thread, NativeThread) and coro is None:
-        return list(_stack(frames.get(thread._ident)))
+        return list(_stack(frames.get(thread.native_ident)))
     return [each for each in _chain(coro) if isinstance(each, FrameType)][::-1]
 
 
@@ -133,9 +133,9 @@ def timeline() -> Timeline:
 
 
 def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
-    coro = unwrap(thread._coro)
+    coro = unwrap(thread.coro)
     if isinstance(thread, NativeThread) and coro is None:
-        ident = thread._ident
+        ident = thread.native_ident
         stack = list(_stack(frames.get(ident)))
         user_frame = next((frame for frame in stack if not _is_ours(frame)), None)
         return _describe(
@@ -144,10 +144,10 @@ def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
     running = getattr(coro, "cr_running", False) or getattr(coro, "gi_running", False)
     if running:
         state = "running" if thread is scheduler.current else "calling"
-    elif thread._value is PARKED:
+    elif thread.next_send is PARKED:
         state = "parked"
     else:
-        state = "calling" if thread._value is IN_CALL else "ready"
+        state = "calling" if thread.next_send is IN_CALL else "ready"
     chain = list(_chain(coro))
     frames_ = [each for each in chain if isinstance(each, FrameType)]
     user_frame = next((frame for frame in reversed(frames_) if not _is_ours(frame)), None)
@@ -220,7 +220,7 @@ def _check_for_deadlock() -> None:
     stuck = [
         p
         for p, end in waiting.values()
-        if isinstance(p, GreenThread) and end is None and p._value is PARKED
+        if isinstance(p, GreenThread) and end is None and p.next_send is PARKED
     ]
     if not stuck or can_other_threads_act(waiting) or _can_signal_handler_act():
         return
@@ -235,7 +235,7 @@ def _check_for_deadlock() -> None:
     if more > 0:
         text += f"\n  and {more} more"
     for thread in stuck:
-        thread._interrupt(Deadlock(text))
+        thread.interrupt(Deadlock(text))
 
 
 def can_other_threads_act(waiting: dict[int, tuple[Any, float | None]]) -> bool:

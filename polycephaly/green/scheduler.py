@@ -9,9 +9,9 @@ The native thread that runs the queue is the *owner*. Between two awaits, green 
 owner, one at a time. Channels, locks and timers therefore need no locks: only the owner touches
 them. Any other thread posts a callback (`post`) or spawns a green thread.
 
-A green thread is parked if its coroutine has yielded `PARK` and its `_value` is `PARKED`. Before
+A green thread is parked if its coroutine has yielded `PARK` and its `next_send` is `PARKED`. Before
 the yield, the thread registers where it waits. A wake-up removes the registration, stores the value
-of the await in `_value` and appends the thread to `ready`. So no thread is woken twice. Only the
+of the await in `next_send` and appends the thread to `ready`. So no thread is woken twice. Only the
 owner and the fast paths of channels (channel.py) wake threads. A thread whose foreign call has lost
 the ownership is not parked: the native thread of the call appends it (`_drive`).
 
@@ -63,24 +63,24 @@ class _Marker:
 
 PARK: Any = _Marker("PARK")  # yielded: this green thread has parked, or is in `ready` already
 LOST: Any = _Marker("LOST")  # yielded: the native thread of this step is no longer the owner
-IN_CALL: Any = _Marker("IN_CALL")  # the `_value` of a thread that is in a foreign call
-YIELDED: Any = _Marker("YIELDED")  # the `_value` of a thread that only let others go first
-PARKED: Any = _Marker("PARKED")  # the `_value` of a thread that is not in `ready`
+IN_CALL: Any = _Marker("IN_CALL")  # the `next_send` of a thread that is in a foreign call
+YIELDED: Any = _Marker("YIELDED")  # the `next_send` of a thread that only let others go first
+PARKED: Any = _Marker("PARKED")  # the `next_send` of a thread that is not in `ready`
 
 
 class Schedulable(Protocol):
     """The interface of a `GreenThread` (thread.py) for the scheduler and for reports."""
 
-    _coro: Any
-    _value: Any
-    _cancel_count: int
+    coro: Any
+    next_send: Any
+    cancel_count: int
 
     @property
     def name(self) -> str: ...
     def done(self) -> bool: ...
-    def _finish(self, value: Any) -> None: ...
-    def _fail(self, error: BaseException) -> None: ...
-    def _interrupt(self, error: BaseException) -> None: ...
+    def finish(self, value: Any) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    def interrupt(self, error: BaseException) -> None: ...
 
 
 class MessageTransport(Protocol):
@@ -96,14 +96,14 @@ class MessageTransport(Protocol):
 class _PostedCallback:
     """A callback for the owner. Stands in `ready` like a thread, and is its own coroutine."""
 
-    __slots__ = ("_callback", "_value")
+    __slots__ = ("_callback", "next_send")
 
     def __init__(self, callback: Callable[[], object]) -> None:
         self._callback = callback
-        self._value = None
+        self.next_send = None
 
     @property
-    def _coro(self) -> _PostedCallback:
+    def coro(self) -> _PostedCallback:
         return self
 
     def send(self, _: Any) -> Any:
@@ -111,10 +111,10 @@ class _PostedCallback:
         yielded = self._callback()
         return yielded if yielded is LOST else PARK
 
-    def _finish(self, value: Any) -> None:
+    def finish(self, value: Any) -> None:
         pass
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         log.error("a bug in polycephaly: %r", self._callback, exc_info=error)
 
 
@@ -155,7 +155,7 @@ class Scheduler:
 
     Any thread may call the methods of the first section. Of the others, `hand_over` is for the
     thread that has just taken the ownership, `_start_owner` for the one that rings the bell, and
-    `_paused_for_fork` for the one that forks. The rest are for the owner.
+    `paused_for_fork` for the one that forks. The rest are for the owner.
     """
 
     def __init__(self) -> None:
@@ -262,7 +262,7 @@ class Scheduler:
             # A foreign call that lost the ownership has returned. Its green thread joins the queue.
             # This native thread becomes the owner again only if there is none.
             self.native_calls -= 1
-            thread._value = None
+            thread.next_send = None
             self.ready.append(thread)
             try:
                 waker = self.bell.pop()
@@ -294,21 +294,21 @@ class Scheduler:
                 except IndexError:
                     break
                 self.current = thread
-                value = thread._value
-                thread._value = parked
+                value = thread.next_send
+                thread.next_send = parked
                 try:
-                    yielded = thread._coro.send(value)
+                    yielded = thread.coro.send(value)
                 except StopIteration as stop:
                     forked.exit_if_forked(generation)
-                    thread._finish(stop.value)
+                    thread.finish(stop.value)
                 except BaseException as error:
                     forked.exit_if_forked(generation, error)
-                    thread._fail(error)
+                    thread.fail(error)
                 else:
                     if yielded is not park and (
                         yielded is LOST
                         or self.run_step(
-                            thread, thread._coro.throw, unsupported_await_error(yielded)
+                            thread, thread.coro.throw, unsupported_await_error(yielded)
                         )
                         is LOST
                     ):
@@ -333,15 +333,15 @@ class Scheduler:
                 yielded = step(arg)
             except StopIteration as stop:
                 forked.exit_if_forked(generation)
-                thread._finish(stop.value)
+                thread.finish(stop.value)
                 return PARK
             except BaseException as error:
                 forked.exit_if_forked(generation, error)
-                thread._fail(error)
+                thread.fail(error)
                 return PARK
             if yielded is PARK or yielded is LOST:
                 return yielded
-            step, arg = thread._coro.throw, unsupported_await_error(yielded)
+            step, arg = thread.coro.throw, unsupported_await_error(yielded)
 
     def _sleep(self, driver: Driver) -> bool:
         """Sleep until there is something to do.
@@ -407,7 +407,7 @@ class Scheduler:
         return (self._random_state >> 16) % n
 
     @contextmanager
-    def _paused_for_fork(self) -> Iterator[None]:
+    def paused_for_fork(self) -> Iterator[None]:
         """Hold the owner between two steps during a fork.
 
         If the running step, or the end of a native thread, takes longer than
@@ -435,7 +435,7 @@ class Scheduler:
         finally:
             forked_now.release()
 
-    def _reset_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset everything in a forked child to the state before the first spawn.
 
         A step that has forked cannot wait in the child, because every await raises there. The child
@@ -463,7 +463,7 @@ _parent_states: list[Any] = []
 
 
 class CoroutineWrapper:
-    """A wrapper in a thread's `_coro` that adds something to each step of the coroutine `coro`."""
+    """A wrapper in a thread's `coro` that adds something to each step of the coroutine `coro`."""
 
     __slots__ = ("coro",)
     coro: Any
@@ -502,27 +502,27 @@ class Interrupted(CoroutineWrapper):
 
     def __init__(self, thread: Schedulable, error: BaseException) -> None:
         self.thread = thread
-        self.coro = thread._coro
+        self.coro = thread.coro
         self.errors = [error]
-        thread._coro = self
+        thread.coro = self
 
     def send(self, value: Any) -> Any:
         self.errors = [error for error in self.errors if not getattr(error, "withdrawn", False)]
         if not self.errors:
-            self.thread._coro = self.coro
+            self.thread.coro = self.coro
             return self.coro.send(value)
         if value is not YIELDED and not is_unstarted(self.coro):
             yielded = self.coro.send(value)
-            if yielded is not PARK or self.thread._value is not PARKED:
+            if yielded is not PARK or self.thread.next_send is not PARKED:
                 return yielded  # the thread is in a call, or ready again: raise at the next step
             value = PARKED
         thread = self.thread
-        thread._coro = self.coro
+        thread.coro = self.coro
         pending = [error for error in self.errors if not getattr(error, "withdrawn", False)]
         for error in pending[1:]:
-            thread._interrupt(error)
+            thread.interrupt(error)
         if pending:
-            thread._cancel_count += getattr(pending[0], "is_cancel", False)
+            thread.cancel_count += getattr(pending[0], "is_cancel", False)
             return self.coro.throw(pending[0])
         return PARK if value is PARKED else self.coro.send(value)
 
@@ -542,13 +542,13 @@ def is_unstarted(coro: Any) -> bool:
 
 
 def _assign_context(thread: Any, base: Context) -> None:
-    if isinstance(thread, _PostedCallback) or thread._coro is None:
+    if isinstance(thread, _PostedCallback) or thread.coro is None:
         return
     # The context itself and not a copy: a token of `ContextVar.set` is valid for that object only.
-    if type(thread._coro) is Interrupted:
-        thread._coro.coro = InContext(thread._coro.coro, base)
+    if type(thread.coro) is Interrupted:
+        thread.coro.coro = InContext(thread.coro.coro, base)
     else:
-        thread._coro = InContext(thread._coro, base)
+        thread.coro = InContext(thread.coro, base)
 
 
 def unsupported_await_error(yielded: Any) -> TypeError:
@@ -574,5 +574,5 @@ def unsupported_await_error(yielded: Any) -> TypeError:
 
 
 scheduler = Scheduler()
-fork_guard.pauses.append(scheduler._paused_for_fork)
-os.register_at_fork(after_in_child=scheduler._reset_after_fork)
+fork_guard.pauses.append(scheduler.paused_for_fork)
+os.register_at_fork(after_in_child=scheduler.reset_after_fork)

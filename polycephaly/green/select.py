@@ -270,7 +270,7 @@ class _Select:
                 self.hold.late_outcomes.append((offer, outcome))
                 return
             self.end()
-            self.thread._value = outcome
+            self.thread.next_send = outcome
             scheduler.ready.append(self.thread)
 
     def end(self) -> None:
@@ -309,10 +309,10 @@ class _Select:
         hold = self.hold
         assert hold is not None
         self.end()
-        self.thread._value = outcome
+        self.thread.next_send = outcome
         scheduler.ready.append(self.thread)
         for error in hold.errors:
-            self.thread._interrupt(error)
+            self.thread.interrupt(error)
 
     def release(self) -> None:
         """Release the held `select`: the operation that it was held for has not happened."""
@@ -325,7 +325,7 @@ class _Select:
         if hold.late_outcomes:
             self.commit(*hold.late_outcomes[0])
         for error in hold.errors:
-            self.thread._interrupt(error)
+            self.thread.interrupt(error)
         if hold.next_requests and self.is_waiting:
             self.hold = Hold(hold.next_requests)
             self.hold.next_requests.popleft()(True)
@@ -487,7 +487,7 @@ def select(
             if waiting.is_waiting or isinstance(error, GeneratorExit):
                 waiting.end()
                 raise
-            thread._interrupt(error)
+            thread.interrupt(error)
     if outcome.__class__ is Refused:
         raise outcome.error
     return outcome

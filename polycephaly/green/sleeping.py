@@ -31,7 +31,7 @@ class _Sleep(Parking):
         else:
             scheduler.timers.fire_due()  # a time limit that has expired takes effect now
             self.is_over = True
-            thread._value = YIELDED
+            thread.next_send = YIELDED
             scheduler.ready.append(thread)
         return True
 
@@ -143,17 +143,17 @@ class timeout:  # noqa: N801 - reads like a function
         if self._thread is not None:
             raise RuntimeError("a timeout can be used for one block only: make another timeout")
         self._thread = scheduler.current
-        self._cancel_count = self._thread._cancel_count
+        self._cancel_count = self._thread.cancel_count
         if self.seconds is not None:
             self._timer = scheduler.timers.set(scheduler.timers.now() + self.seconds, self._expire)
         return self
 
     def _expire(self) -> None:
         self.expired = True
-        if self._thread._cancel_count != self._cancel_count:
+        if self._thread.cancel_count != self._cancel_count:
             return  # the thread is being cancelled
         self._error = Cancelled(f"the time limit of {self.seconds} s has expired")
-        self._thread._interrupt(self._error)
+        self._thread.interrupt(self._error)
 
     async def __aexit__(self, kind: object, error: BaseException | None, at: object) -> None:
         if self._timer is not None:
@@ -165,7 +165,7 @@ class timeout:  # noqa: N801 - reads like a function
         # A block that ended without the error has completed just in time, and may have been given
         # a value, which must not be lost. A foreign call that returned too late is different: the
         # block itself caused that delay.
-        if error is self._error and self._thread._cancel_count != self._cancel_count:
+        if error is self._error and self._thread.cancel_count != self._cancel_count:
             return  # the thread was also cancelled, and the error counts as that
         if error is self._error or (error is None and self._error.in_call):
             raise TimeoutError(f"the block was not done within {self.seconds} s") from error

@@ -115,9 +115,9 @@ def start(
             coro = InContext(coro, context)
         thread = BoundThread(coro, group) if bound else OwnGreenThread(coro, group)
     if name:
-        thread._name = name
+        thread.given_name = name
     if len(scheduler.live) < MAX_LIVES_LOGGED:
-        thread._spawned_at = monotonic()
+        thread.spawned_at = monotonic()
     if group is not None:
         group.children.add(thread)  # before the thread can end
     if isinstance(thread, NativeThread):

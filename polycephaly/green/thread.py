@@ -71,7 +71,7 @@ class ThreadGroup(Protocol):
 
     children: set[GreenThread[Any]]
 
-    def _on_child_end(self, child: GreenThread[Any], error: BaseException | None) -> None: ...
+    def on_child_end(self, child: GreenThread[Any], error: BaseException | None) -> None: ...
 
 
 class GreenThread(Promise[T]):
@@ -80,36 +80,42 @@ class GreenThread(Promise[T]):
     Made by `green.spawn`. Any thread may call the methods.
     """
 
-    __slots__ = ("_coro", "_group", "_unclaimed", "_value")
+    __slots__ = ("_group", "_unclaimed", "coro", "next_send")
+
+    # For the other modules of the package, not for users. So these names, and some below, have no
+    # docstring and are not in the reference.
+    coro: Any  # the coroutine, perhaps in a `CoroutineWrapper`; None if there is none (any more)
+    # What the scheduler sends into the coroutine at the next step; or PARKED, IN_CALL or YIELDED.
+    next_send: Any
+    # How many `cancel()` requests have reached the thread. A time limit that ends later must not
+    # turn such a cancellation into a `TimeoutError`.
+    cancel_count = 0
+    given_name: str | None = None  # by `spawn`
+    spawned_at: float | None = None  # when the thread was spawned, if its life is logged
+    log_number = 0  # in the event log
 
     _group: ThreadGroup | None
-    _name: str | None = None
     _qualname: str | None = None  # set when there is no coroutine left to ask
     _unseen: UnseenErrorReport | None = None
     _owned: WeakSet[Any] | None = None
-    _spawned_at: float | None = None  # when the thread was spawned, if its life is logged
-    _number = 0  # in the event log
-    _cancel_count = 0
-    """How many `cancel()` requests have reached the thread. A time limit that ends later must not
-    turn such a cancellation into a `TimeoutError`."""
 
     def __init__(self, coro: Any, group: ThreadGroup | None = None) -> None:
         self._unclaimed = None
-        self._coro = coro
-        self._value: Any = None
+        self.coro = coro
+        self.next_send = None
         self._group = group
 
     @property
     def name(self) -> str:
         """The name given to `spawn`, or else the qualified name of the function."""
-        return self._name or self._qualname or qualname(self._coro)
+        return self.given_name or self._qualname or qualname(self.coro)
 
     # -- the end of the thread, called by the owner ------------------------------------------------
 
-    def _finish(self, value: T) -> None:
+    def finish(self, value: T) -> None:
         self._end(FINISHED, value, None)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         # asyncio, and libraries that use it by anyio or sniffio, raise one of these if they find no
         # running loop.
         if isinstance(error, (RuntimeError, AttributeError)) and _is_asyncio_error(error):
@@ -128,18 +134,18 @@ class GreenThread(Promise[T]):
         scheduler.live.discard(self)
         group = self._group
         self._qualname = self.name
-        if self._spawned_at is not None and monotonic() - self._spawned_at >= MIN_EVENT_SECONDS:
-            event_log.add_life(self, self._spawned_at, error is not None)
+        if self.spawned_at is not None and monotonic() - self.spawned_at >= MIN_EVENT_SECONDS:
+            event_log.add_life(self, self.spawned_at, error is not None)
         if error is not None and group is None and not self._hooks:
             self._unseen = UnseenErrorReport(self._qualname, error)
-        self._coro = None
+        self.coro = None
         for each in self._owned or ():
             each.kill()
         try:
             self._settle(state, value, error)
         finally:  # a callback may raise an error that is not an `Exception`
             if group is not None:
-                group._on_child_end(self, error)
+                group.on_child_end(self, error)
 
     # -- cancelling and interrupting ---------------------------------------------------------------
 
@@ -161,14 +167,14 @@ class GreenThread(Promise[T]):
             return self._state == CANCELLED
         error = Cancelled()
         error.is_cancel = True
-        self._interrupt(error)
+        self.interrupt(error)
         return True
 
-    def _interrupt(self, error: BaseException) -> None:
-        """Raise `error` once, at an await of this green thread. Any thread may call this."""
+    # Raises `error` once, at an await of this green thread. Any thread may call this.
+    def interrupt(self, error: BaseException) -> None:
         if (
             get_ident() == scheduler.owner
-            and self._value is not PARKED
+            and self.next_send is not PARKED
             and self is not scheduler.current
         ):
             self._throw(error)  # at once, so that a thread that has not begun never begins
@@ -180,17 +186,17 @@ class GreenThread(Promise[T]):
 
         For the owner only: in a posted callback, or for a thread that is not parked.
         """
-        if self._coro is not None and self._value is not PARKED:
+        if self.coro is not None and self.next_send is not PARKED:
             if isinstance(error, Cancelled):
-                error.in_call = self._value is IN_CALL
-            if type(self._coro) is Interrupted:
-                self._coro.errors.append(error)
+                error.in_call = self.next_send is IN_CALL
+            if type(self.coro) is Interrupted:
+                self.coro.errors.append(error)
             else:
                 Interrupted(self, error)
             return PARK
-        if self._coro is not None and not getattr(error, "withdrawn", False):
-            self._cancel_count += getattr(error, "is_cancel", False)
-            return scheduler.run_step(self, self._coro.throw, error)
+        if self.coro is not None and not getattr(error, "withdrawn", False):
+            self.cancel_count += getattr(error, "is_cancel", False)
+            return scheduler.run_step(self, self.coro.throw, error)
         return PARK
 
     def running(self) -> bool:
@@ -202,11 +208,11 @@ class GreenThread(Promise[T]):
             self._owned = WeakSet()
         self._owned.add(killable)
 
+    # Makes a foreign call of this green thread on another native thread.
     @coroutine
-    def _call_on_native_thread(
+    def call_on_native_thread(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[Any, Any, Any]:
-        """Make a foreign call of this green thread on another native thread."""
         before = copy_context()
         context = before.copy()
         wake = Wake()
@@ -229,12 +235,12 @@ class GreenThread(Promise[T]):
             wake()
 
         scheduler.native_calls += 1
-        self._value = IN_CALL  # a foreign call cannot be interrupted: the error is raised after it
+        self.next_send = IN_CALL  # cannot be interrupted: the error is raised after the call
         try:
             self._submit_job(job)
         except RuntimeError:  # no native thread can be started
             scheduler.native_calls -= 1
-            self._value = PARKED
+            self.next_send = PARKED
             raise
         yield PARK
         for variable, value in context.items():
@@ -308,14 +314,14 @@ class GreenThread(Promise[T]):
 class NativeThread(GreenThread[T]):
     """A green thread that runs a plain function, as one foreign call on a native thread."""
 
-    __slots__ = ("_end_delivered", "_end_requested", "_ident")
+    __slots__ = ("end_delivered", "end_requested", "native_ident")
 
     def __init__(
         self, fn: Callable[..., Any], args: tuple[Any, ...], group: ThreadGroup | None = None
     ) -> None:
         super().__init__(None, group)
-        self._ident = 0  # of the native thread that runs the function; 0 if none does
-        self._end_requested = self._end_delivered = False
+        self.native_ident = 0  # of the native thread that runs the function; 0 if none does
+        self.end_requested = self.end_delivered = False
         self._qualname = qualname(fn)
 
     def start_job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -333,7 +339,7 @@ class NativeThread(GreenThread[T]):
                 raise
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._ident = ident = get_ident()
+        self.native_ident = ident = get_ident()
         native_threads[ident] = self
         began, used = monotonic(), thread_time()
         value: Any = None
@@ -341,11 +347,11 @@ class NativeThread(GreenThread[T]):
         state = FINISHED
         generation = forked.generation
         try:
-            if self._end_requested:
+            if self.end_requested:
                 raise Cancelled
             value = fn(*args)
         except BaseException as error:
-            if isinstance(error, (CancelledError, AsyncioCancelled)) and self._end_requested:
+            if isinstance(error, (CancelledError, AsyncioCancelled)) and self.end_requested:
                 state = CANCELLED
             else:
                 failure = error
@@ -353,12 +359,12 @@ class NativeThread(GreenThread[T]):
                     error.__traceback__ = error.__traceback__.tb_next
         forked.exit_if_forked(generation, failure)
         event_log.add_call(self, fn, args, began, failure is not None, thread_time() - used)
-        self._ident = 0
+        self.native_ident = 0
         del native_threads[ident]
         scheduler.native_calls -= 1
         if is_awaitable(value):  # for instance from a lambda around a coroutine function
-            self._coro = InContext(as_coroutine(value, self.name), copy_context())
-            if self._end_requested and not self._end_delivered:
+            self.coro = InContext(as_coroutine(value, self.name), copy_context())
+            if self.end_requested and not self.end_delivered:
                 Interrupted(self, Cancelled())
             scheduler.ready.append(self)
             if scheduler.bell:
@@ -374,14 +380,14 @@ class NativeThread(GreenThread[T]):
 
     def cancel(self, running: bool = True) -> bool:
         """Ask the green thread to end. Return False if its function continues in foreign code."""
-        if self._coro is not None:
+        if self.coro is not None:
             return super().cancel(running)
         if self.done():
             return self._state == CANCELLED
-        self._end_requested, self._end_delivered = True, False
-        if self._coro is not None:  # the function has just returned a coroutine, which now runs
+        self.end_requested, self.end_delivered = True, False
+        if self.coro is not None:  # the function has just returned a coroutine, which now runs
             return super().cancel(running)
-        ident = self._ident
+        ident = self.native_ident
         if not ident:
             return True
         # A native thread about to wait registers in `waiting_threads`, then looks if it was asked
@@ -469,7 +475,7 @@ class Wake:
         """Wake the thread at once. For the owner only."""
         thread, self.thread = self.thread, None
         if thread is not None:
-            thread._value = None
+            thread.next_send = None
             scheduler.ready.append(thread)
 
 
@@ -512,9 +518,9 @@ def _is_end_requested(ident: int, deliver: bool) -> bool:
     With `deliver`, the function learns so now, from a wait that ends. Its clean-up may then wait.
     """
     thread = native_threads.get(ident)
-    if not isinstance(thread, NativeThread) or not thread._end_requested or thread._end_delivered:
+    if not isinstance(thread, NativeThread) or not thread.end_requested or thread.end_delivered:
         return False
-    thread._end_delivered = deliver
+    thread.end_delivered = deliver
     return True
 
 

@@ -100,12 +100,12 @@ class Waiter:
 
     def serve(self, value: Any) -> None:
         """Wake the thread; its await returns `value`."""
-        self.thread._value = value
+        self.thread.next_send = value
         scheduler.ready.append(self.thread)
 
     def refuse(self, error: BaseException) -> None:
         """Wake the thread with `error`, because the channel was closed."""
-        self.thread._value = Refused(error)
+        self.thread.next_send = Refused(error)
         scheduler.ready.append(self.thread)
 
     complete, fail = serve, refuse  # at the end of a transaction: an `Offer` was held before
@@ -312,7 +312,7 @@ class ChannelQueues:
         """
         if self._withdraw_waiter(end, waiter):
             return True
-        waiter.thread._interrupt(error)
+        waiter.thread.interrupt(error)
         return False
 
     def _drop_empty_queue(self, end: str) -> None:

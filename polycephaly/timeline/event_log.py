@@ -72,9 +72,9 @@ class EventLog:
 
     def number_of(self, thread: Any) -> int:
         """Return the number that distinguishes a green thread from others of the same name."""
-        if not thread._number:
-            thread._number = next(self._numbers)
-        number: int = thread._number
+        if not thread.log_number:
+            thread.log_number = next(self._numbers)
+        number: int = thread.log_number
         return number
 
     def _add(self, event: Span) -> None:
@@ -163,9 +163,9 @@ def _seconds(microseconds: Any) -> float:
 def unfinished_lives(event_log: EventLog, threads: Iterable[Any]) -> list[Span]:
     """Return the lives of green threads that have not ended."""
     return [
-        event_log.span(each, _thread_name(each), each._spawned_at, RUNNING, whole=True)
+        event_log.span(each, _thread_name(each), each.spawned_at, RUNNING, whole=True)
         for each in threads
-        if each._spawned_at is not None
+        if each.spawned_at is not None
     ]
 
 

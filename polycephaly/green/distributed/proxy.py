@@ -74,7 +74,7 @@ class Request:
         self.waiter.location = None
         finish(value)
         for error in self.errors:
-            self.waiter.thread._interrupt(error)
+            self.waiter.thread.interrupt(error)
 
     def fail(self, error: BaseException, may_have_happened: bool = False) -> None:
         if self.errors and not may_have_happened:

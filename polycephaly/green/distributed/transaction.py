@@ -193,7 +193,7 @@ class Transaction:
         one.location = None
         if not one.is_remote and not is_in_select(one):
             for error in self.errors:
-                one.thread._interrupt(error)
+                one.thread.interrupt(error)
 
     def _is_undecided(self) -> bool:
         return self.sender is None and is_in_select(self.receiver)
