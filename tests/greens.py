@@ -49,4 +49,6 @@ async def outcome(promise):
 
 def nobody_waits(*channels):
     """Whether nobody is left in the queues of `channels`."""
-    return all(ch._sender is None and ch._receiver is None and ch._extra is None for ch in channels)
+    return all(
+        ch._sender is None and ch._receiver is None and ch.rare_state is None for ch in channels
+    )

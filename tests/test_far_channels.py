@@ -2520,7 +2520,7 @@ def test_a_channel_from_the_snapshot_has_credit_and_is_one_with_itself_as_an_arg
 
         for i in range(n):
             await CREDITED.send(i)
-        return CREDITED._extra.number in {
+        return CREDITED.rare_state.number in {
             number for peer in get_transport().peers.values() for number in peer.credits
         }
 
@@ -2595,7 +2595,7 @@ def test_who_calls_a_home_with_a_full_backlog_calls_again():
         ch = made_in(home, 1)
         os.kill(home.pid, signal.SIGSTOP)
         try:
-            await caller.promise(send_to, home.pid, ch._extra.owner_address, ch)
+            await caller.promise(send_to, home.pid, ch.rare_state.owner_address, ch)
         finally:
             os.kill(home.pid, signal.SIGCONT)
         assert await ch.receive() == "at last"

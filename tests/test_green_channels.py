@@ -428,7 +428,7 @@ def test_an_item_that_is_given_back_goes_to_the_holder_and_not_to_those_put_asid
         await turns()
         holder = green.spawn(claim, ch, got)
         await turns()
-        ch._return_item_here("given back")  # as if its receiver had been cancelled
+        ch.return_item_here("given back")  # as if its receiver had been cancelled
         await holder
         assert got == ["given back"]
         ch.close()

@@ -212,7 +212,7 @@ class Play:
                 f"both ends of {ch} have somebody waiting"
             )
             if ch.capacity:
-                buffered = len(ch._buffer)
+                buffered = len(ch.buffer)
                 assert buffered <= ch.capacity
                 assert not (receivers and buffered), f"somebody waits for {ch}: {buffered}"
                 assert not (senders and buffered < ch.capacity), (
@@ -225,7 +225,7 @@ class Play:
             with pytest.raises(ChannelClosed):
                 while True:
                     left.append(await ch.receive())
-            assert ch._sender is None and ch._receiver is None and ch._extra is None
+            assert ch._sender is None and ch._receiver is None and ch.rare_state is None
         sent = [item for tally in self.tallies for item in tally.sent]
         unsent = [item for tally in self.tallies for item in tally.unsent]
         arrived = [item for tally in self.tallies for item in tally.got] + left

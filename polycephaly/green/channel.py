@@ -112,22 +112,18 @@ class Channel(ChannelQueues, Generic[T]):
             raise ValueError(f"the capacity of a channel is at most {sys.maxsize}, not {capacity}")
         global any_channel_made
         any_channel_made = True
-        self._buffer = deque(maxlen=capacity) if capacity else None
+        self.buffer = deque(maxlen=capacity) if capacity else None
         self._receiver = None  # None, the only green thread waiting, or a WaitQueue
         self._sender = None
         self._item = None  # the item to send, if `_sender` is a single green thread
         self._closed = False
-        # The channel's generation. Negative while the channel is closed or has an `_extra`, because
-        # there is no fast path then.
-        self._generation = generation
-        # Present while an end is claimed or an item was given back. Always there in a proxy, and
-        # in a channel that other processes know.
-        self._extra = None
+        self.generation = generation
+        self.rare_state = None
 
     @property
     def capacity(self) -> int:
         """Number of items that the channel can hold."""
-        size: int = 0 if self._buffer is None else self._buffer.maxlen
+        size: int = 0 if self.buffer is None else self.buffer.maxlen
         return size
 
     # -- for green threads and asyncio code --------------------------------------------------------
@@ -162,8 +158,8 @@ class Channel(ChannelQueues, Generic[T]):
         if get_ident() != scheduler.owner:
             yield from self._run_in_proxy_thread(self._send_here, item)
             return
-        if receiver is None and self._generation >= oldest_generation:
-            buffer = self._buffer
+        if receiver is None and self.generation >= oldest_generation:
+            buffer = self.buffer
             if buffer is not None:
                 if len(buffer) < buffer.maxlen:  # so no sender waits
                     buffer.append(item)
@@ -184,9 +180,9 @@ class Channel(ChannelQueues, Generic[T]):
                     raise refused.error
                 return
         # As `_send_here`, whose frame would cost each parked thread 200 bytes.
-        self._convert_inherited()
+        self.convert_inherited()
         thread = scheduler.current
-        if not self._try_send(thread, item):
+        if not self.attempt_send(thread, item):
             yield from QueuedOperation(thread, self, "send", item)
 
     @coroutine
@@ -215,9 +211,9 @@ class Channel(ChannelQueues, Generic[T]):
         if get_ident() != scheduler.owner:
             item = yield from self._run_in_proxy_thread(self._receive_here)
             return item
-        if sender is None and self._generation >= oldest_generation:
-            if self._buffer:  # so no receiver waits
-                item = self._buffer.popleft()
+        if sender is None and self.generation >= oldest_generation:
+            if self.buffer:  # so no receiver waits
+                item = self.buffer.popleft()
                 return item
             if self._receiver is None:
                 self._receiver = thread = scheduler.current
@@ -233,9 +229,9 @@ class Channel(ChannelQueues, Generic[T]):
                 if given.__class__ is Refused:
                     raise given.error
                 return given  # type: ignore[no-any-return]
-        self._convert_inherited()
+        self.convert_inherited()
         thread = scheduler.current
-        given = self._try_receive(thread)
+        given = self.attempt_receive(thread)
         if given is NOTHING:
             given = yield from QueuedOperation(thread, self, "receive")
         return given  # type: ignore[no-any-return]
@@ -305,7 +301,7 @@ class Channel(ChannelQueues, Generic[T]):
         """
         if end not in ("send", "receive", None):
             raise ValueError(f"a channel has the ends 'send' and 'receive', not {end!r}")
-        if self._convert_inherited():
+        if self.convert_inherited():
             return self.claim(end)
         return Claim(self, end)
 
@@ -341,7 +337,7 @@ class Channel(ChannelQueues, Generic[T]):
         ...     green.run(main, pool)
         [0, 1, 2]
         """
-        self._convert_inherited()
+        self.convert_inherited()
         return import_distributed().new_sender(self)
 
     def receiver(self) -> Receiver[T]:
@@ -357,7 +353,7 @@ class Channel(ChannelQueues, Generic[T]):
         RuntimeError
             If the channel lives in another process.
         """
-        self._convert_inherited()
+        self.convert_inherited()
         return import_distributed().new_receiver(self)
 
     # -- for select --------------------------------------------------------------------------------
@@ -372,7 +368,7 @@ class Channel(ChannelQueues, Generic[T]):
         when : bool or callable
             Precondition: the guard is left out if false, or if the callable returns a false value.
         """
-        self._convert_inherited()
+        self.convert_inherited()
         return Guard(when, self, "send", item)
 
     def receiving(self, *, when: bool | Callable[[], object] = True) -> Guard[T]:
@@ -383,7 +379,7 @@ class Channel(ChannelQueues, Generic[T]):
         when : bool or callable
             Precondition, as for `sending`.
         """
-        self._convert_inherited()
+        self.convert_inherited()
         return Guard(when, self, "receive")
 
     # -- for plain code ----------------------------------------------------------------------------
@@ -459,11 +455,11 @@ class Channel(ChannelQueues, Generic[T]):
         A `send`, waiting or later, raises `ChannelClosed`. A receiver gets the items in the buffer
         first, and then `ChannelClosed`; ``async for`` ends.
         """
-        if self._convert_inherited():
+        if self.convert_inherited():
             self.close()
             return
         self._closed = True
-        self._generation = -abs(self._generation)
+        self.generation = -abs(self.generation)
         if get_ident() == scheduler.owner and scheduler.in_step():
             self._close_here()
             return
@@ -496,7 +492,7 @@ class Channel(ChannelQueues, Generic[T]):
         """Pickle the channel as an end of this very channel, for another process of this pool, or
         of another pool on this machine.
         """
-        if self._convert_inherited() and self.is_remote:
+        if self.convert_inherited() and self.is_remote:
             return self.__reduce__()  # with the class that the channel has now
         return import_distributed().reduce_channel(self)
 
@@ -509,16 +505,16 @@ class Channel(ChannelQueues, Generic[T]):
 
     @coroutine
     def _send_here(self, item: Any) -> Generator[Any, Any, None]:
-        self._convert_inherited()
+        self.convert_inherited()
         thread = scheduler.current
-        if not self._try_send(thread, item):
+        if not self.attempt_send(thread, item):
             yield from QueuedOperation(thread, self, "send", item)
 
     @coroutine
     def _receive_here(self) -> Generator[Any, Any, Any]:
-        self._convert_inherited()
+        self.convert_inherited()
         thread = scheduler.current
-        got = self._try_receive(thread)
+        got = self.attempt_receive(thread)
         return (yield from QueuedOperation(thread, self, "receive")) if got is NOTHING else got
 
     def _return_item(self, receiving: Promise[Any]) -> None:
@@ -526,15 +522,14 @@ class Channel(ChannelQueues, Generic[T]):
         others.
         """
         if not receiving.cancelled() and receiving.exception() is None:
-            scheduler.post(partial(self._return_item_here, receiving.result()))
+            scheduler.post(partial(self.return_item_here, receiving.result()))
 
     # -- other processes ---------------------------------------------------------------------------
 
-    def _convert_inherited(self) -> bool:
-        """Return True if the channel came with a fork. It has then just become a proxy, or a
-        channel of this process.
-        """
-        if abs(self._generation) >= oldest_generation:
+    # Returns True if the channel came with a fork. It has then just become a proxy, or a channel of
+    # this process.
+    def convert_inherited(self) -> bool:
+        if abs(self.generation) >= oldest_generation:
             return False
         import_distributed().convert_inherited(self)
         return True
@@ -607,7 +602,7 @@ class Claim(Generic[T]):
 
     async def __aexit__(self, *exc: object) -> None:
         for end in self._held_ends:
-            self._release(end)
+            self._channel.end_claim(end)
         self._held_ends.clear()
 
     async def send(self, item: T) -> None:
@@ -628,21 +623,12 @@ class Claim(Generic[T]):
             raise RuntimeError(f"this claim is for the end {claimed_end!r}, not for {end!r}")
         if get_ident() != scheduler.owner:
             raise outside_error("Channel.claim", "a separate channel")
-        extra, me = self._channel._make_extra(), scheduler.current
-        if extra.holder.get(end) is me:
+        state, me = self._channel.make_rare_state(), scheduler.current
+        if state.holder.get(end) is me:
             raise RuntimeError(f"this green thread holds the end {end!r} by another claim already")
-        await extra.locks.setdefault(end, Lock()).acquire()
-        extra.holder[end] = me
+        await state.locks.setdefault(end, Lock()).acquire()
+        state.holder[end] = me
         self._held_ends.append(end)
-
-    def _release(self, end: str) -> None:
-        channel, extra = self._channel, self._channel._extra
-        assert extra is not None
-        extra.holder[end] = None
-        extra.locks[end].release()
-        if not extra.is_claimed(end):
-            channel._match()
-            channel._drop_empty_extra()
 
 
 class End(Generic[T]):

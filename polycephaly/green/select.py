@@ -108,14 +108,14 @@ class Guard(Generic[T]):
         once.
         """
         if self.end == "send":
-            return None if self.channel._try_send(thread, self.item) else NOTHING
-        return self.channel._try_receive(thread)
+            return None if self.channel.attempt_send(thread, self.item) else NOTHING
+        return self.channel.attempt_receive(thread)
 
     def register(self, offer: Offer) -> None:
-        self.channel._enqueue(self.end, offer)
+        self.channel.enqueue(self.end, offer)
 
     def withdraw(self, offer: Offer) -> None:
-        self.channel._withdraw_waiter(self.end, offer)
+        self.channel.withdraw_waiter(self.end, offer)
 
 
 class _Alarm:

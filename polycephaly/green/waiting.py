@@ -120,7 +120,7 @@ class Refused:
         self.error = error
 
 
-class Extra:
+class RareState:
     """State that most channels never need: claims, and items given back."""
 
     __slots__ = ("holder", "locks", "returned_items")
@@ -144,21 +144,25 @@ class ChannelQueues:
     """
 
     __slots__ = (
-        "__weakref__", "_buffer", "_closed", "_extra", "_generation", "_item", "_receiver",
-        "_sender",
+        "__weakref__", "_closed", "_item", "_receiver", "_sender", "buffer", "generation",
+        "rare_state",
     )  # fmt: skip
 
     is_remote: bool
-    _buffer: Any  # a deque, or None: without capacity
+    buffer: Any  # a deque, or None: without capacity
+    # The channel's generation. Negative while the channel is closed or has a `rare_state`, because
+    # there is no fast path then.
+    generation: int
+    # Present while an end is claimed or an item was given back. Always there in a proxy, and in a
+    # channel that other processes know.
+    rare_state: RareState | None
+    open_item: Callable[[Any], Any]  # of proxies: unpickle a received item
     _closed: bool
-    _generation: int
-    _extra: Extra | None
     _item: Any
     _receiver: Any
     _sender: Any
-    _open_item: Callable[[Any], Any]  # of proxies: unpickle a received item
 
-    def _try_send(self, thread: Any, item: Any) -> bool:
+    def attempt_send(self, thread: Any, item: Any) -> bool:
         """Send `item` if that is possible at once. Raises `ChannelClosed`."""
         self._check_open()
         if self._is_claimed("send", thread):
@@ -169,7 +173,7 @@ class ChannelQueues:
         receiver.serve(item)
         return True
 
-    def _try_receive(self, thread: Any) -> Any:
+    def attempt_receive(self, thread: Any) -> Any:
         """Return an item if there is one at once, else NOTHING. Raises `ChannelClosed`."""
         if self._is_claimed("receive", thread):
             if not self._has_items():
@@ -191,21 +195,21 @@ class ChannelQueues:
         """Remove and return an item that was given back, or is in the buffer; NOTHING if there is
         none.
         """
-        if self._extra is not None and self._extra.returned_items:
-            item = self._extra.returned_items.popleft()
-            self._drop_empty_extra()
+        if self.rare_state is not None and self.rare_state.returned_items:
+            item = self.rare_state.returned_items.popleft()
+            self._drop_empty_rare_state()
             return item
-        return self._buffer.popleft() if self._buffer else NOTHING
+        return self.buffer.popleft() if self.buffer else NOTHING
 
     def _free(self) -> int:
         """Return the number of items that the buffer has room for."""
-        return 0 if self._buffer is None else self._buffer.maxlen - len(self._buffer)
+        return 0 if self.buffer is None else self.buffer.maxlen - len(self.buffer)
 
     def _store(self, item: Any) -> bool:
         """Put `item` into the buffer. Return False if there is no room."""
         if self._free() < 1:
             return False
-        self._buffer.append(item)
+        self.buffer.append(item)
         return True
 
     def _refill(self, other: Any = None) -> None:
@@ -215,7 +219,7 @@ class ChannelQueues:
             and not self._closed
             and (sender := self._pop_waiter("send", other)) is not None
         ):
-            self._buffer.append(sender.item)
+            self.buffer.append(sender.item)
             sender.serve(None)
 
     def _check_open(self) -> None:
@@ -227,7 +231,7 @@ class ChannelQueues:
 
     def _has_items(self) -> bool:
         """Return True if there are items left that no waiting thread sends."""
-        return bool(self._buffer or (self._extra is not None and self._extra.returned_items))
+        return bool(self.buffer or (self.rare_state is not None and self.rare_state.returned_items))
 
     def _pop_waiter(self, end: str, other: Any = None) -> Waiter | None:
         """Remove and return the next waiter at that end, which the caller must serve.
@@ -273,7 +277,7 @@ class ChannelQueues:
         waiter.location = None
         self._drop_empty_queue(end)
 
-    def _enqueue(self, end: str, waiter: Waiter) -> None:
+    def enqueue(self, end: str, waiter: Waiter) -> None:
         waiter.location = queue = self._queue(end)
         queue.append(waiter)
 
@@ -298,7 +302,7 @@ class ChannelQueues:
             NoneType,
         )
 
-    def _withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
+    def withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
         """Withdraw `waiter` from its queue. Return False if it has been served."""
         if waiter.location is None:
             return False
@@ -306,11 +310,11 @@ class ChannelQueues:
         waiter.item = None
         return True
 
-    def _interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
+    def interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
         """Withdraw `waiter` and return True. If it has been served, interrupt it and return False:
         it first gets its item.
         """
-        if self._withdraw_waiter(end, waiter):
+        if self.withdraw_waiter(end, waiter):
             return True
         waiter.thread.interrupt(error)
         return False
@@ -335,7 +339,7 @@ class ChannelQueues:
             return True
         for waiter in self._waiting(end):
             if waiter.thread is thread:
-                return self._withdraw_waiter(end, waiter)
+                return self.withdraw_waiter(end, waiter)
         return False
 
     def _waiting(self, end: str) -> list[Waiter]:
@@ -343,7 +347,7 @@ class ChannelQueues:
         return list(queue) if queue.__class__ is WaitQueue else []
 
     def _close_here(self) -> None:
-        self._generation = -abs(self._generation)  # `_drop_empty_extra` may have been at work
+        self.generation = -abs(self.generation)  # `_drop_empty_rare_state` may have been at work
         for end in ("send", "receive"):
             if self._is_single(end):
                 self._queue(end)
@@ -355,25 +359,25 @@ class ChannelQueues:
     def _refuse_all(self, end: str) -> None:
         for waiter in self._waiting(end):
             # A finalizer may have closed the channel meanwhile, and refused this waiter.
-            if self._withdraw_waiter(end, waiter):
+            if self.withdraw_waiter(end, waiter):
                 self._refuse(waiter)
 
     def _refuse(self, waiter: Waiter) -> None:
         waiter.refuse(self._closed_error())
 
-    def _match(self) -> None:
+    def match(self) -> None:
         """Bring waiters together, as after a claim has ended, when both ends may have some."""
         queue = self._queue("receive")
         for receiver in list(queue):
             if receiver.location is queue:  # else it was in a `select` that has just sent an item
                 try:
-                    got = self._try_receive(receiver.thread)
+                    got = self.attempt_receive(receiver.thread)
                 except ChannelClosed as error:
-                    self._withdraw_waiter("receive", receiver)
+                    self.withdraw_waiter("receive", receiver)
                     receiver.refuse(error)
                     continue
                 if got is not NOTHING:
-                    self._withdraw_waiter("receive", receiver)
+                    self.withdraw_waiter("receive", receiver)
                     receiver.serve(got)
                 elif not self._has_items() and self._first("send", None) is None:
                     break
@@ -382,29 +386,48 @@ class ChannelQueues:
 
     # -- claims, and items given back --------------------------------------------------------------
 
-    def _make_extra(self) -> Extra:
-        if self._extra is None:
-            self._extra = Extra()
-            self._generation = -abs(self._generation)
+    def make_rare_state(self) -> RareState:
+        if self.rare_state is None:
+            self.rare_state = RareState()
+            self.generation = -abs(self.generation)
             for end in ("send", "receive"):  # empty the slots: no fast path
                 if self._is_single(end):
                     self._queue(end)
                     self._drop_empty_queue(end)  # the waiter may have been served just now
-        return self._extra
+        return self.rare_state
 
-    def _drop_empty_extra(self) -> None:
-        if self._extra is not None and self._extra.is_empty():
-            self._extra = None
-            self._generation = -abs(self._generation) if self._closed else abs(self._generation)
+    def _drop_empty_rare_state(self) -> None:
+        if self.rare_state is not None and self.rare_state.is_empty():
+            self.rare_state = None
+            self.generation = -abs(self.generation) if self._closed else abs(self.generation)
+
+    def end_claim(self, end: str) -> None:
+        state = self.rare_state
+        assert state is not None
+        state.holder[end] = None
+        state.locks[end].release()
+        if not state.is_claimed(end):
+            self.match()
+            self._drop_empty_rare_state()
 
     def _is_claimed(self, end: str, thread: Any) -> bool:
         """Return True if another thread holds that end."""
-        extra = self._extra
-        return extra is not None and extra.is_claimed(end) and extra.holder.get(end) is not thread
+        state = self.rare_state
+        return state is not None and state.is_claimed(end) and state.holder.get(end) is not thread
 
-    def _return_item_here(self, item: Any) -> None:
-        self._make_extra().returned_items.append(item)
-        self._match()
+    def return_item_here(self, item: Any) -> None:
+        self.make_rare_state().returned_items.append(item)
+        self.match()
+
+    # -- other processes (distributed/) ------------------------------------------------------------
+
+    def become(self, kind: Any, rare_state: Any, generation: int) -> None:
+        """Change into a channel of the class `kind`, in which no thread of this process waits."""
+        # No call from here on, so no other thread sees half a proxy.
+        self.rare_state = rare_state
+        self._receiver = self._sender = self._item = None
+        self.generation = generation
+        self.__class__ = kind
 
 
 class QueuedOperation(Waiter):
@@ -433,20 +456,20 @@ class QueuedOperation(Waiter):
         if self.parked:
             raise StopIteration
         self.parked = True
-        self.channel._enqueue(self.end, self)
+        self.channel.enqueue(self.end, self)
         return PARK
 
     def send(self, value: Any) -> Any:
         if value.__class__ is Refused:
             raise value.error
         if self.channel.is_remote:
-            value = self.channel._open_item(value)
+            value = self.channel.open_item(value)
         raise StopIteration(value)
 
     def throw(self, error: BaseException, *_: Any) -> Any:
-        if self.channel._interrupt_waiter(self.end, self, error):
+        if self.channel.interrupt_waiter(self.end, self, error):
             raise error
         return PARK
 
     def close(self) -> None:
-        self.channel._withdraw_waiter(self.end, self)
+        self.channel.withdraw_waiter(self.end, self)

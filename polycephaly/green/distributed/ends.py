@@ -101,7 +101,7 @@ class _CountedEnd(channels.End[T]):
         """
         if self._generation < channels.oldest_generation:
             self._generation = channels.generation
-            self.channel._convert_inherited()
+            self.channel.convert_inherited()
             # Not the token of the snapshot's process, which keeps its own hold.
             self._token = _report_arrival(self.channel, self._number, _NO_TOKEN)
 
@@ -345,7 +345,7 @@ def _remove_end(
         if loss:
             reason = ChannelClosed(f"the last end that could {end.kind} was {loss}")
             reason.__cause__ = cause
-            channel._extra.reason = reason
+            channel.rare_state.reason = reason
         channel.close()
 
 

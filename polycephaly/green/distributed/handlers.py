@@ -27,7 +27,7 @@ def channel_of(peer: PeerConnection, number: int) -> Any:
         peer.put(opcodes.ALIAS, number, own_number)
         number = own_number
     channel = peer.transport.channels.get(number)
-    if channel is not None and not isinstance(channel._extra, OwnedState):
+    if channel is not None and not isinstance(channel.rare_state, OwnedState):
         # The callback that does this is still in the scheduler's queue.
         make_owned(channel, peer.transport, number)
     return channel
@@ -36,7 +36,7 @@ def channel_of(peer: PeerConnection, number: int) -> Any:
 def _on_operation(method: str, peer: PeerConnection, number: int, op: int, payload: bytes) -> None:
     channel = channel_of(peer, number)
     (select,) = opcodes.SELECT.unpack_from(payload)
-    item = PackedItem(payload[opcodes.SELECT.size :]) if method == "_on_offer" else None
+    item = PackedItem(payload[opcodes.SELECT.size :]) if method == "on_offer" else None
     waiter = PendingOperation(channel, peer, op, select, item)
     if channel is None:
         error = ChannelClosed(f"the channel {CLOSED_OR_RELEASED}")
@@ -48,13 +48,13 @@ def _on_operation(method: str, peer: PeerConnection, number: int, op: int, paylo
 
 
 def _on_item(peer: PeerConnection, number: int, _: int, payload: bytes) -> None:
-    channel_of(peer, number)._on_item(peer, PackedItem(payload))
+    channel_of(peer, number).on_item(peer, PackedItem(payload))
 
 
 def _on_withdraw(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     waiter = peer.operations.get(op)
     if waiter is not None:
-        waiter.channel._on_withdraw(waiter)
+        waiter.channel.on_withdraw(waiter)
 
 
 def _on_take(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
@@ -74,7 +74,7 @@ def _on_pass(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
 def _on_return(peer: PeerConnection, number: int, _: int, payload: bytes) -> None:
     channel = channel_of(peer, number)
     if channel is not None:
-        channel._return_item_here(PackedItem(payload))
+        channel.return_item_here(PackedItem(payload))
     else:
         log.warning(
             "an item that %s returned to a channel is lost, because the channel is closed", peer
@@ -90,7 +90,7 @@ def _on_held(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
 def _on_credit_returned(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
     channel = channel_of(peer, number)
     if channel is not None:
-        channel._on_credit_returned(peer, places)
+        channel.on_credit_returned(peer, places)
 
 
 def _on_close(peer: PeerConnection, number: int, _: int, __: bytes) -> None:
@@ -106,7 +106,7 @@ def on_loss(peer: PeerConnection) -> None:
     operations, peer.operations = peer.operations, {}
     for op in operations.values():
         if op.location is not None and not isinstance(op.location, Transaction):
-            op.channel._withdraw_waiter("send" if op.item is not None else "receive", op)
+            op.channel.withdraw_waiter("send" if op.item is not None else "receive", op)
     transactions, peer.awaiting_take = peer.awaiting_take, {}
     # Reversed, so that returned items keep the order of sending.
     for transaction in reversed(transactions.values()):
@@ -117,14 +117,14 @@ def on_loss(peer: PeerConnection) -> None:
     accounts, peer.accounts = peer.accounts, {}
     for account in accounts.values():
         # Not by number: the transport may have closed, and then knows none.
-        account.channel._extra.accounts.pop(peer, None)
-        scheduler.post(account.channel._match)
+        account.channel.rare_state.accounts.pop(peer, None)
+        scheduler.post(account.channel.match)
 
 
 HANDLERS.update(
     {
-        opcodes.OFFER: partial(_on_operation, "_on_offer"),
-        opcodes.DEMAND: partial(_on_operation, "_on_demand"),
+        opcodes.OFFER: partial(_on_operation, "on_offer"),
+        opcodes.DEMAND: partial(_on_operation, "on_demand"),
         opcodes.ITEM: _on_item,
         opcodes.WITHDRAW: _on_withdraw,
         opcodes.TAKE: _on_take,

@@ -43,18 +43,18 @@ def convert_inherited(channel: Any) -> None:
     process.
     """
     if isinstance(channel, ChannelProxy):
-        channel._generation = -channels.generation
+        channel.generation = -channels.generation
         return
-    generation = abs(channel._generation)
+    generation = abs(channel.generation)
     owner_address = next(
         (address for before, address in channels.lineage if generation < before), None
     )
     if owner_address is None:
         _adopt(channel)
         return
-    if isinstance(channel, OwnedChannel) and channel._extra.transport in inherited_transports:
+    if isinstance(channel, OwnedChannel) and channel.rare_state.transport in inherited_transports:
         # The transport is not that of a pool that had ended before the fork.
-        number = channel._extra.number
+        number = channel.rare_state.number
     elif generation < _MAX_GENERATIONS and id(channel) < 1 << _ADDRESS_BITS:
         number = _INHERITED_BIT | generation << _ADDRESS_BITS | id(channel)
     else:
@@ -70,11 +70,10 @@ def convert_inherited(channel: Any) -> None:
 
 
 def _adopt(channel: Any) -> None:
-    if channel._buffer:
-        channel._buffer = deque(map(unpack_item, channel._buffer), channel.capacity)
-    channel.__class__ = channels.Channel
-    channel._receiver = channel._sender = channel._item = channel._extra = None
-    channel._generation = -channels.generation if channel._closed else channels.generation
+    if channel.buffer:
+        channel.buffer = deque(map(unpack_item, channel.buffer), channel.capacity)
+    generation = -channels.generation if channel.closed else channels.generation
+    channel.become(channels.Channel, None, generation)
 
 
 def is_inherited(number: int) -> bool:
@@ -97,7 +96,7 @@ def number_of_inherited(transport: Transport, number: int) -> int:
 def _find_original(generation: int, address: int) -> Channel[Any] | None:
     for each in gc.get_objects():
         if isinstance(each, channels.Channel) and not each.is_remote:
-            _originals[abs(each._generation), id(each)] = each
+            _originals[abs(each.generation), id(each)] = each
     original = _originals.get((generation, address))
     if original is None and gc.get_freeze_count():  # frozen objects are not listed
         gc.unfreeze()

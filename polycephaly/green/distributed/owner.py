@@ -23,7 +23,7 @@ from typing import Any
 
 from ...errors import ChannelClosed
 from ..channel import Channel
-from ..waiting import NOTHING, Extra, Waiter
+from ..waiting import NOTHING, RareState, Waiter
 from . import opcodes
 from .connection import PeerConnection, Transport
 from .packed import PackedItem, pack_reason, unpack_item
@@ -102,7 +102,7 @@ class CreditAccount:
         self.recalled = False
 
 
-class OwnedState(Extra):
+class OwnedState(RareState):
     """The state of a channel that other processes know."""
 
     __slots__ = (
@@ -143,11 +143,11 @@ class OwnedChannel(Channel[Any]):
     """A channel that other processes know. The methods defined here are for the owner thread."""
 
     __slots__ = ()
-    _extra: OwnedState
+    rare_state: OwnedState
 
     # -- threads of this process: operations that are possible at once -----------------------------
 
-    def _try_send(self, thread: Any, item: Any) -> bool:
+    def attempt_send(self, thread: Any, item: Any) -> bool:
         self._check_open()
         if self._is_claimed("send", thread):
             self._recall()
@@ -159,7 +159,7 @@ class OwnedChannel(Channel[Any]):
             # A receiver in another process must confirm first; no receiver may overtake an
             # undecided item.
             if self._store(item):
-                self._match()
+                self.match()
                 return True
             return False
         self._remove_waiter("receive", receiver)
@@ -169,7 +169,7 @@ class OwnedChannel(Channel[Any]):
             receiver.refuse(error)
         return True
 
-    def _try_receive(self, thread: Any) -> Any:
+    def attempt_receive(self, thread: Any) -> Any:
         if self._is_claimed("receive", thread):
             if not self._can_get_items():
                 self._check_open()
@@ -190,7 +190,7 @@ class OwnedChannel(Channel[Any]):
             sender.serve(None)
         else:
             self._refill()
-            self._end_if_over()
+            self.end_if_over()
         return unpack_item(item)
 
     def _is_claimed(self, end: str, thread: Any) -> bool:
@@ -198,7 +198,7 @@ class OwnedChannel(Channel[Any]):
         holder waits until the places that are granted to them have come back.
         """
         return super()._is_claimed(end, thread) or (
-            end == "send" and self._extra.granted > 0 and self._extra.is_claimed(end)
+            end == "send" and self.rare_state.granted > 0 and self.rare_state.is_claimed(end)
         )
 
     # -- items that no waiting thread sends --------------------------------------------------------
@@ -207,7 +207,7 @@ class OwnedChannel(Channel[Any]):
         """Return True if an earlier item is undecided. A receiver must not get a later one before
         that.
         """
-        return self._extra.undecided > 0
+        return self.rare_state.undecided > 0
 
     def _store(self, item: Any) -> bool:
         if super()._store(item):
@@ -216,11 +216,11 @@ class OwnedChannel(Channel[Any]):
         return False
 
     def _free(self) -> int:
-        return super()._free() - self._extra.reserved - self._extra.granted
+        return super()._free() - self.rare_state.reserved - self.rare_state.granted
 
-    def _put_back_item(self, item: Any) -> None:
+    def put_back_item(self, item: Any) -> None:
         """Put back an item, before all others."""
-        self._extra.returned_items.appendleft(item)
+        self.rare_state.returned_items.appendleft(item)
 
     def _refill(self, other: Any = None) -> None:
         while not self._closed and (sender := self._first("send", None)) is not None:
@@ -229,40 +229,41 @@ class OwnedChannel(Channel[Any]):
                 return
             self._remove_waiter("send", sender)
             if is_in_select(sender):
-                self._extra.reserved += 1
+                self.rare_state.reserved += 1
                 Transaction(self, sender, None, sender.item).begin()
             else:
-                self._buffer.append(sender.item)
+                self.buffer.append(sender.item)
                 sender.serve(None)
                 if sender.is_remote:
                     self._grant(sender.peer)  # type: ignore[attr-defined]
-        for peer, account in self._extra.accounts.items():
+        for peer, account in self.rare_state.accounts.items():
             if not account.granted:
                 self._grant(peer)
 
     def _can_get_items(self) -> bool:
         """Return True if a receiver might still get an item, even if the channel is closed."""
-        return self._has_items() or bool(self._extra.open_transactions or self._extra.granted)
+        state = self.rare_state
+        return self._has_items() or bool(state.open_transactions or state.granted)
 
     # -- matching senders and receivers ------------------------------------------------------------
 
-    def _enqueue(self, end: str, waiter: Waiter) -> None:
-        super()._enqueue(end, waiter)
-        self._match()
+    def enqueue(self, end: str, waiter: Waiter) -> None:
+        super().enqueue(end, waiter)
+        self.match()
 
-    def _match(self) -> None:
+    def match(self) -> None:
         """Begin a transaction for each sender and receiver in the queues that can meet."""
-        extra = self._extra
-        if extra.is_matching:
+        state = self.rare_state
+        if state.is_matching:
             return
-        extra.is_matching = True
+        state.is_matching = True
         try:
             while not self._has_undecided_item() and self._match_one():
                 pass
             self._refill()
         finally:
-            extra.is_matching = False
-        self._end_if_over()
+            state.is_matching = False
+        self.end_if_over()
 
     def _match_one(self) -> bool:
         for receiver in self._receiver or ():  # each change of the queue ends the loop
@@ -283,7 +284,7 @@ class OwnedChannel(Channel[Any]):
                 return False
         return False
 
-    def _put_back(self, end: str, waiter: Any) -> None:
+    def put_back_waiter(self, end: str, waiter: Any) -> None:
         """Put a waiter back at the head of its queue, after its transaction came to nothing."""
         if waiter.is_remote:
             if waiter.peer.lost:
@@ -302,22 +303,22 @@ class OwnedChannel(Channel[Any]):
         queue.appendleft(waiter)
         waiter.location = queue
 
-    def _withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
+    def withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
         if isinstance(waiter.location, Transaction):
             return False
-        return super()._withdraw_waiter(end, waiter)
+        return super().withdraw_waiter(end, waiter)
 
-    def _interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
+    def interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
         if isinstance(waiter.location, Transaction):
             waiter.location.errors.append(error)
             return False
-        return super()._interrupt_waiter(end, waiter, error)
+        return super().interrupt_waiter(end, waiter, error)
 
     # -- other processes ---------------------------------------------------------------------------
 
-    def _on_offer(self, op: PendingOperation) -> None:
+    def on_offer(self, op: PendingOperation) -> None:
         try:
-            if op.select is None and self._try_send(op.thread, op.item):
+            if op.select is None and self.attempt_send(op.thread, op.item):
                 op.serve(None)
                 self._grant(op.peer)
                 return
@@ -325,22 +326,22 @@ class OwnedChannel(Channel[Any]):
         except ChannelClosed as error:
             op.refuse(error)
             return
-        self._enqueue("send", op)
+        self.enqueue("send", op)
 
-    def _on_demand(self, op: PendingOperation) -> None:
+    def on_demand(self, op: PendingOperation) -> None:
         if self._closed and not self._can_get_items():
             self._refuse(op)
         else:
-            self._enqueue("receive", op)
+            self.enqueue("receive", op)
 
-    def _on_withdraw(self, op: PendingOperation) -> None:
+    def on_withdraw(self, op: PendingOperation) -> None:
         end = "send" if op.item is not None else "receive"
         if isinstance(op.location, Transaction):
             op.withdrawn = True
             if not op.is_binding:
                 op.decline()  # crosses GIVE or HOLD, and is as good as PASS
         elif op.location is not None:
-            self._withdraw_waiter(end, op)
+            self.withdraw_waiter(end, op)
             op.drop()
             if end == "send" and op.select is None:
                 op.peer.put(opcodes.WITHDRAWN, 0, op.number)
@@ -349,82 +350,82 @@ class OwnedChannel(Channel[Any]):
         """Grant free places of the buffer to a process that sends."""
         if not self.capacity:
             return
-        extra = self._extra
-        account = extra.accounts.get(peer)
+        state = self.rare_state
+        account = state.accounts.get(peer)
         if account is None:
-            account = extra.accounts[peer] = peer.accounts[extra.number] = CreditAccount(self)
-        share = self.capacity // (1 + len(extra.accounts))
+            account = state.accounts[peer] = peer.accounts[state.number] = CreditAccount(self)
+        share = self.capacity // (1 + len(state.accounts))
         more = min(share - account.granted, self._free())
         if (
             more > 0
             and account.granted <= share // 2
             and more > share // 4
-            and not (account.recalled or self._closed or extra.is_claimed("send"))
+            and not (account.recalled or self._closed or state.is_claimed("send"))
         ):
             account.granted += more
-            peer.put(opcodes.CREDIT, extra.number, more)
+            peer.put(opcodes.CREDIT, state.number, more)
 
     def _recall(self) -> None:
-        for peer, account in self._extra.accounts.items():
+        for peer, account in self.rare_state.accounts.items():
             if account.granted and not account.recalled:
                 account.recalled = True
-                peer.put(opcodes.RECALL, self._extra.number)
+                peer.put(opcodes.RECALL, self.rare_state.number)
 
-    def _on_item(self, peer: PeerConnection, item: PackedItem) -> None:
+    def on_item(self, peer: PeerConnection, item: PackedItem) -> None:
         """Store an item that was sent into a granted place."""
-        account = self._extra.accounts[peer]
+        account = self.rare_state.accounts[peer]
         if account.granted < 1:  # a full buffer would drop its oldest item
             raise ValueError("an item came for which no place was granted")
         account.granted -= 1
-        self._buffer.append(item)
+        self.buffer.append(item)
         self._grant(peer)
-        self._match()
+        self.match()
 
-    def _on_credit_returned(self, peer: PeerConnection, places: int) -> None:
-        account = self._extra.accounts[peer]
+    def on_credit_returned(self, peer: PeerConnection, places: int) -> None:
+        account = self.rare_state.accounts[peer]
         account.granted -= places
         account.recalled = False
-        self._match()
+        self.match()
 
     # -- closing -----------------------------------------------------------------------------------
 
     def _closed_error(self) -> ChannelClosed:
         error = super()._closed_error()
-        error.__cause__ = self._extra.reason
+        error.__cause__ = self.rare_state.reason
         return error
 
     def _close_here(self) -> None:
-        extra = self._extra
-        if extra.is_closing:
+        state = self.rare_state
+        if state.is_closing:
             return
-        extra.is_closing = True
+        state.is_closing = True
         self._refuse_all("send")
         payload = pack_reason(self._closed_error())
-        for peer, account in extra.accounts.items():
-            peer.put(opcodes.REFUSED, extra.number, 0, payload)
+        for peer, account in state.accounts.items():
+            peer.put(opcodes.REFUSED, state.number, 0, payload)
             if account.granted:
-                peer.put(opcodes.RECALL, extra.number)
-        self._end_if_over()
+                peer.put(opcodes.RECALL, state.number)
+        self.end_if_over()
 
-    def _end_if_over(self) -> None:
+    def end_if_over(self) -> None:
         """Refuse the waiting receivers and forget the channel, if no item can come any more."""
         if self._closed and not self._can_get_items():
             self._refuse_all("receive")
-            extra = self._extra
-            for peer in extra.accounts:
-                peer.accounts.pop(extra.number, None)
-            extra.transport.forget_channel(extra.number, extra.reason)
+            state = self.rare_state
+            for peer in state.accounts:
+                peer.accounts.pop(state.number, None)
+            state.transport.forget_channel(state.number, state.reason)
 
 
 def make_owned(channel: Any, transport: Transport, number: int) -> None:
     """Make a channel serve other processes too. Called by the owner thread."""
-    if isinstance(channel._extra, OwnedState) and channel._extra.transport is transport:
-        channel._extra.number = number  # a new one if the channel is sent away after its end
-        channel._end_if_over()
+    if isinstance(channel.rare_state, OwnedState) and channel.rare_state.transport is transport:
+        channel.rare_state.number = number  # a new one if the channel is sent away after its end
+        channel.end_if_over()
         return
-    old = channel._make_extra()
-    extra = OwnedState(transport, number)
-    extra.holder, extra.locks, extra.returned_items = old.holder, old.locks, old.returned_items
-    channel._extra = extra
+    old = channel.make_rare_state()
+    state = OwnedState(transport, number)
+    state.holder, state.locks, state.returned_items = old.holder, old.locks, old.returned_items
+    channel.rare_state = state
     channel.__class__ = OwnedChannel
-    channel._end_if_over()
+    channel.end_if_over()

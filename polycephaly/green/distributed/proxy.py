@@ -67,7 +67,7 @@ class Request:
         peer.requests[self.number] = self
         waiter.location = self
         kind = opcodes.OFFER if end == "send" else opcodes.DEMAND
-        peer.put(kind, proxy._extra.number, self.number, payload)
+        peer.put(kind, proxy.rare_state.number, self.number, payload)
 
     def finish(self, finish: Callable[[Any], object], value: Any) -> None:
         self.peer.requests.pop(self.number, None)
@@ -96,14 +96,14 @@ class Request:
 
 class ChannelProxy(Channel[Any]):
     __slots__ = ()
-    _extra: _ProxyState  # type: ignore[assignment]
+    rare_state: _ProxyState  # type: ignore[assignment]
     is_remote = True
 
     def _peer(self, may_be_closed: bool = False) -> PeerConnection:
         """Return the connection to the owning process. Raises `ChannelClosed`."""
         if self._closed and not may_be_closed:
-            raise ChannelClosed(f"{self!r} was closed") from self._extra.reason
-        state = self._extra
+            raise ChannelClosed(f"{self!r} was closed") from self.rare_state.reason
+        state = self.rare_state
         try:
             transport = get_transport()
         except RuntimeError:  # this process has no pool any more
@@ -119,8 +119,8 @@ class ChannelProxy(Channel[Any]):
 
     # -- for select --------------------------------------------------------------------------------
 
-    def _try_send(self, thread: Any, item: Any) -> bool:
-        peer, number = self._peer(), self._extra.number
+    def attempt_send(self, thread: Any, item: Any) -> bool:
+        peer, number = self._peer(), self.rare_state.number
         if not peer.credits.get(number):
             return False
         content = pack_item(item)
@@ -130,14 +130,14 @@ class ChannelProxy(Channel[Any]):
         peer.put(opcodes.ITEM, number, 0, content)
         return True
 
-    def _try_receive(self, thread: Any) -> Any:
+    def attempt_receive(self, thread: Any) -> Any:
         self._peer(may_be_closed=True)
         return NOTHING
 
-    def _open_item(self, item: Any) -> Any:
+    def open_item(self, item: Any) -> Any:
         return unpack_item(item)
 
-    def _enqueue(self, end: str, waiter: Waiter) -> None:
+    def enqueue(self, end: str, waiter: Waiter) -> None:
         number = 0
         try:
             peer = self._peer(may_be_closed=end == "receive")
@@ -151,7 +151,7 @@ class ChannelProxy(Channel[Any]):
             return
         Request(self, peer, end, waiter, payload)
 
-    def _withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
+    def withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
         request, waiter.location = waiter.location, None
         if request is None:
             return False
@@ -159,10 +159,10 @@ class ChannelProxy(Channel[Any]):
             request.peer.put(opcodes.WITHDRAW, 0, request.number)
         return True
 
-    def _interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
+    def interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
         request = waiter.location
         if request is None or end == "receive":  # a GIVE under way will be answered with PASS
-            return super()._interrupt_waiter(end, waiter, error)
+            return super().interrupt_waiter(end, waiter, error)
         request.errors.append(error)
         if len(request.errors) == 1:
             request.peer.put(opcodes.WITHDRAW, 0, request.number)
@@ -182,25 +182,25 @@ class ChannelProxy(Channel[Any]):
     def tell(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
         """Send a message about the channel, unless its owning process is gone."""
         with suppress(ChannelClosed):
-            self._peer(may_be_closed=True).put(kind, self._extra.number, number, payload)
+            self._peer(may_be_closed=True).put(kind, self.rare_state.number, number, payload)
 
     def _close_here(self) -> None:
         self.tell(opcodes.CLOSE)
 
-    def _return_item_here(self, item: Any) -> None:
+    def return_item_here(self, item: Any) -> None:
         self.tell(opcodes.RETURN, 0, pack_item(item))
 
     def __reduce__(self) -> Any:
-        state = self._extra
+        state = self.rare_state
         return unpickle_channel, (state.owner_address, state.number, self.capacity, state.name)
 
     @property
     def closed(self) -> bool:
-        return self._closed or self._extra.ended
+        return self._closed or self.rare_state.ended
 
     def __repr__(self) -> str:
         kind = f"Channel of {self.capacity}" if self.capacity else "Channel"
-        return f"<{kind}{' closed' if self.closed else ''} made in {self._extra.name}>"
+        return f"<{kind}{' closed' if self.closed else ''} made in {self.rare_state.name}>"
 
 
 proxies: WeakValueDictionary[tuple[str, int], Channel[Any]] = WeakValueDictionary()
@@ -234,19 +234,15 @@ def _closed_channel(transport: ChannelTransport, number: int, capacity: int) -> 
     reason = transport.close_reasons.get(number)
     if reason is not None:
         make_owned(closed, transport, number)
-        closed._extra.reason = reason  # type: ignore[union-attr]
+        closed.rare_state.reason = reason  # type: ignore[union-attr]
     closed.close()
     return closed
 
 
 def make_proxy(channel: Channel[Any], owner_address: str, number: int, name: str) -> Channel[Any]:
     """Turn `channel` into a proxy. No thread of this process waits in it."""
-    state: Any = _ProxyState(owner_address, number, name)
-    # No call from here on, so no other thread sees half a proxy.
-    channel._extra = state
-    channel._receiver = channel._sender = channel._item = None
-    channel._generation = -channels.generation  # no fast path
-    channel.__class__ = ChannelProxy
+    state = _ProxyState(owner_address, number, name)
+    channel.become(ChannelProxy, state, -channels.generation)  # negative: no fast path
     return channel
 
 
@@ -258,10 +254,10 @@ def _item_lost_error(error: ChannelClosed) -> ItemLost:
 
 def _owner_gone_error(proxy: ChannelProxy, ending: PeerEnding) -> ChannelClosed:
     error = ChannelClosed(
-        f"{proxy!r} is closed: its owning process, {proxy._extra.name}, {ending.description}"
+        f"{proxy!r} is closed: its owning process, {proxy.rare_state.name}, {ending.description}"
     )
     error.__cause__ = ending.death
-    proxy._extra.ended = True
+    proxy.rare_state.ended = True
     return error
 
 
@@ -271,7 +267,7 @@ def _complete_error(proxy: Any, error: ChannelClosed) -> ChannelClosed:
     """
     if str(error).endswith(CLOSED_OR_RELEASED):
         error.args = (f"{proxy!r} {CLOSED_OR_RELEASED}",)
-    proxy._extra.ended = True
+    proxy.rare_state.ended = True
     return error
 
 
@@ -329,7 +325,7 @@ def _on_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> N
     if not op:
         proxy: Any = proxies.get((peer.address, number))
         if proxy is not None:
-            proxy._closed, proxy._extra.reason = True, error.__cause__
+            proxy._closed, proxy.rare_state.reason = True, error.__cause__
         if peer.credits.get(number) == 0:  # else RECALL is about to come
             del peer.credits[number]
         return
@@ -347,7 +343,7 @@ def _on_credit(peer: PeerConnection, number: int, places: int, _: bytes) -> None
 def _on_alias(peer: PeerConnection, number: int, own_number: int, _: bytes) -> None:
     proxy = proxies.pop((peer.address, number), None)
     if proxy is not None:
-        proxy._extra.number = own_number  # type: ignore[union-attr]
+        proxy.rare_state.number = own_number  # type: ignore[union-attr]
         proxies.setdefault((peer.address, own_number), proxy)
 
 
@@ -371,8 +367,8 @@ def on_loss(peer: PeerConnection) -> None:
         request.fail(_item_lost_error(error) if is_lost else error, is_lost)
     for reference in proxies.valuerefs():  # a copy: other threads may add proxies meanwhile
         proxy: Any = reference()
-        if proxy is not None and proxy._extra.owner_address == peer.address:
-            proxy._extra.ended = True
+        if proxy is not None and proxy.rare_state.owner_address == peer.address:
+            proxy.rare_state.ended = True
 
 
 HANDLERS.update(

@@ -63,8 +63,8 @@ class Transaction:
         self._to_hold: list[Any] = []
 
     def begin(self) -> None:
-        self.channel._extra.open_transactions += 1
-        self.channel._extra.undecided += self._is_undecided()
+        self.channel.rare_state.open_transactions += 1
+        self.channel.rare_state.undecided += self._is_undecided()
         selecting = [
             each for each in (self.sender, self.receiver) if each is not None and is_in_select(each)
         ]
@@ -114,7 +114,7 @@ class Transaction:
             self.item_offset = receiver.deliver(self, content)
             return
         if receiver is None:
-            self.channel._buffer.append(self.item)
+            self.channel.buffer.append(self.item)
         else:
             self._detach(receiver)
             try:
@@ -144,7 +144,7 @@ class Transaction:
             else:
                 self._requeue(end, each)
         if self.sender is None:
-            self.channel._put_back_item(self.item)
+            self.channel.put_back_item(self.item)
         self._finish()
 
     def receiver_lost(self) -> None:
@@ -173,7 +173,7 @@ class Transaction:
         if held:
             one.release()
         if one.is_remote or not held:  # a held offer of this process was left anew by its release
-            self.channel._put_back(end, one)
+            self.channel.put_back_waiter(end, one)
 
     def _refuse_item(self, error: BaseException) -> None:
         """Report `error` to the sender or, if the item has none any more, to the receiver."""
@@ -199,11 +199,11 @@ class Transaction:
         return self.sender is None and is_in_select(self.receiver)
 
     def _finish(self) -> None:
-        self.channel._extra.open_transactions -= 1
-        self.channel._extra.undecided -= self._is_undecided()
+        self.channel.rare_state.open_transactions -= 1
+        self.channel.rare_state.undecided -= self._is_undecided()
         if self.receiver is None:
-            self.channel._extra.reserved -= 1
-        self.channel._match()
+            self.channel.rare_state.reserved -= 1
+        self.channel.match()
 
 
 def is_in_select(waiter: Any) -> bool:
