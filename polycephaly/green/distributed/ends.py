@@ -74,14 +74,19 @@ class _CountedEnd(channels.End[T]):
         """Release the end, in a drone. Runs in any thread, in the middle of anything. A fork of the
         drone does not release its copy.
         """
-        if (
-            self._token
-            and not (self._closed or self._handed_on)
-            and (self._came_with_call or _is_drone())
-            and self._generation >= channels.oldest_generation
-        ):
+        if self._token and (self._came_with_call or _is_drone()) and self.is_held():
             report = _Report(self._token)
             scheduler.post(partial(_tell, self.channel, opcodes.DROPPED, self._number, report))
+
+    def is_held(self) -> bool:
+        """Return True unless the end was closed, handed on, or copied by a fork."""
+        return not (
+            self._closed or self._handed_on or self._generation < channels.oldest_generation
+        )
+
+    def arrive(self, token: int) -> None:
+        self._came_with_call = True
+        self._token = token  # the owning process counts this process by the last token
 
     def close(self) -> None:
         if not self._closed:
@@ -250,10 +255,9 @@ def _unpickle_end(
         return kind(channel, number, token)
     ends_arrived = True
     end = _arrived_ends.get((id(channel), number))
-    if end is None or end._closed or end._handed_on or end._generation < channels.oldest_generation:
+    if end is None or not end.is_held():
         end = _arrived_ends[id(channel), number] = kind(channel, number, token)
-    end._came_with_call = True
-    end._token = token  # the owning process counts this process by the last token
+    end.arrive(token)
     return end
 
 
