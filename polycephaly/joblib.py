@@ -24,7 +24,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from .drone.child import call_as_imported
-from .pool.pool import Pool
+from .pool.pool import Pool, dispatcher_of
 from .promises.promise import Promise
 from .store.shared import Shared
 from .wire.pickling import ATOMIC_TYPES, MainSnapshot, extra_reducers, main_namespace
@@ -153,13 +153,13 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
             **{name: options[name] for name in options if name not in _MEMMAP_OPTIONS},
         }
         if self._pool is not None and (
-            pool_options != self._pool_options or self._pool._dispatcher.refusal is not None
+            pool_options != self._pool_options or dispatcher_of(self._pool).refusal is not None
         ):
             self._end_pool()
         if self._pool is None:
             self._pool, self._pool_options = self._start_pool(**pool_options), pool_options
-        elif self._pool._dispatcher.config.start != "spawn" and _may_have_changed(
-            self._pool._dispatcher.registry.snapshot
+        elif dispatcher_of(self._pool).config.start != "spawn" and _may_have_changed(
+            dispatcher_of(self._pool).registry.snapshot
         ):
             self._pool.refresh()
         if parallel is not None:

@@ -691,7 +691,7 @@ def test_a_promise_that_is_settled_by_what_a_collection_runs_while_it_is_hooked_
 
         def settled_while_it_is_hooked():
             promise, seen = Promise(), []
-            hook, append = promise._hook, seen.append
+            hook, append = promise.add_done_callback, seen.append
 
             def settle(phase, info):
                 if not promise.done():

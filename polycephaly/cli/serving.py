@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from ..engines.remote import pool_registry
-from ..pool.pool import Pool
+from ..pool.pool import Pool, dispatcher_of
 from ..server.server import Server, serve
 from .daemon import ReportStart
 from .journal import Journal
@@ -95,7 +95,7 @@ def serve_pool(
         return 1
     ending = EndRequest()
     pool = Pool(drones, name=name, output=journal.write_line, **options)
-    dispatcher = pool._dispatcher
+    dispatcher = dispatcher_of(pool)
     try:
         with (
             pool,
@@ -107,10 +107,10 @@ def serve_pool(
                 _setup=setup.to_plain(),
             ) as server,
         ):
-            dispatcher.ended._hook(
+            dispatcher.ended.add_done_callback(
                 lambda _: ending.request(f"its drones have ended: {dispatcher.refusal}")
             )
-            report_start(_startup_text(server, journal.path, in_background))
+            report_start(_startup_text(server, dispatcher.config.size, journal.path, in_background))
             log.info("%s serves %d drones at %s", name, dispatcher.config.size, server.address)
             ending.wait()
             broken = dispatcher.ended.done()
@@ -123,8 +123,7 @@ def serve_pool(
     return int(broken)
 
 
-def _startup_text(server: Server, log_path: Path, in_background: bool) -> str:
-    size = len(server._pool._dispatcher.handles)
+def _startup_text(server: Server, size: int, log_path: Path, in_background: bool) -> str:
     lines = [
         f"{server.name}: {size} drone{'s' * (size != 1)}, process {os.getpid()}, log {log_path}"
     ]

@@ -465,7 +465,7 @@ class DroneExecutor:
 
     def _handle_message(self, frames: list[bytes]) -> None:
         try:
-            self._HANDLERS[message_type(frames)](self, frames)
+            self.HANDLERS[message_type(frames)](self, frames)
         except (Malformed, KeyError) as error:
             log_malformed(error)
 
@@ -596,7 +596,7 @@ class DroneExecutor:
     def _on_stop(self, frames: list[bytes]) -> None:
         self._stopping = True
 
-    _HANDLERS: dict[bytes, Callable[[Any, list[bytes]], None]] = {  # noqa: RUF012 - not changed
+    HANDLERS: dict[bytes, Callable[[Any, list[bytes]], None]] = {  # noqa: RUF012 - not changed
         WORK: _on_work,
         RECALL: _on_recall,
         CANCEL: _on_cancel,

@@ -50,7 +50,7 @@ class Overlap:
             self._ended.append(EndedTask(number, thread, started, monotonic()))
             os.eventfd_write(self.wakeup_fd, 1)
 
-        thread._hook(on_end)
+        thread.add_done_callback(on_end)
 
     def take_ended(self) -> list[EndedTask]:
         """Return the tasks that have ended since the last call.

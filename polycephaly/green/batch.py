@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from ..errors import copy_error
-from ..promises.promise import FINISHED, Promise, Signal, fulfill
+from ..promises.promise import FINISHED, Promise, Signal, fulfill, stored_error
 from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
 from .parking import Parking
@@ -199,7 +199,7 @@ class _Crossings:
         name = f"batch of {self.name}"
         bound = self.using is not None
         self._crosser = context.run(start, self._run_crosser, (), name=name, bound=bound)
-        self._crosser._hook(self._on_crosser_end)
+        self._crosser.add_done_callback(self._on_crosser_end)
 
     def _on_crosser_end(self, crosser: Promise[None]) -> None:
         """Reject the requests in flight, because the crosser has ended.
@@ -210,7 +210,7 @@ class _Crossings:
         if crosser is self._crosser and not sys.is_finalizing():
             in_flight, self.in_flight = self.in_flight, deque()
             error = RuntimeError(f"the batch of {self.name} failed before this request was served")
-            error.__cause__ = crosser._exception
+            error.__cause__ = stored_error(crosser)
             self._reject(in_flight, error)
             if self.waiting:
                 self._start_crosser()
@@ -228,7 +228,9 @@ class _Crossings:
         ended: Signal[None] = Signal()
         crosser = self._crosser
         if crosser is not None and self._has_crosser():
-            crosser._hook(lambda crosser: ended._settle(FINISHED, None, crosser._exception))
+            crosser.add_done_callback(
+                lambda crosser: ended._settle(FINISHED, None, stored_error(crosser))
+            )
         else:
             fulfill(ended)
         return ended

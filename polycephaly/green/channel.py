@@ -446,7 +446,7 @@ class Channel(ChannelQueues, Generic[T]):
         except BaseException:
             if proxy is not None:
                 proxy.cancel()
-                proxy._hook(self._return_item)
+                proxy.add_done_callback(self._return_item)
             raise
 
     def close(self) -> None:
@@ -551,7 +551,7 @@ class Channel(ChannelQueues, Generic[T]):
             # Most often, the wait was cancelled. If the proxy has failed, this does nothing.
             proxy.cancel()
             if not args:
-                proxy._hook(self._return_item)
+                proxy.add_done_callback(self._return_item)
             raise
 
     def _forbid_in_coroutine(self, method: str, alternative: str) -> None:

@@ -162,7 +162,7 @@ class Semaphore:
         except BaseException:
             if proxy is not None:
                 proxy.cancel()
-                proxy._hook(self._release_unused)
+                proxy.add_done_callback(self._release_unused)
             raise
 
     def _release_unused(self, acquiring: Promise[Any]) -> None:

@@ -166,7 +166,7 @@ class _Settled(Guard[T]):
     def register(self, offer: Offer) -> None:
         offer.registration = lambda _: scheduler.post(lambda: self._serve(offer))
         scheduler.external_waits += self.promise._settled_from_outside
-        self.promise._hook(offer.registration)
+        self.promise.add_done_callback(offer.registration)
 
     def _serve(self, offer: Offer) -> None:
         if not offer.select.is_waiting:
@@ -180,7 +180,7 @@ class _Settled(Guard[T]):
 
     def withdraw(self, offer: Offer) -> None:
         scheduler.external_waits -= self.promise._settled_from_outside
-        self.promise._unhook(offer.registration)
+        self.promise.remove_done_callback(offer.registration)
 
 
 class _Skip(Guard[None]):

@@ -129,7 +129,7 @@ class GreenThread(Promise[T]):
 
     def _end(self, state: str, value: Any, error: BaseException | None) -> None:
         room: dict[str, Any] = {}
-        del room  # as in `_hook`
+        del room  # as in `add_done_callback`
         self.__dict__  # noqa: B018
         scheduler.live.discard(self)
         group = self._group
@@ -280,7 +280,7 @@ class GreenThread(Promise[T]):
             self._unseen.error = None
             self._unseen = None
 
-    def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
+    def add_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
         # A collection while a `__dict__` is made can crash CPython 3.11 (promises/promise.py). One
         # made in `__init__` would cost 64 bytes for each waiting thread. One made in the place of a
         # dict just freed triggers no collection.
@@ -288,7 +288,7 @@ class GreenThread(Promise[T]):
         del room
         self.__dict__  # noqa: B018
         self._mark_error_seen()
-        super()._hook(hook)
+        super().add_done_callback(fn)
 
     def _check_can_wait(self) -> None:
         scheduler.step_aside()
@@ -493,13 +493,13 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
     wake = Wake()
     is_external = promise._settled_from_outside
     scheduler.external_waits += is_external
-    promise._hook(wake)
+    promise.add_done_callback(wake)
     try:
         yield PARK
     except GeneratorExit:
         raise
     except BaseException:
-        promise._unhook(wake)
+        promise.remove_done_callback(wake)
         if promise._cancels_with_waiter:  # as asyncio does
             promise.cancel()
         raise

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary, finalize
 
 from ..errors import DroneDied, Lost
 from ..memory.references import Received, load
-from ..promises.promise import Promise, fulfill, pickling_state, reject
+from ..promises.promise import Promise, fulfill, pickling_state, reject, stored_error
 from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
 from ..wire.kept_values import unpack_description, unpack_kept_values
@@ -157,11 +157,11 @@ class RemoteObject:
             def on_pool_ended(_: Promise[None]) -> None:
                 reject(fetch, self.directory.loss_error(self))
 
-            dispatcher.ended._hook(on_pool_ended)
+            dispatcher.ended.add_done_callback(on_pool_ended)
             try:
                 packed = fetch.result()
             finally:
-                dispatcher.ended._unhook(on_pool_ended)
+                dispatcher.ended.remove_done_callback(on_pool_ended)
                 del fetch  # see `Promise.result`
         return load(packed)
 
@@ -400,7 +400,7 @@ class ObjectDirectory:
         task.timeout, task.priority, task.resources = limits
         remote_object.retries -= 1
         task.retries = remote_object.retries
-        task._hook(partial(self.dispatcher.post, self._on_recomputed, remote_object))
+        task.add_done_callback(partial(self.dispatcher.post, self._on_recomputed, remote_object))
         self.dispatcher.resume(task)
         return True
 
@@ -408,8 +408,9 @@ class ObjectDirectory:
         # Otherwise the value was lost again before this call, and another task computes it.
         if remote_object.recomputation is promise:
             remote_object.recomputation = None
-        if promise._exception is not None:
-            remote_object.loss_cause, remote_object.recipe = promise._exception, None
+        error = stored_error(promise)
+        if error is not None:
+            remote_object.loss_cause, remote_object.recipe = error, None
         self._notify_changed(remote_object)
 
     def loss_error(self, remote_object: RemoteObject) -> BaseException:

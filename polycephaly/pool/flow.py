@@ -21,6 +21,7 @@ from functools import update_wrapper
 from types import FunctionType
 from typing import Any, ParamSpec, Protocol, overload
 
+from ..promises.promise import stored_error
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.functions import goes_by_reference
 from ..wire.pickling import MainSnapshot
@@ -164,8 +165,8 @@ def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callab
         task.is_node = True
         record_node(task.call_number, task.label, task.input_numbers, task)
         # The task may have failed before it was known as a node.
-        if task._exception is not None or task.cancelled():
-            record_failure(task.call_number, task._state)
+        if stored_error(task) is not None or task.cancelled():
+            record_failure(task.call_number, task.cancelled())
         return task
 
     update_wrapper(call, fn, updated=("__dict__",) if isinstance(fn, FunctionType) else ())

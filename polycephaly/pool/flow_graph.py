@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 from weakref import ref
 
-from ..promises.promise import CANCELLED, FINISHED, Promise
+from ..promises.promise import Promise, stored_error
 from ..timeline.spans import short_name
 
 MAX_NODES = 20_000
@@ -85,9 +85,9 @@ def record_node(
     _nodes.append((number, label, input_numbers, ref(task)))
 
 
-def record_failure(number: int, state: str) -> None:
+def record_failure(number: int, cancelled: bool) -> None:
     """Remember that a node has no value, and will have none."""
-    _failed[number] = NODE_CANCELLED if state == CANCELLED else REJECTED
+    _failed[number] = NODE_CANCELLED if cancelled else REJECTED
     if len(_failed) > MAX_NODES + _PRUNED_TOGETHER:
         # RuntimeError: another thread changes the dict, and so drops the oldest entries.
         with suppress(RuntimeError):
@@ -233,10 +233,10 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
 
 
 def _state(promise: Promise[Any]) -> str:
-    if promise._state == CANCELLED:
+    if promise.cancelled():
         return NODE_CANCELLED
-    if promise._state == FINISHED:
-        return DONE if promise._exception is None else REJECTED
+    if promise.done():
+        return DONE if stored_error(promise) is None else REJECTED
     if promise.running():
         return RUNNING
     return WAITING if promise._dependencies() or not hasattr(promise, "label") else READY

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from ..errors import copy_error
-from ..promises.promise import CANCELLED, FINISHED, PENDING, Promise
+from ..promises.promise import FINISHED, Promise, stored_error
 from ..promises.trampoline import Trampoline
 from .interfaces import TaskOwner
 
@@ -50,13 +50,14 @@ def propagate_failure(task: Dependent, settled: Promise[Any]) -> None:
     The error is a copy of the input's error, with a note that names the input; or `CancelledError`
     if the input was cancelled.
     """
-    if settled._state == CANCELLED:
+    if settled.cancelled():
         error: BaseException = CancelledError(
             f"{settled._description()}, an input of {task._description()}, was cancelled"
         )
     else:
-        assert settled._exception is not None
-        error = _copy_for_promise(settled._exception)
+        stored = stored_error(settled)
+        assert stored is not None
+        error = _copy_for_promise(stored)
         _add_input_note(error, settled)
     _failures.run(_reject, task, error)
 
@@ -114,7 +115,7 @@ def cancel_upstream(inputs: Sequence[Any], running: bool) -> None:
     todo = [inputs]
     while todo:
         for each in todo.pop():
-            if getattr(each, "is_node", False) and each._state == PENDING and not _is_wanted(each):
+            if getattr(each, "is_node", False) and not each.done() and not _is_wanted(each):
                 inputs = each.inputs
                 if Promise.cancel(each, running):
                     todo.append(inputs)
@@ -141,7 +142,7 @@ def _waiters(promise: Promise[Any]) -> Iterator[Any]:
             hook = hooks[index]
             waiter = getattr(hook, "__self__", None)
             if isinstance(waiter, Promise):
-                is_over = waiter._state != PENDING
+                is_over = waiter.done()
             else:
                 is_over = getattr(waiter, "_only_follows", None) is True
             if is_over and hook == getattr(waiter, "_on_input_settled", None):
@@ -161,8 +162,9 @@ def _remove_hooks(hooks: list[Any], run: slice, first: object, last: object) -> 
     """Remove the hooks in `run` if they are still there.
 
     Other threads may remove, pop or reverse hooks meanwhile. Then the first and the last hook are
-    not both at their places, and nothing is removed. The look and the removal are straight-line
-    code, as in `Promise._unhook`, and make no object that the garbage collector tracks.
+    not both at their places, and nothing is removed. As in `Promise.remove_done_callback`, the look
+    and the removal are straight-line code; and they make no object that the garbage collector
+    tracks.
     """
     start, end = run.start, run.stop - 1
     if hooks[start] is first and hooks[end] is last:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Reversible
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Reversible
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -67,7 +67,7 @@ class Results(chain[T]):
         return f"<Results of {self._stream.source.label}: iterate with `for` or `async for`>"
 
     def __aiter__(self) -> AsyncIterator[T]:
-        return _AsyncResults(self)
+        return _AsyncResults(self._stream, self._generator, self.close)
 
 
 def start_map(stream: Ordered) -> Results[Any]:
@@ -365,12 +365,12 @@ class Ordered:
             wake = partial(fulfill, wakeup)
             promises = (promise, *self._timers())
             for each in promises:
-                each._hook(wake)
+                each.add_done_callback(wake)
             try:
                 await wakeup
             finally:
                 for each in promises:
-                    each._unhook(wake)
+                    each.remove_done_callback(wake)
 
     def is_late(self) -> bool:
         return self._deadline is not None and monotonic() >= self._deadline
@@ -438,7 +438,7 @@ class Unordered(Ordered):
 
     def _add(self, task: Task) -> None:
         super()._add(task)
-        task._hook(self._settled)
+        task.add_done_callback(self._settled)
 
     def _settled(self, task: Promise[Any]) -> None:
         assert isinstance(task, Task)
@@ -453,29 +453,33 @@ class _AsyncResults(AsyncIterator[Any]):
     is awaited, or `aclose`, cancels all calls in flight.
     """
 
-    def __init__(self, results: Results[Any]) -> None:
-        self._results = results
+    def __init__(
+        self,
+        stream: Ordered,
+        generator: Generator[Iterable[Any], None, None],
+        close: Callable[[], object],
+    ) -> None:
+        self._stream, self._generator, self._close = stream, generator, close
         self._values: Iterator[Any] = iter(())
 
     async def __anext__(self) -> Any:
-        results = self._results
         try:
             while True:
                 for value in self._values:
                     return value
-                await results._stream.wait()
-                some = next(results._generator, None)
+                await self._stream.wait()
+                some = next(self._generator, None)
                 if some is None:
                     raise StopAsyncIteration
                 self._values = iter(some)
         except StopAsyncIteration:
             raise
         except BaseException:
-            results.close()
+            self._close()
             raise
 
     async def aclose(self) -> None:
-        self._results.close()
+        self._close()
 
 
 def _cancel(tasks: Reversible[Task]) -> None:

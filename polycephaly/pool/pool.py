@@ -508,3 +508,8 @@ class Pool(ExecutorBase):
         timeline = self.timeline
         picture = timeline._repr_html_() if timeline else ""
         return drone_table(repr(self), handles) + picture
+
+
+def dispatcher_of(pool: Pool) -> Dispatcher:
+    """Return the dispatcher of `pool`, for the parts of the package that are built on pools."""
+    return pool._dispatcher

@@ -257,10 +257,10 @@ class Reactor(EventLoop):
                     self._lent_to_driver = True
                     self._epoll.unregister(self._fast_epoll.fileno())
                     self.wake()  # so that its thread ticks
-                promise._hook(hook)
+                promise.add_done_callback(hook)
                 self._drive(promise, deadline, deferred_sigint)
             finally:
-                promise._unhook(hook)
+                promise.remove_done_callback(hook)
                 if not nested:
                     self._driver_id = 0
                     self._driver_lock.release()

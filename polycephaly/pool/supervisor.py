@@ -25,7 +25,7 @@ from typing import Any
 
 from .._compat import remote_traceback_type
 from ..errors import DroneDied, describe_exit
-from ..promises.promise import Promise
+from ..promises.promise import Promise, stored_error
 from ..wire.exceptions import message_of
 from ..wire.messages import RECALL, STOP, pack_numbers
 from .cancellation import Cancellation
@@ -198,7 +198,7 @@ class Supervisor:
         handle.state = State.PREPARING
         task = self._initializer()
         task.target = handle
-        task._hook(partial(self._report_prepared, handle))
+        task.add_done_callback(partial(self._report_prepared, handle))
         batch, frames = handle.load_batch(deque([task]), 1, self._dispatcher.reactor.timers.now())
         handle.send(frames, batch)
 
@@ -206,7 +206,7 @@ class Supervisor:
         """Report how the initializer has ended. Called without the lock, because the error's text
         may be made by code of users.
         """
-        error = promise._exception
+        error = stored_error(promise)
         if error is not None:
             error = pool_error(f"the initializer of {self._config.name} failed", error)
         self._dispatcher.post(self._on_prepared, handle, error)

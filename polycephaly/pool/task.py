@@ -259,7 +259,7 @@ class Task(Promise[Any]):
             if each.done():
                 on_settled(each)  # not as a hook, so that the caller gets its error
             else:
-                each._hook(on_settled)
+                each.add_done_callback(on_settled)
 
     def _on_input_settled(self, settled: Promise[Any]) -> None:
         if self._state == PENDING:
@@ -365,7 +365,7 @@ class Task(Promise[Any]):
     ) -> bool:
         settled = super()._settle(state, result, exception, unless_running)
         if self.is_node and settled and (exception is not None or state != FINISHED):
-            record_failure(self.call_number, state)
+            record_failure(self.call_number, self.cancelled())
         return settled
 
     def recompute_inputs(self, lost: Lost) -> None:

@@ -109,9 +109,11 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
 
     def all_settled(_: Promise[Any]) -> None:
         if waiting_for:  # else no promise has a hook any more
-            _unhook(promises, hook)
+            _remove_hook(promises, hook)
 
-    combined._hook(all_settled)  # called at once if one had failed before the last had a hook
+    combined.add_done_callback(
+        all_settled
+    )  # called at once if one had failed before the last had a hook
     return combined
 
 
@@ -163,7 +165,7 @@ def race(*promises: Future[Any]) -> Promise[Any]:
         first._settle(CANCELLED if future.cancelled() else FINISHED, *outcome(future))
 
     hook = _call_when_settled(promises, one_settled)
-    first._hook(lambda _: _unhook(promises, hook))
+    first.add_done_callback(lambda _: _remove_hook(promises, hook))
     return first
 
 
@@ -180,11 +182,11 @@ def _call_when_settled(
     return hook
 
 
-def _unhook(promises: Iterable[Future[Any]], hook: Callable[[Any], None]) -> None:
+def _remove_hook(promises: Iterable[Future[Any]], hook: Callable[[Any], None]) -> None:
     """Remove `hook` from those that are pending, so that they keep nothing alive."""
     for each in promises:
         if isinstance(each, Promise):
-            each._unhook(hook)
+            each.remove_done_callback(hook)
 
 
 class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the standard library
@@ -241,7 +243,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
 
     def _remove_hooks(self) -> None:
         if self._pending:
-            _unhook(list(self._pending), self._hook)
+            _remove_hook(list(self._pending), self._hook)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not finalizing():

@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from threading import Condition, main_thread
 from time import monotonic
-from typing import Any, Generic, Self, TypeVar, cast, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 from ..runtime.tuning import tuning
 from .trampoline import Trampoline
@@ -441,19 +441,54 @@ class Promise(Future[T], Handle, Generic[T]):
                 return
             if isinstance(value, Promise):
                 after._awaited = (value,)
-                value._hook(follow)
+                value.add_done_callback(follow)
             else:
                 trampoline.run(after._settle, FINISHED, value, None)
 
-        self._hook(on_settled)
+        self.add_done_callback(on_settled)
         return after
 
-    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+    def add_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
         """Call ``fn(promise)`` when the promise is settled; at once if it is settled already.
 
         `fn` is called in the thread that settles the promise. An `Exception` of `fn` is logged.
         """
-        self._hook(cast(Callable[[Promise[Any]], object], fn))
+        if self._calling_hooks:
+            try:
+                fn(self)
+            except Exception:
+                callbacks.exception("exception calling callback for %r", self)
+            return
+        hooks = self._hooks
+        if hooks is None:
+            hooks = []
+            # Straight-line code up to the store, so no other thread comes in between.
+            if self._hooks is None:
+                self._hooks = hooks
+            else:
+                hooks = self._hooks
+        hooks.append(fn)
+        if self.done():
+            self._run_hooks(self._hook_index)
+
+    def remove_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
+        """Remove `fn` once, if it was added and was not called yet.
+
+        Pass the very object that was added: callbacks are compared by identity, because `==` would
+        run code of users.
+        """
+        # The look and the removal are straight-line code. If other threads pop from the front
+        # meanwhile, the scan may pass over `fn`; then `fn` is about to be called.
+        hooks = self._hooks
+        index = 0
+        while hooks is not None:
+            try:
+                if hooks[index] is fn:
+                    del hooks[index]
+                    return
+            except IndexError:  # it has been called, or is being called
+                return
+            index += 1
 
     def set_result(self, result: T) -> None:
         """Settle the promise with a value.
@@ -600,43 +635,6 @@ class Promise(Future[T], Handle, Generic[T]):
             self._run_hooks()
         return True
 
-    def _hook(self, hook: Callable[[Promise[Any]], object]) -> None:
-        if self._calling_hooks:
-            try:
-                hook(self)
-            except Exception:
-                callbacks.exception("exception calling callback for %r", self)
-            return
-        hooks = self._hooks
-        if hooks is None:
-            hooks = []
-            # Straight-line code up to the store, so no other thread comes in between.
-            if self._hooks is None:
-                self._hooks = hooks
-            else:
-                hooks = self._hooks
-        hooks.append(hook)
-        if self.done():
-            self._run_hooks(self._hook_index)
-
-    def _unhook(self, hook: Callable[[Promise[Any]], object]) -> None:
-        """Remove `hook`, if present. Hooks are compared by identity, because `==` would run user
-        code.
-
-        The look and the removal are straight-line code. If other threads pop from the front
-        meanwhile, the scan may pass over `hook`; then `hook` is about to be called.
-        """
-        hooks = self._hooks
-        index = 0
-        while hooks is not None:
-            try:
-                if hooks[index] is hook:
-                    del hooks[index]
-                    return
-            except IndexError:  # the hook has been called, or is being called
-                return
-            index += 1
-
     def _reverse_hooks(self, hooks: list[Callable[[Promise[Any]], object]]) -> int:
         if not self._hook_index:  # straight-line code from here on
             self._hook_index = -1
@@ -741,7 +739,7 @@ class Promise(Future[T], Handle, Generic[T]):
         def wake(_: Promise[Any]) -> None:
             settled.release()
 
-        self._hook(wake)
+        self.add_done_callback(wake)
         in_main = get_ident() == main_thread().ident
         interval = tuning.signal_check_seconds if in_main else tuning.settled_check_seconds
         while not self.done():
@@ -752,7 +750,7 @@ class Promise(Future[T], Handle, Generic[T]):
                 break
             self._on_wait_interval()
             if deadline is not None and monotonic() >= deadline:
-                self._unhook(wake)
+                self.remove_done_callback(wake)
                 if not self.done():
                     raise TimeoutError(f"{self!r} was not settled within {timeout} s")
 
@@ -771,11 +769,11 @@ class Promise(Future[T], Handle, Generic[T]):
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
-        self._hook(on_settled)
+        self.add_done_callback(on_settled)
         try:
             yield from wakeup
         except asyncio.CancelledError:
-            self._unhook(on_settled)
+            self.remove_done_callback(on_settled)
             if self._cancels_with_waiter:
                 self.cancel()
             raise
@@ -845,6 +843,14 @@ def fulfill(promise: Promise[Any], value: object = None) -> bool:
 def reject(promise: Promise[Any], error: BaseException) -> bool:
     """Settle `promise` with `error`. Return False if the promise was settled before."""
     return promise._settle(FINISHED, None, error)
+
+
+def stored_error(settled: Promise[Any]) -> BaseException | None:
+    """Return the error that `settled` was rejected with.
+
+    Unlike `Promise.exception`, this neither waits nor opens a value that is stored elsewhere.
+    """
+    return settled._exception
 
 
 def outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:

@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..engines.remote.messages import REPLY, pack_json
 from ..errors import Malformed
 from ..pool.collecting import take_news
+from ..pool.pool import Pool, dispatcher_of
 from ..pool.status import IDENTITY_FIELDS, describe_identity
 from ..promises.promise import Promise
 from ..runtime import fork_guard
@@ -28,9 +29,6 @@ from ..timeline.timeline import Timeline
 from .client import Client
 from .drone_requests import DRONE_REQUESTS, Reply
 from .joined import JoinedHosts
-
-if TYPE_CHECKING:
-    from ..pool.pool import Pool
 
 TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines
 
@@ -62,7 +60,7 @@ class AdminService:
     ) -> None:
         self._server = server
         self._pool = pool
-        self._dispatcher = pool._dispatcher
+        self._dispatcher = dispatcher_of(pool)
         self._joined_hosts = joined_hosts
         self._post = post
         self._cancel_tasks = cancel_tasks

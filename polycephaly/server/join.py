@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ..engines.remote import pool_registry
 from ..engines.remote.keys import Card
@@ -49,6 +49,7 @@ from ..engines.remote.messages import (
 from ..engines.remote.server_connection import ServerConnection
 from ..errors import Malformed
 from ..pool.config import check_timeout
+from ..pool.pool import Pool, dispatcher_of
 from ..pool.status import describe_drones
 from ..pool.task import Task
 from ..promises.promise import Promise
@@ -58,9 +59,6 @@ from ..wire.messages import CALL, FORGET
 from ..wire.output import Line
 from .drone_requests import DRONE_REQUESTS
 from .session import ClientFunction, ClientSession, make_result, submit_call
-
-if TYPE_CHECKING:
-    from ..pool.pool import Pool
 
 log = logging.getLogger("polycephaly")
 
@@ -88,7 +86,7 @@ class Joined(ServerConnection):
 
     def __init__(self, pool: Pool, card: Card, timeout: float) -> None:
         self._pool = pool
-        self._dispatcher = pool._dispatcher
+        self._dispatcher = dispatcher_of(pool)
         self._dispatcher.checks_width = False  # as in `Server`
         self.name = ""
         self._session = ClientSession(self._submit_call, self._on_settled, None)
@@ -409,5 +407,5 @@ def join(
     3
     """
     check_timeout(timeout)
-    pool._dispatcher.check_open()
+    dispatcher_of(pool).check_open()
     return Joined(pool, pool_registry.resolve_card(where, server_key, keys), timeout)

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import zmq
 from zmq.utils import z85
@@ -70,6 +70,7 @@ from ..engines.remote.messages import (
 )
 from ..errors import Malformed
 from ..pool.event_loop import EventLoop
+from ..pool.pool import Pool, dispatcher_of
 from ..promises.promise import Promise, settling_threads
 from ..runtime.procfs import start_time_of
 from ..runtime.system_limits import shared_memory_ceiling
@@ -86,9 +87,6 @@ from .fairness import FairOrder
 from .flow_control import Flow
 from .joined import JoinedHost, JoinedHosts
 from .session import ClientFunction, ClientSession, make_result, submit_call
-
-if TYPE_CHECKING:
-    from ..pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +127,7 @@ class Server:
         # Modules and the file that were loaded before the drones were forked, for joining hosts.
         self.setup = setup
         self._pool = pool
-        self._dispatcher = pool._dispatcher
+        self._dispatcher = dispatcher_of(pool)
         self._dispatcher.checks_width = False  # calls of clients never overlap in a drone
         check_address(address)
         self.key, secret = new_key_pair()
@@ -773,11 +771,9 @@ def serve(
     ...     remote.doit(lambda x: x + 1, 41)
     42
     """
-    from ..pool.pool import Pool
-
     if not isinstance(pool, Pool):
         raise TypeError(f"serve takes a pool of this process, not {pool!r}")
-    pool._dispatcher.check_open()
+    dispatcher_of(pool).check_open()
     if name is not None:
         pool_registry.check_name_available(name)
     server = Server(pool, address, allow, on_stop, _setup)

@@ -23,7 +23,7 @@ from ..pool.config import check_needs
 from ..pool.drone_handle import DroneHandle
 from ..pool.interfaces import State, TaskOptions
 from ..pool.task import Task
-from ..promises.promise import Promise
+from ..promises.promise import Promise, stored_error
 from ..store.shared import Shared
 from ..wire.messages import (
     CALL,
@@ -126,7 +126,7 @@ class ClientSession:
 
     def _add(self, number: int, promise: Promise[Any]) -> None:
         self.tasks[number] = promise
-        promise._hook(partial(self._on_settled, number))
+        promise.add_done_callback(partial(self._on_settled, number))
 
     def newly_running(self) -> list[int]:
         """Return the running calls that no earlier call of this method has returned."""
@@ -208,7 +208,7 @@ def find_drone(dispatcher: Dispatcher, number: int) -> DroneHandle:
 
 def make_result(number: int, promise: Promise[Any]) -> Result:
     """Return the result of a settled promise, under the number that the peer knows."""
-    error, tail = promise._exception, promise.output
+    error, tail = stored_error(promise), promise.output
     if promise.cancelled():
         return number, WITHDRAWN, b"", tail
     if error is None:

@@ -330,7 +330,7 @@ class LocalDrone(DroneExecutor):
     def _on_open(self, frames: list[bytes]) -> None:
         self.open_bulk()
 
-    _HANDLERS = {**DroneExecutor._HANDLERS, OPEN: _on_open}  # noqa: RUF012 - a table, never changed
+    HANDLERS = {**DroneExecutor.HANDLERS, OPEN: _on_open}  # noqa: RUF012 - a table, never changed
 
     # -- used by the control thread ----------------------------------------------------------------
 

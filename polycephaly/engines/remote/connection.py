@@ -34,7 +34,7 @@ from ...pool.drone_handle import drain
 from ...pool.handlers import settle, settle_task
 from ...pool.interfaces import TaskOptions, TaskRunner
 from ...pool.task import Task
-from ...promises.promise import CANCELLED, FINISHED, Promise, reject
+from ...promises.promise import CANCELLED, FINISHED, Promise, reject, stored_error
 from ...runtime.timers import Timer
 from ...runtime.tuning import tuning
 from ...wire.functions import FunctionRegistry, KnownFunctions, RemoteFunction
@@ -177,12 +177,12 @@ class Connection(ServerConnection, TaskRunner):
         try:
             promise.result()
         except BaseException:  # Ctrl-C: the caller gets no handle that would release the value
-            promise._hook(partial(self._release_unused, number))
+            promise.add_done_callback(partial(self._release_unused, number))
             raise
         return number
 
     def _release_unused(self, number: int, promise: Promise[Any]) -> None:
-        if not promise.cancelled() and promise._exception is None:
+        if not promise.cancelled() and stored_error(promise) is None:
             self.post(self.send, pack_numbers(RELEASE, [number]))
 
     def _request(self, number: int, frames: list[bytes]) -> Promise[Any]:

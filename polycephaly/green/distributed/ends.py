@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ...errors import ChannelClosed, DroneDied
-from ...promises.promise import pickling_state
+from ...promises.promise import pickling_state, stored_error
 from ...runtime.tuning import tuning
 from ...wire import placeholders
 from .. import channel as channels
@@ -122,7 +122,7 @@ class _CountedEnd(channels.End[T]):
         this.
         """
         scheduler.post(self._on_call_sent)
-        task._hook(self._on_call_settled)
+        task.add_done_callback(self._on_call_settled)
 
     def _on_call_sent(self) -> None:
         self._calls += 1
@@ -138,7 +138,7 @@ class _CountedEnd(channels.End[T]):
     def _on_task_lost(self, task: Any) -> None:
         """Handle a task that was settled before and, as is known now, has come to nothing."""
         scheduler.post(
-            partial(self._check_misplaced_later, task._exception or _cancelled_error(task))
+            partial(self._check_misplaced_later, stored_error(task) or _cancelled_error(task))
         )
 
     def _on_call_over(self, error: BaseException | None) -> None:
@@ -173,7 +173,7 @@ def _misplacing_error(task: Any) -> BaseException | None:
     """Return why ends sent with `task` cannot have arrived, or are gone again; None if they may be
     there.
     """
-    error: BaseException | None = task._exception
+    error: BaseException | None = stored_error(task)
     if isinstance(error, DroneDied) or (error is not None and task.sending is None):
         return error
     return _cancelled_error(task) if task.cancelled() and task.sending is None else None
