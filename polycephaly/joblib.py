@@ -27,7 +27,8 @@ from .drone.child import call_as_imported
 from .pool.pool import Pool, dispatcher_of
 from .promises.promise import Promise
 from .store.shared import Shared
-from .wire.pickling import ATOMIC_TYPES, MainSnapshot, extra_reducers, main_namespace
+from .wire.main_names import ATOMIC_TYPES, MainSnapshot, main_namespace
+from .wire.reducers import extra_reducers
 
 try:
     import joblib

@@ -24,6 +24,7 @@ from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.runtime.timers import Timers
 from polycephaly.wire.functions import FunctionRegistry
+from polycephaly.wire.main_names import MainSnapshot
 from polycephaly.wire.messages import (
     VALUE,
     message_type,
@@ -33,7 +34,6 @@ from polycephaly.wire.messages import (
     pack_values,
     unpack_numbers,
 )
-from polycephaly.wire.pickling import MainSnapshot
 
 BEGINNING = 1000.0  # of the time: no 0, which could stand for something else
 PID = 7000  # and more, of drones

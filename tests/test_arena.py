@@ -28,9 +28,9 @@ from polycephaly.memory.references import (
     load_joined,
     load_with_buffers,
 )
+from polycephaly.wire.main_names import MainSnapshot
 from polycephaly.wire.pickling import (
     MIN_LARGE_BUFFER_BYTES,
-    MainSnapshot,
     capture,
     join_payloads,
     pack,

@@ -17,7 +17,7 @@ from polycephaly import green
 from polycephaly.memory.arena import Arena
 from polycephaly.memory.blocks import Store
 from polycephaly.wire.functions import FunctionRegistry
-from polycephaly.wire.pickling import MainSnapshot
+from polycephaly.wire.main_names import MainSnapshot
 
 pytestmark = on_each_engine
 

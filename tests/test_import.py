@@ -9,6 +9,7 @@ import sys
 import pytest
 
 SERVED = ["polycephaly.green", "polycephaly.server", "polycephaly.engines.remote"]
+BY_VALUE = ["cloudpickle", "dataclasses", "inspect"]  # only for what is pickled by value
 HEAVY = [
     "asyncio",
     "cloudpickle",
@@ -30,7 +31,13 @@ HEAVY = [
             "from polycephaly import Promise",
             ["asyncio", "cloudpickle", "httpx", "numpy", "rich", "zmq"],
         ),
-        ("from polycephaly import Pool", ["asyncio", "httpx", "numpy", "rich", *SERVED]),
+        ("from polycephaly import Pool", [*BY_VALUE, "asyncio", "httpx", "numpy", "rich", *SERVED]),
+        (
+            "def f(): return 1\n"
+            "import polycephaly\n"
+            "with polycephaly.Pool(1) as pool: assert pool.doit(f) == 1",
+            [*BY_VALUE, "asyncio", "httpx", "numpy", "rich", *SERVED],
+        ),
         (
             "from polycephaly import green",
             ["cloudpickle", "httpx", "numpy", "rich", "zmq", "polycephaly.pool.pool"],

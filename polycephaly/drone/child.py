@@ -23,7 +23,7 @@ from typing import Any
 
 from .. import _compat
 from ..runtime.connections import InheritanceSearch
-from ..wire.pickling import main_namespace
+from ..wire.main_names import main_namespace
 
 _inherited_args: tuple[Any, ...] | bytes = ()
 

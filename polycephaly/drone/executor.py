@@ -35,6 +35,7 @@ from ..runtime.sampler import MAX_HERTZ, SWITCH_SECONDS, StackSampler
 from ..runtime.tuning import tuning
 from ..timeline.event_log import EventLog, event_log
 from ..wire import placeholders
+from ..wire.main_names import MainSnapshot
 from ..wire.messages import (
     CALL_SLICE,
     CALLS,
@@ -67,7 +68,6 @@ from ..wire.messages import (
     unpack_numbers,
     unpack_work,
 )  # fmt: skip
-from ..wire.pickling import MainSnapshot
 from ..wire.slices import (
     ENDED,
     FAILED,

@@ -11,8 +11,9 @@ from typing import Any
 
 from ..runtime import forked
 from ..wire.exceptions import describe_error, pack_exception
+from ..wire.main_names import MainSnapshot
 from ..wire.messages import ERROR, VALUE
-from ..wire.pickling import MainSnapshot, capture
+from ..wire.pickling import capture
 from . import console
 from .functions import LoadedFunction, define
 

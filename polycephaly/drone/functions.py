@@ -7,20 +7,22 @@ unpickling error rejects that call only.
 from __future__ import annotations
 import __future__
 
-import ast
 import itertools
 import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..memory.references import load, load_joined, load_with_buffers
 from ..runtime.coroutines import is_coroutine
 from ..runtime.sources import set_source
+from ..wire.main_names import looked_up, main_namespace
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
-from ..wire.pickling import looked_up, main_namespace
 from ..wire.placeholders import promised_values
 from ..wire.slices import BATCHED_TYPES
+
+if TYPE_CHECKING:
+    import ast
 
 
 class LoadedFunction:
@@ -138,6 +140,8 @@ def compile_source(source: str, file: str | None = None) -> tuple[CodeType, Code
     whole, and the ``from __future__ import`` of earlier ones holds for it too, as at a prompt.
     """
     global _future_flags
+    import ast  # takes a millisecond, and only code strings need it
+
     name = file or f"<doit {next(_source_numbers)}>"
     flags = _future_flags if file is None else 0
     try:
@@ -160,8 +164,10 @@ def compile_source(source: str, file: str | None = None) -> tuple[CodeType, Code
 
 
 def _parse(source: str, name: str, flags: int) -> ast.Module:
+    from ast import PyCF_ONLY_AST
+
     set_source(name, [f"{line}\n" for line in source.split("\n")])
-    tree: ast.Module = compile(source, name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+    tree: ast.Module = compile(source, name, "exec", flags | PyCF_ONLY_AST, dont_inherit=True)
     return tree
 
 

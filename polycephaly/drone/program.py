@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..wire.pickling import main_namespace
+from ..wire.main_names import main_namespace
 from .functions import compile_source, run_if_coroutine
 
 _MISSING = object()

@@ -24,6 +24,7 @@ from ..memory.references import RefTable, Serialized
 from ..runtime import forked
 from ..timeline.event_log import EventLog
 from ..wire.exceptions import pack_exception
+from ..wire.main_names import MainSnapshot
 from ..wire.messages import (
     EVENT_LOG,
     KEPT_VALUES,
@@ -36,7 +37,7 @@ from ..wire.messages import (
     pack_outcomes,
     pack_values,
 )
-from ..wire.pickling import BULKY_TYPES, MIN_LARGE_BUFFER_BYTES, MainSnapshot, capture, pack
+from ..wire.pickling import BULKY_TYPES, MIN_LARGE_BUFFER_BYTES, capture, pack
 from ..wire.status_page import StatusPage
 from .console import OutputTail
 from .store import DroneStore

@@ -34,8 +34,9 @@ from ..store.shared import Shared
 from ..timeline.event_log import EventLog
 from ..wire import placeholders
 from ..wire.functions import FunctionRegistry, RemoteFunction
+from ..wire.main_names import MainSnapshot
 from ..wire.messages import CANCEL, FRAMES, RECALL, STOP, message_type, unpack_numbers
-from ..wire.pickling import MainSnapshot, capture
+from ..wire.pickling import capture
 from ..wire.placeholders import drone_thread
 
 _nothing: Any = None  # no store, no memory to lend: nothing leaves this process

@@ -44,7 +44,9 @@ from .directory import KeptTask
 from .interfaces import LivePage, TaskOptions, TaskRunner
 from .map import Ordered, Results, Unordered, start_map
 from .map_source import Source
-from .retry import Retry
+
+if TYPE_CHECKING:
+    from .retry import Retry
 
 T = TypeVar("T")
 T1 = TypeVar("T1")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..wire.output import Line, forward
 from .interfaces import TaskOptions
-from .retry import Retry
+
+if TYPE_CHECKING:
+    from .retry import Retry
 
 START_METHODS = ("fork", "spawn")
 MIN_HANG_TIMEOUT_SECONDS = 0.5
@@ -21,8 +22,7 @@ MIN_MAX_MEMORY_BYTES = 1 << 20  # a smaller limit is a mistake
 MAX_PRIORITY = 1 << 30  # fits the message of a client
 
 
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
+class PoolConfig(NamedTuple):
     """The configuration of a pool or a lone drone, from the arguments of `Pool` or `Drone`."""
 
     size: int  # at the start: see `Pool.resize`
@@ -88,9 +88,11 @@ def check_hang_timeout(seconds: float | None) -> float | None:
 
 
 def check_retries(retries: int | Retry) -> int | Retry:
-    if isinstance(retries, Retry):
-        return retries
     if not isinstance(retries, int):
+        from .retry import Retry  # not with each pool: dataclasses take milliseconds to import
+
+        if isinstance(retries, Retry):
+            return retries
         raise TypeError(f"retries is a whole number or a polycephaly.Retry, not {retries!r}")
     return check_at_least("retries", retries, 0)
 

@@ -38,8 +38,8 @@ from ..promises.promise import CANCELLED, PENDING, Promise, Signal, fulfill, rej
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.tuning import tuning
 from ..wire.functions import RemoteFunction
+from ..wire.main_names import main_namespace
 from ..wire.messages import CANCEL, DEFINE_CODE, RECALL, pack_numbers
-from ..wire.pickling import main_namespace
 from ..wire.placeholders import PayloadWithRefs
 from ..wire.slices import FAILED, RUNNING
 from .backpressure import BackPressure

@@ -32,13 +32,14 @@ from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
 from .interfaces import State, TaskOptions
 from .machine import find_machine
-from .retry import Retry
 from .stacks import ANSWER_SECONDS, Stack
 from .status import held_memory, running_label
 from .waiting import Waiting
 
 if TYPE_CHECKING:
     import asyncio
+
+    from .retry import Retry
 
 T = TypeVar("T")
 

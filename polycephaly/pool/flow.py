@@ -19,17 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import update_wrapper
 from types import FunctionType
-from typing import Any, ParamSpec, Protocol, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
 
 from ..promises.promise import stored_error
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.functions import goes_by_reference
-from ..wire.pickling import MainSnapshot
+from ..wire.main_names import MainSnapshot
 from .base import Handles, innermost_pool
 from .config import check_keep, check_retries, check_timeout
 from .directory import KeptTask
 from .flow_graph import record_failure, record_node
-from .retry import Retry
+
+if TYPE_CHECKING:
+    from .retry import Retry
 
 P = ParamSpec("P")
 

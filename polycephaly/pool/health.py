@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from time import time
 from typing import Any
 
@@ -310,10 +309,10 @@ class HealthMonitor:
         waiting = Waiting(since, system_call=handle.system_call())
         if task is None:
             return 0, waiting
-        waiting = replace(waiting, task=task.definition.label, item=task.item)
+        waiting = waiting._replace(task=task.definition.label, item=task.item)
         match places.get(str(task.number)):
             case [str(file), int(line), str(function)]:
-                waiting = replace(waiting, file=file, line=line, function=function)
+                waiting = waiting._replace(file=file, line=line, function=function)
         return task.number, waiting
 
     def _end_wait(self, handle: DroneHandle) -> None:

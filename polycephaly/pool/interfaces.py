@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal
 from ..runtime.timers import Timers
 from ..wire.functions import FunctionRegistry
 from ..wire.output import Line, Listener
-from .retry import Retry
+
+if TYPE_CHECKING:
+    from .retry import Retry
 
 
 class State(IntEnum):

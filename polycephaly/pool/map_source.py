@@ -25,7 +25,6 @@ from ..store.shared import Shared
 from ..wire.pickling import BULKY_TYPES, capture
 from ..wire.placeholders import PicklingContext
 from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, ROWS, SMALL_TYPES, pack_calls
-from .retry import Retry
 from .task import Slice, Task
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class Source:
         self.one_by_one = (
             not slices
             or task_options.timeout is not None
-            or isinstance(task_options.retries, Retry)
+            or not isinstance(task_options.retries, int)
             or bool(task_options.resources)  # which each call holds only while it runs
         )
         self._definition = dispatcher.registry.define(fn)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import NoSuchName
-from ..wire.pickling import main_namespace
+from ..wire.main_names import main_namespace
 
 
 def push(names: dict[str, Any]) -> None:

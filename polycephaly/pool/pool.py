@@ -32,12 +32,12 @@ from .interfaces import TaskOptions
 from .machine import find_machine
 from .map_source import Source
 from .record import Cursor
-from .retry import Retry
 from .stacks import ANSWER_SECONDS, Stack, Stacks
 from .status import describe_pool
 
 if TYPE_CHECKING:
     from .profile import Profile
+    from .retry import Retry
 
 T = TypeVar("T")
 

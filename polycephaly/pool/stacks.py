@@ -12,7 +12,6 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from traceback import FrameSummary, StackSummary, format_exception_only
@@ -36,8 +35,7 @@ ANSWER_SECONDS = 2.0
 """By default, how long a drone may take to report its frames."""
 
 
-@dataclass(frozen=True)
-class Stack:
+class Stack(NamedTuple):
     """The activity of a drone at one moment: see `Drone.stack`.
 
     ``str()`` gives a text like a traceback.
@@ -83,7 +81,7 @@ class Stack:
     number: int | None = None
     item: int | None = None
     seconds: float | None = None
-    frames: StackSummary = field(default_factory=StackSummary)
+    frames: StackSummary = StackSummary()
     threads: tuple[tuple[str, StackSummary], ...] = ()
     system_call: str | None = None
 
@@ -96,7 +94,7 @@ class Stack:
             Each frame is a list of file, line, function and source line.
         """
         threads = [(name, _plain(frames)) for name, frames in self.threads]
-        return {**self.__dict__, "frames": _plain(self.frames), "threads": threads}
+        return {**self._asdict(), "frames": _plain(self.frames), "threads": threads}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Stack:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from pickle import dumps, loads
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Lost, copy_error
 from ..memory.blocks import pristine_view
@@ -47,7 +47,9 @@ from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, args_of_cal
 from .flow_graph import record_failure
 from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
 from .interfaces import AssignedDrone, TaskOptions, TaskOwner
-from .retry import Retry
+
+if TYPE_CHECKING:
+    from .retry import Retry
 
 MAX_ITEM_BYTES = 4096
 """Bytes of pickled arguments of a call that a `map` keeps until it has succeeded, to name the item
@@ -135,9 +137,10 @@ class Task(Promise[Any]):
 
     def set_options(self, task_options: TaskOptions) -> None:
         self.timeout, retries, self.priority, self.resources = task_options
-        if isinstance(retries, Retry):
-            self.retry, retries = retries, retries.times
-        self.retries = retries
+        if isinstance(retries, int):
+            self.retries = retries
+        else:
+            self.retry, self.retries = retries, retries.times
 
     def capture(
         self, definition: RemoteFunction, args: tuple[Any, ...], kwargs: dict[str, Any]

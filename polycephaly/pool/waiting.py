@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .items import with_item
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(NamedTuple):
     """Where a drone has waited without processor time: see `Drone.waiting`. ``str()`` gives one
     line.
 
@@ -67,7 +65,7 @@ class Waiting:
         dict
             Keyword arguments with which `Waiting` makes an equal object.
         """
-        return dict(self.__dict__)
+        return self._asdict()
 
     def __str__(self) -> str:
         at = f" at {self.where}" if self.file is not None else ""

@@ -29,10 +29,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from threading import Condition, main_thread
 from time import monotonic
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, NamedTuple, Self, TypeVar, overload
 
 from ..runtime.tuning import tuning
 from .trampoline import Trampoline
@@ -109,8 +108,7 @@ promise, so waiting there raises an error.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
+class Spans(NamedTuple):
     """The times of one task, in ``time.monotonic`` seconds. None: not reached yet.
 
     Attributes
@@ -823,7 +821,7 @@ class Promise(Future[T], Handle, Generic[T]):
         return promise_table(
             repr(self),
             None if definition is None else definition.label,
-            asdict(self.spans),
+            self.spans._asdict(),
             running=self.running(),
             done=self.done(),
         )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 
-
-@dataclass(slots=True)
 class Tuning:
     """The values. They are read when used, unless a comment says otherwise.
 

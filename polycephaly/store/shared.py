@@ -16,7 +16,8 @@ from ..memory.arena import Full, view
 from ..memory.blocks import Store, pristine_view
 from ..memory.references import Serialized, load_with_buffers
 from ..promises.promise import ReleasableHandle, pickling_state
-from ..wire.pickling import MainSnapshot, pack_strictly
+from ..wire.main_names import MainSnapshot
+from ..wire.pickling import pack_strictly
 
 T = TypeVar("T")
 

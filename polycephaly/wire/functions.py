@@ -35,8 +35,9 @@ from ..memory.blocks import Store
 from ..memory.references import Serialized
 from ..promises.promise import NeedsPlaceholder
 from ..runtime.coroutines import is_coroutine_function
+from .main_names import ATOMIC_TYPES, MainSnapshot, goes_with_calls, main_namespace
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
-from .pickling import ATOMIC_TYPES, MainSnapshot, goes_with_calls, main_namespace, pack
+from .pickling import pack
 from .placeholders import Directory, PicklingContext
 
 _MISSING = object()

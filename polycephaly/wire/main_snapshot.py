@@ -15,23 +15,14 @@ import io
 import sys
 from collections.abc import Callable
 from pickle import loads
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
-
-import cloudpickle
 
 from ..memory.arena import Arena, Full, RangeRef, view
 from ..memory.blocks import Store
 from ..memory.references import Serialized, load_with_buffers
-from .pickling import (
-    MainSnapshot,
-    capture,
-    main_namespace,
-    pack_strictly,
-    pickled_size,
-    reduce_code_with_source,
-    store_pickle,
-)
+from .main_names import MainSnapshot, main_namespace
+from .pickling import capture, pack_strictly, pickled_size, store_pickle
 
 MAX_PICKLE_BYTES = 16 << 20
 """Limit in bytes of the pickle of one name, if there is no shared memory for it."""
@@ -156,38 +147,11 @@ def _pickle_data(value: Any, store: Store | None, defined: MainSnapshot) -> byte
 
 
 def _pickle_definition(value: Any, store: Store | None) -> bytes | Serialized:
+    from .by_value import DefinitionPickler
+
     file = io.BytesIO()
-    _Definitions(file, protocol=5).dump(value)
+    DefinitionPickler(file, protocol=5).dump(value)
     packed = store_pickle(file.getvalue(), store)
     if isinstance(packed, bytes):
         _check_size(len(packed))
     return packed
-
-
-class _Definitions(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickle definitions by value, with the drone's `__main__` as their globals."""
-
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
-        {CodeType: reduce_code_with_source}
-    )
-
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = super().reducer_override(obj)
-        if (
-            isinstance(obj, FunctionType)
-            and obj.__globals__ is main_namespace()
-            and isinstance(reduced, tuple)
-        ):
-            function, args, state, *rest = reduced
-            args = (args[0], _Main(), *args[2:])
-            slots, attributes = state
-            attributes["__globals__"] = {}
-            return (function, args, (slots, attributes), *rest)
-        return reduced
-
-
-class _Main:
-    """Unpickled as the receiving process's `__main__`."""
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return main_namespace, ()

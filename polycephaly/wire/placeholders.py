@@ -24,7 +24,7 @@ from ..memory.references import Serialized
 from ..promises.promise import Promise, pickling_state
 
 if TYPE_CHECKING:
-    from .pickling import MainSnapshot
+    from .main_names import MainSnapshot
 
 
 class Directory(Protocol):

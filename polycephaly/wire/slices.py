@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from ..errors import Malformed
 from ..memory.blocks import Store
 from ..memory.references import Serialized, load_joined, load_with_buffers
-from .pickling import ATOMIC_TYPES, join_payloads
+from .main_names import ATOMIC_TYPES
+from .pickling import join_payloads
 
 ITEMS, ROWS, PICKLED = range(3)
 """Forms of rows: a single argument, a tuple of arguments, or the pickle of such a tuple."""

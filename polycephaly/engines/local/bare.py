@@ -17,14 +17,13 @@ from __future__ import annotations
 import io
 import os
 import socket
-from dataclasses import replace
 from multiprocessing import reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...memory.arena import Arena
+from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot
-from ...wire.pickling import MainSnapshot
 from .main_maker import MainMaker
 
 if TYPE_CHECKING:
@@ -45,6 +44,10 @@ class _BareZygote:
 
     def _bootstrap(self, parent_sentinel: int) -> NoReturn:
         from .zygote import Zygote
+
+        if self._spec.main is not None and self._spec.main.snapshot is not None:
+            # Its drones will need it: imported once, for all of them.
+            from ...wire import by_value  # noqa: F401
 
         os.close(parent_sentinel)
         for fd in self.descriptors:
@@ -95,7 +98,7 @@ def start_bare_zygote(
         zygote = _BareZygote(
             control,
             arena,
-            replace(spec, inherited_args=inherited_args, main=MainMaker(snapshot, module)),
+            spec._replace(inherited_args=inherited_args, main=MainMaker(snapshot, module)),
         )
         reduction.dump(preparation_data, pickled)
         reduction.dump(zygote, pickled)

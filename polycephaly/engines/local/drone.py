@@ -41,8 +41,8 @@ from ...runtime.tuning import tuning
 from ...wire import addresses, endpoint
 from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
 from ...wire.fast_transport import FastTransport
+from ...wire.main_names import MainSnapshot, shared_snapshots
 from ...wire.messages import HELLO, OPEN, PROTOCOL, pack_numbers  # fmt: skip
-from ...wire.pickling import MainSnapshot, shared_snapshots
 from ...wire.status_page import StatusPage
 from .control_thread import HEARTBEAT_SECONDS, ControlThread
 from .zygote import Order, Zygote

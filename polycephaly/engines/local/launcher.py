@@ -19,17 +19,18 @@ import sys
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...memory.arena import RangeRef, hold_ranges_through_fork
 from ...memory.blocks import Store
 from ...runtime import fork_guard, parent_death
 from ...wire import addresses
-from ...wire.main_snapshot import Snapshot, take_snapshot
-from ...wire.pickling import MainSnapshot, shared_snapshots
-from .bare import start_bare_zygote
+from ...wire.main_names import MainSnapshot, shared_snapshots
 from .native_threads import UnsafeFork, check_after_fork, check_before_fork
 from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, Zygote
+
+if TYPE_CHECKING:
+    from ...wire.main_snapshot import Snapshot
 
 
 class Launcher:
@@ -71,6 +72,8 @@ class Launcher:
             except UnsafeFork as unsafe:
                 unsafe.warn(name)
             self._kept_memory.clear()
+            from ...wire.main_snapshot import take_snapshot
+
             self.main_copy = take_snapshot(store, self._kept_memory)
             self.snapshot = MainSnapshot(self.main_copy.pickles, self.main_copy.left_out)
         return self._start_bare(spec)
@@ -110,6 +113,8 @@ class Launcher:
             theirs.close()
 
     def _start_bare(self, spec: DroneSpec) -> int:
+        from .bare import start_bare_zygote
+
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = parent_death.close_in_child(mine)
         try:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from io import open_code
 from pkgutil import get_importer
 from runpy import run_path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._compat import importing_main
 from ...memory.arena import Arena
+from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot, restore_snapshot
-from ...wire.pickling import MainSnapshot
 
 
-@dataclass(frozen=True, slots=True)
-class MainMaker:
+class MainMaker(NamedTuple):
     """The recipe by which a drone of a bare zygote makes its `__main__`."""
 
     snapshot: Snapshot | None  # None: import the main module

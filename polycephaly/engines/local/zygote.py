@@ -34,8 +34,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ... import _compat
 from ...memory.arena import Arena
@@ -43,7 +42,7 @@ from ...runtime import parent_death
 from ...runtime.connections import replace_connections
 from ...runtime.process_title import set_process_title
 from ...wire.addresses import channel_address, record_exit
-from ...wire.pickling import MainSnapshot
+from ...wire.main_names import MainSnapshot
 from ...wire.status_page import StatusPage, map_page
 
 if TYPE_CHECKING:
@@ -65,8 +64,7 @@ _RESET_SIGNALS = _IGNORED_SIGNALS | {
 _PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """An order to the zygote to start one drone."""
 
     number: int  # of the drone in its pool, and of the drone's region in the arena
@@ -78,11 +76,10 @@ class Order:
     cwd: str | None
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self._asdict()).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class DroneSpec:
+class DroneSpec(NamedTuple):
     """The start parameters that all drones of one zygote share."""
 
     drone_main: Callable[[Order, Zygote, socket.socket, StatusPage], None]

@@ -50,8 +50,8 @@ from ...runtime.procfs import boot_id
 from ...runtime.tuning import tuning
 from ...wire import main_snapshot as snapshot
 from ...wire.functions import FunctionRegistry
+from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot
-from ...wire.pickling import MainSnapshot
 from .buffers import LazyBuffers, OutOfBandBuffers, RayStore, current_session
 from .drone import DroneActor, Report, SpawnReply, SpawnRequest
 from .exit_record import FinalState, kill_owner, read_exit_record

@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeVar
 from ...memory.references import Serialized, load_with_buffers
 from ...promises.promise import FINISHED, Promise, ReleasableHandle, misplaced_error, pickling_state
 from ...wire.functions import FunctionRegistry
-from ...wire.pickling import MainSnapshot, pack_strictly
+from ...wire.main_names import MainSnapshot
+from ...wire.pickling import pack_strictly
 from .buffers import LazyBuffers, RayStore
 
 T = TypeVar("T")

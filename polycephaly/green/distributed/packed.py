@@ -5,9 +5,10 @@ from __future__ import annotations
 from pickle import loads
 from typing import Any
 
-from ...wire import pickling as capturing
 from ...wire import placeholders
 from ...wire.exceptions import pack_exception
+from ...wire.main_names import common_snapshot
+from ...wire.pickling import capture
 
 CLOSED_OR_RELEASED = "was closed, or its owning process has released it"
 """Said of a channel that the owning process knows only by number. The process that asked adds the
@@ -30,7 +31,7 @@ def pack_item(item: Any) -> bytes:
     try:
         # Without a directory: a kept value's handle cannot go through a channel.
         with placeholders.PicklingContext(None):
-            return capturing.capture(item, capturing.common_snapshot())
+            return capture(item, common_snapshot())
     except (SystemExit, GeneratorExit) as error:  # of the item's own code: must end no thread
         raise RuntimeError(
             f"pickling an item of a channel raised {type(error).__name__}: {error}"

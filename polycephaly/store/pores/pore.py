@@ -25,7 +25,7 @@ from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
 from ...runtime.procfs import start_time_of
 from ...runtime.system_limits import shared_memory_ceiling
-from ...wire import pickling
+from ...wire import main_names, pickling
 from .frames import HEAD, MAX_MESSAGE_BYTES, TOLD, WROTE, Message, message_of
 from .holder import Content, Holder, PoreIdentity, machine_id, process_name
 from .inbox import Inbox
@@ -277,7 +277,7 @@ class Pore:
         Exception
             The errors of pickling the message.
         """
-        pickled = pickling.capture(message, pickling.common_snapshot())
+        pickled = pickling.capture(message, main_names.common_snapshot())
         if len(pickled) > MAX_MESSAGE_BYTES:
             raise ValueError(
                 f"a message of {len(pickled):,} bytes is too large for the pore {self.name!r}, "

@@ -1,0 +1,194 @@
+"""Pickling of functions, classes and code by value, by cloudpickle.
+
+A process loads this module when it first pickles or unpickles such a value, because cloudpickle and
+what it imports take 10 ms and 2 MB.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pickle import PickleBuffer
+from types import CodeType, FunctionType
+from typing import Any
+from weakref import WeakSet
+
+import cloudpickle
+
+from .._compat import class_setstate, reduce_code
+from ..runtime.sources import add_lines, lines_of
+from .main_names import MainSnapshot, ValueByName, goes_with_calls, main_namespace
+from .reducers import REDUCERS, with_extra
+
+
+def _reduce_code_with_source(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
+    """Reduce a code object, together with its source lines if these are in no file."""
+    reduced = reduce_code(code)
+    lines = lines_of(code)
+    return (_make_code, (lines, *reduced)) if lines else reduced
+
+
+def _make_code(lines: str, make: Any, args: tuple[Any, ...]) -> CodeType:
+    code: CodeType = make(*args)
+    add_lines(code.co_filename, code.co_firstlineno, lines)
+    return code
+
+
+class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        REDUCERS | {CodeType: _reduce_code_with_source}
+    )
+
+    def __init__(
+        self, target: Any, snapshot: MainSnapshot, out_of_band: Callable[[PickleBuffer], bool]
+    ) -> None:
+        self.dispatch_table = with_extra(*type(self).dispatch_table.maps)  # read by __init__
+        super().__init__(target, protocol=5, buffer_callback=out_of_band)
+        self._snapshot = snapshot
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, (type, FunctionType, _CACHED_TYPE)):
+            return super().reducer_override(obj)
+        if getattr(obj, "__module__", None) == "__main__" and self._snapshot.holds(obj):
+            return NotImplemented  # the default: by reference
+        if isinstance(obj, _CACHED_TYPE) or (
+            isinstance(obj, FunctionType) and obj.__code__ is _DISPATCH_CODE
+        ):
+            return NotImplemented if _is_importable(obj) else _reduce_wrapper(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace():
+            self._replace_shared_globals(reduced)
+        return _reduce_class(obj, reduced)
+
+    def _replace_shared_globals(self, reduced: Any) -> None:
+        """Replace captured globals that the other process has anyway by their names.
+
+        Without this, `lambda i: table[i]` would carry the whole table each time.
+        """
+        if not (isinstance(reduced, tuple) and len(reduced) == 6 and isinstance(reduced[2], tuple)):
+            return  # cloudpickle can import the function
+        captured = reduced[2][1].get("__globals__", {})
+        for name, value in captured.items():
+            if self._snapshot.unchanged(name, value) and not goes_with_calls(value):
+                captured[name] = ValueByName(name)
+
+
+# -- wrappers of functools that are pickled by value -----------------------------------------------
+
+_CACHED_TYPE: Any = type(functools.cache(abs))
+_DISPATCH_CODE = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
+"""The code object that all functions made by `singledispatch` share."""
+_MADE_ANEW = {"cache_parameters", "dispatch", "register", "registry", "_clear_cache", "__wrapped__"}
+_NAME_ATTRIBUTES = ("__module__", "__name__", "__qualname__", "__doc__")
+
+
+def _is_importable(obj: Any) -> bool:
+    found = None if obj.__module__ == "__main__" else sys.modules.get(obj.__module__)
+    for step in getattr(obj, "__qualname__", "").split("."):
+        found = getattr(found, step, None)
+    return found is obj
+
+
+def _reduce_wrapper(obj: Any) -> Any:
+    """Reduce a cached or dispatching function; a cached one arrives with an empty cache.
+
+    If the wrapped function refers to its wrapper, the wrapper is reduced again while its arguments
+    are pickled, and is in the memo after that: pickle then discards the outer reduction. At that
+    moment the wrapped function has no names yet in the other process. So the wrapper's own names
+    are part of its state, which is set attribute by attribute.
+    """
+    # A wrapper of a partial has no names.
+    state = {name: getattr(obj, name) for name in _NAME_ATTRIBUTES if hasattr(obj, name)}
+    state.update((name, value) for name, value in vars(obj).items() if name not in _MADE_ANEW)
+    if isinstance(obj, _CACHED_TYPE):
+        return _rebuild_cached, (obj.__wrapped__, obj.cache_parameters()), (None, state)
+    return _rebuild_dispatching, (list(obj.registry.items()),), (None, state)
+
+
+def _rebuild_cached(wrapped: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(wrapped)
+
+
+def _rebuild_dispatching(registry: list[tuple[type, Callable[..., Any]]]) -> Any:
+    made = functools.singledispatch(dict(registry)[object])
+    for kind, function in registry:
+        made.register(kind, function)
+    return made
+
+
+# -- classes pickled by value ----------------------------------------------------------------------
+
+# cloudpickle recognises a class that arrives twice, and sets all its attributes anew, even in the
+# process that the class comes from, when an instance returns there. The methods would then have
+# copies of their globals. So the class is left unchanged in its own process.
+
+_sent_classes: WeakSet[type] = WeakSet()
+"""Classes of this process that were sent elsewhere."""
+_received_classes: WeakSet[type] = WeakSet()
+"""Classes that arrived here by value."""
+
+
+_class_setstate = class_setstate()
+
+
+def _reduce_class(obj: object, reduced: Any) -> Any:
+    if not (
+        isinstance(obj, type) and isinstance(reduced, tuple) and reduced[-1] is _class_setstate
+    ):
+        return reduced
+    if obj not in _received_classes:
+        _sent_classes.add(obj)
+    return *reduced[:-1], _set_received_class
+
+
+def _set_received_class(made: type, state: Any) -> type:
+    if made not in _sent_classes:
+        _received_classes.add(made)
+        _class_setstate(made, state)
+    return made
+
+
+def _mark_sent_as_received() -> None:
+    """Treat the parent's classes as arrived ones, in a forked child.
+
+    The parent may change these classes and send them again.
+    """
+    _received_classes.update(_sent_classes)
+    _sent_classes.clear()
+
+
+os.register_at_fork(after_in_child=_mark_sent_as_received)
+
+
+# -- the definitions of `__main__` -----------------------------------------------------------------
+
+
+class DefinitionPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickle definitions by value, with the drone's `__main__` as their globals."""
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        {CodeType: _reduce_code_with_source}
+    )
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if (
+            isinstance(obj, FunctionType)
+            and obj.__globals__ is main_namespace()
+            and isinstance(reduced, tuple)
+        ):
+            function, args, state, *rest = reduced
+            args = (args[0], _Main(), *args[2:])
+            slots, attributes = state
+            attributes["__globals__"] = {}
+            return (function, args, (slots, attributes), *rest)
+        return reduced
+
+
+class _Main:
+    """Unpickled as the receiving process's `__main__`."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return main_namespace, ()

@@ -1,0 +1,159 @@
+"""The names of `__main__` that two processes share: `MainSnapshot`.
+
+A forked drone holds the content that `__main__` had when the snapshot was taken. So an object that
+was bound to a name then, and still is, travels as that name.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import ref
+
+ATOMIC_TYPES = (type(None), bool, int, float, complex, str, bytes)
+"""Immutable types: for these, the same object has the same value for ever."""
+
+
+def goes_with_calls(value: object) -> bool:
+    """Return True for handles and channels: a copy in a forked process cannot stand for them."""
+    return hasattr(type(value), "_goes_with_calls")
+
+
+class MainSnapshot:
+    """The content of `__main__` at one moment.
+
+    Functions, classes and all other objects that allow it are referenced weakly, so that the
+    snapshot keeps only containers alive that do not (list, dict, set): these are held, because an
+    `id` alone may be reused.
+    """
+
+    def __init__(self, names: Iterable[str] | None = None, left_out: Iterable[str] = ()) -> None:
+        """Record `names` only, if given: a spawned process passes the names that it found when it
+        imported the main module, or that were sent to that process. For the `left_out` names, only
+        a change can be detected.
+        """
+        self._values: dict[str, Any] = {}
+        main = main_namespace()
+        self._left_out = {
+            name: _reference_to(main[name])
+            for name in left_out
+            if name in main and not name.startswith("__")
+        }
+        for name in list(main) if names is None else names:
+            if name in main and not name.startswith("__"):
+                self._values[name] = _reference_to(main[name])
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def unchanged(self, name: str, value: object) -> bool:
+        """Return whether `value` was bound to `name` at the snapshot."""
+        return self._is_same(self._values.get(name, self), value)
+
+    def _is_same(self, held: object, value: object) -> bool:
+        if isinstance(held, ref):
+            held = held()
+            return held is not None and held is value
+        return held is value or (
+            isinstance(value, ATOMIC_TYPES) and type(held) is type(value) and held == value
+        )
+
+    def is_current(self) -> bool:
+        """Return whether `__main__` has the same names and objects as at the snapshot.
+
+        The content of lists and other containers is not compared.
+        """
+        main = main_namespace()
+        names = [name for name in list(main) if not name.startswith("__")]
+        held = self._values | self._left_out
+        return len(names) == len(held) and all(
+            self._is_same(held.get(name, self), main.get(name)) for name in names
+        )
+
+    def holds(self, definition: Any) -> bool:
+        """Return whether this function or class of `__main__` may be pickled by reference.
+
+        The definition must still be bound to its own name.
+        """
+        path = getattr(definition, "__qualname__", "").split(".")
+        if "<locals>" in path or not self.has(path[0]):
+            return False
+        found = main_namespace().get(path[0])
+        if not self.unchanged(path[0], found):
+            return False
+        for step in path[1:]:
+            found = getattr(found, step, None)
+        return found is definition
+
+
+class _CommonSnapshot(MainSnapshot):
+    """The content that several snapshots have in common."""
+
+    def __init__(self, snapshots: Sequence[MainSnapshot]) -> None:
+        self._snapshots = snapshots
+
+    def has(self, name: str) -> bool:
+        return bool(self._snapshots) and all(each.has(name) for each in self._snapshots)
+
+    def unchanged(self, name: str, value: object) -> bool:
+        return bool(self._snapshots) and all(
+            each.unchanged(name, value) for each in self._snapshots
+        )
+
+
+def common_snapshot() -> MainSnapshot:
+    """Return the content shared with the parent process and with all started processes."""
+    snapshots = [each() for each in shared_snapshots]
+    return snapshots[0] if len(snapshots) == 1 else _CommonSnapshot(snapshots)
+
+
+shared_snapshots: list[Callable[[], MainSnapshot]] = []
+"""Functions that return the snapshots which this process shares with others."""
+
+
+def main_namespace() -> dict[str, Any]:
+    return sys.modules["__main__"].__dict__
+
+
+def _reference_to(value: Any) -> Any:
+    try:
+        return ref(value)
+    except TypeError:
+        return value
+
+
+class ValueByName:
+    """Pickled as a name, and unpickled as the value of that name in the receiver's `__main__`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _value_of_name, (self._name,)
+
+
+def _value_of_name(name: str) -> Any:
+    looked_up.names.append(name)
+    try:
+        return main_namespace()[name]
+    except KeyError:
+        raise NameError(
+            f"name {name!r} is not defined: the name was deleted in this drone", name=name
+        ) from None
+
+
+class _LookedUp(threading.local):
+    """Names that this thread has looked up in `__main__` while unpickling. A caller that needs the
+    list clears it before.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+looked_up = _LookedUp()

@@ -1,0 +1,97 @@
+"""How values are pickled that pickle itself cannot pickle, or copies: by both picklers."""
+
+from __future__ import annotations
+
+import array
+import functools
+import threading
+from collections import ChainMap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pickle import PickleBuffer
+from typing import Any
+
+
+def _reduce_memoryview(view: memoryview) -> tuple[Any, tuple[Any, ...]]:
+    if view.format not in _NATIVE_FORMATS:
+        raise TypeError(f"a memoryview of format {view.format!r} cannot be sent: cast it to bytes")
+    if view.ndim > 1 and not view.nbytes:
+        # A memoryview cannot be cast to such a shape, but can be created from an array that has
+        # this shape.
+        import numpy
+
+        return memoryview, (numpy.asarray(view),)
+    content = PickleBuffer(
+        view if view.c_contiguous else view.tobytes() if view.readonly else bytearray(view)
+    )
+    return _rebuild_memoryview, (content, view.format, view.shape)
+
+
+def _rebuild_memoryview(content: Any, format: str, shape: tuple[int, ...]) -> memoryview:
+    flat = memoryview(content).cast("B")
+    return flat.cast(format) if 0 in shape else flat.cast(format, shape)  # type: ignore[call-overload,no-any-return]
+
+
+def _reduce_array(values: array.array[Any]) -> tuple[Any, tuple[Any, ...]]:
+    return _rebuild_array, (values.typecode, PickleBuffer(values))
+
+
+def _rebuild_array(typecode: str, buffer: Any) -> array.array[Any]:
+    made: array.array[Any] = array.array(typecode)
+    made.frombytes(buffer)
+    return made
+
+
+def _reduce_descriptor(descriptor: Any) -> tuple[Any, ...]:
+    return (
+        type(descriptor),
+        (descriptor.func,),
+        {name: value for name, value in vars(descriptor).items() if name not in _MADE_BY_INIT},
+    )
+
+
+def _reduce_partial_method(method: Any) -> tuple[Any, ...]:
+    """Keep the function: CPython 3.14's own pickling would lose it."""
+    return type(method), (method.func, *method.args), vars(method)
+
+
+_MADE_BY_INIT = ("lock", "_method_cache")
+"""Unpicklable attributes in CPython 3.11 (cached_property), 3.13.0 (singledispatchmethod)."""
+
+
+_NATIVE_FORMATS = frozenset("bBhHiIlLqQnNfdc?")
+REDUCERS: dict[Any, Any] = {
+    memoryview: _reduce_memoryview,
+    array.array: _reduce_array,
+    functools.cached_property: _reduce_descriptor,
+    functools.partialmethod: _reduce_partial_method,
+    functools.singledispatchmethod: _reduce_descriptor,
+}
+
+
+class _ExtraReducers(threading.local):
+    reducers: Any = None
+
+
+_extra = _ExtraReducers()
+
+
+@contextmanager
+def extra_reducers(reducers: Any) -> Iterator[None]:
+    """In this block and thread, `pack` asks `reducers` too: a table of reducers by type, or None.
+
+    Reducers that are registered for a type come first.
+    """
+    outer, _extra.reducers = _extra.reducers, reducers
+    try:
+        yield
+    finally:
+        _extra.reducers = outer
+
+
+def has_extra_reducers() -> bool:
+    return _extra.reducers is not None
+
+
+def with_extra(*tables: Any) -> ChainMap[Any, Any]:
+    return ChainMap(*tables) if _extra.reducers is None else ChainMap(*tables, _extra.reducers)
