@@ -7,13 +7,26 @@ import statistics
 import subprocess
 import sys
 import time
-from importlib import import_module
 
 from polycephaly.demos.comparison import noop
 
 from .memory import available, pss, pss_of_all
 from .peers import PEERS
 from .suite import WORKERS, Figures, Sizes
+
+_SCRIPTS = {
+    name: f"""if True:
+    import {module}
+    def f(x): return x
+    with {module}.{pool}({WORKERS}) as pool:
+        print(pool.{call}, flush=True)
+"""
+    for name, module, pool, call in (
+        ("polycephaly", "polycephaly", "Pool", "promise(f, 7).value"),
+        ("multiprocessing", "multiprocessing", "Pool", "apply(f, [7])"),
+        ("futures", "concurrent.futures", "ProcessPoolExecutor", "submit(f, 7).result()"),
+    )
+}
 
 
 def _first_answer(peer: str) -> tuple[float, int]:
@@ -26,16 +39,28 @@ def _first_answer(peer: str) -> tuple[float, int]:
 
 
 def first(peer: str, sizes: Sizes) -> Figures:
-    """With the imports done."""
-    import_module(PEERS[peer].module)
+    """With the imports done, some of which come with the first pool."""
+    _first_answer(peer)
     return {"ms": _first_answer(peer)[0]}
+
+
+def script(peer: str, sizes: Sizes) -> Figures:
+    """Milliseconds from the start of an interpreter to the first answer, in a script of five lines,
+    imports included.
+    """
+    code = _SCRIPTS[peer]
+    began = time.perf_counter()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"7\n"
+        return {"ms": (time.perf_counter() - began) * 1e3}
 
 
 def image(peer: str, sizes: Sizes) -> Figures:
     """The same from a process that holds so much memory, or half of what the machine has to
     give."""
     size = min(sizes.image, available() // 2)
-    import_module(PEERS[peer].module)
+    _first_answer(peer)  # for the imports
     held = bytearray(size)
     held[::4096] = b"\1" * len(range(0, size, 4096))
     before = pss_of_all()

@@ -190,6 +190,11 @@ SUITE = {
         (Row("ms", "from nothing to the first answer, ms", {"futures": at_most(2)}),),
         ("multiprocessing", "futures", "mpire"),
     ),
+    "script": Measurement(
+        "starting:script",
+        (Row("ms", "... in a fresh script, imports included, ms", {"futures": at_most(1.5)}),),
+        ("multiprocessing", "futures"),
+    ),
     "start": Measurement(
         "starting:start",
         (

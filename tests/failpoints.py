@@ -42,7 +42,8 @@ BEFORE, AFTER = "before", "after"
 POINTS = {
     f"{who} {what}": (who, f"polycephaly.{place}")
     for who, what, place in (
-        ("controller", "opens its endpoint", "engines.local.bulk:BulkSocket.open"),
+        ("controller", "makes its directory", "engines.local.bulk:BulkSocket.open"),
+        ("controller", "binds its router", "engines.local.bulk:BulkSocket.bind"),
         ("controller", "makes a zygote", "engines.local.launcher:Launcher.__init__"),
         ("controller", "forks", "engines.local.launcher:Launcher._fork"),
         ("controller", "reads reports", "engines.local.engine:LocalEngine._read_reports"),

@@ -693,6 +693,12 @@ READY = (
 )
 
 
+def bind_router(pool: poly.Pool) -> None:
+    """Have the reactor use ZeroMQ, as it does once a message needs it."""
+    dispatcher: Any = pool._dispatcher
+    dispatcher.post(dispatcher.supervisor.engine._bulk.bind)
+
+
 def raw_bytes(frames: Frames, dice: random.Random) -> bytes:
     """What ZeroMQ itself would write into the socket, with something changed in it, or not."""
     pieces = [GREETING, bytes((4, len(READY))) + READY]
@@ -735,6 +741,7 @@ def fuzz_strangers(
             poly.Pool(2, output=heard.line) as pool,
             contextlib.ExitStack() as ends,
         ):
+            bind_router(pool)
             address = f"{home_of_the_reactor()}/zmq"
             context = ends.enter_context(zmq.Context())
             dice = random.Random(seed)
@@ -945,7 +952,7 @@ class ToDrones:
             send_all(handle.fast_transport._socket, well_formed(pack_numbers(OPEN)))
             wait_for(lambda: handle.bulk_open or not handle.alive, SOON)
         for each in said:
-            reactor.post(partial(handle._bulk.router.send_multipart, [handle.identity, *each]))
+            reactor.post(partial(handle._bulk.send, handle.identity, list(each)))
 
     def _marking(self, by: str, mark: str) -> Any:
         """Work that tells, when it is run, that what came before it was heard."""

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import zmq
+from engines import local_only
 from faults import append, lines, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from polycephaly.engines.local import drone as image_main
 from polycephaly.engines.local.drone import LocalDrone
 from polycephaly.engines.local.launcher import Launcher
 from polycephaly.runtime.tuning import tuning
-from polycephaly.wire import endpoint, messages
+from polycephaly.wire import messages, private_directory
 from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.messages import (
     HELLO,
@@ -280,6 +281,7 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
     dice = random.Random(4)
     with poly.Pool(2) as pool:
         assert pool.doit(abs, -1) == 1
+        pool._dispatcher.post(pool._dispatcher.supervisor.engine._bulk.bind)
         pending = [pool.promise(pow, 2, i) for i in range(500)]
         context = zmq.Context()
         for identity in (None, b"\x01" + bytes(16), b"drone"):
@@ -306,6 +308,48 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
     assert not lines(path)
 
 
+def send_by_bulk(path, fill_first):
+    """On a drone, when the file `path` is there: a message that the fast transport cannot take,
+    because it is too large, or because the socket is full.
+    """
+    wait_for(lambda: os.path.exists(path))
+    drone = next(each for each in gc.get_objects() if isinstance(each, image_main.LocalDrone))
+    with drone.socket_lock:
+        if fill_first:
+            fill(drone._fast_transport)
+        drone._send([b"?"] if fill_first else [b"?" * 100_000])
+    return "sent"
+
+
+@local_only
+@pytest.mark.parametrize("fill_first", [False, True])
+def test_zeromq_is_used_once_a_drones_message_needs_it(tmp_path, fill_first):
+    path = tmp_path / "go"
+    with poly.Pool(1, output="discard") as pool:
+        assert pool.doit(len, bytes(1_000_000)) == 1_000_000
+        assert list(pool.map(abs, range(-9, 0))) == [*range(9, 0, -1)]
+        bulk, (handle,) = pool._dispatcher.supervisor.engine._bulk, pool._dispatcher.handles
+        sent = pool.promise(send_by_bulk, str(path), fill_first)
+        with pool._dispatcher.reactor._lock:  # so that the controller reads nothing meanwhile
+            path.touch()
+            wait_for(handle.status_page.needs_bulk)
+            assert bulk._router is None
+        assert sent.result(30) == "sent"
+        wait_for(lambda: handle.bulk_open)
+
+
+def test_results_count_as_delivered_some_time_after_the_router_was_bound(monkeypatch):
+    monkeypatch.setattr(tuning, "bulk_delivery_seconds", 5.0)
+    drone = LocalDrone.__new__(LocalDrone)
+    drone._last_bulk_send, drone._bulk, drone._has_router = 100.0, None, False
+    assert not drone._is_bulk_delivered(104.0) and drone._is_bulk_delivered(105.0)
+    drone._bulk = mock.Mock(**{"has_router.return_value": False})
+    assert not drone._is_bulk_delivered(110.0)
+    drone._bulk.has_router.return_value = True
+    assert not drone._is_bulk_delivered(111.0)
+    assert not drone._is_bulk_delivered(115.0) and drone._is_bulk_delivered(116.0)
+
+
 def say_nonsense(by):
     """On a drone: through its own sockets, messages that are none."""
     drone = next(each for each in gc.get_objects() if isinstance(each, image_main.LocalDrone))
@@ -314,7 +358,7 @@ def say_nonsense(by):
     with drone.socket_lock:
         for _ in range(200):
             if by == "bulk":
-                bulk.send_multipart(
+                bulk.socket.send_multipart(
                     [dice.randbytes(dice.randrange(50)) for _ in range(dice.randrange(1, 4))]
                 )
             elif by == "fast":
@@ -323,7 +367,7 @@ def say_nonsense(by):
                 except BlockingIOError:
                     break
             else:
-                bulk.send_multipart(
+                bulk.socket.send_multipart(
                     [
                         RESULTS + dice.randbytes(29 * dice.randrange(4)),
                         dice.randbytes(dice.randrange(9)),
@@ -394,5 +438,5 @@ def test_one_entry_that_cannot_be_looked_at_keeps_no_other(tmp_path):
         (tmp_path / name / "lock").write_bytes(b"")
         os.utime(tmp_path / name, (0, 0))
     os.symlink("nowhere", tmp_path / "polycephaly-1")
-    endpoint._remove_abandoned(str(tmp_path))
+    private_directory._remove_abandoned(str(tmp_path))
     assert os.listdir(tmp_path) == ["polycephaly-1"]

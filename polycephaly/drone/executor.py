@@ -428,11 +428,16 @@ class DroneExecutor:
             by_fast_transport = self._send_outcomes()
             self._last_flush = monotonic()
             self._split_by_bulk = False
-            since_bulk = self._last_flush - self._last_bulk_send
             # With overlapped tasks, `_last_done` is the last task before them.
             self._status_page.mark_all_answered(
-                self._last_done, by_fast_transport and since_bulk >= tuning.bulk_delivery_seconds
+                self._last_done, by_fast_transport and self._is_bulk_delivered(self._last_flush)
             )
+
+    def _is_bulk_delivered(self, now: float) -> bool:
+        """Return whether the results that went by bulk reach the controller if this process dies
+        now.
+        """
+        return now - self._last_bulk_send >= tuning.bulk_delivery_seconds
 
     def send_requested_values(self) -> None:
         """Send the kept values that other processes have requested.

@@ -28,6 +28,7 @@ from ..wire.messages import (
     KEPT_VALUES,
     MIN_LARGE_BYTES,
     NOT_PACKED,
+    OPEN,
     PACKED,
     PROFILE,
     PROTOCOL,
@@ -82,7 +83,7 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         dispatcher.health_monitor.handle_frames(handle, request, answer)
     elif kind == PROFILE:
         dispatcher.stack_requests.on_answer(*unpack_frames(frames))
-    else:
+    elif kind != OPEN:  # its handle has seen to that
         raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")
 
 

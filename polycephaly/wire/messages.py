@@ -12,7 +12,7 @@
     CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
     RECALL    -> drone   give back the tasks that have not started
     RETURNED  drone ->   numbers: tasks that have not started and will not start here
-    OPEN      -> drone   connect the DEALER: a message waits that the fast transport cannot carry
+    OPEN      both ways  make the own end of ZeroMQ: a message waits that needs it
     FRAMES    both ways  numbers (request,); reply: the request, JSON: where threads and tasks are
     PROFILE   both ways  numbers (request, hertz): sample so often; 0: end, and reply as for FRAMES
     STOP      -> drone   finish the tasks received, then end

@@ -14,6 +14,7 @@ had begun:
               of times that green threads have gone on; else 0
     debugged  1 while the drone is at a `breakpoint()`; else 0
     call      of a slice: how many of its calls have begun; 0 if that is not told
+    bulk      1 once the drone has a message that needs ZeroMQ; else 0
 
 Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn, and the count of
 kept bytes is written after the bytes. See docs/decisions/0012-status-page-for-exactly-once.md.
@@ -28,7 +29,9 @@ import os
 from ..memory.arena import map_range
 
 PAGE_BYTES = 16 * 1024  # most of them for kept results
-_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CALL, _CELLS = range(9)
+_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CALL, _BULK, _CELLS = (
+    range(10)
+)
 _HEADER_BYTES = _CELLS * 8
 
 
@@ -80,6 +83,9 @@ class StatusPage:
     def calls_begun(self) -> int:
         return self._cells[_CALL]
 
+    def needs_bulk(self) -> bool:
+        return self._cells[_BULK] != 0
+
     def kept(self) -> bytes:
         """Return the results that were done and are not yet known to be sent."""
         return bytes(self._buffer[: self._cells[_KEPT]])
@@ -107,6 +113,9 @@ class StatusPage:
 
     def set_debugged(self, debugged: bool) -> None:
         self._cells[_DEBUGGED] = debugged
+
+    def request_bulk(self) -> None:
+        self._cells[_BULK] = 1
 
     def keep(self, result: bytes) -> bool:
         """Keep a result until `mark_all_answered`; return False if there is no room for it."""

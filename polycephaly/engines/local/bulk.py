@@ -1,17 +1,19 @@
-"""The controller's side of the bulk transport: one socket for all local drones of a process."""
+"""The controller's side of the bulk transport: one socket for all local drones of a process.
+
+ZeroMQ is loaded, and the socket made, when a message first needs it: most programs never do.
+"""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-import zmq
-
 from ...runtime import fork_guard
-from ...wire.endpoint import BulkTransport, has_input, input_fd
+from ...wire.private_directory import PrivateDirectory
 
 if TYPE_CHECKING:
     from ...pool.reactor import Reactor
+    from ...wire.endpoint import Router
 
 log = logging.getLogger(__name__)
 
@@ -31,35 +33,46 @@ class BulkReceiver(Protocol):
 
 
 class BulkSocket:
-    """A `pool.event_loop.Source`. After `open` it is used only while holding the reactor's lock."""
+    """A `pool.event_loop.Source`, once it is bound. After `open` it is used only while holding the
+    reactor's lock.
+    """
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        self._transport = BulkTransport()
+        self._private_directory = PrivateDirectory()
         self._handles: dict[bytes, BulkReceiver] = {}
-        self._router: zmq.Socket[bytes] | None = None
-        self.directory = self._transport.directory
+        self._router: Router | None = None
+        self._is_open = False
+        self.directory = self._private_directory.path
 
     def open(self) -> None:
-        """Make the directory and the socket, unless they exist.
+        """Make the directory, unless it exists.
 
-        Called once the first zygote exists, because that ensures that both are removed.
+        Called once the first zygote exists, because that ensures that it is removed.
         """
         with fork_guard.guard:
-            if self._router is None:
-                self._router = self._transport.open()
-                self._reactor.add_source(self)
+            if not self._is_open:
+                self._private_directory.make()
+                self._is_open = True
 
-    @property
-    def router(self) -> zmq.Socket[bytes]:
-        assert self._router is not None  # opened before there is a handle
+    def bind(self) -> Router:
+        """Make the socket, unless it exists, and return it. Raises `OSError`."""
+        if self._router is None:
+            # No fork falls into this import, because it would need the reactor's lock.
+            from ...wire.endpoint import Router
+
+            self._router = Router(self.directory)
+            self._reactor.add_source(self)
         return self._router
 
+    def send(self, identity: bytes, frames: list[bytes]) -> None:
+        self.bind().socket.send_multipart([identity, *frames])
+
     def fileno(self) -> int:
-        return input_fd(self.router)
+        return self.bind().fileno()
 
     def has_input(self) -> bool:
-        return has_input(self.router)
+        return self._router is not None and self._router.has_input()
 
     def add_handle(self, handle: BulkReceiver) -> None:
         self._handles[handle.identity] = handle
@@ -69,9 +82,10 @@ class BulkSocket:
 
     def receive(self, max_messages: int = MAX_MESSAGES) -> None:
         """Handle messages that drones have sent, `max_messages` at most."""
-        while max_messages > 0 and has_input(self.router):
+        router = self._router
+        while router is not None and max_messages > 0 and (message := router.receive()):
             max_messages -= 1
-            identity, *frames = self.router.recv_multipart(zmq.NOBLOCK)
+            identity, *frames = message
             handle = self._handles.get(identity)
             # A drone that is gone by now, or a stranger: its message is not parsed.
             if handle is None:
@@ -82,4 +96,6 @@ class BulkSocket:
             handle.receive_bulk(frames)
 
     def close(self) -> None:
-        self._transport.close()
+        if self._router is not None:
+            self._router.close()
+        self._private_directory.remove()

@@ -23,8 +23,6 @@ from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
 from ... import _compat
 from ...drone.child import prepare_child
 from ...drone.console import open_console
@@ -38,7 +36,7 @@ from ...memory.blocks import Store
 from ...memory.references import RefTable
 from ...runtime import forked, parent_death
 from ...runtime.tuning import tuning
-from ...wire import addresses, endpoint
+from ...wire import addresses
 from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
 from ...wire.fast_transport import FastTransport
 from ...wire.main_names import MainSnapshot, shared_snapshots
@@ -49,6 +47,7 @@ from .zygote import Order, Zygote
 
 if TYPE_CHECKING:
     from ...drone.debugger import Debugger
+    from ...wire.endpoint import Dealer
 
 
 def drone_main(
@@ -114,7 +113,8 @@ class LocalDrone(DroneExecutor):
         self._kept_frames: dict[int, str] = {}  # addresses, by the process that keeps the frames
         self._directory, self._identity = spec.directory, bytes.fromhex(order.identity)
         self._fast_transport = parent_death.close_in_child(FastTransport(fast_transport))
-        self._bulk: zmq.Socket[bytes] | None = None
+        self._bulk: Dealer | None = None
+        self._has_router = False
         self._bulk_may_have_messages = self._waiting = self._woken = False
         self._memory_checked_at = monotonic()
         self.busy = False
@@ -271,7 +271,6 @@ class LocalDrone(DroneExecutor):
             self._waiting = True  # from now on the control thread leaves the sockets alone
             if self._bulk is not None:
                 self._bulk.close()
-                self._context.term()
 
     # -- either thread, holding `socket_lock` ------------------------------------------------------
 
@@ -284,8 +283,7 @@ class LocalDrone(DroneExecutor):
         self._receive_fast()
         bulk = self._bulk
         self._bulk_may_have_messages = False
-        while bulk is not None and endpoint.has_input(bulk):
-            frames = bulk.recv_multipart(zmq.NOBLOCK)
+        while bulk is not None and (frames := bulk.receive()):
             self._receive_fast()
             self._handle_message(frames)
 
@@ -314,18 +312,28 @@ class LocalDrone(DroneExecutor):
         return False
 
     def _send_by_bulk(self, frames: list[bytes]) -> None:
-        self.open_bulk().send_multipart(frames)
+        self.open_bulk().socket.send_multipart(frames)
         # The descriptor reports new messages only, and this call may have consumed the report. So
         # the socket must be checked before the next wait.
         self._bulk_may_have_messages = True
 
-    def open_bulk(self) -> zmq.Socket[bytes]:
+    def open_bulk(self) -> Dealer:
         if self._bulk is None:
-            self._context, self._bulk = endpoint.connect(self._directory, self._identity)
-            self._bulk.send_multipart(self._hello)
+            from ...wire.endpoint import Dealer
+
+            self._status_page.request_bulk()
+            self._fast_transport.send(pack_numbers(OPEN))  # no matter if there is no room
+            self._bulk = Dealer(self._directory, self._identity)
+            self._bulk.socket.send_multipart(self._hello)
             self._bulk_may_have_messages = True
-            self._epoll.register(endpoint.input_fd(self._bulk), select.EPOLLIN)
+            self._epoll.register(self._bulk.fileno(), select.EPOLLIN)
         return self._bulk
+
+    def _is_bulk_delivered(self, now: float) -> bool:
+        if self._bulk is not None and not self._has_router:
+            self._has_router = self._bulk.has_router()
+            self._last_bulk_send = now  # until then, ZeroMQ has everything in this process
+        return super()._is_bulk_delivered(now)
 
     def _on_open(self, frames: list[bytes]) -> None:
         self.open_bulk()

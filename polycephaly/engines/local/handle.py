@@ -13,6 +13,7 @@ from ...errors import Malformed
 from ...memory.references import RefTable
 from ...pool.drone_handle import DroneHandle, Times
 from ...pool.handlers import handle_message, handle_unsent_results
+from ...pool.supervisor import pool_error
 from ...pool.task import Task
 from ...runtime import parent_death
 from ...runtime.procfs import (
@@ -87,7 +88,7 @@ class LocalHandle(DroneHandle):
                 task.sending.by_bulk = True
         self.bulk_unanswered += len(tasks)
         if self.bulk_open:
-            self._bulk.router.send_multipart([self.identity, *frames])
+            self._bulk.send(self.identity, frames)
             # In a caller's thread, the send may have consumed ZeroMQ's signal of an incoming
             # message, for which the reactor is sleeping.
             self.dispatcher.reactor.wake()
@@ -98,10 +99,18 @@ class LocalHandle(DroneHandle):
     def _request_open(self) -> None:
         """Ask the drone to open ZeroMQ, because messages wait for that."""
         if self._bulk_waiting and not self._open_requested and self.fast_transport is not None:
+            self._bind_bulk()
             self._open_requested = self.fast_transport.send(pack_numbers(OPEN))
             # If full, the drone is busy, and reads the fast transport later.
             if not self._open_requested:
                 self.dispatcher.call_later(RETRY_INTERVAL_SECONDS, self._request_open)
+
+    def _bind_bulk(self) -> None:
+        try:
+            self._bulk.bind()
+        except OSError as error:
+            broken = pool_error("messages need ZeroMQ", error)
+            self.dispatcher.post(self.dispatcher.break_pool, broken)
 
     def open_bulk(self) -> None:
         """Send the waiting messages. The drone's DEALER has sent HELLO: only now does the ROUTER
@@ -109,7 +118,7 @@ class LocalHandle(DroneHandle):
         """
         self.bulk_open = True
         for frames in self._bulk_waiting:
-            self._bulk.router.send_multipart([self.identity, *frames])
+            self._bulk.send(self.identity, frames)
         self._bulk_waiting.clear()
 
     def kill(self, kill_reason: str = "") -> None:
@@ -220,6 +229,10 @@ class LocalHandle(DroneHandle):
             if not frames:
                 self.dispatcher.reactor.unwatch_fast(self.fast_transport.fileno())
                 return False
+            # The drone sets this before its OPEN. If the socket has no room for an OPEN, then
+            # because it has other messages that are read after that.
+            if not self.bulk_open and self.status_page.needs_bulk():
+                self._bind_bulk()
             handle_message(self.dispatcher, self, frames)
         except Exception as error:
             self._on_error(error)

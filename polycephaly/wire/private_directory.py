@@ -1,0 +1,94 @@
+"""The private directory of a reactor, with its sockets: only its owner can enter it.
+
+    <temporary directory>/polycephaly-XXXXXXXX/   mode 0700
+        lock      locked (flock) by the owner
+        zmq       the ipc:// socket of the reactor's ROUTER, once there is one
+        1234.c    socket for the channels (green/distributed/) of process 1234, a drone or the owner
+        1234.e    dangling link: its target is the exit code of drone 1234, which had such a socket
+        1234/     the same layout for the reactor of drone 1234, which starts drones of its own
+
+File permissions decide which processes may open the sockets.
+
+A directory whose lock is free was left by processes that were all killed at once. The next reactor
+removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+
+from . import addresses
+
+_PREFIX = "polycephaly-"
+_MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit for the path of a Unix socket is 107
+_MIN_ABANDONED_SECONDS = 60.0  # the owner of a younger directory may not have locked it yet
+
+
+class PrivateDirectory:
+    """The path is chosen in `__init__`, and the directory is made by `make`.
+
+    So a zygote can be started in between; it removes the directory if the owner is killed at any
+    later moment.
+    """
+
+    def __init__(self) -> None:
+        self.path = _choose_directory()
+        self._resources = ExitStack()  # undoes whatever `make` has done
+
+    def make(self) -> None:
+        """Make the directory. Raises `OSError` if this fails; then nothing is left behind."""
+        with ExitStack() as undo:
+            os.mkdir(self.path, 0o700)
+            undo.callback(shutil.rmtree, self.path, ignore_errors=True)
+            lock = os.open(
+                os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+            undo.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._resources = undo.pop_all()
+        addresses.on_directory_made(self.path)
+
+    def remove(self) -> None:
+        addresses.on_directory_removed(self.path)
+        self._resources.close()
+
+
+def _choose_directory() -> str:
+    max_length = _MAX_SOCKET_PATH_BYTES - len("/zmq")
+    if addresses.parent_directory is not None:
+        inside = os.path.join(addresses.parent_directory, str(os.getpid()))
+        if len(inside) <= max_length and os.path.isdir(addresses.parent_directory):
+            return inside
+    parent = tempfile.gettempdir()
+    _remove_abandoned(parent)
+    name = _PREFIX + os.urandom(8).hex()
+    directory = os.path.join(parent, name)
+    return directory if len(directory) <= max_length else os.path.join("/tmp", name)
+
+
+def _remove_abandoned(parent: str) -> None:
+    """Remove old directories whose lock is free, left by processes that were all killed at once."""
+    with suppress(OSError):
+        for entry in os.scandir(parent):
+            if entry.name.startswith(_PREFIX):
+                _remove_if_abandoned(entry.path)
+
+
+def _remove_if_abandoned(directory: str) -> None:
+    with suppress(OSError):
+        if time.time() - os.lstat(directory).st_mtime < _MIN_ABANDONED_SECONDS:
+            return
+        # Any user may write to the temporary directory: an entry with our prefix may be a link, or
+        # not be a regular file.
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+        lock = os.open(os.path.join(directory, "lock"), flags)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(lock)
