@@ -192,7 +192,13 @@ SUITE = {
     ),
     "script": Measurement(
         "starting:script",
-        (Row("ms", "... in a fresh script, imports included, ms", {"futures": at_most(1.5)}),),
+        (
+            Row(
+                "ms",
+                "first answer of a fresh script, imports included, ms",
+                {"futures": at_most(1.5)},
+            ),
+        ),
         ("multiprocessing", "futures"),
     ),
     "start": Measurement(

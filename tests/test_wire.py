@@ -340,14 +340,18 @@ def test_zeromq_is_used_once_a_drones_message_needs_it(tmp_path, fill_first):
 
 def test_results_count_as_delivered_some_time_after_the_router_was_bound(monkeypatch):
     monkeypatch.setattr(tuning, "bulk_delivery_seconds", 5.0)
+    monkeypatch.setattr(image_main, "monotonic", lambda: drone._last_flush)
     drone = LocalDrone.__new__(LocalDrone)
-    drone._last_bulk_send, drone._bulk, drone._has_router = 100.0, None, False
-    assert not drone._is_bulk_delivered(104.0) and drone._is_bulk_delivered(105.0)
-    drone._bulk = mock.Mock(**{"has_router.return_value": False})
-    assert not drone._is_bulk_delivered(110.0)
+    drone._bulk, drone._has_router = mock.Mock(**{"has_router.return_value": False}), False
+
+    def is_delivered(now, sent):
+        drone._last_flush = now
+        return drone._is_bulk_delivered(sent)
+
+    assert not is_delivered(110.0, sent=100.0)  # it is still in the drone
     drone._bulk.has_router.return_value = True
-    assert not drone._is_bulk_delivered(111.0)
-    assert not drone._is_bulk_delivered(115.0) and drone._is_bulk_delivered(116.0)
+    assert not is_delivered(111.0, sent=100.0) and drone._last_bulk_send == 111.0
+    assert not is_delivered(115.0, sent=111.0) and is_delivered(116.0, sent=111.0)
 
 
 def say_nonsense(by):

@@ -121,7 +121,7 @@ class DroneExecutor:
         self._split_by_bulk = False
         self._last_done = 0
         self._last_flush = 0.0
-        self._last_bulk_send = -tuning.bulk_delivery_seconds  # time when results last went by bulk
+        self._last_bulk_send: float | None = None  # time when results last went by bulk
         self._stopping = False
         self._current = self._interrupt_target = 0
         self._pending_interrupts: set[int] = set()
@@ -428,16 +428,16 @@ class DroneExecutor:
             by_fast_transport = self._send_outcomes()
             self._last_flush = monotonic()
             self._split_by_bulk = False
+            sent = self._last_bulk_send
+            delivered = by_fast_transport and (sent is None or self._is_bulk_delivered(sent))
             # With overlapped tasks, `_last_done` is the last task before them.
-            self._status_page.mark_all_answered(
-                self._last_done, by_fast_transport and self._is_bulk_delivered(self._last_flush)
-            )
+            self._status_page.mark_all_answered(self._last_done, delivered)
 
-    def _is_bulk_delivered(self, now: float) -> bool:
-        """Return whether the results that went by bulk reach the controller if this process dies
-        now.
+    def _is_bulk_delivered(self, sent: float) -> bool:
+        """Return whether the results that went by bulk, the last ones at `sent`, reach the
+        controller if this process dies now.
         """
-        return now - self._last_bulk_send >= tuning.bulk_delivery_seconds
+        return self._last_flush - sent >= tuning.bulk_delivery_seconds
 
     def send_requested_values(self) -> None:
         """Send the kept values that other processes have requested.

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copyreg
 import pickle
 from collections.abc import Callable, Sequence
+from functools import cache
 from pickle import PickleBuffer, dumps
 from types import FunctionType
 from typing import Any
@@ -151,6 +152,7 @@ def _only_small(buffer: PickleBuffer) -> bool:
     return True
 
 
+@cache  # so that `guard` is taken once only: a fork of a large image may hold it for long
 def _by_value_pickler() -> type[pickle.Pickler]:
     # A fork in another thread must not fall into this import.
     with fork_guard.guard:

@@ -325,15 +325,17 @@ class LocalDrone(DroneExecutor):
             self._fast_transport.send(pack_numbers(OPEN))  # no matter if there is no room
             self._bulk = Dealer(self._directory, self._identity)
             self._bulk.socket.send_multipart(self._hello)
+            self._last_bulk_send = monotonic()
             self._bulk_may_have_messages = True
             self._epoll.register(self._bulk.fileno(), select.EPOLLIN)
         return self._bulk
 
-    def _is_bulk_delivered(self, now: float) -> bool:
-        if self._bulk is not None and not self._has_router:
-            self._has_router = self._bulk.has_router()
-            self._last_bulk_send = now  # until then, ZeroMQ has everything in this process
-        return super()._is_bulk_delivered(now)
+    def _is_bulk_delivered(self, sent: float) -> bool:
+        if not self._has_router:
+            self._has_router = self._bulk is not None and self._bulk.has_router()
+            self._last_bulk_send = monotonic()
+            return False  # until now, ZeroMQ had everything in this process
+        return super()._is_bulk_delivered(sent)
 
     def _on_open(self, frames: list[bytes]) -> None:
         self.open_bulk()
