@@ -66,7 +66,7 @@ from polycephaly.pool import task
 from polycephaly.pool.drone_handle import DroneHandle
 from polycephaly.pool.interfaces import State
 from polycephaly.pool.profile import read_samples
-from polycephaly.pool.stacks import read_report
+from polycephaly.pool.stack_requests import read_report
 from polycephaly.timeline import Span, event_log
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception

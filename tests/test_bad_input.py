@@ -293,6 +293,22 @@ def test_a_process_limit_that_has_no_room_for_zeromq_is_named():
     )
 
 
+@pytest.mark.guarantee("death-9")
+@local_only
+def test_zeromq_is_not_started_without_room_for_its_descriptors():
+    """libzmq would abort the process."""
+    assert output_of("""
+        import os, resource, tempfile
+        from polycephaly.wire.endpoint import Router
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, used + 4))
+        try:
+            Router(tempfile.gettempdir())
+        except OSError as error:
+            print("RLIMIT_NOFILE" in str(error))
+    """) == "True\n"
+
+
 def test_a_number_of_drones_given_twice_is_refused():
     with pytest.raises(TypeError, match="drones=2 and max_workers=3 are the same: give one"):
         poly.Pool(2, max_workers=3)

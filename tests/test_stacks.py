@@ -19,7 +19,8 @@ import polycephaly
 from polycephaly import green
 from polycephaly.drone import frames as drone_frames
 from polycephaly.errors import Malformed
-from polycephaly.pool.stacks import Stack, StackRequest
+from polycephaly.pool.stack_requests import StackRequest
+from polycephaly.pool.stacks import Stack
 from polycephaly.runtime.procfs import state_of
 from polycephaly.server.join import join
 from polycephaly.wire.messages import FRAMES

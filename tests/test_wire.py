@@ -10,6 +10,7 @@ import socket
 import stat
 import tempfile
 import threading
+from concurrent.futures.process import BrokenProcessPool
 from unittest import mock
 
 import pytest
@@ -336,6 +337,18 @@ def test_zeromq_is_used_once_a_drones_message_needs_it(tmp_path, fill_first):
             assert bulk._router is None
         assert sent.result(30) == "sent"
         wait_for(lambda: handle.bulk_open)
+
+
+@local_only
+def test_a_pool_whose_directory_was_removed_says_so_when_it_needs_zeromq(tmp_path):
+    path = tmp_path / "go"
+    with poly.Pool(1, output="discard") as pool:
+        sent = pool.promise(send_by_bulk, str(path), False)
+        os.rename(home := home_of_the_reactor(), f"{tmp_path}/away")
+        path.touch()
+        error = sent.exception(30)
+        os.rename(f"{tmp_path}/away", home)
+    assert isinstance(error, BrokenProcessPool) and "messages need ZeroMQ" in str(error)
 
 
 def test_results_count_as_delivered_some_time_after_the_router_was_bound(monkeypatch):

@@ -33,7 +33,7 @@ from ..wire.messages import CANCEL, pack_numbers
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .interfaces import AssignedDrone
-from .stacks import StackRequest, StackRequests, format_remote, frames_of
+from .stack_requests import StackRequest, StackRequests, format_remote, frames_of
 from .task import Task, fail
 
 GRACE_STEPS = 10  # steps between an interrupt and a kill

@@ -55,7 +55,7 @@ from .leases import Leases
 from .locality import Locality
 from .reactor import acquire_reactor
 from .resources import Resources, insert_in_order
-from .stacks import StackRequests
+from .stack_requests import StackRequests
 from .stall_detection import StallDetector
 from .supervisor import Supervisor, pool_error
 from .task import Slice, Task

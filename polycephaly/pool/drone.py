@@ -32,14 +32,15 @@ from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
 from .interfaces import State, TaskOptions
 from .machine import find_machine
-from .stacks import ANSWER_SECONDS, Stack
+from .stack_requests import ANSWER_SECONDS
 from .status import held_memory, running_label
-from .waiting import Waiting
 
 if TYPE_CHECKING:
     import asyncio
 
     from .retry import Retry
+    from .stacks import Stack
+    from .waiting import Waiting
 
 T = TypeVar("T")
 

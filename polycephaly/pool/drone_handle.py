@@ -45,11 +45,11 @@ from ..wire.output import Line, OutputItems, OutputRecord, deliver
 from ..wire.placeholders import PayloadWithRefs
 from .interfaces import HandleOwner, KeptValue, State
 from .task import Sending, Task
-from .waiting import Waiting
 
 if TYPE_CHECKING:
     from ..runtime.timers import Timer
     from ..wire.functions import RemoteFunction
+    from .waiting import Waiting
 
 T = TypeVar("T")
 Times = dict[str, tuple[float, float]]

@@ -233,9 +233,9 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
 
 
 def _state(promise: Promise[Any]) -> str:
-    if promise.cancelled():
-        return NODE_CANCELLED
     if promise.done():
+        if promise.cancelled():
+            return NODE_CANCELLED
         return DONE if stored_error(promise) is None else REJECTED
     if promise.running():
         return RUNNING

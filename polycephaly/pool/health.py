@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Malformed
 from ..runtime.procfs import state_of
@@ -32,7 +32,9 @@ from .drone_handle import DroneHandle, Spawner, Times
 from .interfaces import State
 from .items import with_item
 from .supervisor import Supervisor
-from .waiting import Waiting
+
+if TYPE_CHECKING:
+    from .waiting import Waiting
 
 log = logging.getLogger(__name__)
 
@@ -305,15 +307,17 @@ class HealthMonitor:
     def _describe_wait(
         self, handle: DroneHandle, since: float, places: dict[str, Any]
     ) -> tuple[int, Waiting]:
+        from .waiting import Waiting
+
+        fields: dict[str, Any] = {"system_call": handle.system_call()}
         task = handle.running_task()
-        waiting = Waiting(since, system_call=handle.system_call())
         if task is None:
-            return 0, waiting
-        waiting = waiting._replace(task=task.definition.label, item=task.item)
+            return 0, Waiting(since, **fields)
+        fields |= {"task": task.definition.label, "item": task.item}
         match places.get(str(task.number)):
             case [str(file), int(line), str(function)]:
-                waiting = waiting._replace(file=file, line=line, function=function)
-        return task.number, waiting
+                fields |= {"file": file, "line": line, "function": function}
+        return task.number, Waiting(since, **fields)
 
     def _end_wait(self, handle: DroneHandle) -> None:
         """Note that the drone has run again, or has no more tasks."""

@@ -32,12 +32,13 @@ from .interfaces import TaskOptions
 from .machine import find_machine
 from .map_source import Source
 from .record import Cursor
-from .stacks import ANSWER_SECONDS, Stack, Stacks
+from .stack_requests import ANSWER_SECONDS
 from .status import describe_pool
 
 if TYPE_CHECKING:
     from .profile import Profile
     from .retry import Retry
+    from .stacks import Stack
 
 T = TypeVar("T")
 
@@ -286,6 +287,8 @@ class Pool(ExecutorBase):
         dispatcher = self._dispatcher
         dispatcher.start_here()
         alive = [handle for handle in list(dispatcher.handles) if handle.alive]
+        from .stacks import Stacks
+
         stacks = dispatcher.stack_requests.take(alive, timeout)
         return Stacks(stack for stack in stacks if stack is not None)
 

@@ -26,7 +26,7 @@ from ..wire.messages import PROFILE
 from .config import check_at_least
 from .dispatcher import Dispatcher
 from .interfaces import State
-from .stacks import DroneRequest
+from .stack_requests import DroneRequest
 
 ENDED = "the drone ended before the block"
 TOP = 10

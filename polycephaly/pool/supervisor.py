@@ -37,7 +37,7 @@ from .interfaces import AssignedDrone, State
 from .items import with_item
 from .locality import Locality
 from .resources import Resources
-from .stacks import StackRequests, fatal_frames, format_remote
+from .stack_requests import StackRequests, fatal_frames, format_remote
 from .task import Task
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from ..promises.promise import (
     PENDING,
     NeedsPlaceholder,
     Promise,
-    Spans,
     outcome,
     reject,
 )
@@ -49,6 +48,7 @@ from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
 from .interfaces import AssignedDrone, TaskOptions, TaskOwner
 
 if TYPE_CHECKING:
+    from ..promises.spans import Spans
     from .retry import Retry
 
 MAX_ITEM_BYTES = 4096
@@ -557,6 +557,8 @@ class Task(Promise[Any]):
 
     @property
     def spans(self) -> Spans:
+        from ..promises.spans import Spans
+
         sending, answer = self.sending, self.get_answer()
         sent, name = (sending.at, sending.handle.name) if sending is not None else (None, None)
         if answer is None:

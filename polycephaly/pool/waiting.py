@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from .items import with_item
 
 
-class Waiting(NamedTuple):
+@dataclass(frozen=True)
+class Waiting:
     """Where a drone has waited without processor time: see `Drone.waiting`. ``str()`` gives one
     line.
 
@@ -65,7 +67,7 @@ class Waiting(NamedTuple):
         dict
             Keyword arguments with which `Waiting` makes an equal object.
         """
-        return self._asdict()
+        return dict(self.__dict__)
 
     def __str__(self) -> str:
         at = f" at {self.where}" if self.file is not None else ""

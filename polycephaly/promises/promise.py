@@ -31,10 +31,13 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from threading import Condition, main_thread
 from time import monotonic
-from typing import Any, Generic, NamedTuple, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 from ..runtime.tuning import tuning
 from .trampoline import Trampoline
+
+if TYPE_CHECKING:
+    from .spans import Spans
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -106,45 +109,6 @@ settling_threads: set[int] = set()
 """Ids of the threads that settle promises. Such a thread would wait for itself if it waited for a
 promise, so waiting there raises an error.
 """
-
-
-class Spans(NamedTuple):
-    """The times of one task, in ``time.monotonic`` seconds. None: not reached yet.
-
-    Attributes
-    ----------
-    queued
-        The call was made, or the last promise among its arguments got its value.
-    sent
-        The reactor sent the task.
-    started
-        The drone started the task.
-    finished
-        The drone finished the task.
-    received
-        The reactor received the result.
-    bytes_sent
-        Size of the pickled arguments.
-    bytes_received
-        Size of the pickled result.
-    bytes
-        The sum of both sizes.
-    drone
-        Name of the drone.
-    """
-
-    queued: float | None = None
-    sent: float | None = None
-    started: float | None = None
-    finished: float | None = None
-    received: float | None = None
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    drone: str | None = None
-
-    @property
-    def bytes(self) -> int:
-        return self.bytes_sent + self.bytes_received
 
 
 class Handle:
@@ -286,6 +250,8 @@ class Promise(Future[T], Handle, Generic[T]):
     @property
     def spans(self) -> Spans:
         """The times and sizes of the task, and the drone's name. See `Spans`."""
+        from .spans import Spans
+
         return Spans()
 
     # -- cancelling --------------------------------------------------------------------------------
@@ -821,7 +787,7 @@ class Promise(Future[T], Handle, Generic[T]):
         return promise_table(
             repr(self),
             None if definition is None else definition.label,
-            self.spans._asdict(),
+            vars(self.spans),
             running=self.running(),
             done=self.done(),
         )

@@ -29,9 +29,12 @@ import warnings
 from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from importlib import import_module
 from typing import Any
 
 from .._compat import is_held_here
+
+_MODULES_LOADED_LATE = ("cloudpickle", f"{__package__.rpartition('.')[0]}.wire.by_value")
 
 guard = threading.RLock()
 """Held while a reactor starts, ends or forks."""
@@ -40,8 +43,8 @@ guard = threading.RLock()
 class GuardedLock(RLock):  # type: ignore[misc]
     """A lock that knows whether the calling thread holds it.
 
-    Despite the base class, a thread takes it once only. All its methods are C code, so that no
-    signal handler raises between the lock and the block under it.
+    All its methods are C code, so that no signal handler raises between the lock and the block
+    under it.
     """
 
     is_held_here = is_held_here
@@ -90,6 +93,11 @@ def fork() -> int:
         with suppress(Exception):
             stream.flush()
     with guard, ExitStack() as safe_points:
+        for name in _MODULES_LOADED_LATE:
+            # Of another thread that is importing it, perhaps by unpickling: wait for its end. In
+            # the child, the import would never end.
+            if name in sys.modules:
+                import_module(name)
         for pause in pauses:
             safe_points.enter_context(pause())
         for lock in list(_thread_locks.values()):

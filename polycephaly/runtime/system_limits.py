@@ -15,8 +15,7 @@ from contextlib import suppress
 def check_descriptors(drones: int) -> None:
     """Raise `OSError` if `drones` drones would exceed the limit of file descriptors.
 
-    Each takes three (two pipes, one connection), and some are kept in reserve, because libzmq
-    aborts the process if it runs out in mid-start.
+    Each takes three (two pipes, one connection), and some are kept in reserve for the program.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -34,15 +33,32 @@ def check_descriptors(drones: int) -> None:
         )
 
 
-ZMQ_THREADS = 2
+_ZMQ_THREADS = 2
 """Threads that a ZeroMQ context starts with its first socket."""
+_ZMQ_DESCRIPTORS = 16
+"""Descriptors that a ZeroMQ context and its first sockets take, and some in reserve."""
 
 
-def check_threads(count: int) -> None:
+def check_room_for_zeromq() -> None:
+    """Raise `OSError` if the system has no room for a ZeroMQ context, which would abort the
+    process.
+    """
+    opened: list[int] = []
+    try:
+        opened += (os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_ZMQ_DESCRIPTORS))
+    except OSError as error:
+        raise name_limit(error) from error
+    finally:
+        for fd in opened:
+            os.close(fd)
+    _check_threads(_ZMQ_THREADS)
+
+
+def _check_threads(count: int) -> None:
     """Start and end `count` threads; raise `OSError` if that fails.
 
-    libzmq aborts the process if it cannot start its own threads. Other processes of this user, of a
-    container or of a control group count too, so reading the limit would not be enough.
+    Other processes of this user, of a container or of a control group count too, so reading the
+    limit would not be enough.
     """
     gate = allocate_lock()
     threads: list[int] = []
@@ -60,7 +76,9 @@ def check_threads(count: int) -> None:
         for _ in range(count):
             start_new_thread(wait, ())
             started.acquire()
-    except RuntimeError:
+    except RuntimeError as error:
+        if "shutdown" in str(error):  # CPython 3.12 refuses its own threads then, not libzmq's
+            return
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         raise OSError(
             errno.EAGAIN,

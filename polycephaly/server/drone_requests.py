@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..pool.stacks import ANSWER_SECONDS
+from ..pool.stack_requests import ANSWER_SECONDS
 from ..pool.status import describe_identity
 from ..runtime import fork_guard
 from .session import find_drone

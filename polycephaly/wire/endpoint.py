@@ -13,7 +13,7 @@ from typing import cast
 
 import zmq
 
-from ..runtime.system_limits import ZMQ_THREADS, check_threads
+from ..runtime.system_limits import check_room_for_zeromq
 
 _RECONNECT_MILLISECONDS = 5
 """Interval at which a DEALER tries again, until the reactor has bound the ROUTER."""
@@ -37,7 +37,7 @@ class Router(_End):
     """The reactor's bound ROUTER."""
 
     def __init__(self, directory: str) -> None:
-        """Raise `OSError` (`zmq.ZMQError` is one) if this fails; then nothing is left behind."""
+        """Raise `zmq.ZMQError` or `OSError` if this fails; then nothing is left behind."""
         with ExitStack() as undo:
             context = new_context()
             undo.callback(context.term)
@@ -81,10 +81,10 @@ class Dealer(_End):
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:
     """Return a new ZeroMQ context.
 
-    Raises `OSError` if the system has no room for the context's threads: libzmq would abort the
-    process.
+    Raises `OSError` if the system has no room for its threads and descriptors: libzmq would abort
+    the process.
     """
-    check_threads(ZMQ_THREADS)
+    check_room_for_zeromq()
     return zmq.Context()
 
 

@@ -50,7 +50,7 @@ class FastTransport:
 
         That is so if the message is too large, has too many frames, or the socket is full.
         """
-        if not _fits(frames):
+        if not fits(frames):
             return False
         packet = b"".join((_PACKET_HEADER.pack(len(frames[0]), len(frames)), *frames))
         try:
@@ -61,7 +61,7 @@ class FastTransport:
 
     def send_soon(self, frames: Sequence[bytes]) -> bool:
         """Send as `send` does, but wait for room if the socket is full."""
-        if not _fits(frames):
+        if not fits(frames):
             return False
         poller = select.poll()
         poller.register(self._socket, select.POLLOUT)
@@ -114,5 +114,6 @@ class FastTransport:
             self._socket.close()
 
 
-def _fits(frames: Sequence[bytes]) -> bool:
+def fits(frames: Sequence[bytes]) -> bool:
+    """Return whether the message can go by the fast transport, if there is room."""
     return len(frames) <= 2 and sum(map(len, frames)) <= MAX_PACKET_BYTES

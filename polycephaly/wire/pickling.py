@@ -22,6 +22,7 @@ from __future__ import annotations
 import copyreg
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pickle import PickleBuffer, dumps
 from types import FunctionType
@@ -30,6 +31,7 @@ from typing import Any
 from ..memory.arena import Full
 from ..memory.blocks import MIN_SHARED_PICKLE_BYTES, Store
 from ..memory.references import Place, Serialized
+from ..promises import promise as promises
 from ..promises.promise import NeedsPlaceholder
 from ..runtime import fork_guard
 from .main_names import MainSnapshot
@@ -154,8 +156,10 @@ def _only_small(buffer: PickleBuffer) -> bool:
 
 @cache  # so that `guard` is taken once only: a fork of a large image may hold it for long
 def _by_value_pickler() -> type[pickle.Pickler]:
-    # A fork in another thread must not fall into this import.
-    with fork_guard.guard:
+    # A fork in another thread must not fall into this import. It needs the reactor's lock, too, so
+    # a thread that holds that (in a finalizer) need not wait for `guard`, and must not.
+    holds_lock = promises.holds_reactor_lock
+    with nullcontext() if holds_lock is not None and holds_lock() else fork_guard.guard:
         from .by_value import ByValuePickler
     return ByValuePickler
 

@@ -56,20 +56,28 @@ class BulkSocket:
                 self._is_open = True
 
     def bind(self) -> Router:
-        """Make the socket, unless it exists, and return it. Raises `OSError`."""
+        """Make the socket, unless it exists, and return it. Raises the errors of ZeroMQ, which are
+        no `OSError`, and `OSError` at a limit of the system.
+        """
         if self._router is None:
-            # No fork falls into this import, because it would need the reactor's lock.
+            # No fork of this package falls into this import: it would need the reactor's lock.
             from ...wire.endpoint import Router
 
             self._router = Router(self.directory)
-            self._reactor.add_source(self)
+            try:
+                self._reactor.add_source(self)
+            except BaseException:
+                self._router.close()
+                self._router = None
+                raise
         return self._router
 
     def send(self, identity: bytes, frames: list[bytes]) -> None:
         self.bind().socket.send_multipart([identity, *frames])
 
     def fileno(self) -> int:
-        return self.bind().fileno()
+        assert self._router is not None
+        return self._router.fileno()
 
     def has_input(self) -> bool:
         return self._router is not None and self._router.has_input()

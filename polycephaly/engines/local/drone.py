@@ -38,7 +38,7 @@ from ...runtime import forked, parent_death
 from ...runtime.tuning import tuning
 from ...wire import addresses
 from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
-from ...wire.fast_transport import FastTransport
+from ...wire.fast_transport import FastTransport, fits
 from ...wire.main_names import MainSnapshot, shared_snapshots
 from ...wire.messages import HELLO, OPEN, PROTOCOL, pack_numbers  # fmt: skip
 from ...wire.status_page import StatusPage
@@ -305,9 +305,12 @@ class LocalDrone(DroneExecutor):
         if self._fast_transport.send(frames):
             return True
         # A full page keeps nothing any more, and ZeroMQ's thread may lose these results if the
-        # process dies soon.
-        if self._status_page.is_full and self._fast_transport.send_soon(frames):
-            return True
+        # process dies soon; for long, if the controller has yet to bind its end.
+        while self._status_page.is_full and fits(frames):
+            if self._fast_transport.send_soon(frames):
+                return True
+            if self.open_bulk().has_router():
+                break
         self._send_by_bulk(frames)
         return False
 

@@ -108,7 +108,7 @@ class LocalHandle(DroneHandle):
     def _bind_bulk(self) -> None:
         try:
             self._bulk.bind()
-        except OSError as error:
+        except Exception as error:  # of the system, or ZeroMQ's own: the directory may be gone
             broken = pool_error("messages need ZeroMQ", error)
             self.dispatcher.post(self.dispatcher.break_pool, broken)
 
@@ -229,13 +229,13 @@ class LocalHandle(DroneHandle):
             if not frames:
                 self.dispatcher.reactor.unwatch_fast(self.fast_transport.fileno())
                 return False
-            # The drone sets this before its OPEN. If the socket has no room for an OPEN, then
-            # because it has other messages that are read after that.
-            if not self.bulk_open and self.status_page.needs_bulk():
-                self._bind_bulk()
             handle_message(self.dispatcher, self, frames)
         except Exception as error:
             self._on_error(error)
+        # The drone sets this before its OPEN. If the socket had no room for an OPEN, it has other
+        # packets, well-formed or not, that are read after that.
+        if not self.bulk_open and self.status_page.needs_bulk():
+            self._bind_bulk()
         return True
 
     def receive_bulk(self, frames: list[bytes]) -> None:

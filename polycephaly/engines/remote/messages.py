@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from ...errors import Malformed
 from ...runtime.version import __version__
 
-PROTOCOL = 8  # 3 and 4 pickled other names of modules, 7 packed rare fields of items otherwise
+PROTOCOL = 9  # 3, 4 and 8 pickled other names of modules, 7 packed rare fields of items otherwise
 
 # Between a client and its server:
 #
