@@ -12,15 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
 from ..runtime.system_limits import usable_processors
+from .contents import Contents
 from .format import percent, printable, seconds, size
 from .rows import covered, rows
 from .spans import Span, Sums
-
-if TYPE_CHECKING:
-    from .contents import Contents
 
 BUSY_SHARE = 0.8  # share of the time; start and end of any run take the rest
 SINGLE_CALL_SHARE = 0.6  # of the time, taken by one call: the run cannot get much shorter
@@ -60,15 +57,12 @@ class Figures:
 
 def figures(timeline: Contents) -> Figures:
     tasks = [span for span in timeline.spans if not span.thread]
-    start = min(
-        (t for span in tasks for t in (span.queued, span.started) if t is not None), default=0.0
-    )
+    of_tasks = Contents(tasks)
+    start, end = of_tasks.start, of_tasks.end
+    backlog_start = start
     if timeline.folded:
         start = min(start, timeline.start)
-    end = max(
-        (t for span in tasks for t in (span.received, span.finished, span.sent) if t is not None),
-        default=0.0,
-    )
+        backlog_start = min((each.queued for each in tasks if each.queued is not None), default=0.0)
     duration = max(end - start, 1e-9)
     busy = {row.drone: row.busy for row in rows(timeline) if not row.thread}
     functions: dict[str, tuple[float, str]] = {}
@@ -81,6 +75,7 @@ def figures(timeline: Contents) -> Figures:
     calls = sum(each.calls for each in sums.values())
     shares = {drone: min(1.0, each / duration) for drone, each in busy.items()}
     busiest = max(shares, key=lambda drone: shares[drone], default="")
+    of_busiest = [each for each in timeline.spans if each.drone == busiest and not each.whole]
     return Figures(
         duration,
         len(busy),
@@ -89,21 +84,13 @@ def figures(timeline: Contents) -> Figures:
         shares,
         {drone: function for drone, (_, function) in functions.items()},
         max((span.seconds for span in tasks), default=0.0) / duration,
-        _backlog_seconds(tasks) / duration
-        if not timeline.folded
-        else _backlog_seconds(tasks) / max(1e-9, end - _first_queued(tasks)),
+        _backlog_seconds(tasks) / max(end - backlog_start, 1e-9),
         _typical_seconds(sums.values()),
         sum(each.there + each.back for each in sums.values()) / max(1, calls),
         sum(each.bytes_sent + each.bytes_received for each in sums.values()) / max(1, calls),
         _computing_share(tasks),
         _computing_share([span for span in tasks if span.drone == busiest]),
-        len(
-            {
-                span.thread
-                for span in timeline.spans
-                if span.thread and span.drone == busiest and not span.whole
-            }
-        ),
+        len({each.thread for each in of_busiest if each.thread}),
         usable_processors(),
     )
 
@@ -193,25 +180,15 @@ def _backlog_seconds(tasks: list[Span]) -> float:
 
 def _typical_seconds(sums: Iterable[Sums]) -> float:
     """Return the seconds a call, weighted by the share of time that such calls take."""
-    each = [
-        (of_function.running, of_function.running / max(1, of_function.calls))
-        for of_function in sums
-    ]
-    return sum(running * mean for running, mean in each) / max(
-        1e-9, sum(running for running, _ in each)
-    )
-
-
-def _first_queued(tasks: list[Span]) -> float:
-    return min((span.queued for span in tasks if span.queued is not None), default=0.0)
+    each = [(one.running, one.running / max(1, one.calls)) for one in sums]
+    total = sum(running for running, _ in each)
+    return sum(running * mean for running, mean in each) / max(1e-9, total)
 
 
 def _computing_share(tasks: list[Span]) -> float | None:
     """Return the share of computing; None unless most of the running time was measured."""
-    measured, running = (
-        [span for span in tasks if span.cpu is not None],
-        sum(span.seconds for span in tasks),
-    )
+    measured = [span for span in tasks if span.cpu is not None]
+    running = sum(span.seconds for span in tasks)
     of_measured = sum(span.seconds for span in measured)
     if not of_measured or of_measured < running / 2:
         return None

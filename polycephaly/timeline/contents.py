@@ -49,10 +49,8 @@ class Contents:
     def spans(self) -> list[Span]:
         """All spans, tasks in the order of their answers, then those of green threads."""
         if self._spans is None:
-            self._spans = [
-                *(span for entry in self._entries for span in entry.spans()),
-                *self._others,
-            ]
+            of_entries = (span for entry in self._entries for span in entry.spans())
+            self._spans = [*of_entries, *self._others]
         return self._spans
 
     @property
@@ -75,12 +73,8 @@ class Contents:
     @property
     def end(self) -> float:
         """The time (`time.monotonic`) of the last event; 0 if there is none."""
-        lasts = [
-            t
-            for span in self.spans
-            for t in (span.received, span.finished, span.sent)
-            if t is not None
-        ]
+        moments = ((span.received, span.finished, span.sent) for span in self.spans)
+        lasts = [t for each in moments for t in each if t is not None]
         return max([*lasts, *(folded.end for folded in self._folded)], default=0.0)
 
     def sums(self, threads: bool = False) -> dict[Key, Sums]:
@@ -140,16 +134,10 @@ class Contents:
             *(entry._replace(drone=names[entry.drone]) for entry in other._entries),
         ]
         both.threads_lost = self.threads_lost + other.threads_lost
-        renamed = (
-            folded._replace(
-                sums={
-                    (names[drone], function): sums
-                    for (drone, function), sums in folded.sums.items()
-                }
-            )
-            for folded in other._folded
-        )
-        both._folded = [*self._folded, *renamed]
+        both._folded = list(self._folded)
+        for folded in other._folded:
+            sums = {(names[drone], name): each for (drone, name), each in folded.sums.items()}
+            both._folded.append(folded._replace(sums=sums))
         return both
 
     def __bool__(self) -> bool:

@@ -62,22 +62,10 @@ class Entry(NamedTuple):
             finished = min(self.received, max(started, finished))
             number, needed, item = next(tasks, (0, (), None))
             yield Span(
-                self.name,
-                self.drone,
-                started,
-                finished,
-                queued,
-                sent,
-                self.received,
-                self.status,
-                self.calls,
-                self.bytes_sent // count,
-                self.bytes_received // count,
-                cpu=self.cpu,
-                number=number,
-                needed=needed,
-                item=item,
-            )
+                self.name, self.drone, started, finished, queued, sent, self.received, self.status,
+                self.calls, self.bytes_sent // count, self.bytes_received // count,
+                cpu=self.cpu, number=number, needed=needed, item=item,
+            )  # fmt: skip
 
     def sums(self) -> Sums:
         count = len(self.started) * self.calls

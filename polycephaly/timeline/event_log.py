@@ -107,10 +107,6 @@ class EventLog:
         content = {"names": [*names], "events": rows, "work": cpu_times, "lost": lost}
         return json.dumps(content, separators=(",", ":")).encode()
 
-    def clear(self) -> None:
-        """In a forked child: clear the log."""
-        self.__init__()  # type: ignore[misc]
-
 
 def unpack_events(
     data: bytes, drone: str, clock_offset: float = 0.0
@@ -134,19 +130,9 @@ def unpack_events(
             )
             for thread, name, started, took, cpu, flags, note in content["events"]
         ]  # fmt: skip
-        return (
-            events,
-            {int(number): _seconds(cpu) for number, cpu in content["work"]},
-            int(content["lost"]),
-        )
-    except (
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ) as error:
+        cpu_times = {int(number): _seconds(cpu) for number, cpu in content["work"]}
+        return events, cpu_times, int(content["lost"])
+    except (LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(
             f"malformed event log of green threads: {type(error).__name__}: {error}"
         ) from error
@@ -191,12 +177,10 @@ def _format_argument(arg: Any) -> str:
     if type(arg) is int:
         # Python refuses to convert integers of thousands of digits.
         return str(arg)[:MAX_NOTE_CHARACTERS] if arg.bit_length() <= 256 else ""
-    return (
-        repr(arg)[:MAX_NOTE_CHARACTERS]
-        if type(arg) is float or (type(arg) is str and len(arg) <= MAX_NOTE_CHARACTERS)
-        else ""
-    )
+    if type(arg) is float or (type(arg) is str and len(arg) <= MAX_NOTE_CHARACTERS):
+        return repr(arg)[:MAX_NOTE_CHARACTERS]
+    return ""
 
 
 event_log = EventLog()
-os.register_at_fork(after_in_child=event_log.clear)
+os.register_at_fork(after_in_child=event_log.__init__)  # type: ignore[misc]

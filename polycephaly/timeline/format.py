@@ -12,11 +12,11 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.5 or unit == "GB":
+    for unit in ("B", "kB", "MB"):
+        if value < 999.5:
             return f"{value:.3g} {unit}"
         value /= 1000
-    raise AssertionError
+    return f"{value:.3g} GB"
 
 
 def percent(share: float) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from .bottleneck import bottleneck_of
 from .picture import OTHERS_COLOUR, PALETTE, Bar, colours
-from .spans import CANCELLED, DIED, DONE, ERROR, RUNNING, SENT, TIMEOUT, Span
+from .spans import CANCELLED, DIED, DONE, ERROR, RUNNING, SENT, TIMEOUT
 from .svg import bars_of
 from .text import facts, table
 
@@ -101,7 +101,8 @@ def part_of(timeline: Contents, start: float, names: Iterable[str] = ()) -> dict
     Functions get their colours in the order of `names`, then in that of their first spans.
     """
     # Green threads stand below their drones in the order of their starts.
-    threads = sorted((each for each in timeline.spans if each.thread), key=_started)
+    threads = [each for each in timeline.spans if each.thread]
+    threads.sort(key=lambda span: span.started or 0.0)
     rows = {(drone, ""): index for index, drone in enumerate(timeline.drones)}
     for span in threads:
         rows.setdefault((span.drone, span.thread), len(rows))
@@ -171,7 +172,3 @@ class Columns:
         self.count += 1
         for append, value in zip(self._appends, values, strict=True):
             append(value)
-
-
-def _started(span: Span) -> float:
-    return span.started or 0.0

@@ -89,7 +89,7 @@ def colours(timeline: Contents) -> dict[str, str]:
     for threads in (False, True):
         for (_, name), sums in timeline.sums(threads=threads).items():
             running[name] = running.get(name, 0.0) + sums.running
-    names = [*sorted(running, key=lambda name: -running[name])]
+    names = sorted(running, key=lambda name: -running[name])
     names += [
         name
         for name in dict.fromkeys(span.name for span in timeline.spans if not span.whole)
@@ -131,16 +131,11 @@ def draw_bars(drawing: Drawing, bars: Sequence[Bar]) -> None:
     )
     for bar in bars:
         y, length = drawing.height, max(1.0, available * bar.value / largest)
+        time = seconds(bar.value)
         drawing.add(
             TextLabel(left - 8, y + 14, bar.label, 12, "end"),
-            Box(left, y + 3, length, 15, PALETTE[0], title=f"{bar.label}: {seconds(bar.value)}"),
-            TextLabel(
-                left + length + 6,
-                y + 14,
-                f"{seconds(bar.value)}  {bar.note}".rstrip(),
-                12,
-                colour="soft",
-            ),
+            Box(left, y + 3, length, 15, PALETTE[0], title=f"{bar.label}: {time}"),
+            TextLabel(left + length + 6, y + 14, f"{time}  {bar.note}".rstrip(), 12, colour="soft"),
         )
         drawing.height += 21
 
@@ -167,39 +162,15 @@ def _draw_rows(drawing: Drawing, timeline: Contents) -> None:
     drawing.height = top
     for row in all_rows:
         y, row_height = drawing.height, _height(row)
-        characters = int((left - MARGIN - 12) / CHARACTER_WIDTH)
+        name = _shorten(row.thread or row.drone, int((left - MARGIN - 12) / CHARACTER_WIDTH))
         if row.thread:
-            drawing.add(
-                TextLabel(
-                    left - 10,
-                    y + row_height - 4,
-                    _shorten(row.thread, characters),
-                    10,
-                    "end",
-                    "soft",
-                )
-            )
+            drawing.add(TextLabel(left - 10, y + row_height - 4, name, 10, "end", "soft"))
         else:
-            drawing.add(Box(MARGIN, y, right - MARGIN + 44, 1, "line"))
+            line, share = y + row_height / 2 + 4, percent(row.busy / duration)
             drawing.add(
-                TextLabel(
-                    left - 10,
-                    y + row_height / 2 + 4,
-                    _shorten(row.drone, characters),
-                    12,
-                    "end",
-                    bold=True,
-                )
-            )
-            drawing.add(
-                TextLabel(
-                    drawing.width - MARGIN,
-                    y + row_height / 2 + 4,
-                    percent(row.busy / duration),
-                    11,
-                    "end",
-                    "soft",
-                )
+                Box(MARGIN, y, right - MARGIN + 44, 1, "line"),
+                TextLabel(left - 10, line, name, 12, "end", bold=True),
+                TextLabel(drawing.width - MARGIN, line, share, 11, "end", "soft"),
             )
         drawing.add(*_boxes(row, y, row_height, left, scale, start, palette))
         drawing.height += row_height

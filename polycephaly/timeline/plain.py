@@ -16,12 +16,7 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
         "waiting": timeline.waiting,
         "threads_lost": timeline.threads_lost,
         "folded": [
-            (
-                [(*key, *sums) for key, sums in folded.sums.items()],
-                folded.spans,
-                folded.start,
-                folded.end,
-            )
+            ([(*key, *sums) for key, sums in folded.sums.items()], *folded[1:])
             for folded in timeline._folded
         ],
     }
@@ -41,9 +36,9 @@ def unpack_timeline(plain: dict[str, Any], clock_offset: float = 0.0) -> Timelin
 
 
 def _to_own_clock(span: Span, clock_offset: float) -> Span:
-    names = ("started", "finished", "queued", "sent", "received")
-    times: dict[str, Any] = {name: getattr(span, name) for name in names}
     shifted: dict[str, Any] = {
-        name: None if at is None else at - clock_offset for name, at in times.items()
+        name: at - clock_offset
+        for name in ("started", "finished", "queued", "sent", "received")
+        if (at := getattr(span, name)) is not None
     }
     return span._replace(**shifted, needed=tuple(span.needed))

@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 SCALE = 2  # pixels of the picture for one of the drawing
 MAX_HEIGHT_PIXELS = 32_000  # the rest is cut off
 LIGHT_COLOURS = {
-    "ink": "#1c2126",
-    "soft": "#66707a",
-    "line": "#e3e7eb",
-    "paper": "#ffffff",
-    "alarm": "#d11f2f",
-}
+    "ink": "#1c2126", "soft": "#66707a", "line": "#e3e7eb", "paper": "#ffffff", "alarm": "#d11f2f",
+}  # fmt: skip
 
 
 def png_of(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> bytes:
@@ -36,14 +32,8 @@ def png_of(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> bytes:
             anchor = {"start": "ls", "middle": "ms", "end": "rs"}[part.anchor]
             font = _font(round(part.size * SCALE))
             stroke = 0.4 * SCALE if part.bold else 0
-            pen.text(
-                (part.x * SCALE, part.y * SCALE),
-                part.text,
-                colour,
-                font,
-                anchor,
-                stroke_width=stroke,
-            )
+            place = part.x * SCALE, part.y * SCALE
+            pen.text(place, part.text, colour, font, anchor, stroke_width=stroke)
             continue
         right, bottom = (part.x + part.width) * SCALE - 1, (part.y + part.height) * SCALE - 1
         if right < part.x * SCALE or bottom < part.y * SCALE:

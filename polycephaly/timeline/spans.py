@@ -66,11 +66,7 @@ class Span(NamedTuple):
     @property
     def seconds(self) -> float:
         """The seconds that the span ran, or has been running; 0 if not begun."""
-        return (
-            0.0
-            if self.started is None or self.finished is None
-            else max(0.0, self.finished - self.started)
-        )
+        return _between(self.started, self.finished)
 
 
 def short_name(name: str) -> str:
@@ -112,20 +108,13 @@ class Sums(NamedTuple):
 
 
 def sums_of(span: Span) -> Sums:
-    queued, sent, started, finished, received = (
-        span.queued,
-        span.sent,
-        span.started,
-        span.finished,
-        span.received,
-    )
     return Sums(
         span.calls,
         span.calls if span.status in (ERROR, CANCELLED, TIMEOUT, DIED) else 0,
-        _between(queued, sent) * span.calls,
-        _between(sent, started) * span.calls,
+        _between(span.queued, span.sent) * span.calls,
+        _between(span.sent, span.started) * span.calls,
         span.seconds,
-        _between(finished, received) * span.calls,
+        _between(span.finished, span.received) * span.calls,
         span.bytes_sent,
         span.bytes_received,
     )

@@ -28,19 +28,9 @@ def text(timeline: Contents, width: int | None = None) -> str:
     if not timeline:
         return "Timeline: nothing has run yet."
     width = max(MIN_COLUMNS, width or shutil.get_terminal_size((100, 24)).columns)
-    all_rows = rows(timeline)
-    start = timeline.start
-    duration = max(timeline.end - start, 1e-9)
     head = f"Timeline: {', '.join(facts(timeline))}"
-    lines = [
-        head,
-        "",
-        *_chart(timeline, all_rows, start, duration, width),
-        "",
-        *_table(timeline, width),
-        "",
-    ]
-    return "\n".join([*lines, *textwrap.wrap(bottleneck_of(timeline), width)])
+    chart, reason = _chart(timeline, width), textwrap.wrap(bottleneck_of(timeline), width)
+    return "\n".join([head, "", *chart, "", *_table(timeline, width), "", *reason])
 
 
 def facts(timeline: Contents) -> list[str]:
@@ -63,9 +53,9 @@ def facts(timeline: Contents) -> list[str]:
 # -- the chart -------------------------------------------------------------------------------------
 
 
-def _chart(
-    timeline: Contents, all_rows: list[Row], start: float, duration: float, width: int
-) -> list[str]:
+def _chart(timeline: Contents, width: int) -> list[str]:
+    all_rows, start = rows(timeline), timeline.start
+    duration = max(timeline.end - start, 1e-9)
     name = min(MAX_NAME_COLUMNS, max(len(_row_title(row)) for row in all_rows))
     cells = width - name - 8
     step = duration / cells
@@ -91,24 +81,18 @@ def _chart(
 
 def _bar(row: Row, start: float, step: float, cells: int) -> str:
     running, waiting = [0.0] * cells, [0.0] * cells
+
+    def at(moment: float | None) -> float:
+        return 0.0 if moment is None else (moment - start) / step
+
     for span in row.spans:
-        assert span.started is not None and span.finished is not None
-        _fill(running, (span.started - start) / step, (span.finished - start) / step)
+        _fill(running, at(span.started), at(span.finished))
         if span.sent is not None:
-            _fill(
-                waiting,
-                (span.sent - start) / step,
-                ((span.received or span.finished) - start) / step,
-            )
+            _fill(waiting, at(span.sent), at(span.received or span.finished))
     for span in row.sent:
-        assert span.sent is not None
-        _fill(waiting, (span.sent - start) / step, cells)
+        _fill(waiting, at(span.sent), cells)
     for span in row.lives:
-        _fill(
-            waiting,
-            ((span.started or start) - start) / step,
-            ((span.finished or start) - start) / step,
-        )
+        _fill(waiting, at(span.started), at(span.finished))
     return "".join(_cell(*each) for each in zip(running, waiting, strict=True))
 
 
@@ -219,8 +203,6 @@ def _shorten(name: str, columns: int) -> str:
     # The number of a green thread distinguishes it from others of the same name, so it is kept.
     name, mark, number = name.rpartition(" #")
     keep = columns - len(mark + number) - 1
-    return (
-        f"{name[:keep]}…{mark}{number}"
-        if mark and keep > 4
-        else f"{(name + mark + number)[: columns - 1]}…"
-    )
+    if mark and keep > 4:
+        return f"{name[:keep]}…{mark}{number}"
+    return f"{(name + mark + number)[: columns - 1]}…"

@@ -104,19 +104,13 @@ def _slice(span: Span, process: int, thread: int, start: float) -> Event:
 
 
 def _controller(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
-    moments = [{span.sent for span, _, _ in tasks}, {span.received for span, _, _ in tasks}]
-    for thread, name in ((1, "send"), (2, "receive")):
-        for moment in sorted(each for each in moments[thread - 1] if each is not None):
-            ts = _microseconds(moment, start)
+    sent, received = {span.sent for span, _, _ in tasks}, {span.received for span, _, _ in tasks}
+    for thread, name, moments in ((1, "send", sent), (2, "receive", received)):
+        for moment in sorted(each for each in moments if each is not None):
             yield {
-                "ph": "X",
-                "name": name,
-                "cat": "transport",
-                "pid": 0,
-                "tid": thread,
-                "ts": ts,
-                "dur": INSTANT_MICROSECONDS,
-            }
+                "ph": "X", "name": name, "cat": "transport", "pid": 0, "tid": thread,
+                "ts": _microseconds(moment, start), "dur": INSTANT_MICROSECONDS,
+            }  # fmt: skip
     if len(tasks) <= MAX_FLOW_SPANS:
         for number, (span, process, thread) in enumerate(tasks):
             if span.sent is not None:
@@ -126,21 +120,15 @@ def _controller(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Ev
                 ends = (process, thread, _last_moment(span)), (0, 2, span.received)
                 yield from _arrow(2 * number + 1, "back", *ends, start, span.bytes_received)
     waiting = 0
-    steps = [(span.queued, 1) for span, _, _ in tasks] + [
-        (span.started, -1) for span, _, _ in tasks
-    ]
-    for moment, group in groupby(
-        sorted((at, step) for at, step in steps if at is not None), key=itemgetter(0)
-    ):
+    begun = [(span.started, -1) for span, _, _ in tasks]
+    steps = begun + [(span.queued, 1) for span, _, _ in tasks]
+    known = sorted((at, step) for at, step in steps if at is not None)
+    for moment, group in groupby(known, key=itemgetter(0)):
         waiting += sum(step for _, step in group)
         yield {
-            "ph": "C",
-            "name": "waiting",
-            "pid": 0,
-            "tid": 0,
-            "ts": _microseconds(moment, start),
-            "args": {"pieces": waiting},
-        }
+            "ph": "C", "name": "waiting", "pid": 0, "tid": 0,
+            "ts": _microseconds(moment, start), "args": {"pieces": waiting},
+        }  # fmt: skip
 
 
 def _graph(tasks: list[tuple[Span, int, int]], start: float) -> Iterator[Event]:
