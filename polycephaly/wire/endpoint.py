@@ -19,18 +19,24 @@ _RECONNECT_MILLISECONDS = 5
 """Interval at which a DEALER tries again, until the reactor has bound the ROUTER."""
 
 
-class _End:
+class _Readable:
     socket: zmq.Socket[bytes]
-
-    def receive(self) -> list[bytes] | None:
-        """Return the frames of the next message, or None if no message is there."""
-        return self.socket.recv_multipart(zmq.NOBLOCK) if self.has_input() else None
 
     def has_input(self) -> bool:
         return has_input(self.socket)
 
     def fileno(self) -> int:
-        return input_fd(self.socket)
+        """Return a descriptor that becomes readable when something happens.
+
+        The descriptor is edge-triggered: call `has_input` before waiting on it.
+        """
+        return cast(int, self.socket.getsockopt(zmq.FD))
+
+
+class _End(_Readable):
+    def receive(self) -> list[bytes] | None:
+        """Return the frames of the next message, or None if no message is there."""
+        return self.socket.recv_multipart(zmq.NOBLOCK) if self.has_input() else None
 
 
 class Router(_End):
@@ -96,23 +102,9 @@ def has_input(end: zmq.Socket[bytes]) -> bool:
     return bool(cast(int, end.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def input_fd(end: zmq.Socket[bytes]) -> int:
-    """Return a descriptor that becomes readable when something happens.
-
-    The descriptor is edge-triggered: call `has_input` before waiting on it.
-    """
-    return cast(int, end.getsockopt(zmq.FD))
-
-
-class SocketSource:
+class SocketSource(_Readable):
     """A socket as a source of an event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[], object]) -> None:
-        self._socket = socket
+        self.socket = socket
         self.receive = receive
-
-    def fileno(self) -> int:
-        return input_fd(self._socket)
-
-    def has_input(self) -> bool:
-        return has_input(self._socket)

@@ -91,15 +91,14 @@ def _pack(
         members = tuple(filter(None, map(linked, error.exceptions)))
     body, data = _body(error, pickle_value)
     cls = type(error)
+    prefix = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     name = getattr(error, "name", None) if isinstance(error, NameError) else None
     fields = packed[id(error)] = tuple(
         _PackedException(
             body=body,
             data=data,
             members=members,
-            type_name=cls.__qualname__
-            if cls.__module__ == "builtins"
-            else f"{cls.__module__}.{cls.__qualname__}",
+            type_name=prefix + cls.__qualname__,
             message=message_of(error),
             extra={} if name is None else {"name": name},
             cause=linked(error.__cause__),
@@ -181,9 +180,8 @@ def _unpack(fields: tuple[Any, ...], text: str, made: dict[int, BaseException]) 
         elif packed.body == "rebuilt":
             error = _rebuild(loads(packed.data))
         elif packed.body == "group":
-            recipe = loads(packed.data)
             members = [_unpack(each, text, made) for each in packed.members]
-            error = _regroup(recipe, members)
+            error = _regroup(loads(packed.data), members)
         else:
             error = RemoteError(packed.type_name, packed.message, text)
     except Exception as failure:

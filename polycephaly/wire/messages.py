@@ -35,17 +35,8 @@ from ..errors import Malformed
 # Frames are checked for shape and size before their content is used; `Malformed` names the error.
 PROTOCOL = 1
 
-HELLO, WORK, RESULTS, CANCEL, RECALL, RETURNED, OPEN, STOP = (
-    b"H",
-    b"W",
-    b"R",
-    b"C",
-    b"B",
-    b"Y",
-    b"O",
-    b"S",
-)
-FRAMES, PROFILE = b"F", b"P"
+HELLO, WORK, RESULTS, CANCEL, RECALL = b"H", b"W", b"R", b"C", b"B"
+RETURNED, OPEN, FRAMES, PROFILE, STOP = b"Y", b"O", b"F", b"P", b"S"
 
 # Kinds of WORK items.
 DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)

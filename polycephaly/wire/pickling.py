@@ -60,11 +60,9 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
     except Exception:
         # A lambda, a local class, ...: only the by-value pickler can report the real error.
         plain = b"__main__"
-    return (
-        plain
-        if b"__main__" not in plain
-        else b"".join(_dump(_by_value_pickler(), value, snapshot, None)[0])
-    )
+    if b"__main__" not in plain:
+        return plain
+    return b"".join(_dump(_by_value_pickler(), value, snapshot, None)[0])
 
 
 def pack(

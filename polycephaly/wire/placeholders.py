@@ -108,11 +108,9 @@ def with_remote_objects(payload: Any, remote_objects: dict[int, Any]) -> Any:
 
 def split_remote_objects(payload: Any) -> tuple[Any, dict[int, Any]]:
     """Return the payload itself, and the remote objects that it holds."""
-    return (
-        (payload.payload, payload.remote_objects)
-        if type(payload) is PayloadWithRefs
-        else (payload, {})
-    )
+    if type(payload) is PayloadWithRefs:
+        return payload.payload, payload.remote_objects
+    return payload, {}
 
 
 def resolve(number: int) -> Any:
