@@ -208,12 +208,9 @@ class Inbox:
     # -- the pore I/O thread -----------------------------------------------------------------------
 
     def wake_waiters(self) -> None:
-        waiters = self.waiters
-        while waiters:
-            try:
-                fulfill(waiters.popleft())
-            except IndexError:
-                return
+        with suppress(IndexError):
+            while True:
+                fulfill(self.waiters.popleft())
 
     def shut_down(self) -> None:
         """Read the messages sent until now, and close the connections."""

@@ -413,14 +413,12 @@ class Pore:
         nothing.
         """
         self._close()
-        if self._is_owner():
-            assert self._inbox is not None
-            self._inbox.wait_until_ended()
+        if (inbox := self._own_inbox()) is not None:
+            inbox.wait_until_ended()
 
     def _close(self) -> None:
-        if self._is_owner():
-            assert self._inbox is not None
-            self._inbox.close()
+        if (inbox := self._own_inbox()) is not None:
+            inbox.close()
         if self._holder is not None and self._holder.pid == os.getpid():
             self._holder.close()
 
@@ -436,23 +434,22 @@ class Pore:
 
     # -- connection to the owner -------------------------------------------------------------------
 
-    def _is_owner(self) -> bool:
-        return self._inbox is not None and self._inbox.pid == os.getpid()
+    def _own_inbox(self) -> Inbox | None:
+        """Return the inbox, if this process owns the pore."""
+        inbox = self._inbox
+        return inbox if inbox is not None and inbox.pid == os.getpid() else None
 
     def _get_holder(self) -> Holder:
         """Return this process's holder. The owner has one too, once it uses `tell` itself."""
-        if self._is_owner():
-            assert self._inbox is not None
-            if self._inbox.closed:
-                raise self._identity.closed_error(ended=False)
+        inbox = self._own_inbox()
+        if inbox is not None and inbox.closed:
+            raise self._identity.closed_error(ended=False)
         holder = self._holder
         if holder is None or holder.pid != os.getpid():
             content = self._content
             memory = content if isinstance(content, memoryview) else None
-            fresh, before = (
-                Holder(self._identity, self._size, memory, was_connected=content is not None),
-                holder,
-            )
+            before = holder
+            fresh = Holder(self._identity, self._size, memory, was_connected=content is not None)
             # No call between this check and the assignment: of several threads, only one sets the
             # holder.
             holder = self._holder
@@ -463,7 +460,7 @@ class Pore:
 
     def _get_content(self, check: bool = True) -> Content:
         holder = self._get_holder()
-        if not self._is_owner():
+        if self._own_inbox() is None:
             self._content = holder.content(check)
         assert self._content is not None
         return self._content
@@ -477,13 +474,13 @@ class Pore:
         return content
 
     def _get_own_inbox(self, method: str) -> Inbox:
-        if not self._is_owner():
+        inbox = self._own_inbox()
+        if inbox is None:
             raise RuntimeError(
                 f"`{method}` is for the owner of the pore {self.name!r}, process {self.owner} "
                 f"({self._identity.owner_name}): in other processes, use `tell` and `write`"
             )
-        assert self._inbox is not None
-        return self._inbox
+        return inbox
 
     def _check_not_exhausted(self, inbox: Inbox) -> None:
         if inbox.is_exhausted():
@@ -505,9 +502,9 @@ class Pore:
         return self
 
     def __repr__(self) -> str:
-        is_owner = self._is_owner()
-        owner = "here" if is_owner else f"of {self._identity.owner_name}"
-        state = ", closed" if is_owner and self._inbox is not None and self._inbox.closed else ""
+        inbox = self._own_inbox()
+        owner = f"of {self._identity.owner_name}" if inbox is None else "here"
+        state = ", closed" if inbox is not None and inbox.closed else ""
         content = f"{self._size:,} bytes" if self._size else "a file"
         return f"<Pore {self.name!r} {owner}, {content}{state}>"
 
