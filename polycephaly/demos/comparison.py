@@ -48,9 +48,7 @@ class Executors:
     prepare: Callable[[Any], Any] = _itself
 
     def results(self, pending: list[Any]) -> list[Any]:
-        return (
-            [self.result(each) for each in pending] if self.gather is None else self.gather(pending)
-        )
+        return [*map(self.result, pending)] if self.gather is None else self.gather(pending)
 
 
 @contextmanager
@@ -132,16 +130,7 @@ def sum_of_pages(array: Any) -> float:
 def gather_us(workers: Executors, fn: Callable[[int], int], tasks: int) -> float:
     """Return microseconds a task, if many are submitted at once."""
     submit = workers.submit
-
-    def run_once() -> float:
-        began = time.perf_counter()
-        got = workers.results([submit(fn, i) for i in range(tasks)])
-        seconds = time.perf_counter() - began
-        assert got == list(range(tasks))
-        return seconds / tasks * 1e6
-
-    workers.results([submit(fn, i) for i in range(WARM_UP_TASKS)])
-    return statistics.median(run_once() for _ in range(RUNS))
+    return _median_us(lambda count: workers.results([submit(fn, i) for i in range(count)]), tasks)
 
 
 def round_trip_us(workers: Executors, trips: int) -> float:
@@ -161,16 +150,19 @@ def map_us(workers: Executors, items: int) -> float:
     """Return microseconds an item of `map`, without a given chunk size."""
     assert workers.map is not None
     run = workers.map
-    run(noop, range(WARM_UP_TASKS))
+    return _median_us(lambda count: run(noop, range(count)), items)
 
-    def run_once() -> float:
+
+def _median_us(run: Callable[[int], list[Any]], count: int) -> float:
+    """Return microseconds for one of `count` calls that are made at once, after a warm-up."""
+    run(WARM_UP_TASKS)
+    took = []
+    for _ in range(RUNS):
         began = time.perf_counter()
-        got = run(noop, range(items))
-        seconds = time.perf_counter() - began
-        assert got == list(range(items))
-        return seconds / items * 1e6
-
-    return statistics.median(run_once() for _ in range(RUNS))
+        got = run(count)
+        took.append(time.perf_counter() - began)
+        assert got == list(range(count))
+    return statistics.median(took) / count * 1e6
 
 
 def transfer_ms(workers: Executors, array: Any) -> float:
@@ -225,14 +217,8 @@ def main() -> None:
 
 def command(name: str, workers: int, sizes: Sizes) -> list[str]:
     """Return the command that measures one contender."""
-    return [
-        sys.executable,
-        "-m",
-        "polycephaly.demos.comparison",
-        name,
-        str(workers),
-        json.dumps(asdict(sizes)),
-    ]
+    module = "polycephaly.demos.comparison"
+    return [sys.executable, "-m", module, name, str(workers), json.dumps(asdict(sizes))]
 
 
 if __name__ == "__main__":

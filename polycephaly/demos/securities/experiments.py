@@ -74,21 +74,13 @@ def plan(
     appends its timeline to `timelines`. `pool_options` has options of all pools, such as their
     engine.
     """
+    one_each = partial(drone_per_list, pool_options=pool_options)
+    drain = partial(drones_drain, pool_options=pool_options)
     combined = partial(drones_and_threads, timelines=timelines, pool_options=pool_options)
     return [
         Experiment("sequential", drones=0, threads=1, load=sequential),
-        Experiment(
-            "I",
-            drones=len(LISTS),
-            threads=1,
-            load=partial(drone_per_list, pool_options=pool_options),
-        ),
-        *(
-            Experiment(
-                "II", drones=n, threads=1, load=partial(drones_drain, n, pool_options=pool_options)
-            )
-            for n in drones
-        ),
+        Experiment("I", drones=len(LISTS), threads=1, load=one_each),
+        *(Experiment("II", drones=n, threads=1, load=partial(drain, n)) for n in drones),
         *(Experiment("III", drones=0, threads=n, load=partial(threads_drain, n)) for n in threads),
         Experiment("combined", drones=len(LISTS), threads=FUND_THREADS, load=combined),
     ]
@@ -129,13 +121,10 @@ def sequential(site: Site) -> Lists:
 def drone_per_list(site: Site, pool_options: Mapping[str, Any] | None = None) -> Lists:
     """Run experiment I: five drones get a code string each, as the talk's `Security loadNYSE`."""
     with _drone_for_each_list(pool_options) as drones:
-        promises = {}
-        for name, drone in drones.items():
-            # The import defines the names in the drone's __main__; the repr of a site recreates the
-            # site.
-            promises[name] = drone.promise(
-                f"from {Site.__module__} import LiveSite, Site; {site!r}.load_{name}()"
-            )
+        # The import defines the names in the drone's __main__; the repr of a site recreates the
+        # site.
+        load = f"from {Site.__module__} import LiveSite, Site; {site!r}.load_"
+        promises = {name: drone.promise(f"{load}{name}()") for name, drone in drones.items()}
         return {name: promises[name].value for name in LISTS}
 
 

@@ -34,38 +34,15 @@ FUNDS_PER_LETTER = {
 
 REGIONS = ("Global", "European", "Emerging", "Domestic", "Pacific")
 STYLES = (
-    "Growth",
-    "Value",
-    "Income",
-    "Equity",
-    "Bond",
-    "Balanced",
-    "Index",
-    "Small Cap",
-    "Large Cap",
-)
+    "Growth", "Value", "Income", "Equity", "Bond", "Balanced", "Index", "Small Cap", "Large Cap",
+)  # fmt: skip
 CLASSES = (
-    "Class A",
-    "Class C",
-    "Class I",
-    "Institutional",
-    "Investor",
-    "Retirement",
-    "Service",
+    "Class A", "Class C", "Class I", "Institutional", "Investor", "Retirement", "Service",
     "Premier",
-)
+)  # fmt: skip
 TRADES = (
-    "Mining",
-    "Foods",
-    "Systems",
-    "Pharma",
-    "Energy",
-    "Rail",
-    "Air",
-    "Media",
-    "Steel",
-    "Retail",
-)
+    "Mining", "Foods", "Systems", "Pharma", "Energy", "Rail", "Air", "Media", "Steel", "Retail",
+)  # fmt: skip
 
 # Without vowels, so that no generated symbol is a word: NA, ON and TRUE come from the odd rows
 # only.

@@ -80,10 +80,7 @@ class Table:
                 raise SourceError(self.where, problem)
             name = slice(self._name, self._name + surplus + 1)
             fields[name] = ["|".join(fields[name])]
-            yield (
-                line,
-                {column: field.strip() for column, field in zip(self.columns, fields, strict=True)},
-            )
+            yield line, dict(zip(self.columns, map(str.strip, fields), strict=True))
 
 
 def nasdaq_listed(document: Document) -> list[Listing]:

@@ -162,13 +162,12 @@ def _label(experiment: Experiment) -> str:
     drones, threads = experiment.drones, experiment.threads
     if experiment.name == "sequential":
         return experiment.name
-    counts = [
-        f"{number} {noun}{'s' * (number > 1)}"
-        for number, noun in ((drones, "drone"), (threads, "thread"))
-    ]
-    if not drones:
-        return f"{experiment.name}, {counts[1]}"
-    return f"{experiment.name}, {' and '.join(counts) if threads > 1 else counts[0]}"
+    counts = []
+    if drones:
+        counts.append(f"{drones} drone{'s' * (drones > 1)}")
+    if threads > 1 or not drones:
+        counts.append(f"{threads} thread{'s' * (threads > 1)}")
+    return f"{experiment.name}, {' and '.join(counts)}"
 
 
 def _title(name: str) -> str:

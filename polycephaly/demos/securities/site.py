@@ -129,9 +129,8 @@ def _pages(site: LiveSite) -> Pages:
     error, the next caller tries again.
     """
     own_promise: Promise[Pages] = Promise()
-    promise = _page_promises.setdefault(
-        site.url, own_promise
-    )  # atomic: exactly one thread gets its own promise
+    # Atomic: exactly one thread gets its own promise.
+    promise = _page_promises.setdefault(site.url, own_promise)
     if promise is own_promise:
         try:
             pages: dict[str, list[Fund]] = {}
