@@ -26,19 +26,17 @@ import sys
 from _thread import get_ident
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
 from types import coroutine
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from ..errors import ChannelClosed, DroneDied
 from ..promises.promise import Promise
-from ..runtime.deferred_sigint import DeferredSigint
 from ..wire import addresses
 from . import spawning
 from .locks import Lock
-from .run import in_asyncio
+from .run import forbid_in_step, in_asyncio, wait_in_proxy
 from .scheduler import PARK, scheduler
 from .select import Guard
 from .thread import GreenThread, outside_error
@@ -403,17 +401,8 @@ class Channel(ChannelQueues, Generic[T]):
         RuntimeError
             In a coroutine, which must use ``await send`` instead.
         """
-        self._forbid_in_coroutine("put", "await channel.send(item)")
-        proxy = None
-        try:
-            with DeferredSigint():
-                # Ctrl-C comes before the start, or when the proxy can be cancelled.
-                proxy = spawning.start(self._send_here, (item,), name="Channel.put")
-            _result_of(proxy, timeout, "no receiver took the item")
-        except BaseException:
-            if proxy is not None:
-                proxy.cancel()
-            raise
+        forbid_in_step("Channel.put", "await channel.send(item)")
+        wait_in_proxy(self._send_here, (item,), "Channel.put", timeout, "no receiver took the item")
 
     def get(self, timeout: float | None = None) -> T:
         """Receive an item in plain code, blocking only the calling native thread.
@@ -437,17 +426,11 @@ class Channel(ChannelQueues, Generic[T]):
         RuntimeError
             In a coroutine, which must use ``await receive`` instead.
         """
-        self._forbid_in_coroutine("get", "await channel.receive()")
-        proxy = None
-        try:
-            with DeferredSigint():  # as in `put`
-                proxy = spawning.start(self._receive_here, (), name="Channel.get")
-            return cast(T, _result_of(proxy, timeout, "no item came"))
-        except BaseException:
-            if proxy is not None:
-                proxy.cancel()
-                proxy.add_done_callback(self._return_item)
-            raise
+        forbid_in_step("Channel.get", "await channel.receive()")
+        item: T = wait_in_proxy(
+            self._receive_here, (), "Channel.get", timeout, "no item came", self._return_item
+        )
+        return item
 
     def close(self) -> None:
         """Close the channel: no more items can be sent. Any thread may call this, more than once.
@@ -554,13 +537,6 @@ class Channel(ChannelQueues, Generic[T]):
                 proxy.add_done_callback(self._return_item)
             raise
 
-    def _forbid_in_coroutine(self, method: str, alternative: str) -> None:
-        if scheduler.in_step():
-            raise RuntimeError(
-                f"Channel.{method} blocks, and would stop every green thread inside a coroutine: "
-                f"use `{alternative}`"
-            )
-
 
 def _closed_by_death(closed: ChannelClosed) -> bool:
     """Return True if a drone's death has closed the channel, which is then among the causes."""
@@ -568,23 +544,6 @@ def _closed_by_death(closed: ChannelClosed) -> bool:
     while cause is not None and not isinstance(cause, DroneDied):
         cause = cause.__cause__
     return cause is not None
-
-
-def _result_of(proxy: GreenThread[Any], timeout: float | None, failure: str) -> Any:
-    """Return the proxy's result. If the timeout is over but the proxy has its item all the same,
-    return that.
-    """
-    try:
-        return proxy.result(timeout)
-    except TimeoutError:
-        proxy.cancel()
-    try:
-        return proxy.result()
-    except CancelledError as error:
-        # This thread has itself been cancelled meanwhile, as the error reports.
-        if error.waiter_cancelled:  # type: ignore[attr-defined]
-            raise
-        raise TimeoutError(f"{failure} within {timeout} s") from None
 
 
 class Claim(Generic[T]):

@@ -11,10 +11,9 @@ from collections.abc import Awaitable
 from typing import Any
 
 from ..promises.promise import Promise
-from ..runtime.deferred_sigint import DeferredSigint
 from .parking import Parking, parks
+from .run import forbid_in_step, wait_in_proxy
 from .scheduler import scheduler
-from .spawning import start
 from .thread import GreenThread
 from .waiting import WaitQueue
 
@@ -147,23 +146,9 @@ class Semaphore:
         """Acquire in plain code, blocking only this native thread. Raise `RuntimeError` in a
         coroutine.
         """
-        if scheduler.in_step():
-            statement = f"with {self._kind.lower()}"
-            raise RuntimeError(
-                f"`{statement}` blocks, and would stop every green thread inside a coroutine: "
-                f"use `async {statement}`"
-            )
-        proxy = None
-        try:
-            with DeferredSigint():
-                # Ctrl-C comes before the start, or when the proxy can be cancelled.
-                proxy = start(self.acquire, (), name=f"{self._kind}.acquire")
-            proxy.result()
-        except BaseException:
-            if proxy is not None:
-                proxy.cancel()
-                proxy.add_done_callback(self._release_unused)
-            raise
+        statement = f"with {self._kind.lower()}"
+        forbid_in_step(f"`{statement}`", f"async {statement}")
+        wait_in_proxy(self.acquire, (), f"{self._kind}.acquire", undo=self._release_unused)
 
     def _release_unused(self, acquiring: Promise[Any]) -> None:
         """Release if the caller is gone that was let in."""

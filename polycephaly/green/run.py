@@ -1,16 +1,19 @@
-"""`run`: start a green thread from plain code, and wait for its end."""
+"""`run`: start a green thread from plain code, and wait for its end. So do `put`, `get`, `with`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, TypeVar, overload
 
+from ..promises.promise import Promise
 from ..runtime.coroutines import is_coroutine
 from ..runtime.deferred_sigint import DeferredSigint
 from .scheduler import scheduler
 from .spawning import start
+from .thread import GreenThread
 
 T = TypeVar("T")
 
@@ -86,6 +89,62 @@ def run(main: Any, /, *args: Any) -> Any:
         raise
     finally:
         del thread  # no cycle through the traceback of its error, which would keep the arguments
+
+
+# -- for operations that plain code may wait for ---------------------------------------------------
+
+
+def wait_in_proxy(
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    name: str,
+    timeout: float | None = None,
+    failure: str = "",
+    undo: Callable[[Promise[Any]], object] | None = None,
+) -> Any:
+    """Run `op` in a proxy green thread for plain code, and wait for its result.
+
+    If the wait is broken off, the proxy is cancelled, and `undo` gets the promise of its end.
+    """
+    proxy = None
+    try:
+        with DeferredSigint():
+            # Ctrl-C comes before the start, or when the proxy can be cancelled.
+            proxy = start(op, args, name=name)
+        return _result_of(proxy, timeout, failure)
+    except BaseException:
+        if proxy is not None:
+            proxy.cancel()
+            if undo is not None:
+                proxy.add_done_callback(undo)
+        raise
+
+
+def _result_of(proxy: GreenThread[Any], timeout: float | None, failure: str) -> Any:
+    """Return the proxy's result. If the timeout is over but the proxy has its item all the same,
+    return that.
+    """
+    try:
+        return proxy.result(timeout)
+    except TimeoutError:
+        if not failure:  # no time limit: raised by a signal handler
+            raise
+        proxy.cancel()
+    try:
+        return proxy.result()
+    except CancelledError as error:
+        # This thread has itself been cancelled meanwhile, as the error reports.
+        if error.waiter_cancelled:  # type: ignore[attr-defined]
+            raise
+        raise TimeoutError(f"{failure} within {timeout} s") from None
+
+
+def forbid_in_step(operation: str, alternative: str) -> None:
+    if scheduler.in_step():
+        raise RuntimeError(
+            f"{operation} blocks, and would stop every green thread inside a coroutine: "
+            f"use `{alternative}`"
+        )
 
 
 def in_asyncio() -> bool:
