@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NoReturn
 
 from ..runtime.coroutines import is_awaitable, is_coroutine_function
@@ -16,10 +16,16 @@ from .thread import qualname
 
 class Collected:
     """The base class of `map`'s results where the caller cannot block: awaited for a list of all
-    values, or iterated with ``async for``.
+    values, or iterated with ``async for``; once.
     """
 
-    _fn: Callable[..., Any]
+    def __init__(
+        self, fn: Callable[[Any], Any], items: Iterable[Any], width: int, progress: Progress | None
+    ) -> None:
+        self._fn = fn
+        self._items = items
+        self._width = width
+        self._progress = progress
 
     def __await__(self) -> Generator[Any, Any, list[Any]]:
         if scheduler.in_step():

@@ -8,19 +8,11 @@ Plain code waits and gets a list. A coroutine, or asyncio code, gets an awaitabl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-)
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
 from operator import length_hint
 from time import monotonic
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from ..errors import ChannelClosed
 from ..promises.promise import Promise
@@ -165,10 +157,11 @@ def map(
         raise TypeError(f"map takes a function, not {fn!r}")
     bar = Progress(qualname(fn), total_of([items])) if progress else None
     if over is not None:
-        spread = Spread(fn, items, width, over, bar)
-        return spread if _in_coroutine() else run(spread.collect)
-    mapped = Mapped(fn, iter(items), min(width, max(1, length_hint(items, width))), bar)
-    return mapped if _in_coroutine() else run(mapped.collect)
+        mapped: Collected = Spread(fn, items, width, over, bar)
+    else:
+        width = min(width, max(1, length_hint(items, width)))
+        mapped = Mapped(fn, iter(items), width, bar)
+    return mapped if scheduler.in_step() or in_asyncio() else run(mapped.collect)
 
 
 def _run_or_return(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -184,20 +177,8 @@ async def _spawn_and_await(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return await spawn(make())
 
 
-def _in_coroutine() -> bool:
-    return scheduler.in_step() or in_asyncio()
-
-
-class Mapped(Collected, Generic[T]):
-    """The result of `map` in a coroutine: to be awaited, or iterated with ``async for``, once."""
-
-    def __init__(
-        self, fn: Callable[[T], Any], items: Iterator[T], width: int, progress: Progress | None
-    ) -> None:
-        self._fn = fn
-        self._items = items
-        self._width = width
-        self._progress = progress
+class Mapped(Collected):
+    """The result of `map` in a coroutine. The workers share the iterator of the items."""
 
     async def collect(self) -> list[Any]:
         slots: list[list[Any]] = []

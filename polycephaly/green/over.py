@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ..errors import ChannelClosed, Deadlock, ItemLost, copy_error
 from ..promises.promise import Promise
@@ -30,8 +30,6 @@ from .group import Group
 from .locks import Semaphore
 from .scheduler import scheduler
 from .spawning import spawn
-
-T = TypeVar("T")
 
 MAX_PENDING_PER_WORKER = 4  # items per green thread in progress, or done before an earlier one
 
@@ -102,24 +100,21 @@ async def _all(shares: Sequence[Promise[Any]]) -> list[Any]:
     return [thread.value for thread in threads]
 
 
-class Spread(Collected, Generic[T]):
-    """The result of `map` with ``over=``: to be awaited, or iterated with ``async for``, once."""
+class Spread(Collected):
+    """The result of `map` with ``over=``."""
 
     def __init__(
-        self, fn: Callable[[T], Any], items: Iterable[T], width: int, pool: Any, progress: Any
+        self, fn: Callable[..., Any], items: Iterable[Any], width: int, pool: Any, progress: Any
     ) -> None:
-        self._fn = fn
-        self._items = items
-        self._width = width
+        super().__init__(fn, items, width, progress)
         self._drones = drones_of(pool)
-        self._progress = progress
 
     async def collect(self) -> list[Any]:
         return [value async for value in self]
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         workers = self._width * len(self._drones)
-        jobs: Channel[tuple[int, T]] = Channel()
+        jobs: Channel[tuple[int, Any]] = Channel()
         done: Channel[tuple[int, Any]] = Channel(workers)
         free_places = Semaphore(workers * MAX_PENDING_PER_WORKER)
         try:
@@ -169,7 +164,7 @@ class Spread(Collected, Generic[T]):
         await promises[-1]
 
     async def _feed(
-        self, jobs: Channel[tuple[int, T]], done: Channel[tuple[int, Any]], free_places: Semaphore
+        self, jobs: Channel[tuple[int, Any]], done: Channel[tuple[int, Any]], free_places: Semaphore
     ) -> None:
         count = 0
         for item in self._items:
