@@ -20,6 +20,7 @@ from __future__ import annotations
 from _thread import get_ident
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from functools import partial
 from types import EllipsisType, coroutine
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -118,22 +119,6 @@ class Guard(Generic[T]):
         self.channel.withdraw_waiter(self.end, offer)
 
 
-class _Alarm:
-    """The timer of an `after`. If cancelled, it stays in the heap for a while, but keeps nothing
-    alive.
-    """
-
-    __slots__ = ("is_over", "offer")
-
-    def __init__(self, offer: Offer) -> None:
-        self.offer: Offer | None = offer
-        self.is_over = False
-
-    def fire(self) -> None:
-        if self.offer is not None:
-            self.offer.serve(None)
-
-
 class _After(Guard[None]):
     __slots__ = ("seconds",)
 
@@ -145,12 +130,11 @@ class _After(Guard[None]):
         return None if self.seconds <= 0 else NOTHING
 
     def register(self, offer: Offer) -> None:
-        offer.registration = _Alarm(offer)
-        scheduler.timers.add(scheduler.timers.now() + self.seconds, offer.registration)
+        when = scheduler.timers.now() + self.seconds
+        offer.registration = scheduler.timers.set(when, partial(offer.serve, None))
 
     def withdraw(self, offer: Offer) -> None:
         scheduler.timers.cancel(offer.registration)
-        offer.registration.offer = None
 
 
 class _Settled(Guard[T]):
@@ -297,7 +281,7 @@ class _Select:
         elif self.hold is not None:
             self.hold.next_requests.append(answer)
         else:
-            self.hold = Hold()
+            self.hold = Hold(deque())
             for index in list(self.offers):
                 guard = self.guards[index]
                 if type(guard) is Guard and not guard.channel.is_remote:
@@ -358,10 +342,8 @@ class Hold:
 
     __slots__ = ("errors", "late_outcomes", "next_requests")
 
-    def __init__(self, next_requests: deque[Callable[[bool], object]] | None = None) -> None:
-        self.next_requests: deque[Callable[[bool], object]] = (
-            deque() if next_requests is None else next_requests
-        )
+    def __init__(self, next_requests: deque[Callable[[bool], object]]) -> None:
+        self.next_requests = next_requests
         """Callbacks of the transactions that want to hold the `select` next."""
         self.late_outcomes: list[tuple[Offer, Any]] = []
         """Outcomes that came meanwhile: of timers, of promises and, at the release, of this
