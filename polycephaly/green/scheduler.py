@@ -176,9 +176,9 @@ class Scheduler:
         # Set once channels go to other processes: the owner sleeps in its epoll and polls it.
         self.transport: MessageTransport | None = None
         # Called by an owner that begins, or has slept.
-        self.on_busy: Callable[[], object] = _nothing
+        self.on_busy: Callable[[], object] = lambda: None
         # Called by an owner that has had nothing to do for DEADLOCK_GRACE_SECONDS.
-        self.on_idle: Callable[[], object] = _nothing
+        self.on_idle: Callable[[], object] = lambda: None
         self._random_state = 1
 
     # -- for any thread ----------------------------------------------------------------------------
@@ -455,10 +455,6 @@ class Scheduler:
         self.native_calls = self.external_waits = 0
 
 
-def _nothing() -> None:
-    pass
-
-
 _parent_states: list[Any] = []
 
 
@@ -467,9 +463,6 @@ class CoroutineWrapper:
 
     __slots__ = ("coro",)
     coro: Any
-
-    def send(self, value: Any) -> Any:
-        return self.coro.send(value)
 
     def throw(self, error: BaseException) -> Any:
         return self.coro.throw(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import NoneType
 from typing import Any, Generic, TypeVar
 
 from ..errors import ChannelClosed
@@ -297,10 +296,8 @@ class ChannelQueues:
         return queue
 
     def _is_single(self, end: str) -> bool:
-        return (self._sender if end == "send" else self._receiver).__class__ not in (
-            WaitQueue,
-            NoneType,
-        )
+        waiter = self._sender if end == "send" else self._receiver
+        return waiter is not None and waiter.__class__ is not WaitQueue
 
     def withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
         """Withdraw `waiter` from its queue. Return False if it has been served."""
@@ -360,10 +357,7 @@ class ChannelQueues:
         for waiter in self._waiting(end):
             # A finalizer may have closed the channel meanwhile, and refused this waiter.
             if self.withdraw_waiter(end, waiter):
-                self._refuse(waiter)
-
-    def _refuse(self, waiter: Waiter) -> None:
-        waiter.refuse(self._closed_error())
+                waiter.refuse(self._closed_error())
 
     def match(self) -> None:
         """Bring waiters together, as after a claim has ended, when both ends may have some."""

@@ -180,7 +180,7 @@ class PeerConnection:
         try:
             while at + HEADER.size <= size and not self.lost:
                 kind, channel, number, length = HEADER.unpack_from(buffer, at)
-                if not HELLO <= kind <= len(NAMES) or (kind != HELLO and not self.address):
+                if kind not in NAMES or (kind != HELLO and not self.address):
                     log.warning(
                         "%s sent a malformed channel message; the connection to it was closed",
                         self.name,
@@ -210,7 +210,7 @@ class PeerConnection:
             log.exception(
                 "a bug in polycephaly: the handler of a channel message of %s failed: %s",
                 self.name,
-                NAMES[kind - 1],
+                NAMES[kind],
             )
 
     def disconnect(self, reason: str = "") -> None:

@@ -318,10 +318,6 @@ def _on_report(
         _ACTIONS[opcode](target, number, peer, report)
 
 
-def _on_closed(channel: Any, number: int, _: object, __: _Report) -> None:
-    _remove_end(channel, number)
-
-
 def _on_dropped(channel: Any, number: int, _: object, report: _Report) -> None:
     """Release an end, in the owning process.
 
@@ -438,7 +434,7 @@ def on_loss(peer: PeerConnection) -> None:
 
 _ACTIONS: dict[int, Callable[[Any, int, PeerConnection | None, _Report], None]] = {
     opcodes.OPENED: _on_opened,
-    opcodes.ENDED: _on_closed,
+    opcodes.ENDED: lambda channel, number, *_: _remove_end(channel, number),
     opcodes.DROPPED: _on_dropped,
     opcodes.MISPLACED: _on_misplaced,
 }

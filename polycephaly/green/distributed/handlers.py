@@ -121,17 +121,15 @@ def on_loss(peer: PeerConnection) -> None:
         scheduler.post(account.channel.match)
 
 
-HANDLERS.update(
-    {
-        opcodes.OFFER: partial(_on_operation, "on_offer"),
-        opcodes.DEMAND: partial(_on_operation, "on_demand"),
-        opcodes.ITEM: _on_item,
-        opcodes.WITHDRAW: _on_withdraw,
-        opcodes.TAKE: _on_take,
-        opcodes.PASS: _on_pass,
-        opcodes.RETURN: _on_return,
-        opcodes.HELD: _on_held,
-        opcodes.REFUND: _on_credit_returned,
-        opcodes.CLOSE: _on_close,
-    }
-)
+HANDLERS |= {
+    opcodes.OFFER: partial(_on_operation, "on_offer"),
+    opcodes.DEMAND: partial(_on_operation, "on_demand"),
+    opcodes.ITEM: _on_item,
+    opcodes.WITHDRAW: _on_withdraw,
+    opcodes.TAKE: _on_take,
+    opcodes.PASS: _on_pass,
+    opcodes.RETURN: _on_return,
+    opcodes.HELD: _on_held,
+    opcodes.REFUND: _on_credit_returned,
+    opcodes.CLOSE: _on_close,
+}

@@ -15,12 +15,6 @@ from struct import Struct
 HEADER = Struct("<BQQQ")
 SELECT = Struct("<Q")
 
-NAMES = (
-    "HELLO", "OFFER", "DEMAND", "ITEM", "WITHDRAW", "TAKE", "PASS", "RETURN", "HELD", "REFUND",
-    "CLOSE", "OPENED", "ENDED", "DROPPED", "MISPLACED", "DONE", "WITHDRAWN", "GIVE", "HOLD",
-    "COMMIT", "RELEASE", "REFUSED", "CREDIT", "ALIAS", "RECALL", "BYE",
-)  # fmt: skip
-
 # kind       direction  number meaning                                    payload
 # HELLO      both              identifies the process; the first message  JSON
 # OFFER      -> owner   op     a thread sends this                        select number, item
@@ -52,4 +46,6 @@ NAMES = (
     HELLO, OFFER, DEMAND, ITEM, WITHDRAW, TAKE, PASS, RETURN, HELD, REFUND,
     CLOSE, OPENED, ENDED, DROPPED, MISPLACED, DONE, WITHDRAWN, GIVE, HOLD,
     COMMIT, RELEASE, REFUSED, CREDIT, ALIAS, RECALL, BYE,
-) = range(1, len(NAMES) + 1)  # fmt: skip
+) = range(1, 27)  # fmt: skip
+
+NAMES = {kind: name for name, kind in [*globals().items()] if isinstance(kind, int)}

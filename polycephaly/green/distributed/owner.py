@@ -106,16 +106,9 @@ class OwnedState(RareState):
     """The state of a channel that other processes know."""
 
     __slots__ = (
-        "accounts",
-        "is_closing",
-        "is_matching",
-        "number",
-        "open_transactions",
-        "reason",
-        "reserved",
-        "transport",
-        "undecided",
-    )
+        "accounts", "is_closing", "is_matching", "number", "open_transactions", "reason",
+        "reserved", "transport", "undecided",
+    )  # fmt: skip
 
     def __init__(self, transport: Transport, number: int) -> None:
         super().__init__()
@@ -123,7 +116,7 @@ class OwnedState(RareState):
         self.number = number
         self.open_transactions = 0
         # Transactions that gave an item of the buffer, or one that was given back, to a select,
-        # which may decline the item.
+        # which may decline the item. A receiver must not get a later item before that.
         self.undecided = 0
         self.reserved = 0  # places of the buffer that transactions have reserved
         self.accounts: dict[PeerConnection, CreditAccount] = {}
@@ -155,7 +148,7 @@ class OwnedChannel(Channel[Any]):
         receiver = self._first("receive", thread)
         if receiver is None:
             return self._store(item)
-        if receiver.is_remote or self._has_undecided_item():
+        if receiver.is_remote or self.rare_state.undecided:
             # A receiver in another process must confirm first; no receiver may overtake an
             # undecided item.
             if self._store(item):
@@ -174,7 +167,7 @@ class OwnedChannel(Channel[Any]):
             if not self._can_get_items():
                 self._check_open()
             return NOTHING
-        if self._has_undecided_item():
+        if self.rare_state.undecided:
             return NOTHING
         item = self._next_item()
         if item is NOTHING:
@@ -203,12 +196,6 @@ class OwnedChannel(Channel[Any]):
 
     # -- items that no waiting thread sends --------------------------------------------------------
 
-    def _has_undecided_item(self) -> bool:
-        """Return True if an earlier item is undecided. A receiver must not get a later one before
-        that.
-        """
-        return self.rare_state.undecided > 0
-
     def _store(self, item: Any) -> bool:
         if super()._store(item):
             return True
@@ -217,10 +204,6 @@ class OwnedChannel(Channel[Any]):
 
     def _free(self) -> int:
         return super()._free() - self.rare_state.reserved - self.rare_state.granted
-
-    def put_back_item(self, item: Any) -> None:
-        """Put back an item, before all others."""
-        self.rare_state.returned_items.appendleft(item)
 
     def _refill(self, other: Any = None) -> None:
         while not self._closed and (sender := self._first("send", None)) is not None:
@@ -258,7 +241,7 @@ class OwnedChannel(Channel[Any]):
             return
         state.is_matching = True
         try:
-            while not self._has_undecided_item() and self._match_one():
+            while not state.undecided and self._match_one():
                 pass
             self._refill()
         finally:
@@ -297,7 +280,7 @@ class OwnedChannel(Channel[Any]):
         elif is_in_select(waiter) and not waiter.is_open:
             return
         if self._closed and end == "send":
-            self._refuse(waiter)
+            waiter.refuse(self._closed_error())
             return
         queue = self._queue(end)
         queue.appendleft(waiter)
@@ -330,7 +313,7 @@ class OwnedChannel(Channel[Any]):
 
     def on_demand(self, op: PendingOperation) -> None:
         if self._closed and not self._can_get_items():
-            self._refuse(op)
+            op.refuse(self._closed_error())
         else:
             self.enqueue("receive", op)
 

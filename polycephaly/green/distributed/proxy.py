@@ -83,11 +83,8 @@ class Request:
 
     def take(self, item: PackedItem) -> None:
         self.peer.put(opcodes.TAKE, 0, self.number)
-        if not isinstance(self.waiter, Offer):
-            self.finish(self.waiter.complete, item)
-            return
         try:
-            value = unpack_item(item)
+            value = unpack_item(item) if isinstance(self.waiter, Offer) else item
         except BaseException as error:
             self.finish(self.waiter.fail, error)
         else:
@@ -371,17 +368,15 @@ def on_loss(peer: PeerConnection) -> None:
             proxy.rare_state.ended = True
 
 
-HANDLERS.update(
-    {
-        opcodes.DONE: _on_done,
-        opcodes.WITHDRAWN: _on_withdrawn,
-        opcodes.GIVE: _on_give,
-        opcodes.HOLD: _on_hold,
-        opcodes.COMMIT: _on_done,
-        opcodes.RELEASE: _on_release,
-        opcodes.REFUSED: _on_refused,
-        opcodes.CREDIT: _on_credit,
-        opcodes.ALIAS: _on_alias,
-        opcodes.RECALL: _on_recall,
-    }
-)
+HANDLERS |= {
+    opcodes.DONE: _on_done,
+    opcodes.WITHDRAWN: _on_withdrawn,
+    opcodes.GIVE: _on_give,
+    opcodes.HOLD: _on_hold,
+    opcodes.COMMIT: _on_done,
+    opcodes.RELEASE: _on_release,
+    opcodes.REFUSED: _on_refused,
+    opcodes.CREDIT: _on_credit,
+    opcodes.ALIAS: _on_alias,
+    opcodes.RECALL: _on_recall,
+}

@@ -40,15 +40,8 @@ class Transaction:
     """
 
     __slots__ = (
-        "_to_hold",
-        "channel",
-        "errors",
-        "held",
-        "item",
-        "item_offset",
-        "receiver",
-        "sender",
-    )
+        "_to_hold", "channel", "errors", "held", "item", "item_offset", "receiver", "sender",
+    )  # fmt: skip
 
     def __init__(self, channel: Any, sender: Any, receiver: Any, item: Any) -> None:
         self.channel = channel
@@ -144,7 +137,7 @@ class Transaction:
             else:
                 self._requeue(end, each)
         if self.sender is None:
-            self.channel.put_back_item(self.item)
+            self.channel.rare_state.returned_items.appendleft(self.item)  # before all others
         self._finish()
 
     def receiver_lost(self) -> None:
