@@ -32,41 +32,11 @@ from .spawning import spawn
 from .thread import Cancelled, GreenThread
 
 __all__ = [
-    "Barrier",
-    "Batch",
-    "Cancelled",
-    "Channel",
-    "ChannelClosed",
-    "Chosen",
-    "Deadlock",
-    "Event",
-    "GreenThread",
-    "Group",
-    "Guard",
-    "ItemLost",
-    "Lock",
-    "Receiver",
-    "Semaphore",
-    "Sender",
-    "ThreadInfo",
-    "after",
-    "aio",
-    "call",
-    "call_long",
-    "configure",
-    "current",
-    "map",
-    "par",
-    "run",
-    "select",
-    "settled",
-    "skip",
-    "sleep",
-    "spawn",
-    "threads",
-    "timeline",
-    "timeout",
-]
+    "Barrier", "Batch", "Cancelled", "Channel", "ChannelClosed", "Chosen", "Deadlock", "Event",
+    "GreenThread", "Group", "Guard", "ItemLost", "Lock", "Receiver", "Semaphore", "Sender",
+    "ThreadInfo", "after", "aio", "call", "call_long", "configure", "current", "map", "par", "run",
+    "select", "settled", "skip", "sleep", "spawn", "threads", "timeline", "timeout",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:
