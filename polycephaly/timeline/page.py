@@ -16,6 +16,7 @@ as text. The live page (integrations/dashboard) adds more parts to a chart.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -75,12 +76,9 @@ def data_of(contents: Any) -> str:
 
 def _fill(page: str, parts: Mapping[str, str]) -> bytes:
     """Return the page with each ``{{ name }}`` replaced by that part."""
-    before, *rest = page.split("{{")
-    whole = [before]
-    for piece in rest:  # in one pass, so inserted text is not searched
-        name, _, after = piece.partition("}}")
-        whole += parts[name.strip()], after
-    return "".join(whole).encode("utf-8", "replace")
+    # In one pass, so inserted text is not searched.
+    whole = re.sub(r"\{\{ (\w+) \}\}", lambda name: parts[name[1]], page)
+    return whole.encode("utf-8", "replace")
 
 
 def contents(timeline: Contents) -> dict[str, Any]:
