@@ -29,7 +29,6 @@ from ..engines.remote.messages import (
     HOST_STATUS,
     OUTPUT,
     RECALL,
-    REFUSED,
     REPLY,
     REQUEST,
     RETURNED,
@@ -219,8 +218,6 @@ class Joined(ServerConnection):
             self.name = str(properties.get("name"))
             self.on_connected()
             self._report_status()
-        elif kind == REFUSED:
-            self.lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
         elif kind == BYE:
             if not self._leaving:
                 self.lose("the server was closed")

@@ -44,7 +44,8 @@ from ..engines.remote.messages import (
     WINDOW,
     Item,
     Result,
-    pack_extra,
+    definition_items,
+    forget_items,
     pack_json,
     pack_numbers,
     pack_work,
@@ -62,7 +63,7 @@ from ..promises.promise import Promise, fulfill, reject
 from ..timeline.plain import unpack_timeline
 from ..timeline.timeline import Timeline
 from ..wire.functions import KnownFunctions
-from ..wire.messages import FORGET, WITHDRAWN
+from ..wire.messages import WITHDRAWN
 from ..wire.output import Line
 from .flow_control import Flow
 from .session import ClientFunction
@@ -142,8 +143,8 @@ class JoinedHosts:
         """Lend queued calls to hosts that have credit; tell hosts which definitions to forget."""
         for each in self:
             if each.sent_functions.unused:
-                unused = [Item(number, 0, FORGET) for number in each.sent_functions.pop_unused()]
-                self._send(each.identity, pack_work(unused))
+                unused = each.sent_functions.pop_unused()
+                self._send(each.identity, pack_work(forget_items(unused)))
         credits = [(each, each.credit) for each in self if each.credit > 0 and each.drones]
         if credits and self._dispatcher.queue and not self._is_lending:
             self._is_lending = True
@@ -189,11 +190,13 @@ class JoinedHosts:
             except Exception as error:  # the pool has ended and its memory was freed
                 self._dispatcher.post(self._dispatcher.leases.on_lost, [task], error)
                 continue
-            self._add_definition(host, task.client_function, items)
+            function, known = task.client_function, host.sent_functions
+            if function.number not in known:
+                items += definition_items(known, function, label=function.label, tag=function.tag)
             items.append(
                 Item(
                     task.number,
-                    task.client_function.number,
+                    function.number,
                     kind,
                     payload,
                     target,
@@ -218,21 +221,6 @@ class JoinedHosts:
             self._dispatcher.post(self._dispatcher.leases.on_lost, tasks, error)
         else:
             self._dispatcher.post(self._dispatcher.leases.requeue_unstarted, tasks)
-
-    def _add_definition(
-        self, host: JoinedHost, function: ClientFunction, items: list[Item]
-    ) -> None:
-        if function.number not in host.sent_functions:
-            items += [Item(oldest, 0, FORGET) for oldest in host.sent_functions.add(function)]
-            items.append(
-                Item(
-                    function.number,
-                    0,
-                    function.kind,
-                    function.payload,
-                    extra=pack_extra({"label": function.label, "tag": function.tag}),
-                )
-            )
 
     def _forward_cancel(self, host: JoinedHost, task: Promise[Any]) -> None:
         """Cancel the call at its host if the task was cancelled. Any thread may call this."""

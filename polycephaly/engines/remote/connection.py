@@ -37,8 +37,8 @@ from ...pool.task import Task
 from ...promises.promise import CANCELLED, FINISHED, Promise, reject, stored_error
 from ...runtime.timers import Timer
 from ...runtime.tuning import tuning
-from ...wire.functions import FunctionRegistry, KnownFunctions, RemoteFunction
-from ...wire.messages import ERROR, FORGET, WITHDRAWN
+from ...wire.functions import FunctionRegistry, KnownFunctions
+from ...wire.messages import ERROR, WITHDRAWN
 from ...wire.output import Line
 from .keys import Card
 from .messages import (
@@ -52,13 +52,14 @@ from .messages import (
     OUTPUT,
     OUTPUT_ACK,
     RECALL,
-    REFUSED,
     RELEASE,
     REPLY,
     REQUEST,
     RESULTS,
     RUNNING,
     Item,
+    definition_items,
+    forget_items,
     pack_extra,
     pack_hello,
     pack_json,
@@ -376,8 +377,6 @@ class Connection(ServerConnection, TaskRunner):
             self._on_reply(read_json(frames))
         elif kind == CANCEL:
             self._cancel_tasks(also_sent=True)
-        elif kind == REFUSED:
-            self.lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
         else:
             raise Malformed(f"a message of unknown type {kind[:8]!r}")
 
@@ -427,7 +426,7 @@ class Connection(ServerConnection, TaskRunner):
     def _send_queued(self) -> None:
         self._acknowledge_output()
         while self.queue and self._has_credit():
-            items = self._unused_definitions()
+            items = forget_items(self._sent_functions.pop_unused())
             held_refs: list[Any] = []  # keeps the values until the items are sent
             size = 0
             while size < MAX_BATCH_BYTES and self._has_credit():
@@ -438,8 +437,9 @@ class Connection(ServerConnection, TaskRunner):
                 if task.done():  # cancelled while queued
                     continue
                 definition = task.definition
-                if definition.number not in self._sent_functions:
-                    self._add_definition(definition, items)
+                known = self._sent_functions
+                if definition.number not in known:
+                    items += definition_items(known, definition, label=definition.label[:200])
                     size += len(definition.payload)
                 payload = task.payload
                 if task.args is not None:
@@ -475,20 +475,10 @@ class Connection(ServerConnection, TaskRunner):
             if items:
                 self.send(pack_work(items))
 
-    def _unused_definitions(self) -> list[Item]:
-        return [Item(number, 0, FORGET) for number in self._sent_functions.pop_unused()]
-
-    def _add_definition(self, definition: RemoteFunction, items: list[Item]) -> None:
-        items += [Item(oldest, 0, FORGET) for oldest in self._sent_functions.add(definition)]
-        # The payload is bytes, because the registry has no store.
-        payload: Any = definition.payload
-        extra = pack_extra({"label": definition.label[:200]})
-        items.append(Item(definition.number, 0, definition.kind, payload, extra=extra))
-
     def _send_alive(self) -> None:
         """Send ALIVE now and then: a PING of the server may be delayed behind data."""
         if not self.has_ended:
             self.send([ALIVE])
             if self._sent_functions.unused:
-                self.send(pack_work(self._unused_definitions()))
+                self.send(pack_work(forget_items(self._sent_functions.pop_unused())))
             self.call_later(tuning.client_sign_seconds, self._send_alive)

@@ -20,12 +20,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
 from ...errors import Malformed
 from ...runtime.version import __version__
+from ...wire.functions import KnownFunctions
+from ...wire.messages import FORGET
 
 PROTOCOL = 9  # 3, 4 and 8 pickled other names of modules, 7 packed rare fields of items otherwise
 
@@ -227,6 +229,19 @@ def read_shared_value(frames: Sequence[bytes]) -> tuple[int, list[list[bytes]]]:
 
 def pack_extra(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields).encode() if fields else b""
+
+
+def definition_items(known: KnownFunctions, function: Any, **extra: str) -> list[Item]:
+    """Return the items that define `function` for a peer, and first forget the oldest functions of
+    `known`, if there are too many. The payload of `function` is bytes.
+    """
+    forgotten = forget_items(known.add(function))
+    definition = Item(function.number, 0, function.kind, function.payload, extra=pack_extra(extra))
+    return [*forgotten, definition]
+
+
+def forget_items(numbers: Iterable[int]) -> list[Item]:
+    return [Item(number, 0, FORGET) for number in numbers]
 
 
 def pack_work(items: Sequence[Item]) -> list[bytes]:

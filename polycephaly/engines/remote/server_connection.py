@@ -16,6 +16,7 @@ from ...runtime.timers import Timer
 from ...wire.endpoint import SocketSource
 from .client_socket import ClientSocket
 from .keys import Card
+from .messages import REFUSED
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,10 @@ class ServerConnection:
     def _handle_messages(self) -> None:
         for frames in self._socket.receive_messages(MAX_MESSAGES_PER_TURN):
             try:
-                self.on_message(frames)
+                if frames[0] == REFUSED:
+                    self.lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
+                else:
+                    self.on_message(frames)
             except Malformed as error:
                 self.lose(str(error))
         if self._socket.loss_reason:
