@@ -807,13 +807,11 @@ def serve(
 def _forget_servers() -> None:
     """In a forked child: give up all servers.
 
-    The objects stay as they are, because libzmq's state belongs to threads that do not exist here.
+    The objects stay as they are, and in `_serving`, because libzmq's state belongs to threads that
+    do not exist here.
     """
     for server in _serving:
         server._loop.disable_in_child()
-    _inherited.extend(_serving)
-    _serving.clear()
 
 
-_inherited: list[Server] = []
 os.register_at_fork(after_in_child=_forget_servers)

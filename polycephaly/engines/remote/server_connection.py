@@ -184,14 +184,12 @@ class ServerConnection:
 
 
 _connections: set[ServerConnection] = set()
-_inherited: list[ServerConnection] = []  # of the parent process, in a forked child
 
 
-def _forget_connections() -> None:
+def _disable_connections() -> None:
+    """In a forked child: they stay in the set, and so as they are."""
     for connection in _connections:
         connection.disable_in_child()
-    _inherited.extend(_connections)
-    _connections.clear()
 
 
-os.register_at_fork(after_in_child=_forget_connections)
+os.register_at_fork(after_in_child=_disable_connections)
