@@ -34,9 +34,8 @@ MESSAGE_OVERHEAD_BYTES = 128  # counted for each message beside its frames: libz
 class Flow:
     """The flow control of any peer, client or joined host."""
 
-    def __init__(self, now: float) -> None:
-        self.last_message_at = now
-        self.silent_checks = 0  # checks of the server since then
+    def __init__(self) -> None:
+        self.silent_checks = 0  # checks of the server since the last message
         self.unfinished_bytes = 0  # bytes of the message that arrives in parts
         self._parts: list[bytes] = []
         self._sent_bytes = self._read_bytes = 0
@@ -91,7 +90,7 @@ class ClientFlow(Flow):
     """The flow control of a client."""
 
     def __init__(self, now: float) -> None:
-        super().__init__(now)
+        super().__init__()
         self.unanswered_calls: dict[int, int] = {}  # numbers and bytes
         self.unanswered_bytes = 0
         self._cancellable = 0

@@ -81,7 +81,7 @@ class JoinedHost(Flow):
     """One joined host, as the server sees it."""
 
     def __init__(self, identity: bytes, key: str, index: int, properties: dict[str, Any]) -> None:
-        super().__init__(monotonic())
+        super().__init__()
         self.identity = identity
         self.key = key
         self.status_at = monotonic()
@@ -273,7 +273,7 @@ class JoinedHosts:
                 self._send(host.identity, [BYE])
         elif kind == HOST_STATUS:
             host.drones, host.may_recall = _check_drones(read_json(frames).get("drones")), True
-            host.status_at = host.last_message_at
+            host.status_at = monotonic()
         elif kind == RUNNING:
             for number in read_numbers(frames):
                 if (task := host.in_flight.get(number)) is not None:

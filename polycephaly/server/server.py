@@ -450,7 +450,7 @@ class Server:
         client, joined_host = self._clients.get(identity), self._joined_hosts.get(identity)
         peer: Flow | None = client or joined_host
         if peer is not None:
-            peer.last_message_at, peer.silent_checks = self._loop.timers.now(), 0
+            peer.silent_checks = 0
             message = peer.reassemble(frames)
             if message is None:
                 return
