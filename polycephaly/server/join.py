@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 from collections import deque
+from math import inf
 from typing import Any, Self
 
 from ..engines.remote import pool_registry
@@ -95,7 +96,7 @@ class Joined(ServerConnection):
         self._leaving = self._leave_now = self._bye_received = False
         self._returns_in_progress = 0
         self._window = -1
-        self._call_seconds: float | None = None  # duration of a call
+        self._call_seconds = inf  # duration of a call; inf: unknown
         size, name = self._dispatcher.size, self._dispatcher.config.name
         host = socket.gethostname()
         super().__init__(card, "polycephaly-join")
@@ -307,16 +308,10 @@ class Joined(ServerConnection):
 
         Longer durations count at once, shorter ones gradually.
         """
-        seconds = (
-            promise.definition.seconds
-            if isinstance(promise, Task) and hasattr(promise, "definition")
-            else None
-        )
-        if seconds is not None:
-            old = self._call_seconds
-            if old is not None and seconds <= old:
-                seconds = old + (seconds - old) * 0.1
-            self._call_seconds = seconds
+        definition = getattr(promise, "definition", None)  # None: the call was refused
+        if definition is not None and definition.seconds is not None:
+            old, new = self._call_seconds, definition.seconds
+            self._call_seconds = old + (new - old) * 0.1 if new <= old < inf else new
 
     def _open_window(self) -> None:
         """Announce how many calls to send here.
@@ -326,12 +321,8 @@ class Joined(ServerConnection):
         """
         if self._leaving:
             return
-        prefetched = 0
-        if self._call_seconds is not None:
-            prefetched = min(
-                MAX_PREFETCHED_CALLS, int(PREFETCH_SECONDS / max(self._call_seconds, 1e-6))
-            )
-        window = self._dispatcher.size * (1 + prefetched)
+        prefetched = int(PREFETCH_SECONDS / max(self._call_seconds, 1e-6))
+        window = self._dispatcher.size * (1 + min(MAX_PREFETCHED_CALLS, prefetched))
         if not 0.8 <= self._window / window <= 1.25:
             self._window = window
             self.send(pack_numbers(WINDOW, [window]))
