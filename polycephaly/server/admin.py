@@ -87,6 +87,7 @@ class AdminService:
         if not (isinstance(kind, str) and isinstance(number, int) and isinstance(drone, int)):
             raise Malformed("a malformed request")
         reply = partial(self._reply, client, number)
+        run, compute = partial(self._run_in_thread, reply), partial(self._compute, client)
         joined_hosts, size = self._joined_hosts, request.get("drones", 0)
         try:
             if kind in DRONE_REQUESTS:
@@ -95,7 +96,7 @@ class AdminService:
                 else:
                     DRONE_REQUESTS[kind](self._dispatcher, drone, reply)
             elif kind == "status":
-                self._run_in_thread(reply, partial(self._compute, client, self._server.status))
+                run(partial(compute, self._server.status))
             elif kind == "drones":
                 own = [describe_identity(each) for each in self._dispatcher.current_drones()]
                 joined = [
@@ -105,18 +106,14 @@ class AdminService:
             elif kind == "setup":
                 reply(value=self._server.setup)
             elif kind == "timeline":
-                self._run_in_thread(
-                    reply, partial(self._timeline, client, joined_hosts.timelines())
-                )
+                run(partial(self._timeline, client, joined_hosts.timelines()))
             elif kind == "news":
                 cursor = _read_cursor(request.get("cursor"))
-                self._run_in_thread(
-                    reply, partial(self._compute, client, partial(self._news, cursor))
-                )
+                run(partial(compute, partial(self._news, cursor)))
             elif kind == "refresh":
-                self._run_in_thread(reply, self._pool.refresh)
+                run(self._pool.refresh)
             elif kind == "resize":
-                self._run_in_thread(reply, partial(self._pool.resize, size))
+                run(partial(self._pool.resize, size))
             elif kind == "cancel":
                 reply(value=self._cancel_tasks(_read_names(request.get("clients")), client))
             elif kind == "stop":
@@ -153,9 +150,7 @@ class AdminService:
         requests delays only itself.
         """
         with client.long_request_lock, self._long_requests:
-            if client.has_left:
-                return None
-            return compute()
+            return None if client.has_left else compute()
 
     def _stop(self, reply: Reply, now: bool) -> None:
         if self._on_stop is None:

@@ -57,12 +57,8 @@ def _take_turns(queue: deque[Task]) -> None:
     for task in [*queue]:
         tasks_by_client.setdefault(task.client_tag, []).append(task)
     if len(tasks_by_client) > 1:
-        ordered = [
-            task
-            for each in zip_longest(*tasks_by_client.values())
-            for task in each
-            if task is not None
-        ]
+        rounds = zip_longest(*tasks_by_client.values())
+        ordered = [task for each in rounds for task in each if task is not None]
         ordered.sort(key=attrgetter("priority"), reverse=True)  # stable
         for index, task in enumerate(ordered):
             if queue[index] is not task:

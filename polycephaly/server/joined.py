@@ -285,11 +285,8 @@ class JoinedHosts:
                     listener(Line(text, drone, stream, tag))
         elif kind == REPLY:
             fields = read_json(frames)
-            reply = (
-                host.pending_requests.pop(fields.get("id", 0), None)
-                if isinstance(fields.get("id"), int)
-                else None
-            )
+            asked = fields.get("id")
+            reply = host.pending_requests.pop(asked, None) if isinstance(asked, int) else None
             if reply is not None:
                 reply(**{name: fields[name] for name in ("value", "error") if name in fields})
         elif kind == BYE:
@@ -317,13 +314,8 @@ class JoinedHosts:
         if self._hosts.pop(host.identity, None) is None:
             return
         tasks = list(host.in_flight.values())
-        log.log(
-            logging.WARNING if tasks else logging.INFO,
-            "%s: %s; %d calls were in flight there",
-            host.name,
-            reason,
-            len(tasks),
-        )
+        level = logging.WARNING if tasks else logging.INFO
+        log.log(level, "%s: %s; %d calls were in flight there", host.name, reason, len(tasks))
         for task in tasks:
             label = task.client_function.label
             error = DroneDied(

@@ -79,7 +79,7 @@ from ..runtime.version import __version__
 from ..store.shared import Shared
 from ..wire.endpoint import SocketSource, has_input, new_context
 from ..wire.messages import CALL, ERROR
-from ..wire.output import Line
+from ..wire.output import Line, Listener
 from .accepted import Accepted
 from .admin import AdminService
 from .client import Client
@@ -196,7 +196,9 @@ class Server:
         try:
             for each in self._sources:
                 self._loop.add_source(each)
-            self._loop.post(self._begin)
+            # The loop's thread must not wait for room in the pool: clients are bounded by their
+            # credit and not by `max_queued`.
+            self._loop.post(lambda: settling_threads.add(get_ident()))
             self._loop.start()
         except BaseException:
             _serving.discard(self)
@@ -285,11 +287,6 @@ class Server:
 
     # -- in the loop: turns ------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        # This thread must not wait for room in the pool: clients are bounded by their credit and
-        # not by `max_queued`.
-        settling_threads.add(get_ident())
-
     def _start_ticking(self) -> None:
         """Check connections, clients and hosts now and then, as long as there are any."""
         if not self._is_ticking and (
@@ -365,11 +362,8 @@ class Server:
                 return
             request = self._zap.recv_multipart(zmq.NOBLOCK)
             version, number, domain, _, _, mechanism = request[:6]
-            key = (
-                z85.encode(request[6]).decode()
-                if mechanism == b"CURVE" and len(request) == 7
-                else ""
-            )
+            has_key = mechanism == b"CURVE" and len(request) == 7
+            key = z85.encode(request[6]).decode() if has_key else ""
             # Compare with each key in constant time, so that the duration reveals nothing about the
             # keys.
             matches = [each for each in list(self._allowed) if secrets.compare_digest(each, key)]
@@ -527,9 +521,8 @@ class Server:
             client.definition_bytes = client.session.function_bytes()
 
     def _submit_waiting(self, client: Client) -> None:
-        client.session.submit_waiting(
-            max(client.credit, self._dispatcher.size) if not client.outbox else 0
-        )
+        limit = 0 if client.outbox else max(client.credit, self._dispatcher.size)
+        client.session.submit_waiting(limit)
 
     def _admit(self, identity: bytes, key: str, properties: dict[str, Any]) -> None:
         size = self._dispatcher.size
@@ -539,20 +532,14 @@ class Server:
             return
         now, send = self._loop.timers.now(), partial(self._send, identity)
         client = Client(identity, key, _process_name(properties), now, send)
-        client.session = ClientSession(
-            self._submit_call, partial(self._add_outcome, client), client.tag
-        )
-        on_output = partial(self._add_outcome, client, 0)
-        self._dispatcher.output_listeners[client.tag] = (
-            on_output if properties.get("output") else _discard
-        )
+        add_outcome = partial(self._add_outcome, client)
+        client.session = ClientSession(self._submit_call, add_outcome, client.tag)
+        on_output: Listener = partial(add_outcome, 0) if properties.get("output") else _discard
+        self._dispatcher.output_listeners[client.tag] = on_output
         self._clients[identity] = client
-        pool = {
-            "name": self.name,
-            "resources": self._dispatcher.resource_sizes,
-            "describe_items": self._dispatcher.describes_items,
-        }
-        self._send(identity, pack_hello(size, **pool))
+        resources, describes = self._dispatcher.resource_sizes, self._dispatcher.describes_items
+        hello = pack_hello(size, name=self.name, resources=resources, describe_items=describes)
+        self._send(identity, hello)
 
     def _submit_call(
         self, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]]
@@ -646,20 +633,12 @@ class Server:
 
     def _log_refusals(self) -> None:
         if self._refused_connections:  # only now and then: strangers could otherwise fill the log
-            log.warning(
-                "%s: %d connections without an allowed key were refused",
-                self.address,
-                self._refused_connections,
-            )
+            text = "%s: %d connections without an allowed key were refused"
+            log.warning(text, self.address, self._refused_connections)
             self._refused_connections = 0
         for key, (count, reason) in self._disconnected.items():
-            log.warning(
-                "%s: %d peers (key: %s) were disconnected; the last reason: %s",
-                self.address,
-                count,
-                key,
-                reason,
-            )
+            text = "%s: %d peers (key: %s) were disconnected; the last reason: %s"
+            log.warning(text, self.address, count, key, reason)
         self._disconnected.clear()
 
     def _cancel_tasks(self, of: Sequence[str], asking: Client) -> list[str]:
@@ -687,13 +666,8 @@ class Server:
         self._dispatcher.output_listeners.pop(client.tag, None)
         tasks = client.session.cancel_all()
         level = logging.INFO if tasks else logging.DEBUG
-        log.log(
-            level,
-            "a client (%s) is no longer connected: %s (cancelled tasks: %d)",
-            client.key[:8],
-            reason,
-            tasks,
-        )
+        text = "a client (%s) is no longer connected: %s (cancelled tasks: %d)"
+        log.log(level, text, client.key[:8], reason, tasks)
 
 
 def _process_name(properties: dict[str, Any]) -> str:
@@ -779,19 +753,11 @@ def serve(
     server = Server(pool, address, allow, on_stop, _setup)
     try:
         if name is not None or file is not None:
-            public, secret = new_key_pair()
-            server.allow(public)
-            pid = os.getpid()
+            keys, pid = new_key_pair(), os.getpid()
+            server.allow(keys[0])
+            birth, since = start_time_of(pid), server.started
             card = Card(
-                server.address,
-                server.key,
-                public,
-                secret,
-                name or "",
-                pid,
-                start_time_of(pid),
-                server.started,
-                __version__,
+                server.address, server.key, *keys, name or "", pid, birth, since, __version__
             )
             if name is not None:
                 pool_registry.register(card)
