@@ -81,9 +81,6 @@ log = logging.getLogger(__name__)
 MAX_BATCH_BYTES = 256 * 1024  # after these, a message is full
 POOL_DEFAULT = -1  # a task's `retries`: as the pool is configured
 
-_ERRORS: dict[str, type[Exception]] = {"MemoryError": MemoryError}
-"""Exception types of failed requests, by the reply's `kind`; all others are `RuntimeError`."""
-
 
 class Connection(ServerConnection, TaskRunner):
     """A connection to a served pool.
@@ -287,7 +284,7 @@ class Connection(ServerConnection, TaskRunner):
             self.send(pack_numbers(CANCEL, [task.number]))
         timer = self._delayed.pop(task, None)
         if timer is not None:
-            self.cancel_timer(timer)
+            self._loop.timers.cancel(timer)
             task.payload, task.recompute_payload = b"", None
         task.shared_refs = None
 
@@ -403,11 +400,8 @@ class Connection(ServerConnection, TaskRunner):
         self._send_requests()
         promise = self._pending_requests.pop(reply.get("id", 0), None)
         if promise is not None:
-            error = (
-                _ERRORS.get(reply.get("kind", ""), RuntimeError)(str(reply["error"]))
-                if "error" in reply
-                else None
-            )
+            kind = MemoryError if reply.get("kind") == "MemoryError" else RuntimeError
+            error = kind(str(reply["error"])) if "error" in reply else None
             self.deliver(partial(promise._settle, FINISHED, reply.get("value"), error))
 
     def _remove_in_flight(self, number: int) -> Task | None:

@@ -37,7 +37,7 @@ class RemoteDrone(DroneBase):
     """
 
     def __init__(self, pool: ExecutorBase, remote_handle: RemoteHandle) -> None:
-        self._dispatcher = pool._dispatcher
+        self._dispatcher: Any = pool._dispatcher  # a `Connection`
         self._task_options = pool._task_options
         self._original = pool
         self._handle: RemoteHandle = remote_handle
@@ -120,8 +120,7 @@ class RemoteDrone(DroneBase):
 
     def _status(self) -> dict[str, Any]:
         """Return the drone's entry in the pool's status; empty if the drone has ended."""
-        connection: Any = self._dispatcher
-        drones = connection.request("status").result()["drones"]
+        drones = self._dispatcher.request("status").result()["drones"]
         return next((each for each in drones if each["number"] == self._handle.number), {})
 
     def interrupt(self) -> None:
@@ -139,8 +138,7 @@ class RemoteDrone(DroneBase):
         self._request("kill")
 
     def _request(self, kind: str) -> Any:
-        connection: Any = self._dispatcher
-        return connection.request(kind, drone=self._handle.number).result()
+        return self._dispatcher.request(kind, drone=self._handle.number).result()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteDrone) and (other._dispatcher, other._handle.number) == (

@@ -62,16 +62,8 @@ PROTOCOL = 9  # 3, 4 and 8 pickled other names of modules, 7 packed rare fields 
 #        ──>   OUTPUT             with the tag of the client that each line belongs to
 #        ──>   RETURNED           numbers of calls that have not begun and will not begin
 #        ──>   HOST_STATUS        JSON: the state of the host's drones; also a heartbeat
-HELLO, REFUSED, WORK, RESULTS, CANCEL, RECALL, PING, BYE = (
-    b"H",
-    b"E",
-    b"W",
-    b"R",
-    b"C",
-    b"B",
-    b"P",
-    b"Q",
-)
+HELLO, REFUSED, WORK, RESULTS = b"H", b"E", b"W", b"R"
+CANCEL, RECALL, PING, BYE = b"C", b"B", b"P", b"Q"
 OUTPUT, OUTPUT_ACK, REQUEST, REPLY = b"O", b"S", b"A", b"T"
 WINDOW, RETURNED, HOST_STATUS = b"V", b"Y", b"N"
 PART = b"M"
@@ -285,15 +277,13 @@ def read_sizes(sizes: Any) -> dict[str, int]:
 
 
 def pack_results(results: Sequence[Result]) -> list[bytes]:
-    tails = [tail.encode()[-_MAX_TAIL_BYTES:] for _, _, _, tail in results]
-    head = b"".join(
-        _RESULT.pack(number, status, len(tail), len(payload) + len(tail))
-        for (number, status, payload, _), tail in zip(results, tails, strict=True)
-    )
-    parts = [
-        part for result, tail in zip(results, tails, strict=True) for part in (result[2], tail)
-    ]
-    return [RESULTS, head, *_to_chunks(parts)]
+    heads: list[bytes] = []
+    body: list[bytes] = []
+    for number, status, payload, text in results:
+        tail = text.encode()[-_MAX_TAIL_BYTES:]
+        heads.append(_RESULT.pack(number, status, len(tail), len(payload) + len(tail)))
+        body += payload, tail
+    return [RESULTS, b"".join(heads), *_to_chunks(body)]
 
 
 def read_results(frames: Sequence[bytes]) -> Iterator[Result]:

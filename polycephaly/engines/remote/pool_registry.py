@@ -89,12 +89,8 @@ def running_cards() -> list[Card]:
     for temporary in directory.glob(".*.json.*"):
         if not start_time_of(int(temporary.suffix[1:]) if temporary.suffix[1:].isdigit() else 0):
             temporary.unlink(missing_ok=True)
-    found = []
-    for path in sorted(directory.glob("[!.]*.json")):
-        card = _read_if_running(path)
-        if card is not None:
-            found.append(card)
-    return found
+    cards = map(_read_if_running, sorted(directory.glob("[!.]*.json")))
+    return [card for card in cards if card is not None]
 
 
 def find_card(name: str) -> Card:

@@ -138,9 +138,6 @@ class ServerConnection:
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         return self._loop.call_later(seconds, partial(self._run_guarded, callback))
 
-    def cancel_timer(self, timer: Timer) -> None:
-        self._loop.timers.cancel(timer)
-
     def deliver(self, callback: Callable[[], object]) -> None:
         """Have `callback` called without the lock."""
         self._loop.deliver(callback)
