@@ -29,14 +29,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _WORD = re.compile(r"\s*(\S+)")
-_FLAGS = {"-a": "async", "--async": "async"}
+_FLAGS = ("-a", "--async")
 _OPTIONS = {
-    "-p": "pool",
-    "--pool": "pool",
-    "-d": "drone",
-    "--drone": "drone",
-    "-t": "timeout",
-    "--timeout": "timeout",
+    each: name for name in ("pool", "drone", "timeout") for each in (f"-{name[0]}", f"--{name}")
 }
 
 
@@ -194,10 +189,8 @@ class _MagicArguments:
                 assert last_used is not None
                 return last_used
             candidates = list(targets.values())
-            return next(
-                (each for each in reversed(candidates) if isinstance(each, ExecutorBase)),
-                candidates[-1],
-            )
+            pools = [each for each in candidates if isinstance(each, ExecutorBase)]
+            return pools[-1] if pools else candidates[-1]
         if self.pool in targets:
             return targets[self.pool]
         for each in targets.values():
@@ -209,8 +202,7 @@ class _MagicArguments:
 
 def name_of(target: TaskTarget) -> str:
     dispatcher: Any = target._dispatcher
-    config = getattr(dispatcher, "config", None)
-    return str(dispatcher.name if config is None else config.name)
+    return str(getattr(dispatcher, "config", dispatcher).name)
 
 
 def _fail(message: str) -> NoReturn:
