@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from mmap import mmap
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -148,11 +149,8 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         n_jobs = self.effective_n_jobs(n_jobs)
         if n_jobs == 1:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
-        options = {**self.backend_kwargs, **options}
-        pool_options = {
-            "n_jobs": n_jobs,
-            **{name: options[name] for name in options if name not in _MEMMAP_OPTIONS},
-        }
+        options = {"n_jobs": n_jobs, **self.backend_kwargs, **options}
+        pool_options = {name: options[name] for name in options if name not in _MEMMAP_OPTIONS}
         if self._pool is not None and (
             pool_options != self._pool_options or dispatcher_of(self._pool).refusal is not None
         ):
@@ -284,23 +282,14 @@ def _prepare(
     threads: int, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]
 ) -> None:
     """Prepare a drone. This is the first task of each drone."""
-    _limit_threads(threads)
+    # Limit the native libraries that are loaded. Those that are loaded later read the environment.
+    if "numpy" in sys.modules:
+        with suppress(ImportError):
+            import threadpoolctl
+
+            threadpoolctl.threadpool_limits({"openmp": 1, "blas": threads})
     if initializer is not None:
         call_as_imported(initializer, *initargs)
-
-
-def _limit_threads(threads: int) -> None:
-    """Limit the threads of the native libraries that are loaded.
-
-    Libraries that are loaded later read the environment.
-    """
-    if "numpy" not in sys.modules:
-        return
-    try:
-        import threadpoolctl
-    except ImportError:
-        return
-    threadpoolctl.threadpool_limits({"openmp": 1, "blas": threads})
 
 
 def _is_file_backed(array: Any) -> bool:
