@@ -126,16 +126,15 @@ def _wait_for_pool(address: str, setup: Setup) -> None:
     told = ""
     while True:
         try:
-            found = _setup_of(address)
+            if _setup_of(address) == setup:
+                return
         except (OSError, ValueError) as error:  # no pool yet, or its file is half copied
             reason = error_text(error)
             if reason != told:
                 click.echo(reason, err=True)
                 told = reason
             time.sleep(RETRY_SECONDS)
-            continue
-        if found != setup:
+        else:
             raise click.ClickException(
                 "the pool was started anew with other modules or another file: join anew, too"
             )
-        return

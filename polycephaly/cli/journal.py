@@ -54,25 +54,15 @@ class _LogFile(RotatingFileHandler):
 
     def __init__(self, path: Path, streams: bool) -> None:
         self._streams = streams
-        super().__init__(
-            path,
-            maxBytes=tuning.log_bytes,
-            backupCount=1,
-            encoding="utf-8",
-            errors="backslashreplace",
-        )
+        super().__init__(path, maxBytes=tuning.log_bytes, backupCount=1, encoding="utf-8")
 
     def _open(self) -> TextIOWrapper:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.fdopen(
-            os.open(self.baseFilename, flags, 0o600),
-            "a",
-            encoding="utf-8",
-            errors="backslashreplace",
-        )
+        fd = os.open(self.baseFilename, flags, 0o600)
+        file = os.fdopen(fd, "a", encoding=self.encoding, errors="backslashreplace")
         if self._streams:
-            for fd in (1, 2):
-                os.dup2(file.fileno(), fd)
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
         return file
 
 

@@ -38,20 +38,15 @@ class Setup(NamedTuple):
 
     def to_plain(self) -> dict[str, Any]:
         """Return the setup as data that JSON can hold."""
-        return {
-            "modules": list(self.modules),
-            "file": self.file,
-            "text": self.text.decode("latin-1"),
-        }
+        text = self.text.decode("latin-1")
+        return {"modules": list(self.modules), "file": self.file, "text": text}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any] | None) -> Setup:
         """Restore a setup; None stands for a pool that was not started by a command."""
-        return (
-            cls()
-            if plain is None
-            else cls(plain["modules"], plain["file"], plain["text"].encode("latin-1"))
-        )
+        if plain is None:
+            return cls()
+        return cls(plain["modules"], plain["file"], plain["text"].encode("latin-1"))
 
 
 def load(*setups: Setup) -> None:
