@@ -4,9 +4,9 @@
     list, ps, top, stacks, dashboard, doit, logs, stop, ... ──> reach: connect ──> tables: show it
     bench, demo ──> pools of their own
 
-Each subcommand is a module of this package that imports its dependencies when it runs, so that
-`--help` is quick. Exit statuses: 0 success; 1 failure, with one line that says why (or the
-traceback of the user's own code); 2 a wrong command line; 130 Ctrl-C.
+Each subcommand imports its dependencies when it runs, so that `--help` is quick. Exit statuses: 0
+success; 1 failure, with one line that says why (or the traceback of the user's own code); 2 a wrong
+command line; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ import click
 from ..runtime.version import __version__
 from .attach import attach
 from .bench import bench
-from .cancel import cancel
 from .completion import completion
+from .control import cancel, interrupt, refresh, resize
 from .dashboard import dashboard
 from .demo import demo
 from .doit import doit
-from .interrupt import interrupt
 from .join import join
 from .listing import list_pools, ps
 from .logs import logs
-from .refresh import refresh
-from .resize import resize
 from .stacks import stacks
 from .start import start
 from .stop import stop
@@ -70,23 +67,7 @@ def main() -> None:
 
 
 for command in (
-    start,
-    list_pools,
-    ps,
-    top,
-    stacks,
-    dashboard,
-    doit,
-    logs,
-    interrupt,
-    cancel,
-    refresh,
-    resize,
-    attach,
-    stop,
-    join,
-    bench,
-    demo,
-    completion,
-):
+    start, list_pools, ps, top, stacks, dashboard, doit, logs, interrupt, cancel, refresh, resize,
+    attach, stop, join, bench, demo, completion,
+):  # fmt: skip
     main.add_command(command)
