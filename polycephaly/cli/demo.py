@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,12 @@ def _latency(ctx: click.Context, param: click.Parameter, value: float | None) ->
     return value
 
 
+_counts_option = partial(click.option, callback=_counts, metavar="N,N,...")
+_file_option = partial(
+    click.option, type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE"
+)
+
+
 @click.group()
 def demo() -> None:
     """Run a demo."""
@@ -79,17 +86,13 @@ def demo() -> None:
     metavar="SECONDS",
     help=f"Wait of the loopback server before each answer.  [default: {DEFAULT_LATENCY}]",
 )
-@click.option(
+@_counts_option(
     "--drones",
-    callback=_counts,
-    metavar="N,N,...",
     help="Numbers of drones for experiment II.  "
     f"[default: {DEFAULT_DRONES}; with --live: {LIVE_DRONES}]",
 )
-@click.option(
+@_counts_option(
     "--threads",
-    callback=_counts,
-    metavar="N,N,...",
     help="Numbers of green threads for experiment III.  "
     f"[default: {DEFAULT_THREADS}; with --live: {LIVE_THREADS}]",
 )
@@ -106,18 +109,10 @@ def demo() -> None:
     metavar="ADDRESS",
     help="With --engine ray: address of the cluster.  [default: start a cluster here]",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE",
-    help="Write the result to FILE as JSON.",
-)
-@click.option(
+@_file_option("--json", "json_file", help="Write the result to FILE as JSON.")
+@_file_option(
     "--plot",
     "plot_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE",
     help="Draw the times as bars and the combined run as a Gantt chart: FILE.html, .svg or .png.",
 )
 @click.pass_context

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import complete_pool, connect_to, one_line_errors
+from .reach import FILE, complete_pool, connect_to, one_line_errors
 from .tables import as_json
 
 if TYPE_CHECKING:
@@ -39,12 +39,7 @@ Exit status: 0 after success; 1 after an error; n after sys.exit(n) in the code;
 @click.command(epilog=EXAMPLES)
 @click.argument("name", required=False, shell_complete=complete_pool)
 @click.argument("code", nargs=-1, metavar="[CODE|-] [ARGS]...")
-@click.option(
-    "-f",
-    "--file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Run this file.",
-)
+@click.option("-f", "--file", type=FILE, help="Run this file.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Interrupt the code after so long.")
 @click.option("-e", "--everywhere", is_flag=True, help="Run the code once in each drone.")
 @click.option(

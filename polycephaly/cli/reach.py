@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -39,6 +40,9 @@ POOL_NAME = click.argument("name", default="default", shell_complete=complete_po
 """The name of a pool; that of ``polycephaly start`` without a name, if none is given."""
 
 
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
 def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Convert a size such as 500M to bytes."""
     if value is None:
@@ -64,10 +68,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def error_text(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from .reach import one_line_errors, parse_size
+from .reach import FILE, one_line_errors, parse_size
 
 EXAMPLES = """\b
 Examples:
@@ -56,68 +57,53 @@ def _resources(
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
+_seconds = partial(click.option, type=float, metavar="SECONDS")
+
+_DRONE_OPTIONS = (
+    click.option(
+        "-n", "--drones", type=click.IntRange(1), help="Number of drones.  [default: usable cores]"
+    ),
+    click.option(
+        "--import",
+        "modules",
+        multiple=True,
+        metavar="MODULE",
+        help="Import MODULE before the drones are forked. Repeatable.",
+    ),
+    click.option(
+        "--file", type=FILE, help="Run this file as __main__ before the drones are forked."
+    ),
+    _seconds("--timeout", help="Interrupt a task that runs longer."),
+    _seconds("--hang-timeout", help="Kill a drone that does not respond for so long."),
+    _seconds(
+        "--report-waiting",
+        default=60.0,
+        help="Report where a drone has waited for so long.  [default: 60; inf: never]",
+    ),
+    click.option(
+        "--max-memory",
+        callback=parse_size,
+        metavar="SIZE",
+        help="Replace a drone that holds more memory for itself: 500M, 2G.",
+    ),
+    click.option(
+        "--max-tasks",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Replace a drone after so many tasks.",
+    ),
+    click.option(
+        "--retries",
+        type=click.IntRange(0),
+        default=0,
+        help="Run a task again whose drone has died, at most so often.  [default: 0]",
+    ),
+)
+
 
 def drone_options(command: _Command) -> _Command:
     """Add the options that configure the drones."""
-    for option in reversed(
-        (
-            click.option(
-                "-n",
-                "--drones",
-                type=click.IntRange(1),
-                help="Number of drones.  [default: usable cores]",
-            ),
-            click.option(
-                "--import",
-                "modules",
-                multiple=True,
-                metavar="MODULE",
-                help="Import MODULE before the drones are forked. Repeatable.",
-            ),
-            click.option(
-                "--file",
-                type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                help="Run this file as __main__ before the drones are forked.",
-            ),
-            click.option(
-                "--timeout",
-                type=float,
-                metavar="SECONDS",
-                help="Interrupt a task that runs longer.",
-            ),
-            click.option(
-                "--hang-timeout",
-                type=float,
-                metavar="SECONDS",
-                help="Kill a drone that does not respond for so long.",
-            ),
-            click.option(
-                "--report-waiting",
-                type=float,
-                default=60.0,
-                metavar="SECONDS",
-                help="Report where a drone has waited for so long.  [default: 60; inf: never]",
-            ),
-            click.option(
-                "--max-memory",
-                callback=parse_size,
-                metavar="SIZE",
-                help="Replace a drone that holds more memory for itself: 500M, 2G.",
-            ),
-            click.option(
-                "--max-tasks",
-                type=click.IntRange(1),
-                metavar="N",
-                help="Replace a drone after so many tasks.",
-            ),
-            click.option(
-                "--retries",
-                type=click.IntRange(0),
-                default=0,
-                help="Run a task again whose drone has died, at most so often.  [default: 0]",
-            ),
-        )
-    ):
+    for option in reversed(_DRONE_OPTIONS):
         command = option(command)
     return command
 
