@@ -21,21 +21,9 @@ from collections import deque
 from math import inf
 from typing import Any, Self
 
-from ..engines.remote import pool_registry
+from ..engines.remote import messages, pool_registry
 from ..engines.remote.keys import Card
 from ..engines.remote.messages import (
-    BYE,
-    CANCEL,
-    HELLO,
-    HOST_STATUS,
-    OUTPUT,
-    RECALL,
-    REPLY,
-    REQUEST,
-    RETURNED,
-    RUNNING,
-    WINDOW,
-    WORK,
     Item,
     pack_hello,
     pack_json,
@@ -174,7 +162,7 @@ class Joined(ServerConnection):
             self._send_outcomes()
             if self._leaving and self._window != 0:
                 self._window = 0
-                self.send(pack_numbers(WINDOW, [0]))
+                self.send(pack_numbers(messages.WINDOW, [0]))
                 self._return_unstarted(1 << 30)
             self._open_window()
         if self._is_finished():
@@ -203,15 +191,15 @@ class Joined(ServerConnection):
 
     def _handle_message(self, frames: list[bytes]) -> None:
         kind = frames[0]
-        if kind == WORK:
+        if kind == messages.WORK:
             self._handle_work(list(read_work(frames)))
-        elif kind == CANCEL:
+        elif kind == messages.CANCEL:
             self._session.cancel(read_numbers(frames), running=True)
-        elif kind == RECALL:
+        elif kind == messages.RECALL:
             self._return_unstarted(read_numbers(frames)[0])
-        elif kind == REQUEST:
+        elif kind == messages.REQUEST:
             self._handle_request(read_json(frames))
-        elif kind == HELLO:
+        elif kind == messages.HELLO:
             incompatibility, _, properties = read_hello(frames, "the server", "this host")
             if incompatibility is not None:
                 self.lose(incompatibility)
@@ -219,7 +207,7 @@ class Joined(ServerConnection):
             self.name = str(properties.get("name"))
             self.on_connected()
             self._report_status()
-        elif kind == BYE:
+        elif kind == messages.BYE:
             if not self._leaving:
                 self.lose("the server was closed")
             self._bye_received = True
@@ -245,7 +233,7 @@ class Joined(ServerConnection):
                 returned.append(item.number)
                 self._leaving = True
         if returned:
-            self.send(pack_numbers(RETURNED, returned))
+            self.send(pack_numbers(messages.RETURNED, returned))
         if any(item.kind == FORGET for item in items):
             self._drop_unused_tags()
 
@@ -284,7 +272,7 @@ class Joined(ServerConnection):
         ]
         for number in numbers:
             del self._session.tasks[number]
-        self.send(pack_numbers(RETURNED, numbers))
+        self.send(pack_numbers(messages.RETURNED, numbers))
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -292,7 +280,7 @@ class Joined(ServerConnection):
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         if lines:
             packed = [(line.text, line.drone, line.stream, line.tag) for line in lines]
-            self.send(pack_json(OUTPUT, {"lines": packed}))
+            self.send(pack_json(messages.OUTPUT, {"lines": packed}))
         results = []
         for _ in range(len(self._outcomes)):
             number, promise = self._outcomes.popleft()
@@ -325,18 +313,19 @@ class Joined(ServerConnection):
         window = self._dispatcher.size * (1 + min(MAX_PREFETCHED_CALLS, prefetched))
         if not 0.8 <= self._window / window <= 1.25:
             self._window = window
-            self.send(pack_numbers(WINDOW, [window]))
+            self.send(pack_numbers(messages.WINDOW, [window]))
 
     def _report_status(self) -> None:
         if not self.has_ended:
-            self.send(pack_json(HOST_STATUS, {"drones": describe_drones(self._dispatcher)}))
+            status = {"drones": describe_drones(self._dispatcher)}
+            self.send(pack_json(messages.HOST_STATUS, status))
             if newly_running := self._session.newly_running():
-                self.send(pack_numbers(RUNNING, newly_running))
+                self.send(pack_numbers(messages.RUNNING, newly_running))
             self.call_later(STATUS_INTERVAL_SECONDS, self._report_status)
 
     def _handle_request(self, request: dict[str, Any]) -> None:
         def reply(**fields: Any) -> None:
-            self.post(self.send, pack_json(REPLY, {"id": request["id"], **fields}))
+            self.post(self.send, pack_json(messages.REPLY, {"id": request["id"], **fields}))
 
         if request["what"] == "timeline":  # a timeline may be long: pack it in another thread
 

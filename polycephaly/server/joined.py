@@ -30,18 +30,8 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from ..engines.remote import messages
 from ..engines.remote.messages import (
-    BYE,
-    CANCEL,
-    HOST_STATUS,
-    OUTPUT,
-    RECALL,
-    REPLY,
-    REQUEST,
-    RESULTS,
-    RETURNED,
-    RUNNING,
-    WINDOW,
     Item,
     Result,
     definition_items,
@@ -230,7 +220,7 @@ class JoinedHosts:
 
     def _cancel_at_host(self, host: JoinedHost, number: int) -> None:
         if host.in_flight.pop(number, None) is not None:
-            self._send(host.identity, pack_numbers(CANCEL, [number]))
+            self._send(host.identity, pack_numbers(messages.CANCEL, [number]))
 
     def recall_waiting(self) -> None:
         """Recall calls that wait at one host while drones elsewhere are idle.
@@ -248,18 +238,19 @@ class JoinedHosts:
                 max(0, len(each.drones) - len(each.in_flight)) for each in self if each is not host
             )
             waiting = len(host.in_flight) - len(host.drones)
-            if waiting > 0 and idle + others > 0 and host.may_recall:
+            recalled = min(waiting, idle + others)
+            if recalled > 0 and host.may_recall:
                 host.may_recall = False
-                self._send(host.identity, pack_numbers(RECALL, [min(waiting, idle + others)]))
+                self._send(host.identity, pack_numbers(messages.RECALL, [recalled]))
 
     # -- messages of a joined host -----------------------------------------------------------------
 
     def handle_message(self, host: JoinedHost, frames: list[bytes]) -> None:
         """Handle a message of a host. Raise `Malformed`."""
         kind = frames[0]
-        if kind == RESULTS:
+        if kind == messages.RESULTS:
             self._settle(host, list(read_results(frames)))
-        elif kind == RETURNED:
+        elif kind == messages.RETURNED:
             returned = [
                 task
                 for number in read_numbers(frames)
@@ -267,29 +258,29 @@ class JoinedHosts:
             ]
             host.may_recall = bool(returned)  # else not before the next report
             self._dispatcher.post(self._dispatcher.leases.requeue_unstarted, returned)
-        elif kind == WINDOW:
+        elif kind == messages.WINDOW:
             host.window = sum(read_numbers(frames))  # one number
             if not host.window:
-                self._send(host.identity, [BYE])
-        elif kind == HOST_STATUS:
+                self._send(host.identity, [messages.BYE])
+        elif kind == messages.HOST_STATUS:
             host.drones, host.may_recall = _check_drones(read_json(frames).get("drones")), True
             host.status_at = monotonic()
-        elif kind == RUNNING:
+        elif kind == messages.RUNNING:
             for number in read_numbers(frames):
                 if (task := host.in_flight.get(number)) is not None:
                     task.runs_elsewhere = True
-        elif kind == OUTPUT:
+        elif kind == messages.OUTPUT:
             for text, drone, stream, tag in read_lines(frames, 4):
                 listener = self._dispatcher.output_listeners.get(tag)
                 if listener is not None:
                     listener(Line(text, drone, stream, tag))
-        elif kind == REPLY:
+        elif kind == messages.REPLY:
             fields = read_json(frames)
             asked = fields.get("id")
             reply = host.pending_requests.pop(asked, None) if isinstance(asked, int) else None
             if reply is not None:
                 reply(**{name: fields[name] for name in ("value", "error") if name in fields})
-        elif kind == BYE:
+        elif kind == messages.BYE:
             self.remove(host, "the host has left")
         else:
             raise Malformed(f"a message of unknown type {kind[:8]!r}")
@@ -333,7 +324,7 @@ class JoinedHosts:
         self._is_closed = True
         self._dispatcher.post(self._requeue_lent)
         for host in self:
-            self._send(host.identity, [BYE])
+            self._send(host.identity, [messages.BYE])
             self.remove(host, "the server was closed")
 
     # -- single drones -----------------------------------------------------------------------------
@@ -388,7 +379,7 @@ class JoinedHosts:
         host, request_number = self._host_of(number), next(self._request_numbers)
         host.pending_requests[request_number] = reply
         request = {"id": request_number, "what": kind, "drone": number & (1 << _INDEX_SHIFT) - 1}
-        self._send(host.identity, pack_json(REQUEST, request))
+        self._send(host.identity, pack_json(messages.REQUEST, request))
 
     def timelines(self) -> list[Promise[Timeline]]:
         """Return, for each host, a promise of its drones' timeline, by this machine's clock."""

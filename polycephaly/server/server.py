@@ -39,24 +39,11 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from ..engines.remote import pool_registry
+from ..engines.remote import messages, pool_registry
 from ..engines.remote.forks import listening_ports
 from ..engines.remote.keys import Card, check_address, check_key, new_key_pair, wants_ipv6
 from ..engines.remote.messages import (
-    ALIVE,
-    BYE,
-    CANCEL,
-    HELLO,
     MAX_FRAME_BYTES,
-    OUTPUT_ACK,
-    PING,
-    RECALL,
-    REFUSED,
-    RELEASE,
-    REQUEST,
-    RUNNING,
-    SHARE,
-    WORK,
     Item,
     Result,
     pack_hello,
@@ -317,7 +304,7 @@ class Server:
             self._muted.clear()
         for client in self._clients.values():
             if newly_running := client.session.newly_running():
-                client.send(pack_numbers(RUNNING, newly_running))
+                client.send(pack_numbers(messages.RUNNING, newly_running))
         self._check_held_bytes()
         # Clients are disconnected earlier, with a reason.
         max_silence = 2 * tuning.client_silence_seconds
@@ -415,7 +402,7 @@ class Server:
     def _refuse(self, identity: bytes, key: str, reason: str) -> None:
         """Drop a peer, and say why."""
         self._record_disconnected(key[:8], reason)
-        self._send(identity, [REFUSED, f"disconnected by the server: {reason}".encode()])
+        self._send(identity, [messages.REFUSED, f"disconnected by the server: {reason}".encode()])
         self._drop_peer(identity, f"disconnected by the server: {reason}")
 
     def _record_disconnected(self, key: str, reason: str) -> None:
@@ -450,7 +437,7 @@ class Server:
                 return
             frames = message
         kind = frames[0]
-        if kind == HELLO:
+        if kind == messages.HELLO:
             if peer is not None:
                 raise Malformed("a second HELLO message")
             incompatibility, _, properties = read_hello(frames, "the client", "the server")
@@ -459,7 +446,7 @@ class Server:
             self._admit(identity, key, properties)
             self._start_ticking()
             return
-        if kind == PING and peer is not None:
+        if kind == messages.PING and peer is not None:
             peer.on_ping_returned(frames)
             if client is not None:
                 client.send_waiting()
@@ -469,37 +456,37 @@ class Server:
             self._joined_hosts.handle_message(joined_host, frames)
             return
         if client is None:  # it was dropped, or has sent no HELLO
-            if kind != BYE:
+            if kind != messages.BYE:
                 raise Malformed("the server does not know this connection: connect again")
             return
-        if kind == WORK:
+        if kind == messages.WORK:
             self._handle_work(client, frames)
-        elif kind == CANCEL:
+        elif kind == messages.CANCEL:
             numbers = read_numbers(frames)
             client.count_cancelled(numbers)
             client.session.cancel(numbers, running=True)
-        elif kind == RECALL and not client.has_recalled:
+        elif kind == messages.RECALL and not client.has_recalled:
             client.has_recalled = True
             client.session.cancel(read_numbers(frames), running=False)
-        elif kind == SHARE:
+        elif kind == messages.SHARE:
             client.count_request()
             self._admin.store_shared_value(client, *read_shared_value(frames))
-        elif kind == RELEASE:
+        elif kind == messages.RELEASE:
             for number in read_numbers(frames):
                 del client.session.shared[number]
-        elif kind == REQUEST:
+        elif kind == messages.REQUEST:
             client.count_request()
             if sum(map(len, frames)) > MAX_REQUEST_BYTES:
                 raise Malformed(f"a request of more than {MAX_REQUEST_BYTES:,} bytes")
             self._admin.handle_request(client, read_json(frames))
-        elif kind == OUTPUT_ACK:
+        elif kind == messages.OUTPUT_ACK:
             acknowledged = sum(read_numbers(frames))
             if not 0 < acknowledged <= client.unacknowledged_bytes:
                 raise Malformed("more output acknowledged than was sent")
             client.unacknowledged_bytes -= acknowledged
-        elif kind == ALIVE:
+        elif kind == messages.ALIVE:
             client.count_alive(self._loop.timers.now())
-        elif kind == BYE:
+        elif kind == messages.BYE:
             self._drop_client(client, "the client has left")
         else:
             raise Malformed(f"a message of unknown type {kind[:8]!r}")
@@ -655,14 +642,14 @@ class Server:
         chosen = [each for each in clients if (each.name in of if of else each is not asking)]
         had_calls = {each.name for each in chosen if each.session.cancel_each()}
         for each in chosen:
-            each.send([CANCEL])  # the client has more calls, which wait for credit
+            each.send([messages.CANCEL])  # the client has more calls, which wait for credit
         return sorted(had_calls)
 
     def _drop_client(self, client: Client, reason: str) -> None:
         if self._clients.pop(client.identity, None) is None:
             return
         client.has_left = True
-        self._send(client.identity, [REFUSED, reason.encode()])
+        self._send(client.identity, [messages.REFUSED, reason.encode()])
         self._dispatcher.output_listeners.pop(client.tag, None)
         tasks = client.session.cancel_all()
         level = logging.INFO if tasks else logging.DEBUG

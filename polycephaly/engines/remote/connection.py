@@ -40,23 +40,13 @@ from ...runtime.tuning import tuning
 from ...wire.functions import FunctionRegistry, KnownFunctions
 from ...wire.messages import ERROR, WITHDRAWN
 from ...wire.output import Line
+from . import messages
 from .keys import Card
 from .messages import (
-    ALIVE,
-    CANCEL,
-    HELLO,
     LINE_OVERHEAD_BYTES,
     MAX_UNANSWERED_BYTES,
     MAX_UNANSWERED_CALLS,
     MAX_UNANSWERED_REQUESTS,
-    OUTPUT,
-    OUTPUT_ACK,
-    RECALL,
-    RELEASE,
-    REPLY,
-    REQUEST,
-    RESULTS,
-    RUNNING,
     Item,
     definition_items,
     forget_items,
@@ -166,7 +156,7 @@ class Connection(ServerConnection, TaskRunner):
         """
         number = next(self._request_numbers)
         message = {"id": number, "what": kind, **fields}
-        return self._request(number, pack_json(REQUEST, message))
+        return self._request(number, pack_json(messages.REQUEST, message))
 
     def share(self, buffers: Sequence[Any]) -> int:
         """Copy `buffers` into the pool's shared memory; return the number of the value."""
@@ -181,7 +171,7 @@ class Connection(ServerConnection, TaskRunner):
 
     def _release_unused(self, number: int, promise: Promise[Any]) -> None:
         if not promise.cancelled() and stored_error(promise) is None:
-            self.post(self.send, pack_numbers(RELEASE, [number]))
+            self.post(self.send, pack_numbers(messages.RELEASE, [number]))
 
     def _request(self, number: int, frames: list[bytes]) -> Promise[Any]:
         self.check_open()
@@ -281,7 +271,7 @@ class Connection(ServerConnection, TaskRunner):
         """Cancel `task` at the server."""
         self._waiting.discard(task)
         if self._remove_in_flight(task.number) is not None:
-            self.send(pack_numbers(CANCEL, [task.number]))
+            self.send(pack_numbers(messages.CANCEL, [task.number]))
         timer = self._delayed.pop(task, None)
         if timer is not None:
             self._loop.timers.cancel(timer)
@@ -296,7 +286,7 @@ class Connection(ServerConnection, TaskRunner):
         # because no task is sent after the first.
         if cancel == "not begun" and not self._recall_sent:
             self._recall_sent = True
-            self.send(pack_numbers(RECALL, list(self._in_flight)))
+            self.send(pack_numbers(messages.RECALL, list(self._in_flight)))
 
     def _cancel_tasks(self, *, also_sent: bool) -> None:
         tasks = [*drain(self.queue), *self._waiting]
@@ -337,7 +327,7 @@ class Connection(ServerConnection, TaskRunner):
 
     def on_message(self, frames: list[bytes]) -> None:
         kind = frames[0]
-        if kind == RESULTS:
+        if kind == messages.RESULTS:
             for number, status, payload, tail in read_results(frames):
                 task = self._remove_in_flight(number)
                 if task is not None:
@@ -353,7 +343,7 @@ class Connection(ServerConnection, TaskRunner):
                         if status == WITHDRAWN
                         else partial(settle, [task])
                     )
-        elif kind == HELLO:
+        elif kind == messages.HELLO:
             incompatibility, self.size, properties = read_hello(frames, "the server", "this client")
             if incompatibility is not None:
                 raise Malformed(incompatibility)
@@ -362,17 +352,17 @@ class Connection(ServerConnection, TaskRunner):
             self.describes_items = properties.get("describe_items") is True
             self.on_connected()
             self._send_alive()
-        elif kind == RUNNING:
+        elif kind == messages.RUNNING:
             for number in read_numbers(frames):
                 if (entry := self._in_flight.get(number)) is not None:
                     entry[0].runs_elsewhere = True
-        elif kind == OUTPUT:
+        elif kind == messages.OUTPUT:
             self.deliver(
                 partial(self._deliver_output, [Line(*each) for each in read_lines(frames, 3)])
             )
-        elif kind == REPLY:
+        elif kind == messages.REPLY:
             self._on_reply(read_json(frames))
-        elif kind == CANCEL:
+        elif kind == messages.CANCEL:
             self._cancel_tasks(also_sent=True)
         else:
             raise Malformed(f"a message of unknown type {kind[:8]!r}")
@@ -393,7 +383,7 @@ class Connection(ServerConnection, TaskRunner):
         """
         handled = sum(drain(self._handled_bytes))
         if handled:
-            self.send(pack_numbers(OUTPUT_ACK, [handled]))
+            self.send(pack_numbers(messages.OUTPUT_ACK, [handled]))
 
     def _on_reply(self, reply: dict[str, Any]) -> None:
         self._unanswered_requests -= 1
@@ -472,7 +462,7 @@ class Connection(ServerConnection, TaskRunner):
     def _send_alive(self) -> None:
         """Send ALIVE now and then: a PING of the server may be delayed behind data."""
         if not self.has_ended:
-            self.send([ALIVE])
+            self.send([messages.ALIVE])
             if self._sent_functions.unused:
                 self.send(pack_work(forget_items(self._sent_functions.pop_unused())))
             self.call_later(tuning.client_sign_seconds, self._send_alive)
