@@ -297,7 +297,8 @@ def test_a_process_limit_that_has_no_room_for_zeromq_is_named():
 @local_only
 def test_zeromq_is_not_started_without_room_for_its_descriptors():
     """libzmq would abort the process."""
-    assert output_of("""
+    assert (
+        output_of("""
         import os, resource, tempfile
         from polycephaly.wire.endpoint import Router
         used = len(os.listdir("/proc/self/fd"))
@@ -306,7 +307,9 @@ def test_zeromq_is_not_started_without_room_for_its_descriptors():
             Router(tempfile.gettempdir())
         except OSError as error:
             print("RLIMIT_NOFILE" in str(error))
-    """) == "True\n"
+    """)
+        == "True\n"
+    )
 
 
 def test_a_number_of_drones_given_twice_is_refused():
