@@ -59,6 +59,10 @@ Handles: TypeAlias = Handle | Sequence[Handle] | Mapping[Any, Handle]
 of its function's parameters. A type "one of these anywhere" cannot be written."""
 
 
+Async: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
+"""A coroutine function, or another callable that gives a coroutine."""
+
+
 class _MapOptions(TypedDict, total=False):
     timeout: float | None
     chunksize: int | None
@@ -110,12 +114,7 @@ class TaskTarget:
     def promise(self, work: str, /) -> Promise[Any]: ...
     @overload
     def promise(
-        self,
-        work: Callable[..., Coroutine[Any, Any, T]],
-        /,
-        *args: Any,
-        keep: Literal[True],
-        **kwargs: Any,
+        self, work: Async[T], /, *args: Any, keep: Literal[True], **kwargs: Any
     ) -> Promise[Kept[T]]: ...
     @overload
     def promise(
@@ -126,21 +125,14 @@ class TaskTarget:
         self, work: Callable[..., Any], /, *args: Any, keep: bool, **kwargs: Any
     ) -> Promise[Any]: ...
     @overload
-    def promise(
-        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Handles, **kwargs: Handles
-    ) -> Promise[T]: ...
+    def promise(self, work: Async[T], /, *args: Handles, **kwargs: Handles) -> Promise[T]: ...
     @overload
     def promise(
         self, work: Callable[..., T], /, *args: Handles, **kwargs: Handles
     ) -> Promise[T]: ...
     @overload
     def promise(
-        self,
-        work: Callable[..., Coroutine[Any, Any, T]],
-        first: Handles,
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, work: Async[T], first: Handles, /, *args: Any, **kwargs: Any
     ) -> Promise[T]: ...
     @overload
     def promise(
@@ -148,13 +140,7 @@ class TaskTarget:
     ) -> Promise[T]: ...
     @overload
     def promise(
-        self,
-        work: Callable[..., Coroutine[Any, Any, T]],
-        first: Any,
-        second: Handles,
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, work: Async[T], first: Any, second: Handles, /, *args: Any, **kwargs: Any
     ) -> Promise[T]: ...
     @overload
     def promise(
@@ -230,31 +216,16 @@ class TaskTarget:
     @overload
     def doit(self, work: str, /) -> Any: ...
     @overload
-    def doit(
-        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Handles, **kwargs: Handles
-    ) -> T: ...
+    def doit(self, work: Async[T], /, *args: Handles, **kwargs: Handles) -> T: ...
     @overload
     def doit(self, work: Callable[..., T], /, *args: Handles, **kwargs: Handles) -> T: ...
     @overload
-    def doit(
-        self,
-        work: Callable[..., Coroutine[Any, Any, T]],
-        first: Handles,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> T: ...
+    def doit(self, work: Async[T], first: Handles, /, *args: Any, **kwargs: Any) -> T: ...
     @overload
     def doit(self, work: Callable[..., T], first: Handles, /, *args: Any, **kwargs: Any) -> T: ...
     @overload
     def doit(
-        self,
-        work: Callable[..., Coroutine[Any, Any, T]],
-        first: Any,
-        second: Handles,
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, work: Async[T], first: Any, second: Handles, /, *args: Any, **kwargs: Any
     ) -> T: ...
     @overload
     def doit(
@@ -316,6 +287,7 @@ class TaskTarget:
         <class 'TimeoutError'>
         """
         own = self._task_options or self._dispatcher.task_options
+        sizes = self._dispatcher.resource_sizes
         other = object.__new__(type(self))
         original = self if self._original is None else self._original
         other.__dict__.update(self.__dict__, _original=original)
@@ -323,9 +295,7 @@ class TaskTarget:
             own.timeout if timeout is None else check_timeout(timeout),
             own.retries if retries is None else check_retries(retries),
             own.priority if priority is None else check_priority(priority),
-            own.resources
-            if resources is None
-            else check_needs(resources, self._dispatcher.resource_sizes),
+            own.resources if resources is None else check_needs(resources, sizes),
         )
         return other
 
@@ -433,9 +403,7 @@ class ExecutorBase(TaskTarget, Executor):
     @overload
     def everywhere(self, work: str, /) -> list[Promise[Any]]: ...
     @overload
-    def everywhere(
-        self, work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any
-    ) -> list[Promise[T]]: ...
+    def everywhere(self, work: Async[T], /, *args: Any, **kwargs: Any) -> list[Promise[T]]: ...
     @overload
     def everywhere(
         self, work: Callable[..., T], /, *args: Any, **kwargs: Any
@@ -539,7 +507,7 @@ class ExecutorBase(TaskTarget, Executor):
     @overload
     def map(
         self,
-        fn: Callable[..., Coroutine[Any, Any, T]],
+        fn: Async[T],
         items1: Iterable[Any],
         items2: Iterable[Any],
         items3: Iterable[Any],
@@ -563,7 +531,7 @@ class ExecutorBase(TaskTarget, Executor):
     @overload
     def map(
         self,
-        fn: Callable[..., Coroutine[Any, Any, T]],
+        fn: Async[T],
         /,
         *iterables: Iterable[Any],
         return_exceptions: bool,

@@ -36,12 +36,12 @@ class PoolConfig(NamedTuple):
     output: Callable[[Line], object] | None
     width: int
     task_options: TaskOptions
-    max_tasks: int | None
     max_memory: int | None  # bytes
-    max_queued: int | None
     hang_timeout: float | None
     report_waiting: float | None  # seconds
     on_death: str  # "replace", "break" (the standard library's rule) or "end" (a lone drone)
+    max_tasks: int | None = None
+    max_queued: int | None = None
     post_mortem: bool = False
     describe_items: bool = True  # the errors of a `map` have the `repr` of its items
     resources: tuple[tuple[str, int], ...] = ()  # names and sizes
@@ -115,12 +115,9 @@ def check_resources(resources: Mapping[str, int] | None) -> tuple[tuple[str, int
         raise TypeError(
             f"resources maps names to whole numbers, as in {{'db': 2}}, not {resources!r}"
         )
-    return tuple(
-        sorted(
-            (name, check_at_least(f"resources[{name!r}]", amount, 1))
-            for name, amount in resources.items()
-        )
-    )
+    for name, amount in resources.items():
+        check_at_least(f"resources[{name!r}]", amount, 1)
+    return tuple(sorted(resources.items()))
 
 
 def check_needs(

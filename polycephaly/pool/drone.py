@@ -7,13 +7,13 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..promises.promise import Promise
 from ..timeline import Timeline
 from ..wire.output import forward
-from .base import DroneBase, wait_for
+from .base import Async, DroneBase, wait_for
 from .collecting import take_timeline
 from .config import (
     PoolConfig,
@@ -139,9 +139,7 @@ class Drone(DroneBase):
             output=forward,
             width=check_at_least("width", width, 1),
             task_options=TaskOptions(check_timeout(timeout), check_retries(retries)),
-            max_tasks=None,
             max_memory=check_memory(max_memory),
-            max_queued=None,
             hang_timeout=check_hang_timeout(hang_timeout),
             report_waiting=check_timeout(report_waiting, "report_waiting"),
             on_death="end",
@@ -376,9 +374,7 @@ class Drone(DroneBase):
 @overload
 def promise(work: str, /) -> Promise[Any]: ...
 @overload
-def promise(
-    work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any
-) -> Promise[T]: ...
+def promise(work: Async[T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
 @overload
 def promise(work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Promise[T]: ...
 
@@ -422,7 +418,7 @@ def promise(work: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Pro
 @overload
 def doit(work: str, /) -> Any: ...
 @overload
-def doit(work: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **kwargs: Any) -> T: ...
+def doit(work: Async[T], /, *args: Any, **kwargs: Any) -> T: ...
 @overload
 def doit(work: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
 
@@ -473,12 +469,7 @@ class _ThreadDrones:
             owner_callback.kill()
 
 
-class _Locals(threading.local):
-    def __init__(self) -> None:
-        self.drones = _ThreadDrones()
-
-
-_locals = _Locals()
+_locals = threading.local()
 
 
 def end_with_owner(dispatcher: Dispatcher) -> None:
@@ -501,7 +492,8 @@ def end_with_owner(dispatcher: Dispatcher) -> None:
             return
     thread = threading.current_thread()
     if thread is not threading.main_thread():
-        _locals.drones.owner_callbacks.add(_OwnerCallback(dispatcher, f"thread {thread.name!r}"))
+        drones = _locals.__dict__.setdefault("drones", _ThreadDrones())
+        drones.owner_callbacks.add(_OwnerCallback(dispatcher, f"thread {thread.name!r}"))
 
 
 def _is_prompt_task(task: asyncio.Task[Any]) -> bool:
