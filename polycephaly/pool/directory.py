@@ -39,24 +39,11 @@ from .reactor import DrivingSignal
 from .task import Task
 
 
-class RefCount:
-    """The controller's claims on the drones that hold a value.
-
-    Outlives the remote object until these drones have been informed.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        # Drones that have the value, or will have it before any call that takes it, with the number
-        # of claims of each.
-        self.holders: dict[DroneHandle, int] = {}
-        self._pid = os.getpid()
-
-    def queue_drops(self) -> None:
-        """Queue a DROP for each holder. Any thread, at any point of its code."""
-        if os.getpid() == self._pid:
-            for handle, claims in self.holders.items():
-                handle.drop(self.number, claims)
+def _queue_drops(number: int, holders: dict[DroneHandle, int], pid: int) -> None:
+    """Queue a DROP for each drone that has a value. Any thread, at any point of its code."""
+    if os.getpid() == pid:
+        for handle, claims in holders.items():
+            handle.drop(number, claims)
 
 
 class RemoteObject:
@@ -73,9 +60,10 @@ class RemoteObject:
         self.label = label
         self.nbytes = nbytes
         self.kind = kind
-        refcount = RefCount(number)
-        self.holders = refcount.holders
-        finalize(self, refcount.queue_drops).atexit = False
+        # Drones that have the value, or will have it before any call that takes it, with the number
+        # of claims of each.
+        self.holders: dict[DroneHandle, int] = {}
+        finalize(self, _queue_drops, number, self.holders, os.getpid()).atexit = False
         self.packed: bytes | Received | None = None
         self.pickling_error: bytes | None = None  # the pickled error of the value's own pickling
         self.packing_drone: DroneHandle | None = None  # the drone that was asked to pack the value
@@ -98,13 +86,9 @@ class RemoteObject:
         Packed buffers do not count: they are mapped.
         """
         packed = self.packed
-        return (
-            self.nbytes
-            if packed is None
-            else packed.pickle_bytes
-            if isinstance(packed, Received)
-            else len(packed)
-        )
+        if packed is None:
+            return self.nbytes
+        return packed.pickle_bytes if isinstance(packed, Received) else len(packed)
 
     @property
     def is_unpicklable(self) -> bool:
@@ -126,20 +110,15 @@ class RemoteObject:
         context = pickling_state.context
         other = None if context is None else context.directory
         if context is None or other is not self.directory:
-            where = (
-                f"was passed to a call of {other.name}"
-                if other is not None
-                else "was pickled outside a call"
-            )
+            where = "was pickled outside a call"
+            if other is not None:
+                where = f"was passed to a call of {other.name}"
             raise TypeError(
                 f"{self.description} is kept in {self.holder_name or 'shared memory'}, and its "
                 f"handle {where}: pass the handle to calls of its own pool only; elsewhere, send "
                 "its `value`"
             )
-        found = context.remote_objects
-        context.remote_objects = (
-            {self.number: self} if found is None else found | {self.number: self}
-        )
+        context.remote_objects = {**(context.remote_objects or {}), self.number: self}
         return resolve, (self.number,)
 
     def fetch_value(self) -> Any:
@@ -432,12 +411,9 @@ class ObjectDirectory:
             reason += f": {cause}"
         else:
             reason += f", and computing it again failed: {type(cause).__name__}: {cause}"
+        details: dict[str, Any]
         details = {name: getattr(cause, name, "") for name in ("drone", "stderr", "stack")}
-        error = Lost(
-            reason,
-            exitcode=getattr(cause, "exitcode", None),
-            running=getattr(cause, "running", None),
-            **details,
-        )
+        details |= {name: getattr(cause, name, None) for name in ("exitcode", "running")}
+        error = Lost(reason, **details)
         error.__cause__ = pickling_error or cause
         return error
