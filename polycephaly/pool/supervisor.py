@@ -18,7 +18,7 @@ import itertools
 import logging
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
@@ -51,7 +51,8 @@ START_RETRY_SECONDS = 1.0  # seconds after a failed start, if other drones are t
 
 class Supervisor:
     engine: Engine
-    _initializer: Callable[[], Task] | None
+    _initializer: Task | None
+    """A task that was captured and is never submitted: each drone gets one like this."""
 
     def __init__(
         self,
@@ -88,33 +89,20 @@ class Supervisor:
             engine.end()
             raise
 
-    def _capture_initializer(self) -> Callable[[], Task] | None:
-        """Pickle the initializer, now and once. Return a function that makes tasks of it. Raises
-        the errors of pickling.
-        """
+    def _capture_initializer(self) -> Task | None:
+        """Pickle the initializer, now and once. Raises the errors of pickling."""
         initializer, initargs = self._config.initializer, self._config.initargs
         if initializer is None:
             return None
         initializer, initargs = self.engine.initializer(initializer, initargs)
         definition = self._dispatcher.registry.define(initializer)
-        first = Task(self._dispatcher)
-        if definition.takes_function or first.capture(definition, initargs, {}):
+        task = Task(self._dispatcher)
+        if definition.takes_function or task.capture(definition, initargs, {}):
             raise TypeError(
                 f"the initializer {definition.label} or its initargs contain a promise, or a value "
                 "shared on Ray: pass the value itself"
             )
-
-        def make_task() -> Task:
-            task = Task(self._dispatcher)
-            task.definition, task.args, task.kind, task.payload = (
-                definition,
-                first.args,
-                first.kind,
-                first.payload,
-            )
-            return task
-
-        return make_task
+        return task
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -192,12 +180,14 @@ class Supervisor:
         if handle.state is not State.STARTING:
             return
         self._dispatcher.profile(handle)
-        if self._initializer is None:
+        first = self._initializer
+        if first is None:
             self._mark_ready(handle)
             return
         handle.state = State.PREPARING
-        task = self._initializer()
-        task.target = handle
+        task = Task(self._dispatcher)
+        task.definition, task.target = first.definition, handle
+        task.args, task.kind, task.payload = first.args, first.kind, first.payload
         task.add_done_callback(partial(self._report_prepared, handle))
         batch, frames = handle.load_batch(deque([task]), 1, self._dispatcher.reactor.timers.now())
         handle.send(frames, batch)
@@ -446,11 +436,9 @@ def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
     """Return the error that reports a drone's death; `task` was running, or is None."""
     code = handle.exitcode
     end = f"died ({handle.exit_reason})" if code is None else describe_exit(code)
-    reason = (
-        f", because {handle.kill_reason}"
-        if handle.kill_reason and code in (None, -signal.SIGKILL, -signal.SIGABRT)
-        else ""
-    )
+    reason = ""
+    if handle.kill_reason and code in (None, -signal.SIGKILL, -signal.SIGABRT):
+        reason = f", because {handle.kill_reason}"
     message = f"drone {handle.name} (pid {handle.pid}) {end}{reason}"
     running = task.definition.label if task is not None else None
     if task is not None and running:
