@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Reversible
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Reversible
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from math import inf
 from threading import Lock
 from time import monotonic
 from typing import Any, TypeVar
@@ -67,7 +68,7 @@ class Results(chain[T]):
         return f"<Results of {self._stream.source.label}: iterate with `for` or `async for`>"
 
     def __aiter__(self) -> AsyncIterator[T]:
-        return _AsyncResults(self._stream, self._generator, self.close)
+        return _AsyncResults(self)
 
 
 def start_map(stream: Ordered) -> Results[Any]:
@@ -193,7 +194,7 @@ class Ordered:
         self._buffersize = buffersize
         self._timeout = timeout
         # Of all waits (`time.monotonic`).
-        self._deadline = None if timeout is None else monotonic() + timeout
+        self._deadline = inf if timeout is None else monotonic() + timeout
         self._progress = progress
         # Time of the last update of the bar. An update counts all tasks, so updates are limited.
         self._shown_at = 0.0
@@ -222,7 +223,7 @@ class Ordered:
         while (
             self._calls_in_flight < max_calls
             and len(self._tasks) < max_tasks
-            and (not self._tasks or self.source.has_room())
+            and (not self._tasks or self.source.dispatcher.has_room())
         ):
             best, room = self.source.best_size(), max_calls - self._calls_in_flight
             if self._buffersize is not None:
@@ -276,7 +277,7 @@ class Ordered:
     def _send_all(self) -> None:
         # A thread that reads may meet an error, which ends the map.
         while not self._closed:
-            if not self.source.has_room():
+            if not self.source.dispatcher.has_room():
                 self.source.why_unsent = "max_queued limits the waiting tasks"
                 return
             if not self._send(self.source.best_size()):
@@ -338,13 +339,9 @@ class Ordered:
         while self._progress is not None and not promise.done() and not self.is_late():
             self.show()
             with suppress(TimeoutError):
-                promise.exception(
-                    REFRESH_INTERVAL_SECONDS
-                    if self._deadline is None
-                    else min(REFRESH_INTERVAL_SECONDS, self._deadline - monotonic())
-                )
+                promise.exception(min(REFRESH_INTERVAL_SECONDS, self._deadline - monotonic()))
         try:
-            promise.exception(None if self._deadline is None else self._deadline - monotonic())
+            promise.exception(None if self._timeout is None else self._deadline - monotonic())
         except TimeoutError:
             raise TimeoutError(
                 f"the results of map({self.source.label}, ...) did not come within "
@@ -373,7 +370,7 @@ class Ordered:
                     each.remove_done_callback(wake)
 
     def is_late(self) -> bool:
-        return self._deadline is not None and monotonic() >= self._deadline
+        return monotonic() >= self._deadline
 
     def show(self, *, last: bool = False) -> None:
         if self._progress is not None and (
@@ -391,11 +388,10 @@ class Ordered:
     def _timers(self) -> Iterator[Promise[None]]:
         """Yield a promise that is settled when the deadline or the bar needs a look."""
         if self._timer is None or self._timer.done():
-            if self._deadline is None and self._progress is None:
+            if self._timeout is None and self._progress is None:
                 return
             seconds = MAX_TIMER_SECONDS if self._progress is None else REFRESH_INTERVAL_SECONDS
-            if self._deadline is not None:
-                seconds = min(seconds, self._deadline - monotonic())
+            seconds = min(seconds, self._deadline - monotonic())
             reactor, timer = self.source.dispatcher.reactor, Promise[None]()
             on_time = partial(fulfill, timer)
             reactor.post(lambda: reactor.call_later(seconds, lambda: reactor.deliver(on_time)))
@@ -453,13 +449,8 @@ class _AsyncResults(AsyncIterator[Any]):
     is awaited, or `aclose`, cancels all calls in flight.
     """
 
-    def __init__(
-        self,
-        stream: Ordered,
-        generator: Generator[Iterable[Any], None, None],
-        close: Callable[[], object],
-    ) -> None:
-        self._stream, self._generator, self._close = stream, generator, close
+    def __init__(self, results: Results[Any]) -> None:
+        self._results = results
         self._values: Iterator[Any] = iter(())
 
     async def __anext__(self) -> Any:
@@ -467,19 +458,19 @@ class _AsyncResults(AsyncIterator[Any]):
             while True:
                 for value in self._values:
                     return value
-                await self._stream.wait()
-                some = next(self._generator, None)
+                await self._results._stream.wait()
+                some = next(self._results._generator, None)
                 if some is None:
                     raise StopAsyncIteration
                 self._values = iter(some)
         except StopAsyncIteration:
             raise
         except BaseException:
-            self._close()
+            self._results.close()
             raise
 
     async def aclose(self) -> None:
-        self._close()
+        self._results.close()
 
 
 def _cancel(tasks: Reversible[Task]) -> None:

@@ -132,9 +132,6 @@ class Source:
         """
         return self._ahead or 4 * self.dispatcher.size * self.dispatcher.width + 2 * self._answered
 
-    def has_room(self) -> bool:
-        return self.dispatcher.has_room()
-
     def record_times(self, task: Task) -> None:
         """Add the times of a finished task. Followers of a slice that was cut count when they are
         answered.
@@ -195,13 +192,8 @@ class Source:
 
     def best_size(self) -> int:
         """Return the best number of calls in a task."""
-        seconds = self._definition.seconds
-        if (
-            seconds is None
-            or self.one_by_one
-            or self._definition.overlaps
-            or self._definition.captures
-        ):
+        definition, seconds = self._definition, self._definition.seconds
+        if seconds is None or self.one_by_one or definition.overlaps or definition.captures:
             return 1
         best = min(
             MAX_SLICE_ROWS,
