@@ -143,11 +143,9 @@ def flow(
 
 def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callable[..., Any]:
     if not callable(fn) or isinstance(fn, staticmethod):
-        cure = (
-            ": put @flow below the other decorator, next to the function"
-            if isinstance(fn, (staticmethod, classmethod, property))
-            else ""
-        )
+        cure = ""
+        if isinstance(fn, (staticmethod, classmethod, property)):
+            cure = ": put @flow below the other decorator, next to the function"
         raise TypeError(f"flow takes a callable, not {fn!r}{cure}")
     cache = _SentFunction()
 

@@ -25,22 +25,15 @@ MAX_NODES = 20_000
 # search for the oldest entry passes the places of those dropped before.
 _PRUNED_TOGETHER = 1000
 
-WAITING, READY, RUNNING, DONE, REJECTED, NODE_CANCELLED = (
-    "waiting",
-    "ready",
-    "running",
-    "done",
-    "rejected",
-    "cancelled",
-)
 _FILL_COLORS = {
-    WAITING: "#f2f2f2",
-    READY: "#fff3c4",
-    RUNNING: "#cfe3ff",
-    DONE: "#d5f0d5",
-    REJECTED: "#f8cfcf",
-    NODE_CANCELLED: "#e0d0e8",
+    "waiting": "#f2f2f2",
+    "ready": "#fff3c4",
+    "running": "#cfe3ff",
+    "done": "#d5f0d5",
+    "rejected": "#f8cfcf",
+    "cancelled": "#e0d0e8",
 }
+WAITING, READY, RUNNING, DONE, REJECTED, NODE_CANCELLED = _FILL_COLORS
 
 
 class Node(NamedTuple):
@@ -144,16 +137,10 @@ class Graph:
 
     def mermaid(self) -> str:
         """Return text for Mermaid, which GitHub, GitLab, Jupyter and https://mermaid.live draw."""
-        known = {node.number for node in self.nodes}
         lines = ["flowchart TD"]
         for node in self.nodes:
             lines.append(f'    {_name(node.number)}["{_escaped(_text(node))}"]:::{node.state}')
-        for node in self.nodes:
-            lines += [
-                f"    {_name(each)} --> {_name(node.number)}"
-                for each in node.inputs
-                if each in known
-            ]
+        lines += [f"    {start} --> {end}" for start, end in self._edges()]
         lines += [] if self.whole else ['    more["..."]']
         used = dict.fromkeys(node.state for node in self.nodes)
         lines += [
@@ -164,7 +151,6 @@ class Graph:
 
     def dot(self) -> str:
         """Return text for Graphviz: ``dot -Tsvg``."""
-        known = {node.number for node in self.nodes}
         lines = [
             "digraph flow {",
             '    node [shape=box, style="rounded,filled", fontname="sans-serif"];',
@@ -173,14 +159,16 @@ class Graph:
             text = _text(node).replace("\\", "\\\\").replace('"', '\\"')
             color = _FILL_COLORS[node.state]
             lines.append(f'    {_name(node.number)} [label="{text}", fillcolor="{color}"];')
-        for node in self.nodes:
-            lines += [
-                f"    {_name(each)} -> {_name(node.number)};"
-                for each in node.inputs
-                if each in known
-            ]
+        lines += [f"    {start} -> {end};" for start, end in self._edges()]
         lines += [] if self.whole else ['    more [label="..."];']
         return "\n".join([*lines, "}"])
+
+    def _edges(self) -> Iterator[tuple[str, str]]:
+        known = {node.number for node in self.nodes}
+        for node in self.nodes:
+            for each in node.inputs:
+                if each in known:
+                    yield _name(each), _name(node.number)
 
     def __str__(self) -> str:
         return self.mermaid()
@@ -213,11 +201,8 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
         seen.add(number)
         record = records.get(number)
         promise: Any = (record and record.task()) if isinstance(each, int) else each
-        pending = (
-            [other for other in promise._dependencies() if isinstance(other, Promise)]
-            if promise is not None
-            else []
-        )
+        dependencies = () if promise is None else promise._dependencies()
+        pending = [other for other in dependencies if isinstance(other, Promise)]
         inputs = dict.fromkeys(
             record.inputs if record is not None else getattr(promise, "input_numbers", ())
         )
