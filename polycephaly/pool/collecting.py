@@ -52,24 +52,12 @@ def _under_way(dispatcher: Dispatcher, now: float) -> Iterator[Span]:
             if sending is None:  # just being returned
                 continue
             name, calls = short_name(task.definition.label), task.count
+            span = Span(name, handle.name, None, None, task.queued, sending.at, None, SENT, calls)
             if handle.is_running(task.number):
-                started = (
-                    sending.at
-                    if task.definition.overlaps
-                    else min(now, max(sending.at, before.get(handle.name, 0.0)))
+                started = sending.at
+                if not task.definition.overlaps:
+                    started = min(now, max(started, before.get(handle.name, 0.0)))
+                span = span._replace(
+                    started=started, finished=now, status=RUNNING, item=task.first_item
                 )
-                yield Span(
-                    name,
-                    handle.name,
-                    started,
-                    now,
-                    task.queued,
-                    sending.at,
-                    status=RUNNING,
-                    calls=calls,
-                    item=task.first_item,
-                )
-            else:
-                yield Span(
-                    name, handle.name, None, None, task.queued, sending.at, status=SENT, calls=calls
-                )
+            yield span

@@ -118,19 +118,15 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                     _handle_event_log(dispatcher, handle, payload)
                     continue
                 if status & ~SHARED == PACKED:
-                    dispatcher.directory.on_packed(
-                        handle,
-                        number,
-                        handle.ref_table.receive(payload) if status & SHARED else payload,
-                    )
+                    packed = handle.ref_table.receive(payload) if status & SHARED else payload
+                    dispatcher.directory.on_packed(handle, number, packed)
                     continue
                 if status == NOT_PACKED:
                     dispatcher.directory.on_pack_failed(handle, number, payload)
                     continue
                 if status == KEPT_VALUES:
-                    dispatcher.directory.on_kept_values(
-                        handle, handle.in_flight.get(number), payload
-                    )
+                    task = handle.in_flight.get(number)
+                    dispatcher.directory.on_kept_values(handle, task, payload)
                     continue
                 task, status, payload, done = _handle_special_outcome(
                     dispatcher, handle, number, status, payload

@@ -57,7 +57,12 @@ def propagate_failure(task: Dependent, settled: Promise[Any]) -> None:
     else:
         stored = stored_error(settled)
         assert stored is not None
-        error = _copy_for_promise(stored)
+        # A copy for one more promise. If all promises shared one error, each raise would add the
+        # frames of its waiter to it, and keep these frames alive as long as any of the promises.
+        trace, context = stored.__traceback__, stored.__context__
+        error = copy_error(stored).with_traceback(trace)
+        with suppress(Exception):  # as in `copy_error`
+            error.__context__ = context
         _add_input_note(error, settled)
     _failures.run(_reject, task, error)
 
@@ -68,19 +73,6 @@ def _reject(task: Dependent, error: BaseException) -> None:
     finally:
         task.release_inputs()
         task.dispatcher.on_inputs_ready(task)
-
-
-def _copy_for_promise(error: BaseException) -> BaseException:
-    """Return a copy of `error` for one more promise.
-
-    If all promises shared one error, each raise would add the frames of its waiter to that error,
-    and keep these frames alive as long as any of the promises.
-    """
-    trace, context = error.__traceback__, error.__context__
-    copied = copy_error(error).with_traceback(trace)
-    with suppress(Exception):  # as in `copy_error`
-        copied.__context__ = context
-    return copied
 
 
 def _add_input_note(error: BaseException, settled: Promise[Any]) -> None:

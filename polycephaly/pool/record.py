@@ -56,9 +56,7 @@ class TraceBuffer:
         # The aggregate, how many entries are in it, and the segments after it.
         self._state: tuple[Aggregated, int, tuple[list[Entry], ...]]
         self._state = Aggregated(), 0, (self._segment,)
-        self._slice_ends: dict[
-            str, float
-        ] = {}  # time up to which slices of a drone have been recorded
+        self._slice_ends: dict[str, float] = {}  # up to when slices of a drone are recorded
         self.threads: deque[Span] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
         self.threads_lost = 0
         # How many spans were added to `threads`. The second is smaller while some are being added.

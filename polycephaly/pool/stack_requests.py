@@ -90,9 +90,8 @@ class StackRequest(DroneRequest[_Answer]):
         in_flight = self.handle.in_flight
         current, frames, threads = read_report(answer)
         tasks = {each: in_flight[each] for each in frames if each in in_flight}
-        return _Answer(
-            current, frames, threads, tasks, "between two tasks" if in_flight else "idle"
-        )
+        state = "between two tasks" if in_flight else "idle"
+        return _Answer(current, frames, threads, tasks, state)
 
 
 class StackRequests:
@@ -229,13 +228,8 @@ def _unanswered(request: StackRequest, timeout: float) -> Stack:
             f"not asked within {timeout:g} s: the thread of the pool is busy, perhaps with a "
             "callback of a promise that does not return"
         )
-    return Stack(
-        handle.name,
-        handle.pid,
-        state,
-        **_describe(handle, handle.running_task()),
-        system_call=handle.system_call(),
-    )
+    described = _describe(handle, handle.running_task())
+    return Stack(handle.name, handle.pid, state, **described, system_call=handle.system_call())
 
 
 def _describe(handle: DroneHandle, task: Task | None) -> dict[str, Any]:

@@ -48,16 +48,11 @@ class StallDetector:
                 self.schedule_check()
             return
         seen: set[Any] = set()  # each is visited once, however many tasks wait for it
-        for task in [
-            *dispatcher.awaiting_inputs
-        ]:  # a copy, because other threads add tasks meanwhile
+        for task in [*dispatcher.awaiting_inputs]:  # a copy: other threads add tasks meanwhile
             promise = unsettled_root(task, seen)
             if promise is not None:
-                more = (
-                    f", and {len(dispatcher.awaiting_inputs) - 1} more wait"
-                    if len(dispatcher.awaiting_inputs) > 1
-                    else ""
-                )
+                others = len(dispatcher.awaiting_inputs) - 1
+                more = f", and {others} more wait" if others > 0 else ""
                 message = (
                     f"{dispatcher.config.name} has nothing to run: {task._description()} waits for "
                     f"{promise!r}{more}; the program has to settle that promise. If the waiting "

@@ -85,12 +85,8 @@ def describe_drones(dispatcher: Dispatcher) -> list[dict[str, Any]]:
 
 
 def describe_identity(handle: DroneHandle) -> dict[str, Any]:
-    return {
-        "number": handle.number,
-        "name": handle.name,
-        "pid": handle.pid,
-        "host": socket.gethostname(),
-    }
+    host = socket.gethostname()
+    return {"number": handle.number, "name": handle.name, "pid": handle.pid, "host": host}
 
 
 def _describe_activity(handle: DroneHandle) -> dict[str, Any]:

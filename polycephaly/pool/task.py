@@ -568,16 +568,7 @@ class Task(Promise[Any]):
         if self.args is not None:
             bytes_sent = len(dumps(self.args, 5))
             bytes_received = bytes_received or len(dumps(self._result, 5))
-        return Spans(
-            self.queued,
-            sent,
-            answer.started,
-            answer.finished,
-            answer.received,
-            bytes_sent,
-            bytes_received,
-            name,
-        )
+        return Spans(self.queued, sent, *answer[:3], bytes_sent, bytes_received, name)
 
     def get_answer(self) -> Answer | None:
         answer = self.answer
@@ -658,13 +649,9 @@ class LazyTask(Task):
         if not self.retries or self.recompute_payload is None:
             raise lost
         again = self._recomputed = Task(self.dispatcher)
-        again.definition, again.kind, again.args, again.payload = (
-            self.definition,
-            self.kind,
-            self.args,
-            self.recompute_payload,
-        )
-        again.unfilled, again.timeout, again.retries = self.unfilled, self.timeout, self.retries - 1
+        again.definition, again.kind, again.args = self.definition, self.kind, self.args
+        again.payload, again.unfilled = self.recompute_payload, self.unfilled
+        again.timeout, again.retries = self.timeout, self.retries - 1
         self.dispatcher.submit_task(again)
         return again
 
@@ -700,22 +687,17 @@ class Answer(NamedTuple):
     bytes_received: int = 0
 
 
-class AnswerBatch:
+class AnswerBatch(NamedTuple):
     """The answers of many tasks, in the form in which they arrived."""
 
-    __slots__ = ("_finished", "_numbers", "_received", "_started")
-
-    def __init__(
-        self, numbers: list[int], started: list[float], finished: list[float], received: float
-    ) -> None:
-        self._numbers = numbers
-        self._started = started
-        self._finished = finished
-        self._received = received
+    numbers: list[int]
+    started: list[float]
+    finished: list[float]
+    received: float
 
     def answer_for(self, number: int) -> Answer:
-        index = self._numbers.index(number)
-        return Answer(self._started[index], self._finished[index], self._received)
+        index = self.numbers.index(number)
+        return Answer(self.started[index], self.finished[index], self.received)
 
 
 class Slice(Task):
@@ -748,24 +730,19 @@ class Slice(Task):
         answered. Called while holding the reactor's lock.
         """
         begun = self.count - rest
-        running, later = (
-            Slice(
-                self.dispatcher,
-                self.definition,
-                slice_calls(self.payload, start, stop),
-                stop - start,
-            )
-            for start, stop in ((done, begun), (begun, self.count))
-        )
-        running.retries = later.retries = self.retries
-        running.priority = later.priority = self.priority
+        running, later = self._part(done, begun), self._part(begun, self.count)
         running.answer_objects = self.answer_objects
         running.continues = True
         running.queued = self.queued
-        if self.first_item is not None:
-            running.first_item = self.first_item + done
-            later.first_item = self.first_item + begun
         return running, later
+
+    def _part(self, start: int, stop: int) -> Slice:
+        calls = slice_calls(self.payload, start, stop)
+        part = Slice(self.dispatcher, self.definition, calls, stop - start)
+        part.retries, part.priority = self.retries, self.priority
+        if self.first_item is not None:
+            part.first_item = self.first_item + start
+        return part
 
 
 def _describe_unpicklable(
