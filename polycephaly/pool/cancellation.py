@@ -63,13 +63,9 @@ class Cancellation:
         """Set the timer for the earliest deadline, or for the request for frames before it, unless
         an earlier timer is set.
         """
-        first = min(
-            (
-                deadline - STACK_SECONDS * (number not in handle.frame_requests)
-                for number, deadline in handle.deadlines.items()
-            ),
-            default=inf,
-        )
+        limits, asked = handle.deadlines.items(), handle.frame_requests
+        times = [at - STACK_SECONDS * (number not in asked) for number, at in limits]
+        first = min(times, default=inf)
         if first < handle.timer_at:
             self.cancel_timer(handle)
             handle.timer_at = first
@@ -127,13 +123,8 @@ class Cancellation:
         self._schedule_check(handle, task.number, GRACE_STEPS)
 
     def _schedule_check(self, handle: AssignedDrone, number: int, steps_left: int) -> None:
-        self._dispatcher.call_later(
-            tuning.grace_seconds / GRACE_STEPS,
-            self._kill_if_running,
-            handle,
-            number,
-            steps_left - 1,
-        )
+        seconds = tuning.grace_seconds / GRACE_STEPS
+        self._dispatcher.call_later(seconds, self._kill_if_running, handle, number, steps_left - 1)
 
     def _kill_if_running(self, handle: DroneHandle, number: int, steps_left: int) -> None:
         handle.catch_up()

@@ -114,7 +114,9 @@ class Dispatcher(DispatcherBase):
             self.resources,
             self.stack_requests,
         )
+        self.stop_if_retired = self.supervisor.stop_if_retired
         self.health_monitor = HealthMonitor(self, self.supervisor)
+        self.schedule_health_check = self.health_monitor.schedule_check
         has_begun = False
         try:
             # Otherwise a Ctrl-C could leave a zygote that no object refers to.
@@ -203,10 +205,8 @@ class Dispatcher(DispatcherBase):
 
     def _wait_for_room(self, target: DroneHandle | None) -> None:
         if self.backpressure is not None:
-            self.backpressure.wait(
-                self._backlog if target is None else target.backlog,
-                lambda: self.refusal is not None,
-            )
+            backlog = self._backlog if target is None else target.backlog
+            self.backpressure.wait(backlog, lambda: self.refusal is not None)
 
     def start_here(self) -> None:
         """Start the drones, if this is a forked child and only the parent has started them."""
@@ -290,12 +290,6 @@ class Dispatcher(DispatcherBase):
         """
         task.preferred_drone = handle
         self.locality.insert(task, handle, first=False)
-
-    def schedule_health_check(self) -> None:
-        self.health_monitor.schedule_check()
-
-    def stop_if_retired(self, handle: AssignedDrone) -> None:
-        self.supervisor.stop_if_retired(handle)
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
@@ -484,12 +478,8 @@ class Dispatcher(DispatcherBase):
                     and handle.state is State.READY
                 ):
                     handle.recall_pending = True
-                    self.call_later(
-                        2 * tuning.batch_seconds,
-                        self._recall_if_stuck,
-                        handle,
-                        handle.last_contact_at,
-                    )
+                    seconds = 2 * tuning.batch_seconds
+                    self.call_later(seconds, self._recall_if_stuck, handle, handle.last_contact_at)
 
     def _could_overlap(self) -> bool:
         """Return whether a drone could take one more task beside those that it overlaps. False if
@@ -520,10 +510,8 @@ class Dispatcher(DispatcherBase):
 
     def requeue_returned(self, handle: DroneHandle, numbers: tuple[int, ...]) -> None:
         handle.recall_pending = False
-        tasks = [
-            task for number in numbers if (task := handle.remove_in_flight(number)) is not None
-        ]
-        self.requeue(tasks)
+        returned = map(handle.remove_in_flight, numbers)
+        self.requeue([task for task in returned if task is not None])
         self.after_answer(handle)
 
     def split(self, handle: DroneHandle, task: Slice, done: int, rest: int, state: int) -> None:
@@ -617,7 +605,7 @@ class Dispatcher(DispatcherBase):
         ):
             # Not with more in flight: retiring would recall tasks that the drone may still run.
             self.supervisor.retire(handle)
-        self.supervisor.stop_if_retired(handle)
+        self.stop_if_retired(handle)
         self.end_check_due = True
 
     # -- holding the reactor's lock: tasks that take kept values -----------------------------------
@@ -634,19 +622,12 @@ class Dispatcher(DispatcherBase):
         bytes are buffers of the arguments themselves, and the tasks with such buffers fail.
         """
         recomputed = [task for task in tasks if task.unfilled is not None]
-        rejected = (
-            []
-            if recomputed
-            else [task for task in tasks if isinstance(task.payload, Serialized)] or tasks
-        )
+        rejected: list[Task] = []
+        if not recomputed:
+            rejected = [task for task in tasks if isinstance(task.payload, Serialized)] or tasks
         self.reject_or_retry(rejected, lost, may_retry=False)
-        self.requeue(
-            [
-                task
-                for task in tasks
-                if task not in recomputed and task not in rejected and not task.done()
-            ]
-        )
+        others = [task for task in tasks if task not in recomputed and task not in rejected]
+        self.requeue([task for task in others if not task.done()])
         for task in recomputed:
             if not task.done():
                 self.awaiting_inputs.add(task)
@@ -666,7 +647,8 @@ class Dispatcher(DispatcherBase):
         self.awaiting_inputs.discard(task)
         self.parked.discard(task)
         self._cancel_delay(task)
-        self.resources.on_withdrawn(task)
+        if task.resources:
+            self.needs_dispatch = True  # others may have waited for what it claimed
         if not task.is_withdrawn:
             task.is_withdrawn = True
             self.tasks_cancelled += task.count
@@ -852,7 +834,7 @@ class Dispatcher(DispatcherBase):
             elif handle.state < State.READY:
                 self.supervisor.retire(handle)
             else:  # the task that the drone waited for may have been cancelled
-                self.supervisor.stop_if_retired(handle)
+                self.stop_if_retired(handle)
         if not self.handles and not self.has_ended:
             self._end()
 
@@ -928,12 +910,9 @@ class Dispatcher(DispatcherBase):
             if reason:
                 error.args = (f"{message}: the drones do not have this name, because {reason}",)
                 return
-            lone = self.config.on_death == "end"
-            cure = (
-                "start a new Drone (in a pool: pool.refresh())"
-                if lone
-                else "pool.refresh() takes a new snapshot"
-            )
+            cure = "pool.refresh() takes a new snapshot"
+            if self.config.on_death == "end":
+                cure = "start a new Drone (in a pool: pool.refresh())"
             error.args = (
                 f"{message}: the controller process defined this name after the snapshot from "
                 f"which the drone was started; {cure}, or push the name",

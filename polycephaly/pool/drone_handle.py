@@ -43,7 +43,7 @@ from ..wire.messages import (
 )
 from ..wire.output import Line, OutputItems, OutputRecord, deliver
 from ..wire.placeholders import PayloadWithRefs
-from .interfaces import HandleOwner, KeptValue, State
+from .interfaces import HandleOwner, State
 from .task import Sending, Task
 
 if TYPE_CHECKING:
@@ -245,11 +245,8 @@ class DroneHandle:
         drone has answered, even if the health monitor notes that only later.
         """
         number, waiting = self.reported_wait or (0, None)
-        return (
-            waiting
-            if self.alive and (number in self.in_flight or self.state < State.READY)
-            else None
-        )
+        goes_on = self.alive and (number in self.in_flight or self.state < State.READY)
+        return waiting if goes_on else None
 
     def has_waiting_tasks(self) -> bool:
         """Return whether tasks wait for this drone, including those that wait for their own inputs.
@@ -333,11 +330,9 @@ class DroneHandle:
         """Return how many more tasks the drone may be sent until it has had `max_tasks`. There is
         no limit for the dedicated tasks of a retiring drone.
         """
-        return (
-            1 << 30
-            if max_tasks is None or self.state is State.RETIRING
-            else max_tasks - self.tasks_done - len(self.in_flight)
-        )
+        if max_tasks is None or self.state is State.RETIRING:
+            return 1 << 30
+        return max_tasks - self.tasks_done - len(self.in_flight)
 
     def load_batch(
         self, queue: deque[Task], limit: int, now: float
@@ -463,7 +458,7 @@ class DroneHandle:
             message.add(task.definition.number, FORGET, 0, b"")
         return len(payload)
 
-    def _add_kept_values(self, remote_objects: Iterable[KeptValue], message: TaskBatch) -> None:
+    def _add_kept_values(self, remote_objects: Iterable[Any], message: TaskBatch) -> None:
         """Add the kept values that the drone does not have."""
         for each in remote_objects:
             if self not in each.holders:
@@ -506,13 +501,10 @@ class DroneHandle:
     def _define(self, definition: RemoteFunction, message: TaskBatch) -> None:
         for oldest in self._defined.add(definition):
             message.add(oldest, FORGET, 0, b"")
-        payload = definition.payload
+        payload, kind = definition.payload, definition.kind
         if isinstance(payload, Serialized):
-            message.add(
-                definition.number, definition.kind | SHARED, 0, payload.pack_header(self.ref_table)
-            )
-        else:
-            message.add(definition.number, definition.kind, 0, payload)
+            payload, kind = payload.pack_header(self.ref_table), kind | SHARED
+        message.add(definition.number, kind, 0, payload)
 
     def _add_released(self, message: TaskBatch) -> None:
         for number in self.ref_table.take_returned():
@@ -622,11 +614,10 @@ class DroneHandle:
                     self._below_task = before.startswith(_FRAME) and (
                         self._below_task or calls_task
                     )
-                    if self._below_task:
-                        continue
-                    self.stack.append(before)
-                    # The crashed thread may be the last of many, so the last lines stay.
-                    del self.stack[1:-_MAX_STACK_LINES]
+                    if not self._below_task:
+                        self.stack.append(before)
+                        # The crashed thread may be the last of many, so the last lines stay.
+                        del self.stack[1:-_MAX_STACK_LINES]
                     continue
                 else:
                     self._in_stack = False

@@ -113,17 +113,14 @@ class HealthMonitor:
         self._supervisor = supervisor
         self._hang_timeout = config.hang_timeout
         self._max_memory = config.max_memory
-        self._interval = (
-            tuning.health_check_seconds if self._max_memory is None else MEMORY_CHECK_SECONDS
-        )
+        self._report_waiting = config.report_waiting
+        self._interval = tuning.health_check_seconds
+        self._stall_seconds = tuning.stalled_seconds
+        if self._max_memory is not None:
+            self._interval = MEMORY_CHECK_SECONDS
         if self._hang_timeout is not None:
             self._interval = min(self._interval, self._hang_timeout / 4)
-        self._stall_seconds = (
-            tuning.stalled_seconds
-            if self._hang_timeout is None
-            else min(tuning.stalled_seconds, self._hang_timeout)
-        )
-        self._report_waiting = config.report_waiting
+            self._stall_seconds = min(self._stall_seconds, self._hang_timeout)
         if self._report_waiting is not None:
             self._interval = min(self._interval, self._report_waiting / 4)
         self._wait_trackers: dict[DroneHandle, _WaitTracker] = {}
@@ -153,13 +150,8 @@ class HealthMonitor:
         for handle in [each for each in self._dispatcher.handles if each.alive]:
             if self._max_memory is not None and handle.pid is not None:
                 self._check_memory(handle, self._max_memory)
-            needs_zygote = (
-                handle.pid is None
-                or handle.kill_reason
-                or handle.state is State.STOPPING
-                or handle.unresponsive
-            )
-            if handle.spawner is not None and needs_zygote:
+            may_end = handle.kill_reason or handle.unresponsive or handle.state is State.STOPPING
+            if handle.spawner is not None and (handle.pid is None or may_end):
                 monitored.add(handle.spawner)  # the zygote starts the drone and reports its end
             if _should_be_active(handle):
                 monitored.add(handle)

@@ -50,11 +50,8 @@ class Leases:
         dispatcher = self._dispatcher
         self._reclaim(tasks)
         if dispatcher.has_ended:
-            dispatcher.reject_or_retry(
-                tasks,
-                dispatcher.refusal or RuntimeError(f"{dispatcher.config.name} has ended"),
-                may_retry=False,
-            )
+            error = dispatcher.refusal or RuntimeError(f"{dispatcher.config.name} has ended")
+            dispatcher.reject_or_retry(tasks, error, may_retry=False)
         else:
             dispatcher.requeue([task for task in tasks if not task.done()])
         dispatcher.end_check_due = True

@@ -100,11 +100,8 @@ class Locality:
         soonest = inf
         for busy in sorted(dispatcher.handles, key=lambda handle: -len(handle.preferred)):
             for task in list(islice(busy.preferred, _MAX_CHECKED_TASKS)) if idle else ():
-                due = (
-                    task.preferred_since
-                    + 2 * tuning.batch_seconds
-                    + task.bytes_to_move * MOVE_SECONDS_PER_BYTE
-                )
+                patience = 2 * tuning.batch_seconds + task.bytes_to_move * MOVE_SECONDS_PER_BYTE
+                due = task.preferred_since + patience
                 if task.done():
                     busy.preferred.remove(task)
                 elif due > now:

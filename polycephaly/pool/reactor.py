@@ -237,12 +237,7 @@ class Reactor(EventLoop):
             raise RuntimeError(
                 f"{promise!r} belongs to another process, of which this one is a fork"
             )
-        if (
-            self.has_ended
-            or get_ident() in settling_threads
-            or self._lock.is_held_here()
-            or not is_safe_from_signals()
-        ):
+        if not (self.can_wait() and is_safe_from_signals()):
             return
         with DeferredSigint(self._nudge) as deferred_sigint:
             # A finalizer in a drive of this thread: no other thread would drive.

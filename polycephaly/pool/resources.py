@@ -59,7 +59,8 @@ class Resources:
         queue = self._queues.setdefault((task.resources, task.target), deque())
         insert_in_order(queue, task, first=first)
         self._dispatcher.park(task)
-        self._request_dispatch()
+        # The reactor then calls `Dispatcher.dispatch`, even if the pool's queue is empty.
+        self._dispatcher.needs_dispatch = True
 
     def dispatch(self, now: float) -> None:
         """Send tasks whose resources are free. One that any drone may run is not sent before the
@@ -88,7 +89,7 @@ class Resources:
             handle = self._taker(task)
             if self._comes_later(task):
                 continue
-            if names & claimed or not self._are_free(task):
+            if names & claimed or any(self._free[name] < needed for name, needed in task.resources):
                 if handle is not None or task.target is None:
                     claimed |= names
                 continue
@@ -123,15 +124,6 @@ class Resources:
         """Note that `task` has left flight."""
         for name, amount in task.resources:
             self._free[name] += amount
-        self._request_dispatch()
-
-    def on_withdrawn(self, task: Task) -> None:
-        """Note that `task` was cancelled: others may have waited for what it claimed."""
-        if task.resources:
-            self._request_dispatch()
-
-    def _request_dispatch(self) -> None:
-        # The reactor then calls `Dispatcher.dispatch`, even if the pool's queue is empty.
         self._dispatcher.needs_dispatch = True
 
     def _drop_settled(self, queue: deque[Task]) -> bool:
@@ -144,9 +136,6 @@ class Resources:
         """Return whether a task in the pool's queue comes before `task`."""
         queue = self._dispatcher.queue
         return task.target is None and bool(queue) and _place(queue[0]) < _place(task)
-
-    def _are_free(self, task: Task) -> bool:
-        return all(self._free[name] >= amount for name, amount in task.resources)
 
     def _taker(self, task: Task) -> DroneHandle | None:
         """Return a drone that can begin `task` at once: the one with its kept values, if possible.
