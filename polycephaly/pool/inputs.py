@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from ..errors import copy_error
 from ..promises.promise import FINISHED, Promise, stored_error
 from ..promises.trampoline import Trampoline
-from .interfaces import TaskOwner
+from .interfaces import TaskRunner
 
 _MIN_STALE_HOOKS = 32
 _INPUT_NOTE = "failed input: "
@@ -37,7 +37,7 @@ _failures = Trampoline(max_depth=1)
 class Dependent(Protocol):
     """A task that waits for inputs."""
 
-    dispatcher: TaskOwner
+    dispatcher: TaskRunner
 
     def release_inputs(self) -> None: ...
     def _settle(self, state: str, result: Any, exception: BaseException | None) -> bool: ...

@@ -1,7 +1,7 @@
 """The interfaces between the parts of a pool, for modules that stand below the ones they describe.
 
-Task ──> AssignedDrone (a `DroneHandle`)      Task ──> TaskOwner   ┐ a `Dispatcher`, or else a
-DroneHandle ──> HandleOwner (a `Dispatcher`)  maps ──> TaskRunner  ┘ `Connection` to a remote pool
+Task ──> AssignedDrone (a `DroneHandle`)        tasks, maps ──> TaskRunner (a `Dispatcher`, or else
+DroneHandle ──> HandleOwner (a `Dispatcher`)    a `Connection` to a remote pool)
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal
-from ..runtime.timers import Timers
 from ..wire.functions import FunctionRegistry
 from ..wire.output import Line, Listener
 
 if TYPE_CHECKING:
+    from .reactor import Reactor
     from .retry import Retry
 
 
@@ -49,12 +49,6 @@ class EventLoop(Protocol):
     def drive(self, promise: Promise[Any], deadline: float | None, /) -> None: ...
 
 
-class TimedLoop(EventLoop, Protocol):
-    """Any thread may call `timers.now`."""
-
-    timers: Timers
-
-
 class AssignedDrone(Protocol):
     """The drone that a task was sent to, or has to be sent to."""
 
@@ -73,14 +67,6 @@ class AssignedDrone(Protocol):
     def is_running(self, number: int) -> bool: ...
     def has_waiting_tasks(self) -> bool: ...
     def closed_error(self) -> BaseException: ...
-
-
-class KeptValue(Protocol):
-    """A value that drones keep: a `RemoteObject`."""
-
-    number: int
-    holders: dict[Any, int]
-    packed: Any
 
 
 class ValueDirectory(Protocol):
@@ -113,15 +99,24 @@ class HandleOwner(Protocol):
     @property
     def resources(self) -> ResourceOwner: ...
     @property
-    def reactor(self) -> TimedLoop: ...
+    def reactor(self) -> Reactor: ...
     def post(self, callback: Callable[..., object], /, *args: Any) -> None: ...
     def call_later(self, seconds: float, callback: Callable[..., object], /, *args: Any) -> Any: ...
     def has_waiting_task_for(self, handle: Any, /) -> bool: ...
 
 
-class TaskOwner:
-    """The base of dispatchers and connections, as tasks see them."""
+class TaskRunner:
+    """The base of dispatchers and connections, as pools, maps and tasks see them."""
 
+    finishes_at_exit: bool
+    task_options: TaskOptions
+    width: int
+    size: int
+    resource_sizes: Mapping[str, int]
+    ended: Signal[None]
+    finish: Callable[..., None]
+    finish_async: Callable[..., Awaitable[None]]
+    submit: Callable[..., Promise[Any]]
     reactor: EventLoop
     registry: FunctionRegistry
     refusal: BaseException | None  # the error for new tasks
@@ -131,6 +126,9 @@ class TaskOwner:
     withdraw: Callable[[Any], None]
     on_failed: Callable[[Any, BaseException], None]
     on_inputs_ready: Callable[[Any], None]
+
+    def has_room(self) -> bool:
+        return True
 
     def check_open(self) -> None:
         if self.refusal is not None:
@@ -181,20 +179,3 @@ class LivePage(Protocol):
 
     def __enter__(self) -> LivePage: ...
     def __exit__(self, *error: object) -> None: ...
-
-
-class TaskRunner(TaskOwner):
-    """The base of dispatchers and connections, as pools and maps see them."""
-
-    finishes_at_exit: bool
-    task_options: TaskOptions
-    width: int
-    size: int
-    resource_sizes: Mapping[str, int]
-    ended: Signal[None]
-    finish: Callable[..., None]
-    finish_async: Callable[..., Awaitable[None]]
-    submit: Callable[..., Promise[Any]]
-
-    def has_room(self) -> bool:
-        return True

@@ -45,7 +45,7 @@ from ..wire.placeholders import (
 from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, args_of_call, slice_calls
 from .flow_graph import record_failure
 from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
-from .interfaces import AssignedDrone, TaskOptions, TaskOwner
+from .interfaces import AssignedDrone, TaskOptions, TaskRunner
 
 if TYPE_CHECKING:
     from ..promises.spans import Spans
@@ -127,7 +127,7 @@ class Task(Promise[Any]):
     # The synchronization counter: an iterator with one step less than there are inputs.
     _countdown: Iterator[int]
 
-    def __init__(self, dispatcher: TaskOwner) -> None:
+    def __init__(self, dispatcher: TaskRunner) -> None:
         self._unclaimed = None  # as in Promise.__init__
         if DICT_AT_CREATION:
             self.__dict__  # noqa: B018
@@ -709,7 +709,7 @@ class Slice(Task):
     second cut is a repeated message."""
 
     def __init__(
-        self, dispatcher: TaskOwner, definition: RemoteFunction, calls: bytes, count: int
+        self, dispatcher: TaskRunner, definition: RemoteFunction, calls: bytes, count: int
     ) -> None:
         super().__init__(dispatcher)
         self.definition = definition
