@@ -38,10 +38,8 @@ def prepare_child(name: str, inherited_args: tuple[Any, ...] | bytes | None) -> 
 
 
 def call_with_inherited_args(initializer: Callable[..., Any]) -> Any:
-    return call_as_imported(
-        initializer,
-        *(loads(_inherited_args) if isinstance(_inherited_args, bytes) else _inherited_args),
-    )
+    args = loads(_inherited_args) if isinstance(_inherited_args, bytes) else _inherited_args
+    return call_as_imported(initializer, *args)
 
 
 def call_as_imported(initializer: Callable[..., Any], *initargs: Any) -> Any:

@@ -259,12 +259,11 @@ class DroneExecutor:
                 finished = monotonic()
 
     def _run_task(self, task: ReceivedTask) -> None:
-        outcomes = self._outcomes
-        number = task.number
-        self._status_page.mark_started(number)
+        outcomes, page = self._outcomes, self._status_page
+        number, definition = task.number, task.definition
+        page.mark_started(number)
         status = VALUE
         payload: bytes | Serialized = b""
-        definition = task.definition
         cpu_start = 0.0 if definition.brief else self._cpu_time()
         started = monotonic()
         try:
@@ -274,15 +273,11 @@ class DroneExecutor:
                     raise KeyboardInterrupt("interrupted by the controller")
                 if task.kind == CALL_SLICE:
                     self._slice = SliceRun(
-                        number,
-                        task.payload,
-                        task.definition.function,
-                        outcomes.pack,
-                        self._status_page.mark_call,
+                        number, task.payload, definition.function, outcomes.pack, page.mark_call
                     )
                     self._slice.run()
                 else:
-                    value = task.definition.call(task.kind, task.payload)
+                    value = definition.call(task.kind, task.payload)
                     if task.keeps:
                         payload = self._drone_store.keep(number, value)
                     elif value is not None:
@@ -502,13 +497,10 @@ class DroneExecutor:
 
     def _on_undefined(self, definition: int, unknown: list[int]) -> None:
         """Report an error for calls of a function that was not defined here."""
-        bug = RuntimeError(
-            f"a bug in polycephaly: function {definition} was not defined in this drone"
-        )
-        error = self._outcomes.pack_error(bug)
-        self._send(
-            pack_outcomes([pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown])
-        )
+        text = f"a bug in polycephaly: function {definition} was not defined in this drone"
+        error = self._outcomes.pack_error(RuntimeError(text))
+        outcomes = [pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown]
+        self._send(pack_outcomes(outcomes))
 
     def _on_recall(self, frames: list[bytes]) -> None:
         returned: list[int] = []
@@ -540,11 +532,8 @@ class DroneExecutor:
                     withdrawn.append(task.number)
         targets -= set(withdrawn)
         if withdrawn:
-            self._send(
-                pack_outcomes(
-                    [pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]
-                )
-            )
+            outcomes = [pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]
+            self._send(pack_outcomes(outcomes))
         self._pending_interrupts |= targets - {0}
         current, overlap = self._current, self._overlap
         if overlap is not None:
@@ -570,13 +559,8 @@ class DroneExecutor:
         if len(requests) != 1:
             raise Malformed(f"a request for frames with {len(requests)} numbers")
         overlapped = {} if self._overlap is None else dict(self._overlap.running)
-        report = frames_now(
-            self._main_thread,
-            DroneExecutor._run_next.__code__,
-            self._current,
-            overlapped,
-            self._owns_process,
-        )
+        main, runner = self._main_thread, DroneExecutor._run_next.__code__
+        report = frames_now(main, runner, self._current, overlapped, self._owns_process)
         self._send(pack_frames(requests[0], report))
 
     def _on_profile(self, frames: list[bytes]) -> None:

@@ -119,18 +119,15 @@ class _Code(LoadedFunction):
 
     def begin(self, kind: int, payload: Any) -> Any:
         if self._body is None:
-            self._compile()
+            source = self._payload.decode("utf-8", "surrogatepass")
+            self._body, self._last = compile_source(source)
+            self._payload = b""
         namespace = main_namespace()
-        exec(self._body, namespace)  # type: ignore[arg-type]
+        exec(self._body, namespace)
         return None if self._last is None else eval(self._last, namespace)
 
     def call_with(self, args: tuple[Any, ...]) -> Any:
         return self.call(CALL, b"")
-
-    def _compile(self) -> None:
-        source = self._payload.decode("utf-8", "surrogatepass")
-        self._body, self._last = compile_source(source)
-        self._payload = b""
 
 
 def compile_source(source: str, file: str | None = None) -> tuple[CodeType, CodeType | None]:

@@ -128,11 +128,9 @@ class LocalKeptValue:
     def make_placeholder(self) -> tuple[Any, tuple[int]]:
         context = pickling_state.context
         if context is not None:
-            where = (
-                "was sent through a channel"
-                if context.directory is None
-                else f"was passed to a call of {context.directory.name}"
-            )
+            where = "was sent through a channel"
+            if context.directory is not None:
+                where = f"was passed to a call of {context.directory.name}"
             raise TypeError(
                 f"the handle of a value that drone {self.holder_name} keeps {where}: pass the "
                 "handle to calls of the drone's own pool only, or return it in a result; "
