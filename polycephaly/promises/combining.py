@@ -111,9 +111,8 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
         if waiting_for:  # else no promise has a hook any more
             _remove_hook(promises, hook)
 
-    combined.add_done_callback(
-        all_settled
-    )  # called at once if one had failed before the last had a hook
+    # Called at once if one had failed before the last had a hook.
+    combined.add_done_callback(all_settled)
     return combined
 
 

@@ -7,7 +7,7 @@ consistent.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -21,14 +21,13 @@ _PHASES = (  # for each phase: the time in `Spans` at which the phase begins, it
 )
 
 
-def promise_table(
-    title: str, label: str | None, spans: Mapping[str, Any], *, running: bool, done: bool
-) -> str:
-    """Return the table of the promise of a task called `label`, with its `Spans` as a mapping."""
-    facts = (("task", label), ("drone", spans["drone"]))
+def promise_table(promise: Any) -> str:
+    """Return the table of a promise, with the times of its task."""
+    definition, spans = getattr(promise, "definition", None), promise.spans
+    facts = (("task", getattr(definition, "label", None)), ("drone", spans.drone))
     rows = [each for each in facts if each[1] is not None]
-    times = [spans[name] for name, _, _ in _PHASES]
-    return table(title, (), rows, _bar(times, running, done))
+    times = [getattr(spans, name) for name, _, _ in _PHASES]
+    return table(repr(promise), (), rows, _bar(times, promise.running(), promise.done()))
 
 
 def _bar(times: list[float | None], running: bool, done: bool) -> str:

@@ -783,14 +783,7 @@ class Promise(Future[T], Handle, Generic[T]):
     def _repr_html_(self) -> str:
         from .html import promise_table
 
-        definition = getattr(self, "definition", None)
-        return promise_table(
-            repr(self),
-            None if definition is None else definition.label,
-            vars(self.spans),
-            running=self.running(),
-            done=self.done(),
-        )
+        return promise_table(self)
 
 
 class Signal(Promise[T]):
