@@ -51,11 +51,9 @@ class InheritanceSearch(Pickler):
         self.found: set[int] = set()
         self.must_inherit = False
         connection: Any = sys.modules.get("multiprocessing.connection")
-        self._kinds = (
-            socket.socket,
-            io.IOBase,
-            *([connection.Connection] if connection is not None else ()),
-        )
+        self._kinds: tuple[Any, ...] = socket.socket, io.IOBase
+        if connection is not None:
+            self._kinds += (connection.Connection,)
 
     def write(self, data: object) -> None:
         pass

@@ -27,7 +27,6 @@ import ctypes
 import os
 import signal
 import socket
-import sys
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -60,8 +59,7 @@ file that has got the number since.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
+_libc = ctypes.CDLL(None)
 
 F = TypeVar("F", bound=Closable)
 
@@ -115,16 +113,14 @@ def open_pidfd(pid: int) -> int | None:
 
 def die_with_parent(parent: int) -> None:
     """Have this forked child killed (SIGKILL) when the thread that forked it ends."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The signal is lost if the parent ended before prctl.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def become_subreaper() -> None:
-    if _libc is not None:
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> set[int]:

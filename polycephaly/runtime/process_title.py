@@ -20,20 +20,15 @@ _libc.sbrk.restype = ctypes.c_uint64
 _title = ctypes.create_string_buffer(0)
 
 
+_ADDRESSES = (
+    "start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack",
+    "arg_start", "arg_end", "env_start", "env_end", "auxv",
+)  # fmt: skip
+
+
 class _MemoryMap(ctypes.Structure):  # struct prctl_mm_map
     _fields_ = (
-        ("start_code", ctypes.c_uint64),
-        ("end_code", ctypes.c_uint64),
-        ("start_data", ctypes.c_uint64),
-        ("end_data", ctypes.c_uint64),
-        ("start_brk", ctypes.c_uint64),
-        ("brk", ctypes.c_uint64),
-        ("start_stack", ctypes.c_uint64),
-        ("arg_start", ctypes.c_uint64),
-        ("arg_end", ctypes.c_uint64),
-        ("env_start", ctypes.c_uint64),
-        ("env_end", ctypes.c_uint64),
-        ("auxv", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in _ADDRESSES),
         ("auxv_size", ctypes.c_uint32),
         ("exe_fd", ctypes.c_uint32),
     )

@@ -6,7 +6,6 @@ For a process that is gone, or if there is no /proc, the functions return an emp
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -37,13 +36,18 @@ The kernel reports numbers only. x86_64 has numbers of its own; newer architectu
 _PRIVATE_FIELDS = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
 
 
+def read_text(path: str) -> str:
+    """Return the content of a file; empty if it cannot be read."""
+    try:
+        with open(path, errors="replace") as file:  # the name of a process may be cut
+            return file.read()
+    except OSError:
+        return ""
+
+
 def stat_of(path: str) -> list[str]:
     """Return the fields of a process or thread after the name: the first is its state, field 3."""
-    try:
-        with open(f"/proc/{path}/stat", errors="replace") as stat:  # a name may be cut
-            return stat.read().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return read_text(f"/proc/{path}/stat").rpartition(")")[2].split()
 
 
 def state_of(pid: int, thread: str = "") -> str:
@@ -70,11 +74,7 @@ def start_time_of(pid: int) -> str:
 
 def boot_id() -> str:
     """Return the boot ID, which tells this machine from others and from its earlier boots."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            return boot.read().strip()
-    except OSError:
-        return ""
+    return read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def threads_of(pid: int) -> list[str]:
@@ -88,10 +88,9 @@ def threads_of(pid: int) -> list[str]:
 def processor_times(pid: int, thread: str) -> tuple[float, float]:
     """Return the seconds that a thread has run, and that it was ready but had no processor."""
     try:
-        with open(f"/proc/{pid}/task/{thread}/schedstat") as schedstat:
-            ran, waited, _ = map(int, schedstat.read().split())
+        ran, waited, _ = map(int, read_text(f"/proc/{pid}/task/{thread}/schedstat").split())
         return ran / 1e9, waited / 1e9
-    except (OSError, ValueError):  # ended, or a kernel that does not count waiting
+    except ValueError:  # ended, or a kernel that does not count waiting
         ticks = sum(int(field) for field in stat_of(f"{pid}/task/{thread}")[11:13])
         return ticks / _TICKS_PER_SECOND, 0.0
 
@@ -109,9 +108,8 @@ def system_call_of(pid: int, thread: str) -> str | None:
     the other one is permitted: one of the same user, in most containers too.
     """
     try:
-        with open(f"/proc/{pid}/task/{thread}/syscall") as syscall:
-            number = int(syscall.read().split()[0])
-    except (OSError, ValueError, IndexError):  # gone, forbidden, or "running"
+        number = int(read_text(f"/proc/{pid}/task/{thread}/syscall").split()[0])
+    except (ValueError, IndexError):  # gone, forbidden, or "running"
         return None
     return _SYSTEM_CALLS.get(number, f"number {number}") if number >= 0 else None
 
@@ -128,8 +126,7 @@ def children_of(pid: int) -> list[int]:
     """Return the children of `pid`; those that start or end meanwhile may be missed."""
     found: list[int] = []
     for thread in threads_of(pid):
-        with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as listed:
-            found += map(int, listed.read().split())
+        found += map(int, read_text(f"/proc/{pid}/task/{thread}/children").split())
     return found
 
 
@@ -146,9 +143,8 @@ def memory_of(pid: int, at_least: int) -> int:
 
 
 def _resident_bytes(pid: int) -> int:
-    with suppress(OSError), open(f"/proc/{pid}/statm") as statm:
-        return int(statm.read().split()[1]) * _PAGE_BYTES
-    return 0
+    sizes = read_text(f"/proc/{pid}/statm").split()
+    return int(sizes[1]) * _PAGE_BYTES if sizes else 0
 
 
 def _private_bytes(pid: int) -> int:

@@ -11,6 +11,8 @@ from _thread import allocate_lock, get_native_id, start_new_thread
 from collections.abc import Iterator
 from contextlib import suppress
 
+from .procfs import read_text
+
 
 def check_descriptors(drones: int) -> None:
     """Raise `OSError` if `drones` drones would exceed the limit of file descriptors.
@@ -121,7 +123,7 @@ def shared_memory_ceiling() -> int:
     for group in _control_groups("memory", "/"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(ValueError):  # no such file, or "max"
-                memory = min(memory, int(_read(f"{group}/{name}")))
+                memory = min(memory, int(read_text(f"{group}/{name}")))
     return memory // 2
 
 
@@ -129,9 +131,7 @@ def usable_processors() -> int:
     """Return how many processors this process may use: by its affinity mask, or the limit of its
     control group, rounded up, if that is less.
     """
-    processors = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    processors = len(os.sched_getaffinity(0))
     limit = processor_limit()
     return processors if limit is None else max(1, min(processors, math.ceil(limit)))
 
@@ -140,24 +140,18 @@ def processor_limit(root: str = "/") -> float | None:
     """Return how many processors' time the control group of this process gets, or a group around
     it, if that is less. None if there is no limit. `root` is the root directory.
     """
-    return min(
-        (
-            quota / period
-            for group in _control_groups("cpu", root)
-            for quota, period in _processor_quotas(group)
-            if quota > 0 and period > 0
-        ),
-        default=None,
-    )
+    groups = _control_groups("cpu", root)
+    return min((each for group in groups for each in _processor_limits_of(group)), default=None)
 
 
-def _processor_quotas(group: str) -> Iterator[list[int]]:
-    """Yield the microseconds that a control group may run, and those in which it may do so."""
-    old = [_read(f"{group}/cpu.cfs_{name}_us") for name in ("quota", "period")]
-    for words in (_read(f"{group}/cpu.max").split(), old):
-        if len(words) == 2:
-            with suppress(ValueError):  # no such file, or "max"
-                yield [int(word) for word in words]
+def _processor_limits_of(group: str) -> Iterator[float]:
+    """Yield the microseconds that a control group may run, by those in which it may do so."""
+    old = [read_text(f"{group}/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    for words in (read_text(f"{group}/cpu.max").split(), old):
+        with suppress(ValueError):  # no such file, or "max"
+            quota, period = map(int, words)
+            if quota > 0 and period > 0:
+                yield quota / period
 
 
 def _control_groups(controller: str, root: str) -> Iterator[str]:
@@ -167,7 +161,7 @@ def _control_groups(controller: str, root: str) -> Iterator[str]:
     In a container, the path may be that outside, where only the root of the hierarchy is visible.
     """
     mount = os.path.join(root, "sys/fs/cgroup")
-    for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines() or ["0::/"]:
+    for line in read_text(os.path.join(root, "proc/self/cgroup")).splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -175,12 +169,3 @@ def _control_groups(controller: str, root: str) -> Iterator[str]:
         hierarchy = os.path.join(mount, controller) if controllers else mount
         for depth in range(len(names), -1, -1):
             yield os.path.join(hierarchy, *names[:depth])
-
-
-def _read(path: str) -> str:
-    """Return the content of a file; empty if it cannot be read."""
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return ""
