@@ -47,14 +47,7 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -248,16 +241,13 @@ def view(range_ref: RangeRef) -> memoryview:
     The range is copied if the system allows no more mappings. Raises `ValueError` if the range is
     beyond the end of the arena.
     """
-    arena = range_ref.arena
-    if range_ref.offset + range_ref.length > _whole_pages(arena.size()):
-        raise ValueError(
-            f"a range of {range_ref.length} bytes at {range_ref.offset} "
-            "is beyond the end of the arena"
-        )
+    arena, offset, length = range_ref.arena, range_ref.offset, range_ref.length
+    if offset + length > _whole_pages(arena.size()):
+        raise ValueError(f"a range of {length} bytes at {offset} is beyond the end of the arena")
     try:
-        mapping = map_range(arena.fd, range_ref.offset, range_ref.length, mmap.MAP_PRIVATE)
+        mapping = map_range(arena.fd, offset, length, mmap.MAP_PRIVATE)
     except OSError:
-        return memoryview(_read(arena.fd, range_ref.offset, range_ref.length))
+        return memoryview(_read(arena.fd, offset, length))
     mapping.range_ref = range_ref
     mapped, key = arena.mapped, id(mapping)
 

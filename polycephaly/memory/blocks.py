@@ -188,12 +188,8 @@ class Store:
         target: memoryview | None = None
         if MIN_MAPPED_BYTES <= size <= block.resident_bytes:
             if block.mapping is None or len(block.mapping) < size:
-                block.mapping = map_range(
-                    self.arena.fd,
-                    block.offset,
-                    block.resident_bytes,
-                    mmap.MAP_SHARED | _MAP_POPULATE,
-                )
+                flags = mmap.MAP_SHARED | _MAP_POPULATE
+                block.mapping = map_range(self.arena.fd, block.offset, block.resident_bytes, flags)
             target = memoryview(block.mapping)
         for run, (at, _) in zip(runs, places, strict=True):
             for piece in run:

@@ -64,11 +64,8 @@ class RefTable:
         self, arena: Arena, peer_region: int | None, on_release: Callable[[], object]
     ) -> None:
         self.arena = arena
-        self.region = (
-            (0, MAX_REGIONS * REGION_BYTES)
-            if peer_region is None
-            else (peer_region * REGION_BYTES, (peer_region + 1) * REGION_BYTES)
-        )
+        first, end = (0, MAX_REGIONS) if peer_region is None else (peer_region, peer_region + 1)
+        self.region = first * REGION_BYTES, end * REGION_BYTES
         self.on_release = on_release
         self.lent: dict[int, RangeRef] = {}
         self.returned: deque[int] = deque()
@@ -90,10 +87,7 @@ class RefTable:
         self.lent.pop(number, None)
 
     def take_returned(self) -> list[int]:
-        taken = []
-        while self.returned:
-            taken.append(self.returned.popleft())
-        return taken
+        return [self.returned.popleft() for _ in range(len(self.returned))]
 
     def close(self) -> None:
         """Free all memory lent to the other process, which is dead.
@@ -170,10 +164,8 @@ class Received:
 
     def to_serialized(self) -> Serialized:
         """Return the payload to be lent on as it is: no range is opened."""
-        return Serialized(
-            self._inline,
-            [(self._refs[index], start, length) for index, start, length in self._places],
-        )
+        places = [(self._refs[index], start, length) for index, start, length in self._places]
+        return Serialized(self._inline, places)
 
     def is_slow_to_open(self) -> bool:
         """Return whether opening the payload would take time."""
