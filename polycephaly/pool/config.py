@@ -50,11 +50,10 @@ class PoolConfig(NamedTuple):
 def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if callable(work):
         return
-    if isinstance(work, str):
-        if args or kwargs:
-            raise TypeError("a code string takes no arguments: push them, or use a callable")
-    else:
+    if not isinstance(work, str):
         raise TypeError(f"work is a code string, a callable or a coroutine function, not {work!r}")
+    if args or kwargs:
+        raise TypeError("a code string takes no arguments: push them, or use a callable")
 
 
 def check_start(start: str | None) -> str | None:

@@ -191,13 +191,8 @@ class HealthMonitor:
             return
         if handle.unresponsive is None:
             reason = handle.unresponsive = handle.stall_reason()
-            log.warning(
-                "drone %s (pid %s) does not respond: %s%s",
-                handle.name,
-                handle.pid,
-                reason,
-                _running_task_text(handle),
-            )
+            text, task = "drone %s (pid %s) does not respond: %s%s", _running_task_text(handle)
+            log.warning(text, handle.name, handle.pid, reason, task)
         hang_timeout = self._hang_timeout
         if hang_timeout is not None and inactive >= hang_timeout and not handle.kill_reason:
             handle.abort(f"the drone did not respond for {inactive:.1f} s: {handle.unresponsive}")
@@ -223,11 +218,8 @@ class HealthMonitor:
             return
         if not tracker.reported:
             tracker.reported = True
-            log.warning(
-                "the zygote of %s (pid %s) does not respond: it is stopped",
-                self._dispatcher.config.name,
-                spawner.pid,
-            )
+            text = "the zygote of %s (pid %s) does not respond: it is stopped"
+            log.warning(text, self._dispatcher.config.name, spawner.pid)
         if self._hang_timeout is not None and inactive >= self._hang_timeout:
             spawner.kill_zygote()
         elif inactive >= tuning.stopped_zygote_seconds:

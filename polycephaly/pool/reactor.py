@@ -370,11 +370,8 @@ class Reactor(EventLoop):
         return events
 
     def _has_anything_to_do(self) -> bool:
-        return bool(
-            super()._has_anything_to_do()
-            or (self.last_callbacks and self.users)
-            or self._can_send()
-        )
+        has_callbacks = bool(self.last_callbacks and self.users)
+        return has_callbacks or self._can_send() or super()._has_anything_to_do()
 
     def _can_send(self) -> bool:
         return any(

@@ -140,11 +140,8 @@ class Supervisor:
         if self._dispatcher.begun.done() and any(
             each.state is State.READY for each in self._dispatcher.handles
         ):
-            log.warning(
-                "a drone of %s could not be started, and will be tried again: %s",
-                self._config.name,
-                error,
-            )
+            text = "a drone of %s could not be started, and will be tried again: %s"
+            log.warning(text, self._config.name, error)
             if not self._retry_pending:
                 self._retry_pending = True
                 self._dispatcher.call_later(START_RETRY_SECONDS, self._retry_start)
