@@ -262,7 +262,7 @@ def test_what_is_of_the_wrong_type_is_named(call):
 def test_a_process_limit_that_has_no_room_for_zeromq_is_named():
     assert (
         output_of("""
-        import ctypes, os, resource, tempfile
+        import ctypes, os, resource, tempfile, time
         import polycephaly as poly
 
         def send_much():
@@ -270,6 +270,7 @@ def test_a_process_limit_that_has_no_room_for_zeromq_is_named():
             (drone,) = executor._executors
             with drone.socket_lock:
                 drone._send([b"?" * 100_000])
+            time.sleep(60)  # so that its value does not come before the pool breaks
 
         with poly.Pool(1) as pool:
             pool.doit(abs, -1)
