@@ -260,8 +260,9 @@ def test_a_drone_whose_answer_was_no_message_is_not_waited_for_for_ever(by):
 def answer_with_nonsense(by):
     say([RESULTS, b"nonsense"], by)
     if by == "bulk":  # so that the page does not keep the answer
-        wait_for(fuzz.this_drone()._bulk.has_router)
-        tuning.bulk_delivery_seconds = 0.0
+        drone = fuzz.this_drone()
+        wait_for(drone._bulk.has_router)
+        drone._has_router, tuning.bulk_delivery_seconds = True, 0.0
     say_no_more()
 
 

@@ -38,6 +38,10 @@ MAX_CALLS_AHEAD = 8192
 """Maximum number of calls in flight. Also limits the results that a slow consumer leaves
 waiting.
 """
+SIZED_FACTOR = 4
+"""Factor of this limit, and of `MAX_SLICE_ROWS`, for an input whose length is known and whose items
+are there already, so that taking them early is no loss.
+"""
 MAX_BYTES_AHEAD = 64 << 20
 """The same limit in bytes of arguments and results."""
 SLICE_SECONDS = 0.001
@@ -96,6 +100,8 @@ class Source:
         )
         # `length_hint` of these runs no user code.
         self._sized_rows = self._rows if self._has_one_iterable and self._are_plain else ()
+        is_there = self._range is not None or self._sized_rows
+        self._factor = SIZED_FACTOR if is_there else 1
         self._row_bytes = 1.0
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
@@ -120,7 +126,7 @@ class Source:
         concurrent = dispatcher.size * (dispatcher.width if self._definition.overlaps else 1)
         if seconds is None:
             return 4 * concurrent
-        limit: float = MAX_CALLS_AHEAD
+        limit: float = MAX_CALLS_AHEAD * self._factor
         if self._calls:
             seconds = self._seconds / self._calls
             limit = min(limit, MAX_BYTES_AHEAD * self._calls / (self._bytes + 1))
@@ -196,7 +202,7 @@ class Source:
         if seconds is None or self.one_by_one or definition.overlaps or definition.captures:
             return 1
         best = min(
-            MAX_SLICE_ROWS,
+            MAX_SLICE_ROWS * self._factor,
             int(SLICE_SECONDS / max(seconds, 1e-7)),
             int(MAX_SLICE_BYTES / self._row_bytes),
         )
