@@ -746,7 +746,11 @@ os.register_at_fork(after_in_child=lambda: _pools.set(()))
 
 def innermost_pool() -> ExecutorBase | None:
     """Return the pool of the innermost ``with`` block, as needed by `flow`."""
-    return next((pool for each in reversed(_pools.get()) if (pool := each()) is not None), None)
+    for each in reversed(_pools.get()):
+        pool = each()
+        if pool is not None:
+            return pool
+    return None
 
 
 def wait_for(promise: Promise[T]) -> T:

@@ -163,10 +163,10 @@ def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callab
             cache.function, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
         )
         task.is_node = True
-        record_node(task.call_number, task.label, task.input_numbers, task)
+        record_node(task.number, task.label, task.input_numbers, task)
         # The task may have failed before it was known as a node.
-        if stored_error(task) is not None or task.cancelled():
-            record_failure(task.call_number, task.cancelled())
+        if task.done() and (task.cancelled() or stored_error(task) is not None):
+            record_failure(task.number, task.cancelled())
         return task
 
     update_wrapper(call, fn, updated=("__dict__",) if isinstance(fn, FunctionType) else ())
