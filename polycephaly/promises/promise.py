@@ -438,8 +438,8 @@ class Promise(Future[T], Handle, Generic[T]):
     def remove_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
         """Remove `fn` once, if it was added and was not called yet.
 
-        Pass the very object that was added: callbacks are compared by identity, because `==` would
-        run code of users.
+        Pass the very object that was added: callbacks are compared by identity, because any other
+        comparison would run code of users.
         """
         # The look and the removal are straight-line code. If other threads pop from the front
         # meanwhile, the scan may pass over `fn`; then `fn` is about to be called.
