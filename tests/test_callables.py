@@ -6,6 +6,7 @@ import functools
 import gc
 import operator
 import os
+import sys
 import weakref
 
 import pytest
@@ -678,3 +679,14 @@ def test_what_a_function_captures_is_told_from_what_has_the_same_address_later(u
             assert book.define(function) is not first
             cell.cell_contents = lambda n=n: n
         assert book.define(function) is not first
+
+
+def test_a_weak_reference_in_main_is_a_value_like_others(monkeypatch):
+    class Thing:
+        pass
+
+    thing = Thing()
+    monkeypatch.setattr(sys.modules["__main__"], "weakly", weakref.ref(thing), raising=False)
+    snapshot = MainSnapshot()
+    assert snapshot.is_current()
+    assert snapshot.unchanged("weakly", sys.modules["__main__"].weakly)

@@ -4,8 +4,8 @@
     Drone.stack <── settled by StackRequests.on_answer <── FRAMES: plain data ──┘
 
 The waiting thread builds the `Stack`, because that reads source files. A drone that does not answer
-in time is described as far as the controller knows its state. stacks.py is loaded only then,
-because dataclasses take milliseconds.
+in time is described as far as the controller knows its state. stacks.py is loaded when a `Stack` is
+built, because dataclasses take milliseconds to import.
 """
 
 from __future__ import annotations

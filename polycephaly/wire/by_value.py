@@ -37,6 +37,11 @@ def _make_code(lines: str, make: Any, args: tuple[Any, ...]) -> CodeType:
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles what the other process has by its name, and what it cannot import by value.
+
+    `snapshot` tells which names of `__main__` the other process has.
+    """
+
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
         REDUCERS | {CodeType: _reduce_code_with_source}
     )
@@ -63,7 +68,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _reduce_class(obj, reduced)
 
     def _replace_shared_globals(self, reduced: Any) -> None:
-        """Replace captured globals that the other process has anyway by their names.
+        """Put names in the place of captured globals that the other process has.
 
         Without this, `lambda i: table[i]` would carry the whole table each time.
         """
@@ -94,10 +99,10 @@ def _is_importable(obj: Any) -> bool:
 def _reduce_wrapper(obj: Any) -> Any:
     """Reduce a cached or dispatching function; a cached one arrives with an empty cache.
 
-    If the wrapped function refers to its wrapper, the wrapper is reduced again while its arguments
-    are pickled, and is in the memo after that: pickle then discards the outer reduction. At that
-    moment the wrapped function has no names yet in the other process. So the wrapper's own names
-    are part of its state, which is set attribute by attribute.
+    A recursive one is reduced twice: while the wrapped function is pickled, its wrapper is met
+    again, and pickle keeps the inner reduction. When that is rebuilt, the wrapped function has no
+    `__name__` and so on yet that could be copied. So the state has the wrapper's own; the form
+    ``(None, state)`` makes pickle set them one by one.
     """
     # A wrapper of a partial has no names.
     state = {name: getattr(obj, name) for name in _NAME_ATTRIBUTES if hasattr(obj, name)}

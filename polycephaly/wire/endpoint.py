@@ -16,7 +16,7 @@ import zmq
 from ..runtime.system_limits import check_room_for_zeromq
 
 _RECONNECT_MILLISECONDS = 5
-"""Interval at which a DEALER tries again, until the reactor has bound the ROUTER."""
+"""Interval at which a DEALER tries again to connect, until the reactor has bound the ROUTER."""
 
 
 class _Readable:
@@ -67,7 +67,7 @@ class Dealer(_End):
         self._context = new_context()
         self.socket = dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, identity)
-        # Milliseconds: results in flight are delivered before the drone ends.
+        # Milliseconds for which `close` waits until results in flight are delivered.
         dealer.setsockopt(zmq.LINGER, 5000)
         dealer.setsockopt(zmq.SNDHWM, 0)
         dealer.setsockopt(zmq.RCVHWM, 0)
@@ -76,7 +76,7 @@ class Dealer(_End):
         dealer.connect(f"ipc://{self._path}")
 
     def has_router(self) -> bool:
-        """Return whether the reactor has bound its ROUTER, which may take a while."""
+        """Return whether the ROUTER's socket file exists. Before, nothing can be delivered."""
         return os.path.exists(self._path)
 
     def close(self) -> None:

@@ -17,16 +17,17 @@ ATOMIC_TYPES = (type(None), bool, int, float, complex, str, bytes)
 
 
 def goes_with_calls(value: object) -> bool:
-    """Return True for handles and channels: a copy in a forked process cannot stand for them."""
+    """Return whether `value` must be sent with each call, though the drone has the same name: a
+    handle or a channel, whose copy in a forked process would not work.
+    """
     return hasattr(type(value), "_goes_with_calls")
 
 
 class MainSnapshot:
     """The content of `__main__` at one moment.
 
-    Functions, classes and all other objects that allow it are referenced weakly, so that the
-    snapshot keeps only containers alive that do not (list, dict, set): these are held, because an
-    `id` alone may be reused.
+    Objects that allow weak references are referenced weakly. All others (lists, dicts, tuples,
+    texts, numbers) are kept alive by the snapshot, because their `id` alone could be reused.
     """
 
     def __init__(self, names: Iterable[str] | None = None, left_out: Iterable[str] = ()) -> None:
@@ -56,7 +57,7 @@ class MainSnapshot:
         return self._is_same(self._values.get(name, self), value)
 
     def _is_same(self, held: object, value: object) -> bool:
-        if isinstance(held, ref):
+        if isinstance(held, _Weak):
             held = held()
             return held is not None and held is value
         return held is value or (
@@ -120,9 +121,15 @@ def main_namespace() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
 
+class _Weak(ref[Any]):
+    """A weak reference of a snapshot; a value of `__main__` may be a weak reference itself."""
+
+    __slots__ = ()
+
+
 def _reference_to(value: Any) -> Any:
     try:
-        return ref(value)
+        return _Weak(value)
     except TypeError:
         return value
 

@@ -14,7 +14,8 @@ then travel by value. `MainSnapshot` tells the two apart; both ends have one, be
 the same rule.
 
 The plain pickler would write `__main__.f` for a function that the other side never saw. So its
-output is used only if the bytes `__main__` do not occur in it; a false alarm costs time only.
+output is used only if the bytes `__main__` do not occur in it, or if the value is a function that
+the snapshot has; a false alarm costs time only.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def pack(
 ) -> bytes | Serialized:
     """Do the same as `capture`, but put large parts into shared memory if there is room.
 
-    Raises the errors of the value's own pickling. The value's pickling code may run twice.
+    Raises the errors of the value's own pickling. The value's pickling code may run several times.
     """
     if store is None:
         return capture(value, snapshot)
@@ -95,7 +96,9 @@ def pack(
 
 
 def pickled_size(value: object, snapshot: MainSnapshot) -> int:
-    """Return the bytes that `capture` would give, without copying large parts. Raises likewise."""
+    """Return how many bytes `capture` would give, about, without copying large parts. Raises
+    likewise.
+    """
     pieces, buffers, _alive = _dump_in_pieces(value, snapshot)
     return sum(map(len, pieces)) + sum(each.nbytes for each in buffers)
 
@@ -154,8 +157,9 @@ def _only_small(buffer: PickleBuffer) -> bool:
 
 @cache  # so that `guard` is taken once only: a fork of a large image may hold it for long
 def _by_value_pickler() -> type[pickle.Pickler]:
-    # A fork in another thread must not fall into this import. It needs the reactor's lock, too, so
-    # a thread that holds that (in a finalizer) need not wait for `guard`, and must not.
+    # `guard` is held, so that no other thread forks during this import. A fork needs both `guard`
+    # and the reactor's lock. So a thread that holds that lock (a finalizer may run then) is safe
+    # without `guard`, and would risk a deadlock by waiting for it.
     holds_lock = promises.holds_reactor_lock
     with nullcontext() if holds_lock is not None and holds_lock() else fork_guard.guard:
         from .by_value import ByValuePickler

@@ -1,6 +1,6 @@
-"""The private directory of a reactor, with its sockets: only its owner can enter it.
+"""The directory that holds a reactor's sockets: only processes of its user can enter it.
 
-    <temporary directory>/polycephaly-XXXXXXXX/   mode 0700
+    <temporary directory>/polycephaly-XXXXXXXXXXXXXXXX/   mode 0700
         lock      locked (flock) by the owner
         zmq       the ipc:// socket of the reactor's ROUTER, once there is one
         1234.c    socket for the channels (green/distributed/) of process 1234, a drone or the owner
@@ -25,15 +25,14 @@ from contextlib import ExitStack, suppress
 from . import addresses
 
 _PREFIX = "polycephaly-"
-_MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit for the path of a Unix socket is 107
+# The kernel's limit for the path of a Unix socket is 107. The rest is for the names of channels.
+_MAX_SOCKET_PATH_BYTES = 100
 _MIN_ABANDONED_SECONDS = 60.0  # the owner of a younger directory may not have locked it yet
 
 
 class PrivateDirectory:
-    """The path is chosen in `__init__`, and the directory is made by `make`.
-
-    So a zygote can be started in between; it removes the directory if the owner is killed at any
-    later moment.
+    """The path is chosen in `__init__`, and the directory is made by `make`, after a zygote was
+    started, which removes the directory if its owner is killed.
     """
 
     def __init__(self) -> None:
@@ -62,13 +61,14 @@ def _choose_directory() -> str:
     max_length = _MAX_SOCKET_PATH_BYTES - len("/zmq")
     if addresses.parent_directory is not None:
         inside = os.path.join(addresses.parent_directory, str(os.getpid()))
-        if len(inside) <= max_length and os.path.isdir(addresses.parent_directory):
+        if len(os.fsencode(inside)) <= max_length and os.path.isdir(addresses.parent_directory):
             return inside
     parent = tempfile.gettempdir()
     _remove_abandoned(parent)
     name = _PREFIX + os.urandom(8).hex()
     directory = os.path.join(parent, name)
-    return directory if len(directory) <= max_length else os.path.join("/tmp", name)
+    is_short = len(os.fsencode(directory)) <= max_length
+    return directory if is_short else os.path.join("/tmp", name)
 
 
 def _remove_abandoned(parent: str) -> None:
@@ -83,8 +83,7 @@ def _remove_if_abandoned(directory: str) -> None:
     with suppress(OSError):
         if time.time() - os.lstat(directory).st_mtime < _MIN_ABANDONED_SECONDS:
             return
-        # Any user may write to the temporary directory: an entry with our prefix may be a link, or
-        # not be a regular file.
+        # Another user may have made this directory: its `lock` may be a link, a FIFO or a device.
         flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
         lock = os.open(os.path.join(directory, "lock"), flags)
         try:

@@ -1,4 +1,7 @@
-"""How values are pickled that pickle itself cannot pickle, or copies: by both picklers."""
+"""Reducers for types that pickle cannot handle, or copies needlessly.
+
+Both picklers of this package use them. The first attempt, by `pickle.dumps`, does not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from typing import Any
 
 def _reduce_memoryview(view: memoryview) -> tuple[Any, tuple[Any, ...]]:
     if view.format not in _NATIVE_FORMATS:
-        raise TypeError(f"a memoryview of format {view.format!r} cannot be sent: cast it to bytes")
+        raise TypeError(
+            f"a memoryview of format {view.format!r} cannot be sent: cast it to bytes, bytes(view)"
+        )
     if view.ndim > 1 and not view.nbytes:
         # A memoryview cannot be cast to such a shape, but can be created from an array that has
         # this shape.

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Messages read while holding the reactor's lock once: a stranger that sends without end must not
-# delay all others.
+# Messages read in one turn: a stranger that sends without end must not keep the reactor's lock.
 MAX_MESSAGES = 100
 
 
@@ -46,9 +45,10 @@ class BulkSocket:
         self.directory = self._private_directory.path
 
     def open(self) -> None:
-        """Make the directory, unless it exists.
+        """Make the directory, if this object has not done so. Raises `OSError`.
 
-        Called once the first zygote exists, because that ensures that it is removed.
+        Called after the first zygote has started, which removes the directory if this process is
+        killed.
         """
         with fork_guard.guard:
             if not self._is_open:
@@ -60,7 +60,8 @@ class BulkSocket:
         no `OSError`, and `OSError` at a limit of the system.
         """
         if self._router is None:
-            # No fork of this package falls into this import: it would need the reactor's lock.
+            # No fork of this package falls into this import, because a fork needs the reactor's
+            # lock, which this thread holds.
             from ...wire.endpoint import Router
 
             self._router = Router(self.directory)
