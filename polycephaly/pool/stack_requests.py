@@ -116,9 +116,11 @@ class StackRequests:
 
     def on_answer(self, number: int, answer: dict[str, Any]) -> None:
         """Settle the request of that number, if there is one. Raises `Malformed`."""
-        request = self._pending.pop(number, None)
+        request = self._pending.get(number)
         if request is not None:
-            self._dispatcher.reactor.deliver(partial(fulfill, request, request.read(answer)))
+            value = request.read(answer)  # if malformed, the drone's death settles it
+            self._pending.pop(number, None)
+            self._dispatcher.reactor.deliver(partial(fulfill, request, value))
 
     def take(self, handles: list[DroneHandle], timeout: float) -> list[Stack | None]:
         """Ask all these drones at once, and return their stacks; None for a drone that has ended.
