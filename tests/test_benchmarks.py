@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 WITH_NUMPY = {"array", "share"}
-OF_A_PEER = {"gather", "main_function", "trip", "map", "mixed", "array", "first", "image"}
+OF_A_PEER = {
+    "gather", "main_function", "trip", "map", "mixed", "array", "first", "script", "image",
+}  # fmt: skip
 OF_OURS = OF_A_PEER | {"main_lambda", "share", "start", "imports"}
 
 

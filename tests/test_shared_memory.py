@@ -1473,6 +1473,8 @@ def test_thousands_of_arrays_in_one_argument_and_one_result():
         np.full(MARK // 8, float(i)) for i in range(3000)
     ]  # a header that is too large for the fast transport
     with poly.Pool(1) as pool:
+        pool._dispatcher.post(pool._dispatcher.supervisor.engine._bulk.bind)
+        pool.doit(abs, -1)
         before = descriptors_of("self")
         assert pool.doit(keep_all, sent) == 2999 * 1500
         got = pool.doit(kept, "all")

@@ -10,13 +10,13 @@ To wait for such a thread, code awaits a `Promise`, which counts as from outside
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple
 
+from .._compat import current_frames
 from ..errors import Deadlock
 from ..promises import promise
 from ..runtime import fork_guard
@@ -79,7 +79,7 @@ def threads() -> list[ThreadInfo]:
     >>> green.run(main)
     ['main']
     """
-    frames = sys._current_frames()
+    frames = current_frames()
     return [_info(thread, frames) for thread in list(scheduler.live) if not thread.done()]
 
 
@@ -242,7 +242,7 @@ def can_other_threads_act(waiting: dict[int, tuple[Any, float | None]]) -> bool:
     known = fork_guard.own_thread_ids() | scheduler.workers.idle_idents()
     known |= {scheduler.owner, watchdog.ident}
     by_ident = {thread.ident: thread for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in current_frames().items():
         if ident in known:
             continue
         waits_for, end = waiting.get(ident, (None, 0.0))

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from _thread import allocate_lock, get_ident
 from time import clock_gettime, monotonic, process_time, sleep
 from types import FrameType
 from typing import Any
 
+from .._compat import current_frames
 from .history import history
 from .scheduler import NO_CALL, Driver, scheduler
 
@@ -197,7 +197,7 @@ class Watchdog:
         computes = thread_seconds > held / 2 or thread_seconds > max(held / 20, process_seconds / 2)
         if late and not computes:
             return
-        where = _user_location(sys._current_frames().get(driver.ident))
+        where = _user_location(current_frames().get(driver.ident))
         if where is not None:
             self._report_after = 2 * held
             log.warning(

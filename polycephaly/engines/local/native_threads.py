@@ -22,14 +22,13 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import sys
 import threading
 import warnings
 from collections import Counter
 from contextlib import suppress
 from time import sleep
 
-from ..._compat import caller_stacklevel
+from ..._compat import caller_stacklevel, current_frames
 from ...runtime.procfs import processor_times, state_of
 from ...runtime.tuning import tuning
 
@@ -184,7 +183,7 @@ def _read_file(path: str) -> str:
 
 def _raw_threads() -> set[int]:
     """Return the identities of threads that run Python code and are unknown to `threading`."""
-    return sys._current_frames().keys() - {thread.ident for thread in threading.enumerate()}
+    return current_frames().keys() - {thread.ident for thread in threading.enumerate()}
 
 
 # -- the owner of a thread -------------------------------------------------------------------------
