@@ -10,6 +10,7 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 from concurrent.futures.process import BrokenProcessPool
 from unittest import mock
 
@@ -339,11 +340,16 @@ def test_zeromq_is_used_once_a_drones_message_needs_it(tmp_path, fill_first):
         wait_for(lambda: handle.bulk_open)
 
 
+def send_by_bulk_and_stay(path):
+    send_by_bulk(path, False)
+    time.sleep(60)  # its value does not come before the pool has broken
+
+
 @local_only
 def test_a_pool_whose_directory_was_removed_says_so_when_it_needs_zeromq(tmp_path):
     path = tmp_path / "go"
     with poly.Pool(1, output="discard") as pool:
-        sent = pool.promise(send_by_bulk, str(path), False)
+        sent = pool.promise(send_by_bulk_and_stay, str(path))
         os.rename(home := home_of_the_reactor(), f"{tmp_path}/away")
         path.touch()
         error = sent.exception(30)
