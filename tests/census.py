@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from polycephaly.engines.local import native_threads as native
 
@@ -142,19 +141,6 @@ def native_threads() -> set[str]:
     return {
         each for each in owners if each and not each.startswith(harmless) and "openblas" not in each
     }
-
-
-def bind_zeromq() -> None:
-    """Have a reactor that lives longer than one test make its socket of ZeroMQ now: a pool makes it
-    when a message first needs it, and keeps it.
-    """
-    loaded: Any = sys.modules.get("polycephaly.pool.reactor")
-    reactor = None if loaded is None else loaded._reactor
-    if reactor is not None and not reactor.has_ended:
-        with reactor._lock:
-            for source in reactor._sources_made.values():
-                if source._is_open:
-                    source.bind()
 
 
 @dataclass

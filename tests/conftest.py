@@ -35,6 +35,7 @@ from zlib import crc32
 
 import census
 import engines
+import faults
 import pytest
 import pytest_timeout
 import tiers
@@ -285,7 +286,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     census.wait_for_actors()
-    census.bind_zeromq()
+    faults.bind_zeromq()
     before = census.Census.take()
     _set_hard_deadline(request.node)
     tiers.started.clear()

@@ -54,7 +54,7 @@ if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import zmq
-from faults import append, hold_until, wait_for
+from faults import append, bind_zeromq, hold_until, wait_for
 
 import polycephaly as poly
 from polycephaly.drone import executor as image_runner
@@ -693,12 +693,6 @@ READY = (
 )
 
 
-def bind_router(pool: poly.Pool) -> None:
-    """Have the reactor use ZeroMQ, as it does once a message needs it."""
-    dispatcher: Any = pool._dispatcher
-    dispatcher.post(dispatcher.supervisor.engine._bulk.bind)
-
-
 def raw_bytes(frames: Frames, dice: random.Random) -> bytes:
     """What ZeroMQ itself would write into the socket, with something changed in it, or not."""
     pieces = [GREETING, bytes((4, len(READY))) + READY]
@@ -741,7 +735,7 @@ def fuzz_strangers(
             poly.Pool(2, output=heard.line) as pool,
             contextlib.ExitStack() as ends,
         ):
-            bind_router(pool)
+            bind_zeromq()
             address = f"{home_of_the_reactor()}/zmq"
             context = ends.enter_context(zmq.Context())
             dice = random.Random(seed)

@@ -40,7 +40,7 @@ from functools import partial
 from operator import le
 
 import numpy as np
-from faults import exit_hard, wait_for
+from faults import bind_zeromq, exit_hard, wait_for
 
 import polycephaly as poly
 
@@ -66,6 +66,7 @@ class Sample:
     @classmethod
     def take(cls, done: int, pool: poly.Pool | None) -> Sample:
         shm = os.statvfs("/dev/shm")
+        bind_zeromq()
         return cls(
             done,
             _field("/proc/self/status", "VmRSS"),
@@ -294,6 +295,7 @@ def soak_clients(
         poly.Pool(2, output="discard") as pool,
         poly.serve(pool, file=f"{home}/card.json"),
     ):
+        bind_zeromq()
         for done, few in _steps(count, at_least):
             for _ in range(few):
                 with poly.connect(f"{home}/card.json") as client:

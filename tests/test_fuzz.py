@@ -19,7 +19,7 @@ from functools import partial
 
 import fuzz
 import pytest
-from faults import append, hold_until, lines, wait_for
+from faults import append, bind_zeromq, hold_until, lines, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -159,7 +159,7 @@ while True:
 def test_a_stranger_who_never_stops_does_not_keep_others_waiting():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pool.doit(abs, -1)
-        fuzz.bind_router(pool)
+        bind_zeromq()
         stranger = subprocess.Popen(
             [sys.executable, "-c", FLOOD, f"ipc://{fuzz.home_of_the_reactor()}/zmq"]
         )

@@ -12,6 +12,7 @@ import threading
 import warnings
 
 import pytest
+from faults import bind_zeromq
 from scripts import output_of, run_script
 
 import polycephaly as poly
@@ -149,8 +150,7 @@ def test_threads_of_python_are_known_for_such():
         native_threads.check_after_fork()
         with warnings.catch_warnings(), poly.Pool(1) as pool:
             warnings.simplefilter("error", RuntimeWarning)
-            pool._dispatcher.post(pool._dispatcher.supervisor.engine._bulk.bind)
-            pool.doit(abs, -1)
+            bind_zeromq()
             pool.refresh()  # ZeroMQ's threads are there by now
             assert pool.doit(abs, -1) == 1
     finally:

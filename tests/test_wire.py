@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import zmq
 from engines import local_only
-from faults import append, lines, wait_for
+from faults import append, bind_zeromq, lines, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -283,7 +283,7 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
     dice = random.Random(4)
     with poly.Pool(2) as pool:
         assert pool.doit(abs, -1) == 1
-        pool._dispatcher.post(pool._dispatcher.supervisor.engine._bulk.bind)
+        bind_zeromq()
         pending = [pool.promise(pow, 2, i) for i in range(500)]
         context = zmq.Context()
         for identity in (None, b"\x01" + bytes(16), b"drone"):
