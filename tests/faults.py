@@ -385,8 +385,10 @@ def fill_disk(path: str) -> None:
 
 
 def bind_zeromq() -> None:
-    """Have this process's reactor, if there is one, make its socket of ZeroMQ now. A pool makes it
-    when a message first needs it, and keeps it: so whoever counts descriptors calls this before.
+    """Have this process's reactor, if there is one, make its socket of ZeroMQ now.
+
+    A pool makes it when a message first needs it, and keeps it. So a test that counts descriptors
+    calls this before.
     """
     loaded: Any = sys.modules.get("polycephaly.pool.reactor")
     reactor = None if loaded is None else loaded._reactor

@@ -1,7 +1,7 @@
 """Pickling of functions, classes and code by value, by cloudpickle.
 
 A process loads this module when it first pickles or unpickles such a value, because cloudpickle and
-what it imports take 10 ms and 2 MB.
+its imports take 10 ms and 2 MB.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _make_code(lines: str, make: Any, args: tuple[Any, ...]) -> CodeType:
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles what the other process has by its name, and what it cannot import by value.
+    """Pickles by name if the other process has the value, and by value if it cannot import it.
 
     `snapshot` tells which names of `__main__` the other process has.
     """
