@@ -183,13 +183,23 @@ def _cancelled_error(task: Any) -> CancelledError:
     return CancelledError(f"{task.label} was cancelled")
 
 
+class _Loss(NamedTuple):
+    """How a holder of an end went, in words that follow "was"."""
+
+    description: str
+    cause: BaseException | None
+
+
+_NO_LOSS = _Loss("", None)
+"""Of a holder that has dropped the end: the channel closes as if by hand."""
+
+
 class _OpenEnd:
     """An open end, in the owning process of its channel.
 
     `holders` are by token; None stands for this process, if the end has come back. `past_tokens`
     are the last that were handed on, in order. `calls` counts the calls from here that are on their
-    way with the end. While there are any, the death of the last holder has no effect yet, and
-    `loss` keeps its cause.
+    way with the end. `loss` is how the latest of the holders that are gone went; None if none is.
     """
 
     def __init__(self, kind: Literal["send", "receive"]) -> None:
@@ -197,7 +207,7 @@ class _OpenEnd:
         self.holders: dict[int, PeerConnection | None] = {}
         self.past_tokens: dict[int, None] = {}
         self.calls = 0
-        self.loss: tuple[str, BaseException | None] | None = None
+        self.loss: _Loss | None = None
 
 
 # Any thread may add an end, so loops take a copy. Only the owner thread removes and changes ends.
@@ -328,13 +338,11 @@ def _on_dropped(channel: Any, number: int, _: object, report: _Report) -> None:
     if end is None or report.token not in end.holders:
         return
     _forget_holder(channel, end.holders.pop(report.token))
-    if not end.holders:  # no process died: the channel closes as if by hand
-        _after_grace(partial(_remove_if_abandoned, channel, number, "", None))
+    end.loss = _NO_LOSS
+    _check_abandoned_later(channel, number, end)
 
 
-def _remove_end(
-    channel: Any, number: int, loss: str = "", cause: BaseException | None = None
-) -> None:
+def _remove_end(channel: Any, number: int, loss: _Loss = _NO_LOSS) -> None:
     ends = _open_ends.get(channel, {})
     end = ends.pop(number, None)
     if end is None:
@@ -342,9 +350,9 @@ def _remove_end(
     for holder in end.holders.values():
         _forget_holder(channel, holder)
     if not channel.closed and all(each.kind != end.kind for each in [*ends.values()]):
-        if loss:
-            reason = ChannelClosed(f"the last end that could {end.kind} was {loss}")
-            reason.__cause__ = cause
+        if loss.description:
+            reason = ChannelClosed(f"the last end that could {end.kind} was {loss.description}")
+            reason.__cause__ = loss.cause
             channel.rare_state.reason = reason
         channel.close()
 
@@ -360,6 +368,8 @@ def _on_opened(channel: Any, number: int, holder: PeerConnection | None, report:
             if holder is not None:
                 holder.ends.add(channel)
         _forget_holder(channel, end.holders.pop(report.previous, None))
+        # The next holder has reported before, and may be gone already.
+        _check_abandoned_later(channel, number, end)
 
 
 def _forget_holder(channel: Any, holder: PeerConnection | None) -> None:
@@ -381,9 +391,10 @@ def _drop_misplaced(channel: Any, number: int, report: _Report) -> None:
     end = _find_end(channel, number)
     if end is None or report.token in end.past_tokens:
         return
-    end.holders.pop(report.token, None)
+    _forget_holder(channel, end.holders.pop(report.token, None))
+    end.loss = _Loss(f"lost with its call: {report.reason}", report.cause)
     if not end.holders:
-        _remove_end(channel, number, f"lost with its call: {report.reason}", report.cause)
+        _remove_end(channel, number, end.loss)
 
 
 def _after_grace(action: Callable[[], object], steps: int = GRACE_STEPS) -> None:
@@ -393,30 +404,29 @@ def _after_grace(action: Callable[[], object], steps: int = GRACE_STEPS) -> None
     )
 
 
-def _remove_if_abandoned(channel: Any, number: int, loss: str, cause: BaseException | None) -> None:
-    """Count an end as gone whose last holder was gone a moment ago, unless another holder has
-    reported.
+def _check_abandoned_later(channel: Any, number: int, end: _OpenEnd) -> None:
+    """Remove an end whose last holder is gone, unless another holder reports soon.
+
+    Calls on their way may still open the end. One of them may run again (`retries`), for example,
+    which may take its time.
     """
+    if end.loss is not None and not (end.holders or end.calls):
+        _after_grace(partial(_remove_if_abandoned, channel, number))
+
+
+def _remove_if_abandoned(channel: Any, number: int) -> None:
     if scheduler.transport is not None:
         scheduler.transport.receive_all()
     end = _find_end(channel, number)
-    if end is None or end.holders:
-        return
-    # One of the calls may run again (`retries`), for example, which may take its time.
-    if end.calls:
-        end.loss = loss, cause
-    else:
-        _remove_end(channel, number, loss, cause)
+    if end is not None and end.loss is not None and not (end.holders or end.calls):
+        _remove_end(channel, number, end.loss)
 
 
 def _count_calls(channel: Any, number: int, change: int) -> None:
     end = None if channel.is_remote else _find_end(channel, number)
-    if end is None:
-        return
-    end.calls += change
-    if not end.calls and end.loss is not None:
-        (loss, cause), end.loss = end.loss, None
-        _after_grace(partial(_remove_if_abandoned, channel, number, loss, cause))
+    if end is not None:
+        end.calls += change
+        _check_abandoned_later(channel, number, end)
 
 
 def on_loss(peer: PeerConnection) -> None:
@@ -425,11 +435,9 @@ def on_loss(peer: PeerConnection) -> None:
             tokens = [token for token, holder in end.holders.items() if holder is peer]
             for token in tokens:
                 del end.holders[token]
-            if tokens and not end.holders:
-                loss = f"in {peer}, which {peer.ending.description}"
-                _after_grace(
-                    partial(_remove_if_abandoned, channel, number, loss, peer.ending.death)
-                )
+            if tokens:
+                end.loss = _Loss(f"in {peer}, which {peer.ending.description}", peer.ending.death)
+                _check_abandoned_later(channel, number, end)
 
 
 _ACTIONS: dict[int, Callable[[Any, int, PeerConnection | None, _Report], None]] = {
