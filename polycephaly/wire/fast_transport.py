@@ -40,6 +40,8 @@ class FastTransport:
         end.setblocking(False)
         self._socket = end
         self.fileno = end.fileno
+        self._input = select.poll()
+        self._input.register(end, select.POLLIN)
 
     @staticmethod
     def pair() -> tuple[socket.socket, socket.socket]:
@@ -67,6 +69,12 @@ class FastTransport:
         poller.register(self._socket, select.POLLOUT)
         poller.poll(tuning.room_wait_seconds * 1000)
         return self.send(frames)
+
+    def has_input(self) -> bool:
+        """Return whether `receive` has something to return. A `receive` that has nothing takes five
+        times as long, because the socket raises an error.
+        """
+        return bool(self._input.poll(0))
 
     def receive(self) -> list[Any] | None:
         """Return the frames of the next message.

@@ -288,7 +288,7 @@ class LocalDrone(DroneExecutor):
             self._handle_message(frames)
 
     def _receive_fast(self) -> None:
-        while True:
+        while self._fast_transport.has_input():
             try:
                 frames = self._fast_transport.receive()
             except Malformed as error:

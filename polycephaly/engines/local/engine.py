@@ -177,7 +177,7 @@ class LocalEngine(Engine):
             for stream in ("stdout", "stderr"):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer)
-                handle.streams.append(OutputSource(reader, name, stream))
+                handle.add_stream(OutputSource(reader, name, stream))
             mine, theirs = FastTransport.pair()
             ends.append(theirs.detach())
             handle.fast_transport = parent_death.close_in_child(FastTransport(mine))
@@ -208,9 +208,7 @@ class LocalEngine(Engine):
         handle.print_output()
         if not stream.open:
             self._reactor.unwatch(stream.fileno())
-            stream.close()
-            if stream in handle.streams:
-                handle.streams.remove(stream)
+            handle.remove_stream(stream)
 
     def _read_reports(self, launcher: Launcher) -> None:
         reports = launcher.reports()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -63,6 +64,7 @@ class LocalHandle(DroneHandle):
         self._bulk = bulk
         self.identity = b"\x01" + os.urandom(16)
         self.streams: list[OutputSource] = []
+        self._output = select.poll()  # of the streams
         self._merge = OutputMerger()
         self.fast_transport: FastTransport | None = None
         self.bulk_open = False
@@ -202,7 +204,19 @@ class LocalHandle(DroneHandle):
     def processor_seconds(self) -> float | None:
         return None if self.pid is None else processor_seconds_of(self.pid)
 
+    def add_stream(self, stream: OutputSource) -> None:
+        self.streams.append(stream)
+        self._output.register(stream, select.POLLIN)
+
+    def remove_stream(self, stream: OutputSource) -> None:
+        if stream in self.streams:
+            self.streams.remove(stream)
+            self._output.unregister(stream)
+        stream.close()
+
     def take_output(self) -> OutputItems:
+        if not self._output.poll(0):  # nearly always, and faster than reading in vain
+            return []
         heard = self._merge.read([stream for stream in self.streams if stream.open])
         self.keep_stderr_lines(heard)
         return heard
