@@ -128,7 +128,7 @@ def test_a_cancelled_call_and_a_closed_pool_leave_nothing_behind(reactor):
     tasks[4].cancel()
     dispatcher.close()
     assert sorted(end_all(dispatcher)) == [0, 1, 2, 6, 7]
-    assert dispatcher.pending() == 0 and not dispatcher.resources
+    assert dispatcher.pending() == 0 and not any(dispatcher.resources.queues.values())
 
 
 def test_tasks_that_are_still_to_be_queued_take_up_room(reactor):

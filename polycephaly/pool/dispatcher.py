@@ -415,9 +415,9 @@ class Dispatcher(DispatcherBase):
                     self.send(handle, handle.dedicated, len(handle.dedicated), now)
                 if handle.preferred and handle.can_take():
                     self.send(handle, handle.preferred, len(handle.preferred), now)
-            if self.locality:
+            if self.locality.has_tasks:
                 self.locality.update_has_tasks()
-        if self.resources:
+        if self.resources.queues:
             self.resources.dispatch(now)
             self._dispatch_queue(now, self.resources.reserved)
             self.resources.dispatch(now)  # the tasks that came behind those of the queue
@@ -469,7 +469,7 @@ class Dispatcher(DispatcherBase):
                 break
         self.wants_tasks = idle or (self.config.width > 1 and self._could_overlap())
         if idle and not self.queue:
-            if self.locality:
+            if self.locality.has_tasks:
                 self.locality.rebalance(self.reactor.timers.now())
             for handle in self.handles:
                 if (
@@ -596,7 +596,7 @@ class Dispatcher(DispatcherBase):
 
     def after_answer(self, handle: DroneHandle) -> None:
         """Update `handle` after an answer to one of its tasks in flight."""
-        if handle.dedicated or self.locality or self.resources:
+        if handle.dedicated or self.locality.has_tasks or self.resources.queues:
             self.needs_dispatch = True
         if (
             handle.state is State.READY
@@ -661,7 +661,7 @@ class Dispatcher(DispatcherBase):
             if self.backpressure is not None:  # a cancelled task must not take up room
                 preferred = [each.preferred for each in self.handles]
                 queues = [self.queue, *preferred] if target is None else [target.dedicated]
-                for queue in [*queues, *self.resources.queues()]:
+                for queue in [*queues, *self.resources.queues.values()]:
                     with suppress(ValueError):
                         queue.remove(task)
             self._cancelled_since_sweep += 1

@@ -36,19 +36,16 @@ _MAX_CHECKED_TASKS = 256
 
 
 class Locality:
-    """The tasks of one pool that prefer a drone. False only if there are none."""
+    """The tasks of one pool that prefer a drone."""
 
     def __init__(self, dispatcher: DispatcherBase, directory: ObjectDirectory) -> None:
         self._dispatcher = dispatcher
         self._directory = directory
-        self._has_tasks = False
+        self.has_tasks = False  # False only if there are none
         self._next_rebalance_at = inf  # when `rebalance` will be tried again
 
-    def __bool__(self) -> bool:
-        return self._has_tasks
-
     def __len__(self) -> int:
-        if not self._has_tasks:
+        if not self.has_tasks:
             return 0
         return sum(len(handle.preferred) for handle in self._dispatcher.handles)
 
@@ -60,7 +57,7 @@ class Locality:
         task.preferred_drone = handle
         task.preferred_since = dispatcher.reactor.timers.now()
         handle.preferred.append(task)
-        self._has_tasks = dispatcher.needs_dispatch = True
+        self.has_tasks = dispatcher.needs_dispatch = True
         dispatcher.request_dispatch(task)
         # The queue was emptied when the drone retired, perhaps before the append above.
         if handle.state >= State.RETIRING:
@@ -77,16 +74,16 @@ class Locality:
         if not first:
             task.preferred_since = self._dispatcher.reactor.timers.now()
         insert_in_order(handle.preferred, task, first=first)
-        self._has_tasks = self._dispatcher.needs_dispatch = True
+        self.has_tasks = self._dispatcher.needs_dispatch = True
         if handle.state >= State.RETIRING:
             self._dispatcher.post(self.release, handle)
 
     def update_has_tasks(self) -> None:
         """Find out whether any tasks are left."""
         # Before the check, because a thread that adds a task sets the flag afterwards.
-        self._has_tasks = False
+        self.has_tasks = False
         if any(handle.preferred for handle in self._dispatcher.handles):
-            self._has_tasks = True
+            self.has_tasks = True
 
     def rebalance(self, now: float) -> None:
         """Let idle drones take tasks that have waited for a busy one as long as moving their kept

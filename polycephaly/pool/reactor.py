@@ -287,9 +287,8 @@ class Reactor(EventLoop):
         while not (promise.done() or deferred_sigint.tripped or self.has_ended):
             if main_thread_calls and get_ident() == threading.main_thread().ident:
                 return  # the caller makes these calls, and the reactor's thread takes over
-            must_wait = not any(tenant.wants_tasks and tenant.queue for tenant in self.tenants)
             # A finalizer may just have driven, and have received the result.
-            if must_wait and not promise.done():
+            if not (self._can_send() or promise.done()):
                 remaining = None if deadline is None else deadline - monotonic()
                 if remaining is not None and remaining <= 0:
                     return
@@ -374,10 +373,11 @@ class Reactor(EventLoop):
         return has_callbacks or self._can_send() or super()._has_anything_to_do()
 
     def _can_send(self) -> bool:
-        return any(
-            (tenant.wants_tasks and tenant.queue) or tenant.needs_dispatch
-            for tenant in self.tenants
-        )
+        # A plain loop, because this is on the path of every round trip.
+        for tenant in self.tenants:
+            if (tenant.wants_tasks and tenant.queue) or tenant.needs_dispatch:
+                return True
+        return False
 
     def _end_if_over(self) -> bool:
         ended = self.users == 0 and self._end()

@@ -88,14 +88,15 @@ class TraceBuffer:
         count = len(tasks)
         first = tasks[0]
         calls = 1
-        times: tuple[Sequence[float], Sequence[float]] = started, finished
         links: Sequence[tuple[int, tuple[int, ...], int | None]] = ()
         if count > 1 and running < MIN_OWN_SPAN_SECONDS * count:
-            times, calls = (started[:1], finished[-1:]), count
+            started, finished, calls = started[:1], finished[-1:], count
         else:
             links = [(task.call_number, task.input_numbers, task.first_item) for task in tasks]
-        measured = *times, running, received, first.weight * count, size, None, links
-        self._add_entry(drone, first, tasks[-1], DONE, calls, *measured)
+        self._add(
+            drone, first, tasks[-1], DONE, calls, started, finished, running, received,
+            first.weight * count, size, None, links,
+        )  # fmt: skip
 
     def add_answers(self, drone: str, tasks: list[Task], parts: Mapping[int, int]) -> None:
         """Record tasks that were answered one by one, in one message.
@@ -115,9 +116,11 @@ class TraceBuffer:
                     sum, zip(*answers, strict=True)
                 )
                 if finished - started < MIN_OWN_SPAN_SECONDS * len(run):
-                    times = (answers[0].started,), (answers[-1].finished,), finished - started
-                    measured = *times, answers[-1].received, bytes_sent, bytes_received
-                    self._add_entry(drone, run[0], run[-1], DONE, len(run), *measured)
+                    self._add(
+                        drone, run[0], run[-1], DONE, len(run), (answers[0].started,),
+                        (answers[-1].finished,), finished - started, answers[-1].received,
+                        bytes_sent, bytes_received,
+                    )  # fmt: skip
                     continue
             for task in run:
                 calls = parts.get(task.number, 1)
@@ -134,10 +137,11 @@ class TraceBuffer:
             self._slice_ends[drone] = finished
         status = status or (DONE if task.status != FAILED else _failure_status(task))
         cpu = self._cpu.pop(task.number, None) if self._cpu else None
-        times = (started,), (finished,), max(0.0, finished - started)
-        links = ((task.call_number, task.input_numbers, task.first_item),)
-        measured = *times, *answer[2:], cpu, links
-        self._add_entry(drone, task, task, status, calls, *measured)
+        self._add(
+            drone, task, task, status, calls, (started,), (finished,), max(0.0, finished - started),
+            answer.received, answer.bytes_sent, answer.bytes_received, cpu,
+            ((task.call_number, task.input_numbers, task.first_item),),
+        )  # fmt: skip
 
     def add_lost(self, drone: str, tasks: Iterable[Task]) -> None:
         """Record the tasks that a drone was running when it died.
@@ -152,19 +156,19 @@ class TraceBuffer:
             started = 0.0 if task.definition.overlaps else before
             self._add_one(drone, task, Answer(started, now, now), task.count, status)
 
-    def _add_entry(
-        self, drone: str, first: Any, last: Any, status: str, calls: int, *measured: Any
-    ) -> None:
+    def _add(
+        self, drone: str, first: Any, last: Any, status: str, calls: int,
+        started: Sequence[float], finished: Sequence[float], *measured: Any,
+    ) -> None:  # fmt: skip
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         name = short_name(first.definition.label)
-        self._add(Entry(drone, name, status, calls, queued, sent, *measured))
-
-    def _add(self, entry: Entry) -> None:
-        self._segment.append(entry)
-        self.last_finished[entry.drone] = entry.finished[-1]
-        self._size += len(entry.started)
-        if entry.status not in (DONE, CANCELLED):
-            self.failed += entry.calls * len(entry.started)
+        self._segment.append(
+            Entry(drone, name, status, calls, queued, sent, started, finished, *measured)
+        )
+        self.last_finished[drone] = finished[-1]
+        self._size += len(started)
+        if status not in (DONE, CANCELLED):
+            self.failed += calls * len(started)
         if self._size >= tuning.trace_spans // tuning.trace_segments:
             self._start_segment()
 

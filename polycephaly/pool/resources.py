@@ -33,22 +33,16 @@ class Resources:
         self._free = dict(sizes)
         # Keys: what the tasks need, and the only drone that may run them, or None. Each queue is
         # ordered by priority.
-        self._queues: dict[tuple[object, object], deque[Task]] = {}
+        self.queues: dict[tuple[object, object], deque[Task]] = {}
         # The drone kept for the first task whose resources are free and that found no idle drone.
         # Until it begins that task, it is sent nothing from the pool's queue.
         self.reserved: AssignedDrone | None = None
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
 
     def count(self, target: DroneHandle | None) -> int:
         """Return how many tasks wait for `target` only, or, if None, for any drone. Any thread may
         call this.
         """
-        return sum(len(queue) for key, queue in list(self._queues.items()) if key[1] is target)
-
-    def queues(self) -> list[deque[Task]]:
-        return list(self._queues.values())
+        return sum(len(queue) for key, queue in list(self.queues.items()) if key[1] is target)
 
     def free(self) -> dict[str, int]:
         """Return how much of each resource no task holds. Any thread may call this."""
@@ -56,7 +50,7 @@ class Resources:
 
     def add(self, task: Task, *, first: bool = False) -> None:
         """Let `task` wait behind the tasks of its priority; if `first`, before them."""
-        queue = self._queues.setdefault((task.resources, task.target), deque())
+        queue = self.queues.setdefault((task.resources, task.target), deque())
         insert_in_order(queue, task, first=first)
         self._dispatcher.park(task)
         # The reactor then calls `Dispatcher.dispatch`, even if the pool's queue is empty.
@@ -72,8 +66,8 @@ class Resources:
         """
         while self._send_one(now):
             pass
-        for key in [key for key, queue in self._queues.items() if not queue]:
-            del self._queues[key]
+        for key in [key for key, queue in self.queues.items() if not queue]:
+            del self.queues[key]
 
     def _send_one(self, now: float) -> bool:
         """Send the first task that can be sent. Return whether a task has left its queue, so that
@@ -81,7 +75,7 @@ class Resources:
         """
         dispatcher = self._dispatcher
         self.reserved = None
-        heads = [queue for queue in self._queues.values() if self._drop_settled(queue)]
+        heads = [queue for queue in self.queues.values() if self._drop_settled(queue)]
         claimed: set[str] = set()
         for queue in sorted(heads, key=lambda queue: _place(queue[0])):
             task = queue[0]
@@ -111,12 +105,12 @@ class Resources:
         return False
 
     def have_unsettled_tasks(self) -> bool:
-        return any(self._drop_settled(queue) for queue in self._queues.values())
+        return any(self._drop_settled(queue) for queue in self.queues.values())
 
     def drain(self, handle: DroneHandle) -> list[Task]:
         """Take the tasks that only `handle` may run, which has died."""
-        keys = [key for key in self._queues if key[1] is handle]
-        taken = [task for key in keys for task in self._queues.pop(key)]
+        keys = [key for key in self.queues if key[1] is handle]
+        taken = [task for key in keys for task in self.queues.pop(key)]
         self._dispatcher.parked.difference_update(taken)
         return taken
 

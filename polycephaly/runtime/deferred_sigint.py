@@ -13,6 +13,7 @@ SIGINT is not deferred: the task is left to the reactor's thread, where no handl
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from _thread import get_ident
@@ -26,13 +27,14 @@ from .._compat import signal as set_handler
 _SIGINT = int(signal.SIGINT)
 _SIGNAL_NAMES = ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGCHLD")
 _OTHER_SIGNALS = tuple(int(getattr(signal, name)) for name in _SIGNAL_NAMES)
+_main_thread_id = threading.main_thread().ident
 
 
 def is_safe_from_signals() -> bool:
     """Return True if, with SIGINT deferred, no handler (of `_SIGNAL_NAMES`) can raise in this
     thread.
     """
-    if get_ident() != threading.main_thread().ident:
+    if get_ident() != _main_thread_id:
         return True
     # A plain loop, because this is on the path of every round trip.
     for number in _OTHER_SIGNALS:  # noqa: SIM110
@@ -57,7 +59,7 @@ class DeferredSigint:
         self.tripped = False
 
     def __enter__(self) -> Self:
-        if get_ident() == threading.main_thread().ident:
+        if get_ident() == _main_thread_id:
             handler = getsignal(_SIGINT)
             if callable(handler):
                 self._handler = handler
@@ -77,3 +79,12 @@ class DeferredSigint:
             if self.tripped:
                 frame, self._frame = self._frame, None
                 handler(_SIGINT, frame)
+
+
+def _on_fork() -> None:
+    """In a forked child: the thread that has forked is the main thread."""
+    global _main_thread_id
+    _main_thread_id = get_ident()
+
+
+os.register_at_fork(after_in_child=_on_fork)

@@ -45,7 +45,7 @@ class FairOrder:
         """
         started_at, dispatcher = monotonic(), self._dispatcher
         if not dispatcher.has_ended:
-            for queue in (dispatcher.queue, *dispatcher.resources.queues()):
+            for queue in (dispatcher.queue, *dispatcher.resources.queues.values()):
                 _take_turns(queue)
         now = monotonic()
         self._not_before = now + PAUSE_FACTOR * (now - started_at)

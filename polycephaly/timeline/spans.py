@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 DONE, ERROR, CANCELLED, TIMEOUT, DIED = "done", "error", "cancelled", "timeout", "died"
@@ -69,6 +70,7 @@ class Span(NamedTuple):
         return _between(self.started, self.finished)
 
 
+@lru_cache(maxsize=1024)
 def short_name(name: str) -> str:
     """Return the name of a function without the functions around it."""
     return name.rpartition("<locals>.")[2]

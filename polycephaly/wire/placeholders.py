@@ -96,7 +96,8 @@ class PayloadWithRefs:
 
 def sent_bytes(payload: Any) -> int:
     """Return the bytes sent with a call: neither data only referred to, nor kept values."""
-    payload = split_remote_objects(payload)[0]
+    if type(payload) is PayloadWithRefs:
+        payload = payload.payload
     return payload.bytes_sent if isinstance(payload, Serialized) else len(payload)
 
 
