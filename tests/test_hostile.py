@@ -422,7 +422,7 @@ def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
             Mock(client_tag=tag, number=n, priority=0)
             for n, tag in enumerate("aaaabab" + "c" * 100)
         ),
-        resources=Mock(queues=lambda: ()),
+        resources=Mock(queues={}),
     )
     dispatcher.post.side_effect = lambda act: (
         dispatcher.queue.append(Mock(client_tag="late", number=-1, priority=0)),

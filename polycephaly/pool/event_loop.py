@@ -65,6 +65,8 @@ class EventLoop:
         self._deliverer: int | None = None  # the thread that runs deliveries, if any
         self._stopping = self._asleep = self._turn_requested = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_poller = select.poll()  # not select(): no descriptors from 1024 on
+        self._wake_poller.register(self._wake_fd, select.POLLIN)
         self._epoll = parent_death.close_in_child(select.epoll())
         self._epoll.register(self._wake_fd, select.EPOLLIN)
 
@@ -264,9 +266,7 @@ class EventLoop:
         except AttributeError:
             # If `_wakeup_token` is gone, a caller has taken it: the eventfd has been written or is
             # about to be. Its write is awaited, so that it does not come later.
-            poller = select.poll()  # not select(): no descriptors from 1024 on
-            poller.register(self._wake_fd, select.POLLIN)
-            poller.poll()
+            self._wake_poller.poll()
             os.eventfd_read(self._wake_fd)
         if events:
             with self._lock:

@@ -174,15 +174,14 @@ class Server:
             self._resources = undo.pop_all()
         _serving.add(self)
         listening_ports.add(self.port)
-        # In this order in each turn: a peer's key is known before its messages.
-        self._sources = (
-            SocketSource(self._zap, self._authenticate),
-            SocketSource(self._router, self._receive),
-            SocketSource(self._monitor, self._check_monitor),
-        )
+        self._source = SocketSource(self._router, self._receive)
         try:
-            for each in self._sources:
-                self._loop.add_source(each)
+            self._loop.add_source(self._source)
+            for end, callback in (
+                (self._zap, self._authenticate), (self._monitor, self._check_monitor)
+            ):  # fmt: skip
+                self._loop.watch(end.fileno(), callback)
+                self._loop.post(callback)  # libzmq signals only to a reader that has found nothing
             # The loop's thread must not wait for room in the pool: clients are bounded by their
             # credit and not by `max_queued`.
             self._loop.post(lambda: settling_threads.add(get_ident()))
@@ -333,8 +332,9 @@ class Server:
         self._is_closed = True
         _serving.discard(self)
         listening_ports.discard(self.port)
-        for each in self._sources:
-            self._loop.remove_source(each)
+        self._loop.remove_source(self._source)
+        for each in (self._zap, self._monitor):
+            self._loop.unwatch(each.fileno())
         self._loop.timers.clear()
         self._resources.close()
         settling_threads.discard(get_ident())
@@ -363,6 +363,7 @@ class Server:
                 self._refused_connections += 1
                 self._start_ticking()
             self._zap.send_multipart([version, number, *status, b""])
+        self._loop.post(self._authenticate)  # there may be more
 
     def _receive(self) -> None:
         """Receive messages. A peer that has left, or was refused, is heard no more.

@@ -76,7 +76,6 @@ class ClientSocket:
 
     def receive_messages(self, max_messages: int) -> Iterator[list[bytes]]:
         """Yield messages that have arrived, also those from before a loss of the connection."""
-        self._check_monitor()
         while not self.loss_reason and has_input(self.socket):
             max_messages -= 1
             if max_messages < 0:
@@ -88,7 +87,8 @@ class ClientSocket:
                 yield frames
         self.loss_reason = self.loss_reason or self._end_reason
 
-    def _check_monitor(self) -> None:
+    def check_connection(self) -> None:
+        """Note what the monitor tells. Called when its descriptor becomes readable."""
         while has_input(self.monitor):
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             kind = event["event"]

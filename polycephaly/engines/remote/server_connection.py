@@ -103,17 +103,19 @@ class ServerConnection:
     def _begin(self, hello: list[bytes]) -> None:
         # This thread must not wait for room in a pool, nor for promises that it settles.
         settling_threads.add(get_ident())
-        self._sources = (
-            SocketSource(self._socket.socket, self._receive),
-            SocketSource(self._socket.monitor, self._receive),
-        )
-        for each in self._sources:
-            self._loop.add_source(each)
+        self._source = SocketSource(self._socket.socket, self._receive)
+        self._loop.add_source(self._source)
+        self._loop.watch(self._socket.monitor.fileno(), self._on_connection_event)
+        self._on_connection_event()  # libzmq signals only to a reader that has found nothing
         self._socket.send(hello)
 
     def on_connected(self) -> None:
         self._socket.hello_received = True
         self.deliver(partial(fulfill, self._connected))
+
+    def _on_connection_event(self) -> None:
+        self._socket.check_connection()
+        self._receive()
 
     def _receive(self) -> None:
         if not self.has_ended:
@@ -162,8 +164,8 @@ class ServerConnection:
         if not self.has_ended:
             self.has_ended = True
             self._loop.timers.clear()
-            for each in self._sources:
-                self._loop.remove_source(each)
+            self._loop.remove_source(self._source)
+            self._loop.unwatch(self._socket.monitor.fileno())
             self.deliver(self._finish)
 
     def _finish(self) -> None:
