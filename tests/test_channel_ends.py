@@ -1,5 +1,6 @@
 """Who holds an end of a channel: reports of processes in each order in which they may arrive."""
 
+import random
 from itertools import permutations
 from types import SimpleNamespace
 from weakref import WeakSet
@@ -13,8 +14,7 @@ from polycephaly.green.distributed.connection import PeerEnding
 from polycephaly.green.distributed.owner import make_owned
 from polycephaly.runtime.tuning import tuning
 
-HERE = None
-BACK_HERE, AT_FIRST, AT_SECOND, AT_LAST = range(1, 5)  # tokens
+HERE = None  # the process that owns the channel
 
 
 class Peer:
@@ -27,58 +27,79 @@ class Peer:
         return self.name
 
 
-def orders(*streams):
-    """Return all orders of the items of all streams that keep the order of each stream."""
-    places = [place for place, stream in enumerate(streams) for _ in stream]
-    for order in sorted(set(permutations(places))):
-        left = [iter(stream) for stream in streams]
-        yield [next(left[place]) for place in order]
+def merged(streams, order):
+    """The items of all streams, each next one from the stream that `order` names."""
+    left = {name: iter(stream) for name, stream in streams.items()}
+    return [(name, next(left[name])) for name in order]
 
 
-@pytest.mark.parametrize("goes", ["killed", "dropped"])
-def test_an_end_goes_with_its_last_holder_in_whatever_order_the_reports_arrive(goes):
+def after_reports(reports):
+    """A channel, and what its process knows of its only end, when these reports have arrived, and
+    then enough time has gone by.
+    """
+    ch = Channel()
+    number = ends._count_end(ch, "send")
+    peers = {HERE: HERE} | {name: Peer(name) for name in "ABC"}
+
+    def arrive():
+        make_owned(ch, SimpleNamespace(forget_channel=lambda *_: None), 1)
+        for place, (kind, *tokens) in reports:
+            if kind == "opened":
+                ends._on_opened(ch, number, peers[place], ends._Report(*tokens))
+            elif kind == "dropped":
+                ends._on_dropped(ch, number, peers[place], ends._Report(*tokens))
+            else:
+                ends.on_loss(peers[place])
+
+    with testing.virtual_time(jumps=False) as clock:
+        run(arrive)
+        for _ in range(ends.GRACE_STEPS):
+            clock.advance(tuning.next_holder_seconds)
+            run(int)  # what is due goes off
+    return ch, ends._find_end(ch, number)
+
+
+@pytest.mark.parametrize("fate", ["lost", "dropped"])
+def test_an_end_goes_with_its_last_holder_in_whatever_order_the_reports_arrive(fate):
     """The end was sent to one process, came back, was sent there again, and on to another one,
     which is gone before the first one has reported.
     """
-
-    def opened(token, previous):
-        return lambda holder: ends._on_opened(
-            ch, number, holder, ends._Report(token=token, previous=previous)
-        )
-
-    def last_is_gone(holder):
-        if goes == "killed":
-            ends.on_loss(holder)
-        else:
-            ends._on_dropped(ch, number, holder, ends._Report(token=AT_LAST))
-
-    here = [(HERE, opened(BACK_HERE, AT_FIRST))]
-    first = [("first", opened(AT_FIRST, ends._NO_TOKEN)), ("first", opened(AT_SECOND, BACK_HERE))]
-    last = [("last", opened(AT_LAST, AT_SECOND)), ("last", last_is_gone)]
-    tried = 0
-    for order in orders(here, first, last):
-        tried += 1
-        peers = {HERE: HERE, "first": Peer("the first"), "last": Peer("the last")}
-        ch = Channel()
-        number = ends._count_end(ch, "send")
-        with testing.virtual_time(jumps=False) as clock:
-
-            def receive_all(order=order, peers=peers, ch=ch):
-                make_owned(ch, SimpleNamespace(forget_channel=lambda *_: None), 1)
-                for place, handle in order:
-                    assert not ch.closed
-                    handle(peers[place])
-
-            run(receive_all)
-            for _ in range(ends.GRACE_STEPS):
-                clock.advance(tuning.next_holder_seconds)
-            with pytest.raises(ChannelClosed) as closed:
-                ch.get(20)
-        killed = "the last end that could send was in the last, which was killed"
-        assert str(closed.value.__cause__) == (killed if goes == "killed" else "None"), order
-        assert not peers["first"].ends
-    assert tried == 30
+    streams = {
+        HERE: [("opened", 2, 1)],
+        "A": [("opened", 1, 0), ("opened", 3, 2)],
+        "B": [("opened", 4, 3), (fate, 4)],
+    }
+    orders = set(permutations(name for name, stream in streams.items() for _ in stream))
+    assert len(orders) == 30
+    for order in orders:
+        ch, end = after_reports(merged(streams, order))
+        assert end is None, order
+        with pytest.raises(ChannelClosed) as closed:
+            ch.get(20)
+        reason = "the last end that could send was in B, which was killed"
+        assert str(closed.value.__cause__) == (reason if fate == "lost" else "None"), order
 
 
-def test_orders_keeps_the_order_of_each_stream():
-    assert list(orders("ab", "c")) == [["a", "b", "c"], ["a", "c", "b"], ["c", "a", "b"]]
+@pytest.mark.parametrize("seed", range(200))
+def test_an_end_that_goes_about_is_counted_where_it_is(seed):
+    """Processes that had it before may die, too."""
+    luck = random.Random(seed)
+    streams = {place: [] for place in (HERE, "A", "B", "C")}
+    token, place = 0, HERE
+    for hop in range(1, luck.randrange(2, 8)):
+        place = luck.choice([each for each in streams if each != place])
+        streams[place].append(("opened", hop, token))
+        token = hop
+    fate = luck.choice(["stays", "dropped"] if place is HERE else ["stays", "dropped", "lost"])
+    if fate != "stays":
+        streams[place].append((fate, token))
+    for other in "ABC":
+        if other != place and luck.random() < 0.4:
+            streams[other].append(("lost",))
+    order = [name for name, stream in streams.items() for _ in stream]
+    luck.shuffle(order)
+    ch, end = after_reports(merged(streams, order))
+    if fate == "stays":
+        assert list(end.holders) == [token] and not ch.closed
+    else:
+        assert end is None and ch.closed
