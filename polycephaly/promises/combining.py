@@ -95,7 +95,10 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
             if not waiting_for:
                 try:
                     values = [
-                        p.result() if (failed := _error_of(p)) is None else failed for p in promises
+                        failed
+                        if return_exceptions and (failed := _error_of(p)) is not None
+                        else p.result()
+                        for p in promises
                     ]
                 except BaseException as unopened:  # from opening a value that is stored elsewhere
                     reject(combined, unopened)
