@@ -9,7 +9,9 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import httpx
@@ -21,7 +23,6 @@ from polycephaly.integrations.dashboard.metrics import metrics_of
 from polycephaly.pool.record import TraceBuffer
 from polycephaly.runtime.tuning import tuning
 from polycephaly.timeline import Span
-from polycephaly.timeline.entries import Entry
 from polycephaly.timeline.event_log import EventLog
 
 testclient = pytest.importorskip("starlette.testclient", reason="starlette is not installed")
@@ -209,10 +210,8 @@ def test_a_reader_gets_each_entry_once_and_misses_only_what_is_not_kept(monkeypa
     record, cursor = TraceBuffer(), (0, 0)
     got: list[str] = []
     for number in range(200):
-        once = (float(number),)
-        record._add(
-            Entry("d", f"f{number}", "done", 1, once * 2, once * 2, once, once, 0.0, 1.0, 0, 0)
-        )
+        task = Mock(queued=1.0, weight=1, definition=SimpleNamespace(label=f"f{number}"))
+        record.add_batch("d", [task], [float(number)], [float(number)], 0.0, 1.0, 0)
         if number % 7 == 0 and not 60 <= number < 160:
             entries, _, cursor = record.since(cursor)
             got += [entry.name for entry in entries]
