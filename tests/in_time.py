@@ -194,7 +194,9 @@ class FakeHandle(DroneHandle):
         self.dispatcher.reactor.turn()
 
     def tells_frames(self, request, places):
-        handle_message(self.dispatcher, self, pack_frames(request, {"places": places}))
+        report = {"current": 0, "tasks": {}, "threads": [], "places": places}
+        handle_message(self.dispatcher, self, pack_frames(request, report))
+        self.dispatcher.reactor.turn()
 
     def dies(self):
         self.dispatcher.supervisor.on_died(self, -9)

@@ -584,6 +584,9 @@ def test_a_task_is_named_though_it_is_answered_before_anyone_looks(handle):
         {"tasks": {"7": 7}},
         {"threads": None},
         {"threads": [["name"]]},
+        {"places": None},
+        {"places": []},
+        {"places": "file.py"},
     ],
 )
 def test_a_report_that_is_none_is_malformed(wrong, handle):

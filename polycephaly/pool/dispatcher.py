@@ -115,7 +115,7 @@ class Dispatcher(DispatcherBase):
             self.stack_requests,
         )
         self.stop_if_retired = self.supervisor.stop_if_retired
-        self.health_monitor = HealthMonitor(self, self.supervisor)
+        self.health_monitor = HealthMonitor(self, self.supervisor, self.stack_requests)
         self.schedule_health_check = self.health_monitor.schedule_check
         has_begun = False
         try:

@@ -32,7 +32,6 @@ from ..wire.messages import (
     DEFINES,
     DROP,
     FORGET,
-    FRAMES,
     KEEP,
     RELEASE_RANGE,
     SHARED,
@@ -300,9 +299,9 @@ class DroneHandle:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def request_frames(self, kind: bytes = FRAMES, *values: int) -> int:
-        """Ask the drone, if it is up, for its frames (drone/frames.py), or, with the kind PROFILE,
-        for samples of them. Return the number of the request.
+    def request_frames(self, kind: bytes, *values: int) -> int:
+        """Ask the drone, if it is up, for its frames (FRAMES: drone/frames.py), or for samples of
+        them (PROFILE). Return the number of the request.
         """
         number = next(_frame_requests)
         if self.is_up():

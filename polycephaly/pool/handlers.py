@@ -77,11 +77,7 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         dispatcher.supervisor.on_hello(handle)
     elif kind == RETURNED:
         dispatcher.requeue_returned(handle, unpack_numbers(frames))
-    elif kind == FRAMES:
-        request, answer = unpack_frames(frames)
-        dispatcher.stack_requests.on_answer(request, answer)
-        dispatcher.health_monitor.handle_frames(handle, request, answer)
-    elif kind == PROFILE:
+    elif kind in (FRAMES, PROFILE):
         dispatcher.stack_requests.on_answer(*unpack_frames(frames))
     elif kind != OPEN:  # its handle has seen to that
         raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")

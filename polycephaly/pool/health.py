@@ -24,13 +24,13 @@ from collections.abc import Callable
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Malformed
 from ..runtime.procfs import state_of
 from ..runtime.tuning import tuning
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, Spawner, Times
 from .interfaces import State
 from .items import with_item
+from .stack_requests import StackRequest, StackRequests
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -88,13 +88,12 @@ class _WaitTracker:
     whether or not this process looked meanwhile.
     """
 
-    __slots__ = ("_children", "_own", "places", "request")
+    __slots__ = ("_children", "_own", "request")
 
     def __init__(self, now: float) -> None:
         self._own = _ActivityTracker(now)
         self._children = _ActivityTracker(now)
-        self.request = 0  # the number of the request for its frames, or 0
-        self.places: dict[str, Any] = {}  # the answer: the frame of each task
+        self.request: StackRequest | None = None  # for its frames
 
     def seconds(
         self, now: float, activity: tuple[object, Times], children_activity: Callable[[], object]
@@ -107,10 +106,13 @@ class _WaitTracker:
 
 
 class HealthMonitor:
-    def __init__(self, dispatcher: DispatcherBase, supervisor: Supervisor) -> None:
+    def __init__(
+        self, dispatcher: DispatcherBase, supervisor: Supervisor, stack_requests: StackRequests
+    ) -> None:
         config = dispatcher.config
         self._dispatcher = dispatcher
         self._supervisor = supervisor
+        self._stack_requests = stack_requests
         self._hang_timeout = config.hang_timeout
         self._max_memory = config.max_memory
         self._report_waiting = config.report_waiting
@@ -237,17 +239,22 @@ class HealthMonitor:
             wait = self._wait_trackers[handle] = _WaitTracker(now)
         seconds = wait.seconds(now, activity, handle.children_activity)
         if seconds < after:
-            if wait.request:
+            if wait.request is not None:
                 self._end_wait(handle)
                 self._wait_trackers[handle] = wait
-                wait.request, wait.places = 0, {}
-        elif not wait.request:  # by the next look the control thread has answered, if it can
-            wait.request = handle.request_frames()
+                wait.request = None
+        elif wait.request is None:  # by the next look the control thread has answered, if it can
+            wait.request = StackRequest(self._dispatcher, handle)
+            self._stack_requests.send(wait.request)
         # Not if the drone is runnable, and only has to wait for a processor.
         elif handle.reported_wait is None and handle.is_waiting():
-            report = self._describe_wait(handle, time() - seconds, wait.places)
+            report = _describe_wait(handle, time() - seconds, wait.request)
             log.warning("drone %s (pid %s): %s", handle.name, handle.pid, report[1])
             handle.reported_wait = report
+        # The control thread could not answer before.
+        elif handle.reported_wait is not None and handle.reported_wait[1].file is None:
+            since = handle.reported_wait[1].since
+            handle.reported_wait = _describe_wait(handle, since, wait.request)
 
     def _check_mutual_wait(self) -> None:
         """Warn if all drones wait while tasks are queued, because the drones may be waiting for
@@ -275,33 +282,6 @@ class HealthMonitor:
                 queued[0].definition.label,
                 len(handles) + len(queued),
             )
-
-    def handle_frames(self, handle: DroneHandle, request: int, answer: dict[str, Any]) -> None:
-        """Handle the answer to a request for frames, which may be outdated. Raises `Malformed`."""
-        places = answer.get("places")
-        if not isinstance(places, dict):
-            raise Malformed(f"drone {handle.name} did not report where its tasks are")
-        wait = self._wait_trackers.get(handle)
-        if wait is not None and wait.request == request:
-            wait.places = places
-            if handle.reported_wait is not None:  # the control thread could not answer before
-                since = handle.reported_wait[1].since
-                handle.reported_wait = self._describe_wait(handle, since, places)
-
-    def _describe_wait(
-        self, handle: DroneHandle, since: float, places: dict[str, Any]
-    ) -> tuple[int, Waiting]:
-        from .waiting import Waiting
-
-        fields: dict[str, Any] = {"system_call": handle.system_call()}
-        task = handle.running_task()
-        if task is None:
-            return 0, Waiting(since, **fields)
-        fields |= {"task": task.definition.label, "item": task.item}
-        match places.get(str(task.number)):
-            case [str(file), int(line), str(function)]:
-                fields |= {"file": file, "line": line, "function": function}
-        return task.number, Waiting(since, **fields)
 
     def _end_wait(self, handle: DroneHandle) -> None:
         """Note that the drone has run again, or has no more tasks."""
@@ -351,3 +331,18 @@ def _running_task_text(handle: DroneHandle) -> str:
         return ""
     task = with_item(running.definition.label, *running.items)
     return f"; its running task is {task}"
+
+
+def _describe_wait(handle: DroneHandle, since: float, request: StackRequest) -> tuple[int, Waiting]:
+    from .waiting import Waiting
+
+    fields: dict[str, Any] = {"system_call": handle.system_call()}
+    task = handle.running_task()
+    if task is None:
+        return 0, Waiting(since, **fields)
+    fields |= {"task": task.definition.label, "item": task.item}
+    answer = request.result() if request.done() else None
+    match answer and answer.places.get(str(task.number)):
+        case [str(file), int(line), str(function)]:
+            fields |= {"file": file, "line": line, "function": function}
+    return task.number, Waiting(since, **fields)

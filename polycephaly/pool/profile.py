@@ -166,8 +166,7 @@ class Profile:
 class SamplesRequest(DroneRequest[Samples]):
     """A request to end sampling."""
 
-    def ask(self) -> int:
-        return self.handle.request_frames(PROFILE, 0)
+    question = (PROFILE, 0)
 
     def read(self, answer: dict[str, Any]) -> Samples:
         return read_samples(answer)

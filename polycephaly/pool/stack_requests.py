@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from ..errors import Malformed
 from ..promises.promise import fulfill
+from ..wire.messages import FRAMES
 from .config import check_timeout
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
@@ -61,6 +62,7 @@ class _Answer(NamedTuple):
     current: int
     frames: dict[int, Sequence[Any]]  # of each running task
     threads: Sequence[tuple[str, Sequence[Any]]]
+    places: dict[str, Any]  # of each running task: see drone/frames.py
     tasks: dict[int, Task]
     state: str  # if no task runs
 
@@ -68,14 +70,13 @@ class _Answer(NamedTuple):
 class DroneRequest(DrivingSignal[T | None]):
     """A request to one drone. The value is None if the drone cannot be asked."""
 
+    question: tuple[bytes, *tuple[int, ...]] = (FRAMES,)
+    """The arguments of `DroneHandle.request_frames`."""
+
     def __init__(self, dispatcher: DispatcherBase, handle: DroneHandle) -> None:
         super().__init__(dispatcher.reactor)
         self.handle = handle
         self.was_sent = False
-
-    def ask(self) -> int:
-        """Send the request. Return its number."""
-        raise NotImplementedError
 
     def read(self, answer: dict[str, Any]) -> T:
         """Return the value that an answer means. Raises `Malformed`."""
@@ -83,15 +84,12 @@ class DroneRequest(DrivingSignal[T | None]):
 
 
 class StackRequest(DroneRequest[_Answer]):
-    def ask(self) -> int:
-        return self.handle.request_frames()
-
     def read(self, answer: dict[str, Any]) -> _Answer:
         in_flight = self.handle.in_flight
-        current, frames, threads = read_report(answer)
+        current, frames, threads, places = read_report(answer)
         tasks = {each: in_flight[each] for each in frames if each in in_flight}
         state = "between two tasks" if in_flight else "idle"
-        return _Answer(current, frames, threads, tasks, state)
+        return _Answer(current, frames, threads, places, tasks, state)
 
 
 class StackRequests:
@@ -104,7 +102,7 @@ class StackRequests:
 
     def send(self, request: DroneRequest[Any]) -> None:
         if request.handle.is_up():
-            self._pending[request.ask()] = request
+            self._pending[request.handle.request_frames(*request.question)] = request
             request.was_sent = True
         else:
             self._dispatcher.reactor.deliver(partial(fulfill, request))
@@ -160,14 +158,14 @@ def format_remote(frames: StackSummary, error: BaseException) -> str:
 
 def read_report(
     report: dict[str, Any],
-) -> tuple[int, dict[int, Sequence[Any]], list[tuple[str, Sequence[Any]]]]:
-    """Return the running task, the frames of each task, and those of each other thread, from a
-    drone's report. Raises `Malformed`.
+) -> tuple[int, dict[int, Sequence[Any]], list[tuple[str, Sequence[Any]]], dict[str, Any]]:
+    """Return the running task, the frames of each task, those of each other thread, and the place
+    of each task, from a drone's report. Raises `Malformed`.
     """
     try:
         frames = {int(number): _check(entries) for number, entries in report["tasks"].items()}
         threads = [(str(name), _check(entries)) for name, entries in report["threads"]]
-        return int(report["current"]), frames, threads
+        return int(report["current"]), frames, threads, {**report["places"]}
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise Malformed(f"a report without the frames of tasks and threads: {error!r}") from error
 
