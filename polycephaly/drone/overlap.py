@@ -12,19 +12,12 @@ import os
 from collections import deque
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..green import GreenThread
 
-
-class EndedTask(NamedTuple):
-    """A task that has ended, and its start and end times (`time.monotonic`)."""
-
-    number: int
-    thread: GreenThread[Any]
-    started: float
-    finished: float
+    EndedTask = tuple[int, GreenThread[Any], float, float]  # number, thread, start and end
 
 
 class Overlap:
@@ -47,7 +40,7 @@ class Overlap:
         self.running[number] = thread
 
         def on_end(_: object) -> None:  # called by the scheduler
-            self._ended.append(EndedTask(number, thread, started, monotonic()))
+            self._ended.append((number, thread, started, monotonic()))
             os.eventfd_write(self.wakeup_fd, 1)
 
         thread.add_done_callback(on_end)
@@ -61,9 +54,8 @@ class Overlap:
             os.eventfd_read(self.wakeup_fd)
         taken = []
         while self._ended:
-            each = self._ended.popleft()
-            del self.running[each.number]
-            taken.append(each)
+            taken.append(self._ended.popleft())
+            del self.running[taken[-1][0]]
         return taken
 
     def interrupt(self, numbers: set[int]) -> None:
