@@ -41,6 +41,10 @@ _FILE_POLICY = (
 """Of a page that is saved as a file. A server sends its policy as a header."""
 
 STATUSES = (DONE, RUNNING, ERROR, CANCELLED, TIMEOUT, DIED, SENT)
+COLUMNS = (
+    "row", "name", "status", "calls", "there", "back", "note",
+    "queued", "sent", "started", "finished", "received", "cpu", "item",
+)  # fmt: skip
 
 
 def page_of(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> bytes:
@@ -108,7 +112,8 @@ def part_of(timeline: Contents, start: float, names: Iterable[str] = ()) -> dict
     notes: dict[str, int] = {}
     places: dict[int, int] = {}  # index of a task's span, by its number
     needs: list[tuple[int, int]] = []
-    spans, running = Columns(), Columns()
+    spans: list[tuple[Any, ...]] = []
+    running: list[tuple[Any, ...]] = []
     waits: dict[int, int] = {}
     lives = []
 
@@ -123,28 +128,23 @@ def part_of(timeline: Contents, start: float, names: Iterable[str] = ()) -> dict
         if span.started is None:
             waits[row] = min(at(span.sent) or 0, waits.get(row, sys.maxsize))
             continue
-        columns = running if span.status == RUNNING else spans
         if span.number:  # running ones have none
-            places[span.number] = spans.count
-        needs += [(number, spans.count) for number in dict.fromkeys(span.needed)]
-        columns.add(
-            row,
-            numbers.setdefault(span.name, len(numbers)),
-            STATUSES.index(span.status),
-            span.calls,
-            span.bytes_sent,
-            span.bytes_received,
-            notes.setdefault(span.note, len(notes)),
-            *map(at, (span.queued, span.sent, span.started, span.finished, span.received)),
-            None if span.cpu is None else round(span.cpu * 1e6),
-            span.item,
+            places[span.number] = len(spans)
+        needs += [(number, len(spans)) for number in dict.fromkeys(span.needed)]
+        name = numbers.setdefault(span.name, len(numbers))
+        note = notes.setdefault(span.note, len(notes))
+        times = map(at, (span.queued, span.sent, span.started, span.finished, span.received))
+        cpu = None if span.cpu is None else round(span.cpu * 1e6)
+        measured = STATUSES.index(span.status), span.calls, span.bytes_sent, span.bytes_received
+        (running if span.status == RUNNING else spans).append(
+            (row, name, *measured, note, *times, cpu, span.item)
         )
     return {
         "rows": [*rows],
         "names": [*numbers],
         "notes": [*notes],
-        "spans": spans.columns,
-        "running": running.columns,
+        "spans": _columns(spans),
+        "running": _columns(running),
         "lives": lives,
         "waits": [*waits.items()],
         "arrows": [
@@ -153,20 +153,6 @@ def part_of(timeline: Contents, start: float, names: Iterable[str] = ()) -> dict
     }
 
 
-class Columns:
-    """Spans as columns, which JSON holds in half of the bytes."""
-
-    NAMES = (
-        "row", "name", "status", "calls", "there", "back", "note",
-        "queued", "sent", "started", "finished", "received", "cpu", "item",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {name: [] for name in self.NAMES}
-        self._appends = [column.append for column in self.columns.values()]
-        self.count = 0
-
-    def add(self, *values: Any) -> None:
-        self.count += 1
-        for append, value in zip(self._appends, values, strict=True):
-            append(value)
+def _columns(spans: Sequence[tuple[Any, ...]]) -> dict[str, list[Any]]:
+    """Return spans as columns, which JSON holds in half of the bytes."""
+    return {name: [span[index] for span in spans] for index, name in enumerate(COLUMNS)}
