@@ -17,8 +17,8 @@ import signal
 import socket
 import sys
 from array import array
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ...memory.arena import RangeRef, hold_ranges_through_fork
@@ -54,7 +54,7 @@ class Launcher:
         # The names in an imported main module are unknown until a drone reports them. Until then
         # all of `__main__` is sent by value.
         self.snapshot = MainSnapshot(() if self.imports_main else None)
-        self._knows_names = not self.imports_main
+        self._knows_names = False
         self.pid = self._start(start, spec, store, name)
         self.pidfd = parent_death.open_pidfd(self.pid)
         shared_snapshots.append(self._current_snapshot)
@@ -68,7 +68,8 @@ class Launcher:
             try:
                 if start is None:
                     check_before_fork()
-                return self._fork(spec, forced=start is not None)
+                with self._control_pair() as theirs:
+                    return self._fork(theirs, spec, forced=start is not None)
             except UnsafeFork as unsafe:
                 unsafe.warn(name)
             self._kept_memory.clear()
@@ -76,13 +77,27 @@ class Launcher:
 
             self.main_copy = take_snapshot(store, self._kept_memory)
             self.snapshot = MainSnapshot(self.main_copy.pickles, self.main_copy.left_out)
-        return self._start_bare(spec)
+        from .bare import start_bare_zygote
 
-    def _fork(self, spec: DroneSpec, forced: bool) -> int:
-        """Fork, and return the zygote's pid. Raises `UnsafeFork`, unless `forced` by the user."""
-        owner = os.getpid()
+        with self._control_pair() as theirs:
+            return start_bare_zygote(theirs.fileno(), self.arena, spec, self.main_copy)
+
+    @contextmanager
+    def _control_pair(self) -> Iterator[socket.socket]:
+        """Make `_control`, and yield the zygote's end."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = parent_death.close_in_child(mine)
+        try:
+            yield theirs
+        except BaseException:
+            parent_death.close(self._control)
+            raise
+        finally:
+            theirs.close()
+
+    def _fork(self, control: socket.socket, spec: DroneSpec, forced: bool) -> int:
+        """Fork, and return the zygote's pid. Raises `UnsafeFork`, unless `forced` by the user."""
+        owner = os.getpid()
         pid = 0
         try:
             with fork_guard.guard, hold_ranges_through_fork(self._kept_memory):
@@ -94,12 +109,11 @@ class Launcher:
                     if os.getpid() == owner:
                         addresses.parent_address = previous_address
             if pid == 0:
-                Zygote(theirs, spec, self.arena, self.snapshot, owner).run()
+                Zygote(control, spec, self.arena, self.snapshot, owner).run()
             if not forced:
                 check_after_fork()
             return pid
         except BaseException:
-            parent_death.close(self._control)
             # SIGKILL, because the child may hang. It has no drones yet.
             if pid and os.getpid() == owner:
                 os.kill(pid, signal.SIGKILL)
@@ -110,20 +124,6 @@ class Launcher:
             # In the child, after any error, the controller's code must not go on.
             if os.getpid() != owner:
                 os._exit(1)
-            theirs.close()
-
-    def _start_bare(self, spec: DroneSpec) -> int:
-        from .bare import start_bare_zygote
-
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = parent_death.close_in_child(mine)
-        try:
-            return start_bare_zygote(theirs.fileno(), self.arena, spec, self.main_copy)
-        except BaseException:
-            parent_death.close(self._control)
-            raise
-        finally:
-            theirs.close()
 
     def left_out(self, name: str) -> str | None:
         """Return why its drones lack `name` of `__main__`, and a remedy; None if unknown."""
@@ -164,7 +164,7 @@ class Launcher:
 
         Raises `OSError` if the zygote is gone, and `ValueError` if the order is too large.
         """
-        message = order.to_json()
+        message = json.dumps(order._asdict()).encode()
         if len(message) > MAX_ORDER_BYTES:
             raise ValueError(
                 f"env= is too large for a drone: {len(message)} of at most {MAX_ORDER_BYTES} bytes"

@@ -75,9 +75,6 @@ class Order(NamedTuple):
     env: dict[str, str]
     cwd: str | None
 
-    def to_json(self) -> bytes:
-        return json.dumps(self._asdict()).encode()
-
 
 class DroneSpec(NamedTuple):
     """The start parameters that all drones of one zygote share."""
