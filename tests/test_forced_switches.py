@@ -13,7 +13,7 @@ from polycephaly import Promise
 from polycephaly.green import group as groups
 from polycephaly.green import native
 from polycephaly.memory.references import Received
-from polycephaly.pool import handlers
+from polycephaly.pool import event_loop, handlers
 from polycephaly.pool import task as work
 from polycephaly.promises import promise as promises
 from polycephaly.promises.promise import FINISHED
@@ -248,3 +248,18 @@ def test_the_switch_interval_is_that_for_the_number_of_threads(monkeypatch):
         for _ in range(pool.count):
             pool.remove_worker()
         assert interval.value == 0.005, place
+
+
+def test_what_is_given_to_a_loop_while_it_runs_others_is_run_once():
+    def pair():
+        made.append(event_loop.EventLoop("meeting"))
+        loop = made[-1]
+        return lambda: loop.run_outside_lock(lambda: ran.append(1)), loop._run_jobs_outside_lock
+
+    made, ran = [], []
+    for *_, place in every_meeting(pair, event_loop):
+        made[-1]._run_jobs_outside_lock()
+        assert ran == [1], place
+        ran.clear()
+        made.pop().close()
+    made.pop().close()

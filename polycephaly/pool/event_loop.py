@@ -59,7 +59,7 @@ class EventLoop:
         self._inbox: deque[Callable[[], object]] = deque()
         self._sources: list[Source] = []
         self._watched: dict[int, Callable[[], object]] = {}
-        self._jobs_outside_lock: list[Callable[[], object]] = []
+        self._jobs_outside_lock: deque[Callable[[], object]] = deque()
         self._deliveries: list[Callable[[], object]] = []
         self._delivering = False
         self._deliverer: int | None = None  # the thread that runs deliveries, if any
@@ -243,9 +243,8 @@ class EventLoop:
         """Act on the deliveries just made. Called while holding the lock."""
 
     def _run_jobs_outside_lock(self) -> None:
-        jobs, self._jobs_outside_lock = self._jobs_outside_lock, []
-        for job in jobs:
-            self._call_guarded(job)
+        while self._jobs_outside_lock:
+            self._call_guarded(self._jobs_outside_lock.popleft())
 
     def _sleep(self) -> None:
         self._wakeup_token = True
