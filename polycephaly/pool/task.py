@@ -434,9 +434,6 @@ class Task(Promise[Any]):
         self.release_inputs()
         self.dispatcher.post(self.dispatcher.withdraw, self)
 
-    def _cancel_on_interrupt(self) -> None:
-        self.cancel()
-
     def debug(self) -> None:
         address = self._frames_address() if self._has_error() else None
         if address is not None:

@@ -297,9 +297,6 @@ class _Gathered(Promise[list[Any]]):
     def _dependencies(self) -> Iterable[Future[Any]]:
         return self._promises
 
-    def _cancel_on_interrupt(self) -> None:
-        self.cancel()
-
     def running(self) -> bool:
         return any(each.running() for each in self._promises)
 

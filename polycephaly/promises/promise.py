@@ -332,7 +332,10 @@ class Promise(Future[T], Handle, Generic[T]):
 
     def _cancel_on_interrupt(self) -> None:
         """Cancel the tasks behind the promise, because Ctrl-C interrupted the wait for it."""
-        cancel_on_interrupt(self._awaited)
+        if self._can_be_interrupted:
+            self.cancel()
+        else:
+            cancel_on_interrupt(self._awaited)
 
     def _on_wait_interval(self) -> None:
         """Do what is due now and then while the caller waits."""
