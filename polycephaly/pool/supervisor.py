@@ -273,11 +273,7 @@ class Supervisor:
     def stop(self, handle: AssignedDrone) -> None:
         handle.state = State.STOPPING
         handle.send(pack_numbers(STOP))
-        self._dispatcher.call_later(STOP_GRACE_SECONDS, self._kill_if_alive, handle)
-
-    def _kill_if_alive(self, handle: DroneHandle) -> None:
-        if handle.alive:
-            handle.kill()
+        self._dispatcher.call_later(STOP_GRACE_SECONDS, handle.kill)  # no effect on a dead one
 
     def kill_all(self, reason: str) -> None:
         for handle in self._dispatcher.handles:
