@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,8 @@ class LocalEngine(Engine):
             self._arena = Arena(shared_memory_ceiling())
         except OSError as error:
             raise name_limit(error) from error
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._arena.end)
             self._tidy_scheduled = False
             self._store = Store(self._arena, 0)
             self._arena.request_cleanup = self._schedule_tidy
@@ -92,15 +93,10 @@ class LocalEngine(Engine):
                 self._config.initargs if needs_inheritance(self._config.initargs) else None
             )
             self._launcher = self.snapshot()
-            try:
-                self._bulk.open()
-                self._create_registry(self._launcher)
-            except BaseException:
-                self._launcher.end()
-                raise
-        except BaseException:
-            self._arena.end()
-            raise
+            undo.callback(self._launcher.end)
+            self._bulk.open()
+            self._create_registry(self._launcher)
+            undo.pop_all()
 
     def _create_registry(self, launcher: Launcher) -> None:
         self._dispatcher.registry = FunctionRegistry(

@@ -91,14 +91,11 @@ def check_before_fork() -> None:
     """
     others = _suspect_threads()
     usual = _python_thread_names() if others else set()
-    owners = {
-        thread: _find_owner(thread)[0] for thread, name in others.items() if name not in usual
-    }
     _raise_if_unsafe(
         [
-            (owner, others[each])
-            for each, owner in owners.items()
-            if owner and "openblas" not in owner
+            (owner, name)
+            for thread, name in others.items()
+            if name not in usual and (owner := _find_owner(thread)[0]) and "openblas" not in owner
         ]
     )
 
