@@ -109,22 +109,19 @@ class HealthMonitor:
     def __init__(
         self, dispatcher: DispatcherBase, supervisor: Supervisor, stack_requests: StackRequests
     ) -> None:
-        config = dispatcher.config
+        config = self._config = dispatcher.config
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._stack_requests = stack_requests
-        self._hang_timeout = config.hang_timeout
-        self._max_memory = config.max_memory
-        self._report_waiting = config.report_waiting
         self._interval = tuning.health_check_seconds
         self._stall_seconds = tuning.stalled_seconds
-        if self._max_memory is not None:
+        if config.max_memory is not None:
             self._interval = MEMORY_CHECK_SECONDS
-        if self._hang_timeout is not None:
-            self._interval = min(self._interval, self._hang_timeout / 4)
-            self._stall_seconds = min(self._stall_seconds, self._hang_timeout)
-        if self._report_waiting is not None:
-            self._interval = min(self._interval, self._report_waiting / 4)
+        if config.hang_timeout is not None:
+            self._interval = min(self._interval, config.hang_timeout / 4)
+            self._stall_seconds = min(self._stall_seconds, config.hang_timeout)
+        if config.report_waiting is not None:
+            self._interval = min(self._interval, config.report_waiting / 4)
         self._wait_trackers: dict[DroneHandle, _WaitTracker] = {}
         self._mutual_wait_reported = False
         self._trackers: dict[DroneHandle | Spawner, _ActivityTracker] = {}
@@ -150,8 +147,8 @@ class HealthMonitor:
         self._checked_at = now
         monitored: set[DroneHandle | Spawner] = set()
         for handle in [each for each in self._dispatcher.handles if each.alive]:
-            if self._max_memory is not None and handle.pid is not None:
-                self._check_memory(handle, self._max_memory)
+            if self._config.max_memory is not None and handle.pid is not None:
+                self._check_memory(handle, self._config.max_memory)
             may_end = handle.kill_reason or handle.unresponsive or handle.state is State.STOPPING
             if handle.spawner is not None and (handle.pid is None or may_end):
                 monitored.add(handle.spawner)  # the zygote starts the drone and reports its end
@@ -172,7 +169,7 @@ class HealthMonitor:
             else:
                 self._check_zygote(process, tracker, now)
         self._check_mutual_wait()
-        if monitored or self._max_memory is not None:
+        if monitored or self._config.max_memory is not None:
             # No effect if the replacement of a drone has set the timer already.
             self.schedule_check()
 
@@ -180,8 +177,8 @@ class HealthMonitor:
 
     def _check_drone(self, handle: DroneHandle, tracker: _ActivityTracker, now: float) -> None:
         heartbeat, threads = handle.heartbeat()
-        if self._report_waiting is not None:
-            self._check_wait(handle, now, handle.activity(threads), self._report_waiting)
+        if self._config.report_waiting is not None:
+            self._check_wait(handle, now, handle.activity(threads), self._config.report_waiting)
         inactive = tracker.inactive_seconds(now, heartbeat, threads)
         if inactive < self._stall_seconds:
             if handle.unresponsive is not None:
@@ -195,7 +192,7 @@ class HealthMonitor:
             reason = handle.unresponsive = handle.stall_reason()
             text, task = "drone %s (pid %s) does not respond: %s%s", _running_task_text(handle)
             log.warning(text, handle.name, handle.pid, reason, task)
-        hang_timeout = self._hang_timeout
+        hang_timeout = self._config.hang_timeout
         if hang_timeout is not None and inactive >= hang_timeout and not handle.kill_reason:
             handle.abort(f"the drone did not respond for {inactive:.1f} s: {handle.unresponsive}")
 
@@ -221,8 +218,8 @@ class HealthMonitor:
         if not tracker.reported:
             tracker.reported = True
             text = "the zygote of %s (pid %s) does not respond: it is stopped"
-            log.warning(text, self._dispatcher.config.name, spawner.pid)
-        if self._hang_timeout is not None and inactive >= self._hang_timeout:
+            log.warning(text, self._config.name, spawner.pid)
+        if self._config.hang_timeout is not None and inactive >= self._config.hang_timeout:
             spawner.kill_zygote()
         elif inactive >= tuning.stopped_zygote_seconds:
             spawner.continue_zygote()
@@ -276,7 +273,7 @@ class HealthMonitor:
                 "all drones of %s (%d) wait, and tasks are queued until a drone is free (%d, the "
                 "first is %s): if the drones wait for these tasks, as the stages of a pipeline "
                 "wait for each other, this is a deadlock: use a Pool of at least %d drones",
-                self._dispatcher.config.name,
+                self._config.name,
                 len(handles),
                 len(queued),
                 queued[0].definition.label,
@@ -306,7 +303,7 @@ class HealthMonitor:
             handle.state is State.READY
             and not handle.in_flight
             and not handle.tasks_done
-            and self._dispatcher.config.on_death != "end"
+            and self._config.on_death != "end"
         ):
             self._supervisor.kill_too_large(
                 handle,
@@ -315,7 +312,7 @@ class HealthMonitor:
         elif held > limit:
             handle.kill(f"{usage}, more than max_memory={limit >> 20:,} MiB")
         # A lone drone is not replaced, because its pool would end with it.
-        elif handle.state is State.READY and self._dispatcher.config.on_death != "end":
+        elif handle.state is State.READY and self._config.on_death != "end":
             log.info("drone %s is replaced: it holds %s MiB", handle.name, f"{held >> 20:,}")
             self._supervisor.retire(handle)
 
