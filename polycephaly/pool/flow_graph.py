@@ -60,13 +60,6 @@ class Node(NamedTuple):
     inputs: tuple[int, ...]
 
 
-class _NodeRecord(NamedTuple):
-    number: int
-    label: str
-    inputs: tuple[int, ...]
-    task: ref[Promise[Any]]
-
-
 _nodes: deque[tuple[int, str, tuple[int, ...], ref[Promise[Any]]]] = deque(maxlen=MAX_NODES)
 _failed: dict[int, str] = {}  # state by number, the oldest entry first
 
@@ -184,7 +177,7 @@ class Graph:
 
 def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
     """Yield the nodes, the nearest first. A promise that is no call gets a number below 1."""
-    records = {each[0]: _NodeRecord(*each) for each in list(_nodes)}
+    records = {each[0]: each[1:] for each in list(_nodes)}
     promise_numbers: dict[int, int] = {}
     seen: set[int] = set()
     todo: deque[Promise[Any] | int] = deque(promises)
@@ -199,22 +192,20 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
         if number in seen:
             continue
         seen.add(number)
-        record = records.get(number)
-        promise: Any = (record and record.task()) if isinstance(each, int) else each
+        name, needed, task = records.get(number, (None, None, None))
+        promise: Any = (task and task()) if isinstance(each, int) else each
         dependencies = () if promise is None else promise._dependencies()
         pending = [other for other in dependencies if isinstance(other, Promise)]
-        inputs = dict.fromkeys(
-            record.inputs if record is not None else getattr(promise, "input_numbers", ())
-        )
+        inputs = dict.fromkeys(getattr(promise, "input_numbers", ()) if needed is None else needed)
         inputs |= dict.fromkeys(map(number_of, pending))
         todo += pending
         todo += inputs
         if promise is not None:
             label = short_name(getattr(promise, "label", "promise"))
             yield Node(number, label, _state(promise), promise.spans.drone or "", tuple(inputs))
-        elif record is not None:
+        elif name is not None:
             state = _failed.get(number, DONE)
-            yield Node(number, short_name(record.label), state, "", tuple(inputs))
+            yield Node(number, short_name(name), state, "", tuple(inputs))
 
 
 def _state(promise: Promise[Any]) -> str:
