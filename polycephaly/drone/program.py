@@ -13,8 +13,6 @@ from typing import Any
 from ..wire.main_names import main_namespace
 from .functions import compile_source, run_if_coroutine
 
-_MISSING = object()
-
 
 class Program:
     """A program; `file` is the file it was read from, or None for a code string.
@@ -39,7 +37,7 @@ class Program:
         """
         body, last = compile_source(self.source, self.file)
         namespace = main_namespace()
-        old_argv, old_file = sys.argv, namespace.get("__file__", _MISSING)
+        old_argv, old_file = sys.argv, {k: namespace[k] for k in ["__file__"] if k in namespace}
         sys.argv = self.argv
         if self.file is not None:
             namespace["__file__"] = self.file
@@ -49,7 +47,5 @@ class Program:
             return None if value is None else repr(value)
         finally:
             sys.argv = old_argv
-            if old_file is not _MISSING:
-                namespace["__file__"] = old_file
-            else:
-                namespace.pop("__file__", None)
+            namespace.pop("__file__", None)
+            namespace.update(old_file)
