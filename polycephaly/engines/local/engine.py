@@ -77,9 +77,8 @@ class LocalEngine(Engine):
         self._config = self._dispatcher.config
         self._reactor = self._dispatcher.reactor
         self._bulk = self._reactor.source(BulkSocket)
-        self._zygote_lost = self._started = False
         self.make_room(self._config.size)
-        self._launchers: list[Launcher] = []
+        self._launchers: list[Launcher] = []  # in use, until they are reaped
         try:
             self._arena = Arena(shared_memory_ceiling())
         except OSError as error:
@@ -146,7 +145,6 @@ class LocalEngine(Engine):
     # -- starting ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._started = True
         self._add_launcher(self._launcher)
 
     def _add_launcher(self, launcher: Launcher) -> None:
@@ -157,7 +155,7 @@ class LocalEngine(Engine):
         self._reactor.watch(fd, partial(self._dispatcher.run_guarded, callback, *args))
 
     def can_start(self) -> bool:
-        return self._count_alive() < self._max_drones and not self._zygote_lost
+        return self._launcher in self._launchers and self._count_alive() < self._max_drones
 
     def make_room(self, size: int) -> None:
         # Twice: until a drone has ended, another has begun. Many may be retiring after a `resize`.
@@ -274,7 +272,6 @@ class LocalEngine(Engine):
         previous, self._launcher = self._launcher, snapshot
         if not self._handles_of(previous):  # its drones were never started
             self._retire_launcher(previous)
-        self._zygote_lost = False
         self._add_launcher(snapshot)
         self._create_registry(snapshot)
 
@@ -304,8 +301,6 @@ class LocalEngine(Engine):
         self._reactor.unwatch(launcher.fileno())
         launcher.close()
         is_current = launcher is self._launcher
-        # Not set back by the end of an older one: the replacement of this one may be on its way.
-        self._zygote_lost |= is_current
         orphaned = self._handles_of(launcher)
         for handle in orphaned:
             # The kernel has killed the drone, but not the programs that the drone had started.
@@ -352,7 +347,7 @@ class LocalEngine(Engine):
         return launcher.reap()
 
     def end(self) -> None:
-        if not self._started:
+        if self._launcher not in self._launchers:  # it was not used, or has ended by itself
             self._launcher.end()
         for launcher in self._launchers:
             self._reactor.unwatch(launcher.fileno())
