@@ -461,13 +461,12 @@ class _AsyncResults(AsyncIterator[Any]):
                 await self._results._stream.wait()
                 some = next(self._results._generator, None)
                 if some is None:
-                    raise StopAsyncIteration
+                    break
                 self._values = iter(some)
-        except StopAsyncIteration:
-            raise
         except BaseException:
             self._results.close()
             raise
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
         self._results.close()
