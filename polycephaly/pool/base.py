@@ -704,10 +704,8 @@ class ExecutorBase(TaskTarget, Executor):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._leave()
         try:
-            if kind is None:
-                self._send_maps()
+            self._leave(kind)
         except BaseException:  # Ctrl-C, or an error of an input
             self._dispatcher.finish(cancel=True)
             raise
@@ -717,10 +715,8 @@ class ExecutorBase(TaskTarget, Executor):
         return self.__enter__()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._leave()
         try:
-            if kind is None:
-                self._send_maps()
+            self._leave(kind)
         except BaseException:
             await self._dispatcher.finish_async(cancel=True)
             raise
@@ -732,8 +728,10 @@ class ExecutorBase(TaskTarget, Executor):
             if (results := each()) is not None:
                 results.send_rest()
 
-    def _leave(self) -> None:
+    def _leave(self, error: type[BaseException] | None) -> None:
         _pools.set(tuple(each for each in _pools.get() if each() is not self))
+        if error is None:
+            self._send_maps()
 
 
 _pools: ContextVar[tuple[ref[ExecutorBase], ...]] = ContextVar("polycephaly pools", default=())

@@ -208,11 +208,8 @@ class Drone(DroneBase):
             self._dispatcher.finish(cancel=kind is not None)
         else:  # a drone of a pool, which continues
             if kind is not None:
-                self._cancel_dedicated()
+                self._dispatcher.post(self._dispatcher.cancel_dedicated, self._handle)
             self.release()
-
-    def _cancel_dedicated(self) -> None:
-        self._dispatcher.post(self._dispatcher.cancel_dedicated, self._handle)
 
     async def __aenter__(self) -> Self:
         return self
@@ -222,7 +219,7 @@ class Drone(DroneBase):
             await self._dispatcher.finish_async(cancel=kind is not None)
         else:
             if kind is not None:
-                self._cancel_dedicated()
+                self._dispatcher.post(self._dispatcher.cancel_dedicated, self._handle)
             self.release(wait=False)
             await self._handle.ended
 
