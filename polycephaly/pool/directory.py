@@ -244,24 +244,19 @@ class ObjectDirectory:
             if not remote_object.holders[handle]:
                 del remote_object.holders[handle]
 
-    def on_packed(self, handle: DroneHandle, number: int, payload: Any) -> None:
-        remote_object = self._finish_packing(handle, number)
-        if remote_object is not None:
-            remote_object.packed = payload if isinstance(payload, Received) else bytes(payload)
-            self._notify_changed(remote_object)
-
-    def on_pack_failed(self, handle: DroneHandle, number: int, payload: Any) -> None:
-        remote_object = self._finish_packing(handle, number)
-        if remote_object is not None:
-            remote_object.pickling_error = bytes(payload)
-            self._notify_changed(remote_object)
-
-    def _finish_packing(self, handle: DroneHandle, number: int) -> RemoteObject | None:
+    def on_packed(self, handle: DroneHandle, number: int, payload: Any, failed: bool) -> None:
+        """Record the answer to a FETCH: the packed value or, if that `failed`, the error."""
         handle.packing.discard(number)
         remote_object = self._remote_objects.get(number)
-        if remote_object is not None and remote_object.packing_drone is handle:
+        if remote_object is None:
+            return
+        if remote_object.packing_drone is handle:
             remote_object.packing_drone = None
-        return remote_object
+        if failed:
+            remote_object.pickling_error = bytes(payload)
+        else:
+            remote_object.packed = payload if isinstance(payload, Received) else bytes(payload)
+        self._notify_changed(remote_object)
 
     def on_drone_died(self, handle: DroneHandle) -> None:
         """Remove a drone that sends no more messages from all holders."""

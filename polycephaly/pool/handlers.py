@@ -113,12 +113,9 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                 if status == EVENT_LOG:
                     _handle_event_log(dispatcher, handle, payload)
                     continue
-                if status & ~SHARED == PACKED:
+                if status & ~SHARED == PACKED or status == NOT_PACKED:
                     packed = handle.ref_table.receive(payload) if status & SHARED else payload
-                    dispatcher.directory.on_packed(handle, number, packed)
-                    continue
-                if status == NOT_PACKED:
-                    dispatcher.directory.on_pack_failed(handle, number, payload)
+                    dispatcher.directory.on_packed(handle, number, packed, status == NOT_PACKED)
                     continue
                 if status == KEPT_VALUES:
                     task = handle.in_flight.get(number)
