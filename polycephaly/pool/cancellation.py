@@ -82,27 +82,23 @@ class Cancellation:
         handle.timer, handle.timer_at = None, inf
         now = self._dispatcher.reactor.timers.now()
         if any(deadline <= now for deadline in handle.deadlines.values()):
-            self._reject_overdue(handle)
-        for number, deadline in handle.deadlines.items():
-            if deadline - STACK_SECONDS <= now and number not in handle.frame_requests:
-                handle.frame_requests[number] = request = StackRequest(self._dispatcher, handle)
-                self._stack_requests.send(request)
-        self._set_timer(handle)
-
-    def _reject_overdue(self, handle: DroneHandle) -> None:
-        handle.catch_up()
-        now = self._dispatcher.reactor.timers.now()
+            handle.catch_up()
         for number, deadline in list(handle.deadlines.items()):
             task = handle.in_flight.get(number)
             if task is None or task.done():
                 del handle.deadlines[number]
-            elif deadline <= now and handle.is_debugged():
+            elif deadline > now:
+                if deadline - STACK_SECONDS <= now and number not in handle.frame_requests:
+                    handle.frame_requests[number] = request = StackRequest(self._dispatcher, handle)
+                    self._stack_requests.send(request)
+            elif handle.is_debugged():
                 assert task.timeout is not None
                 handle.deadlines[number] = now + task.timeout
                 handle.frame_requests.pop(number, None)
-            elif deadline <= now:
+            else:
                 del handle.deadlines[number]
                 self._reject_timed_out(handle, task)
+        self._set_timer(handle)
 
     def _reject_timed_out(self, handle: DroneHandle, task: Task) -> None:
         error = TimeoutError(
