@@ -236,7 +236,7 @@ def test_a_thread_of_cpp_is_of_its_outermost_call_and_never_pythons(monkeypatch)
         5: "libstdc++.so.6",
     }
     monkeypatch.setattr(
-        native_threads, "_read_file", lambda path: "202 0x0 0x0 0x0 0x0 0x0 0x0 0x1000 0x2000"
+        native_threads, "read_text", lambda path: "202 0x0 0x0 0x0 0x0 0x0 0x0 0x1000 0x2000"
     )
     monkeypatch.setattr(native_threads, "_find_library", libraries.get)
     monkeypatch.setattr(

@@ -29,7 +29,7 @@ from contextlib import suppress
 from time import sleep
 
 from ..._compat import caller_stacklevel, current_frames
-from ...runtime.procfs import processor_times, state_of
+from ...runtime.procfs import processor_times, read_text, state_of
 from ...runtime.tuning import tuning
 
 MAX_ASLEEP_CHECKS = 250
@@ -53,7 +53,7 @@ class UnsafeFork(Exception):
         """Take the library and the name of each thread."""
         self.owners = Counter(owner for owner, _ in threads)
         names = {
-            owner: ", ".join(sorted({name for its, name in threads if its == owner}))
+            owner: ", ".join(sorted({name.rstrip() for its, name in threads if its == owner}))
             for owner in self.owners
         }
         super().__init__(
@@ -147,10 +147,9 @@ def _suspect_threads() -> dict[int, str]:
     others: dict[int, str] = {}
     with suppress(OSError):  # no /proc
         for thread in set(map(int, os.listdir("/proc/self/task"))) - _python_threads():
-            with suppress(OSError):  # the thread has just ended
-                name = _read_file(f"/proc/self/task/{thread}/comm")
-                if not name.startswith(_HARMLESS_NAMES):
-                    others[thread] = name
+            name = _name_of(thread)
+            if name and not name.startswith(_HARMLESS_NAMES):
+                others[thread] = name
     return others
 
 
@@ -163,19 +162,12 @@ def _python_thread_names() -> set[str]:
 
     A native thread inherits one of these if a Python thread starts it without giving a name.
     """
-    names = set()
-    for thread in _python_threads():
-        with suppress(OSError):
-            names.add(_read_file(f"/proc/self/task/{thread}/comm"))
-    return names
+    return set(map(_name_of, _python_threads()))
 
 
-def _read_file(path: str) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.fsdecode(os.read(fd, 4096)).rstrip("\n")
-    finally:
-        os.close(fd)
+def _name_of(thread: int | None) -> str:
+    """Return the name of a thread, with the end of line; "" if the thread has just ended."""
+    return read_text(f"/proc/self/task/{thread}/comm")
 
 
 def _raw_threads() -> set[int]:
@@ -203,7 +195,7 @@ def _find_owner(thread: int) -> tuple[str | None, int]:
     the C library's thread descriptor.
     """
     try:
-        *_, stack_pointer, _ = _read_file(f"/proc/self/task/{thread}/syscall").split()
+        *_, stack_pointer, _ = read_text(f"/proc/self/task/{thread}/syscall").split()
         start = int(stack_pointer, 16) // _WORD_BYTES * _WORD_BYTES
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
         try:
