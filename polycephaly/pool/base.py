@@ -326,7 +326,7 @@ class DroneBase(TaskTarget):
         ...     drone["x"]
         42
         """
-        return self.doit(namespace.get, name)
+        return self.pull(name)[0]
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Bind a name in the drone's namespace, and wait until that is done."""

@@ -23,9 +23,5 @@ def pull(*names: str) -> tuple[Any, ...]:
     return tuple(namespace[name] for name in names)
 
 
-def get(name: str) -> Any:
-    return pull(name)[0]
-
-
 def has(name: str) -> bool:
     return name in main_namespace()

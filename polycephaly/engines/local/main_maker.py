@@ -19,8 +19,6 @@ from ...wire.main_snapshot import Snapshot, restore_snapshot
 
 
 class MainMaker(NamedTuple):
-    """The recipe by which a drone of a bare zygote makes its `__main__`."""
-
     snapshot: Snapshot | None  # None: import the main module
     module: dict[str, str]  # names the main module; empty if there is none, as under `python -c`
 
