@@ -132,8 +132,6 @@ class DroneExecutor:
         self._ref_table = ref_table
         self._drone_store = DroneStore(name)
         self._events = events
-        # Overlapped tasks whose values are to stay in this drone.
-        self._keeping_numbers: set[int] = set()
         self._outcomes = self._buffer_type(
             status_page, snapshot, store, ref_table, tail, self._drone_store, events
         )
@@ -380,24 +378,22 @@ class DroneExecutor:
         try:
             if task.number in self._pending_interrupts:
                 raise KeyboardInterrupt("interrupted by the controller")
-            if task.keeps:
-                self._keeping_numbers.add(task.number)
-            overlap.begin(task.number, task.definition.begin(task.kind, task.payload))
+            coro = task.definition.begin(task.kind, task.payload)
+            overlap.begin(task.number, coro, task.keeps)
             if self._claim_interrupt(task.number):  # since the check before
                 overlap.interrupt({task.number})
         except BaseException as error:
-            self._keeping_numbers.discard(task.number)
             self._add_overlapped_outcome(
                 task.number, ERROR, started, monotonic(), self._outcomes.pack_error(error)
             )
 
     def _collect_ended(self, overlap: Overlap) -> None:
-        for number, thread, started, finished in overlap.take_ended():
+        for number, thread, keeps, started, finished in overlap.take_ended():
             status = VALUE
             payload: bytes | Serialized = b""
             try:
                 value = thread.result()
-                if number in self._keeping_numbers:
+                if keeps:
                     payload = self._drone_store.keep(number, value)
                 elif value is not None:
                     payload = self._outcomes.pack(value)
@@ -405,7 +401,6 @@ class DroneExecutor:
                 status, payload = ERROR, self._outcomes.pack_error(error)
             finally:
                 del thread  # no cycle through the error's traceback, which would keep the arguments
-            self._keeping_numbers.discard(number)
             self._add_overlapped_outcome(number, status, started, finished, payload)
             if not overlap.running:
                 self._last_done = number

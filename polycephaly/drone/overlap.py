@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..green import GreenThread
 
-    EndedTask = tuple[int, GreenThread[Any], float, float]  # number, thread, start and end
+    # Number, thread, whether the value stays in the drone, start and end.
+    EndedTask = tuple[int, GreenThread[Any], bool, float, float]
 
 
 class Overlap:
@@ -31,7 +32,7 @@ class Overlap:
         self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended: deque[EndedTask] = deque()
 
-    def begin(self, number: int, coro: Any) -> None:
+    def begin(self, number: int, coro: Any, keeps: bool) -> None:
         """Run a coroutine, or another object that `green.spawn` takes."""
         from ..green import spawn
 
@@ -40,7 +41,7 @@ class Overlap:
         self.running[number] = thread
 
         def on_end(_: object) -> None:  # called by the scheduler
-            self._ended.append((number, thread, started, monotonic()))
+            self._ended.append((number, thread, keeps, started, monotonic()))
             os.eventfd_write(self.wakeup_fd, 1)
 
         thread.add_done_callback(on_end)
