@@ -9,6 +9,7 @@ sockets, and the drones of the engine do only as the test says. `FakeLoop` is fo
 loop of its own, as a server."""
 
 import itertools
+import signal
 from collections import deque
 from pickle import dumps
 from unittest import mock
@@ -275,11 +276,9 @@ class FakeZygote(Launcher):
         self.told = []  # to go on, or to end; and when
         self.reactor = None
 
-    def kill_zygote(self):
-        self.told.append(("killed", self.reactor.passed))
-
-    def continue_zygote(self):
-        self.told.append(("continued", self.reactor.passed))
+    def signal_zygote(self, number):
+        did = {signal.SIGKILL: "killed", signal.SIGCONT: "continued"}[number]
+        self.told.append((did, self.reactor.passed))
 
 
 class FakeEngine(Engine):

@@ -359,7 +359,7 @@ def test_a_stopped_zygote_that_reads_no_orders_is_let_go_on(monkeypatch):
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher, told = Launcher.__new__(Launcher), []
     launcher._control = mine
-    monkeypatch.setattr(Launcher, "continue_zygote", lambda _: told.append(its.recv(4096)))
+    monkeypatch.setattr(Launcher, "signal_zygote", lambda *_: told.append(its.recv(4096)))
     with mine, its:
         while not told:
             launcher.kill(7)

@@ -78,8 +78,7 @@ class Spawner(Protocol):
 
     pid: int
 
-    def kill_zygote(self) -> None: ...
-    def continue_zygote(self) -> None: ...
+    def signal_zygote(self, number: int, /) -> None: ...
 
 
 class DroneHandle:

@@ -20,6 +20,7 @@ methods are called while holding the reactor's lock.
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable
 from time import time
 from typing import TYPE_CHECKING, Any
@@ -220,9 +221,9 @@ class HealthMonitor:
             text = "the zygote of %s (pid %s) does not respond: it is stopped"
             log.warning(text, self._config.name, spawner.pid)
         if self._config.hang_timeout is not None and inactive >= self._config.hang_timeout:
-            spawner.kill_zygote()
+            spawner.signal_zygote(signal.SIGKILL)
         elif inactive >= tuning.stopped_zygote_seconds:
-            spawner.continue_zygote()
+            spawner.signal_zygote(signal.SIGCONT)
 
     # -- waits -------------------------------------------------------------------------------------
 

@@ -183,23 +183,17 @@ class Launcher:
         except BlockingIOError:
             # A zygote that a signal has stopped would not read, and the health monitor cannot
             # continue it, because the caller holds the reactor's lock.
-            self.continue_zygote()
+            self.signal_zygote(signal.SIGCONT)
             self._control.sendmsg([message], rights)
 
-    def kill_zygote(self) -> None:
-        """Kill the zygote; the kernel then ends its drones.
+    def signal_zygote(self, number: int) -> None:
+        """Send a signal to the zygote. After SIGKILL, the kernel ends its drones.
 
         The pid of an unreaped child cannot belong to another process.
         """
         if not self._reaped:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def continue_zygote(self) -> None:
-        """Send SIGCONT to a zygote that was stopped by a signal."""
-        if not self._reaped:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGCONT)
+                os.kill(self.pid, number)
 
     def reports(self) -> list[dict[str, Any]] | None:
         """Return the zygote's reports since the last call; None if the zygote is gone."""
@@ -251,7 +245,7 @@ class Launcher:
         code: int | None = None
         if self._reaped:
             return code
-        self.continue_zygote()  # a zygote that is stopped by a signal would not end
+        self.signal_zygote(signal.SIGCONT)  # a zygote that is stopped by a signal would not end
         self._reaped = True
         with suppress(ChildProcessError):  # reaped by another os.wait() in this process
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
