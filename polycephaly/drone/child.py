@@ -17,12 +17,11 @@ copy pages of NumPy that are written to (reference counts).
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pickle import loads
 from typing import Any
 
 from .. import _compat
-from ..runtime.connections import InheritanceSearch
+from ..runtime.connections import search_inherited
 from ..wire.main_names import main_namespace
 
 _inherited_args: tuple[Any, ...] | bytes = ()
@@ -63,10 +62,5 @@ def needs_inheritance(initargs: tuple[Any, ...]) -> bool:
     That is so if they contain an open file, or a lock, queue or similar of `multiprocessing`, whose
     pickling reports that.
     """
-    for arg in initargs:
-        search = InheritanceSearch()
-        with suppress(Exception):  # the real pickling reports the error
-            search.dump(arg)
-        if search.must_inherit or search.found:
-            return True
-    return False
+    search = search_inherited(initargs)
+    return search.must_inherit or bool(search.found)

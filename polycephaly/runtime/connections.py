@@ -72,18 +72,23 @@ class InheritanceSearch(Pickler):
         return NotImplemented
 
 
+def search_inherited(objects: Iterable[object]) -> InheritanceSearch:
+    """Return what `objects` have that must be inherited by a fork."""
+    search = InheritanceSearch()
+    for each in objects:
+        search.clear_memo()
+        with suppress(Exception):  # the code that needs the pickle reports the error
+            search.dump(each)
+    return search
+
+
 def replace_connections(owner: int, inherited: Iterable[object]) -> None:
     """Replace the connections of the process `owner`, of which this process is a fork.
 
     Called once, by a zygote that is not bare, before the first drone. The process must be
     single-threaded. Descriptors found in `inherited` stay open.
     """
-    kept = {0, 1, 2}
-    for each in inherited:
-        search = InheritanceSearch()
-        with suppress(Exception):  # the code that needs the pickle reports the error
-            search.dump(each)
-        kept |= search.found
+    kept = {0, 1, 2} | search_inherited(inherited).found
     program_pipes = _pipes_of_programs(owner)
     ended, closed = socket.socketpair()
     with ended:
