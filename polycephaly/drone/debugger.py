@@ -26,26 +26,22 @@ def open_debugger(frame: FrameType, directory: str, page: StatusPage) -> Debugge
     Raises `KeyboardInterrupt` if the task is cancelled meanwhile.
     """
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    address = debug_address(directory, os.getpid())
     with ExitStack() as session:
         page.set_debugged(True)
         session.callback(page.set_debugged, False)
-        keyboard, screen = _wait_for_terminal(where, directory, session)
+        with _listen(address) as listener:
+            try:
+                print(
+                    f"breakpoint at {where}. To debug it: polycephaly attach {os.getpid()}",
+                    file=sys.stderr,
+                )
+                write_record(STDERR, DEBUG, address)
+                keyboard, screen = _accept(listener, where, session)
+            finally:
+                os.unlink(address)
         print(f"{addresses.own_name}: {where}", file=screen)
         return Debugger(keyboard, screen, session.pop_all())
-
-
-def _wait_for_terminal(where: str, directory: str, session: ExitStack) -> tuple[TextIO, TextIO]:
-    address = debug_address(directory, os.getpid())
-    with _listen(address) as listener:
-        try:
-            print(
-                f"breakpoint at {where}. To debug it: polycephaly attach {os.getpid()}",
-                file=sys.stderr,
-            )
-            write_record(STDERR, DEBUG, address)
-            return _accept(listener, where, session)
-        finally:
-            os.unlink(address)
 
 
 def _listen(address: str) -> socket.socket:
