@@ -745,16 +745,14 @@ class Dispatcher(DispatcherBase):
         self.refusal = error
         if not self.begun.done():
             self.reactor.deliver(partial(reject, self.begun, copy_error(error)))
+        tasks: list[Task] = []
         for handle in self.handles:
             # Answers that still arrive are ignored: these tasks no longer have their payloads.
-            in_flight = list(handle.in_flight.values())
-            handle.remove_many_in_flight(list(handle.in_flight))
-            self.reject_or_retry(in_flight, error, may_retry=False)
-            self.reject_or_retry(drain(handle.dedicated), error, may_retry=False)
-        self.reject_or_retry(self.locality.drain(), error, may_retry=False)
-        self.reject_or_retry(drain(self.queue), error, may_retry=False)
-        for task in self.unqueued_tasks():
-            self.reject_or_retry([task], error, may_retry=False)
+            tasks += [*handle.take_in_flight(), *drain(handle.dedicated)]
+        tasks += [*self.locality.drain(), *drain(self.queue)]
+        unqueued = self.unqueued_tasks()
+        self.reject_or_retry([*tasks, *unqueued], error, may_retry=False)
+        for task in unqueued:
             self.reactor.deliver(task.release_inputs)
         self.abandon()
 

@@ -558,6 +558,10 @@ class DroneHandle:
         self.unknown -= int(unknown)
         return tasks
 
+    def take_in_flight(self) -> list[Task]:
+        """Remove all tasks from flight and return them."""
+        return [*filter(None, self.remove_many_in_flight(list(self.in_flight)))]
+
     def remove_in_flight(self, number: int) -> Task | None:
         """Remove a task from flight and return it, or None if it is not in flight."""
         task = self.in_flight.pop(number, None)

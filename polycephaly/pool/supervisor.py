@@ -386,9 +386,7 @@ class Supervisor:
 
     def _give_up_late_results(self, handle: DroneHandle, error: DroneDied) -> None:
         """Give up the results that the dead drone had sent but that did not arrive in time."""
-        lost = list(handle.in_flight.values())
-        handle.remove_many_in_flight(list(handle.in_flight))
-        self._dispatcher.reject_or_retry(lost, error, may_retry=True)
+        self._dispatcher.reject_or_retry(handle.take_in_flight(), error, may_retry=True)
         self._remove(handle)
         self._dispatcher.end_check_due = True
 
