@@ -68,11 +68,8 @@ def _elements(drawing: Drawing) -> Iterator[str]:
         position = (
             f'x="{part.x:.2f}" y="{part.y:.2f}" width="{part.width:.2f}" height="{part.height:.2f}"'
         )
-        if part.title:
-            title = f"<title>{_escape(part.title)}</title>"
-            yield f'<rect {position} fill="{fill}"{opacity}>{title}</rect>'
-        else:
-            yield f'<rect {position} fill="{fill}"{opacity}/>'
+        end = f"><title>{_escape(part.title)}</title></rect>" if part.title else "/>"
+        yield f'<rect {position} fill="{fill}"{opacity}{end}'
 
 
 def _escape(text: str) -> str:

@@ -256,8 +256,7 @@ class Zygote:
             os.setsid()
             parent_death.become_subreaper()
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for number in _IGNORED_SIGNALS:
+            for number in (signal.SIGCHLD, *_IGNORED_SIGNALS):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             stdout, stderr, fast_transport, status_file = stream_fds
