@@ -61,7 +61,6 @@ class EventLoop:
         self._watched: dict[int, Callable[[], object]] = {}
         self._jobs_outside_lock: deque[Callable[[], object]] = deque()
         self._deliveries: list[Callable[[], object]] = []
-        self._delivering = False
         self._deliverer: int | None = None  # the thread that runs deliveries, if any
         self._stopping = self._asleep = self._turn_requested = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -209,9 +208,9 @@ class EventLoop:
 
         That thread will deliver these, too. Called while holding the lock.
         """
-        if self._delivering or not self._deliveries:
+        if self._deliverer is not None or not self._deliveries:
             return None
-        self._delivering = True
+        self._deliverer = get_ident()
         batch, self._deliveries = self._deliveries, []
         return batch
 
@@ -220,7 +219,6 @@ class EventLoop:
         is_outermost = me not in settling_threads
         settling_threads.add(me)
         while batch is not None:
-            self._deliverer = me
             for callback in batch:
                 generation = forked.generation
                 try:
@@ -233,7 +231,7 @@ class EventLoop:
                     forked.exit_if_forked(generation)
             del callback
             with self._lock:
-                self._delivering, self._deliverer = False, None
+                self._deliverer = None
                 self._after_deliveries()
                 batch = self._take_deliveries()
         if is_outermost:
@@ -281,7 +279,7 @@ class EventLoop:
         return bool(
             self._inbox
             or self._turn_requested
-            or (self._deliveries and not self._delivering)
+            or (self._deliveries and self._deliverer is None)
             or self._jobs_outside_lock
             or self._stopping
             or any(source.has_input() for source in self._sources)
