@@ -50,24 +50,22 @@ NEAR_LIMIT_FRACTION = 0.9  # of max_memory
 class _ActivityTracker:
     """The signs of life of one drone or zygote."""
 
-    __slots__ = ("_heartbeat", "_restarted", "_since", "_threads", "reported")
+    __slots__ = ("_heartbeat", "_since", "_threads", "reported")
 
     def __init__(self, now: float) -> None:
         self._heartbeat: object = None
-        self._threads: Times = {}
+        self._threads: Times | None = {}  # when last active; None: at the next look
         self._since = now
-        self._restarted = False
         self.reported = False
 
     def restart_at(self, when: float) -> None:
         """Ignore the processor time that threads have used up to now."""
-        self._since = when
-        self._restarted = True
+        self._since, self._threads = when, None
 
     def inactive_seconds(self, now: float, heartbeat: object, threads: Times) -> float:
         """Return the seconds since `heartbeat` has changed or one of `threads` has computed."""
-        if self._restarted:
-            self._restarted, self._threads = False, threads
+        if self._threads is None:
+            self._threads = threads
         if heartbeat != self._heartbeat or any(
             self._computes(now, thread, *threads[thread]) for thread in threads
         ):
@@ -77,7 +75,7 @@ class _ActivityTracker:
         return now - self._since
 
     def _computes(self, now: float, thread: str, ran: float, waited: float) -> bool:
-        ran_before, waited_before = self._threads.get(thread, (0.0, 0.0))
+        ran_before, waited_before = (self._threads or {}).get(thread, (0.0, 0.0))
         free = max(0.0, now - self._since - (waited - waited_before))
         return ran - ran_before > BUSY_FRACTION * free
 
