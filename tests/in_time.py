@@ -93,6 +93,8 @@ class FakeReactor(FakeTime):
     """Its turns are taken when the test lets time pass, or gives work. An error in one is the
     test's."""
 
+    belongs_to_parent = False
+
     def __init__(self):
         super().__init__()
         self.tenants = []

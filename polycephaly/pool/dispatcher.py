@@ -845,7 +845,6 @@ class Dispatcher(DispatcherBase):
         )
 
     def disable_in_child(self) -> None:
-        self.is_elsewhere = True
         starts_anew = (
             self.refusal is None and self.config.on_death != "end" and not self._was_used()
         )
@@ -935,7 +934,7 @@ class _StartsAnew(Dispatcher):
                 # all state with `fresh` from here on. Threads that submit wait for `_restarting`.
                 self.__dict__ = fresh.__dict__
                 self.__class__ = Dispatcher  # type: ignore[assignment]
-        if not self.is_elsewhere:
+        if not self.reactor.belongs_to_parent:
             self.begun.result()
 
 

@@ -77,7 +77,6 @@ class DispatcherBase(TaskRunner, Tenant):
         self.has_ended = False
         self.closing = False
         self.has_cancelled = False  # tasks that no drone has begun were cancelled at the end
-        self.is_elsewhere = False  # this process is a fork of the one that has the drones
         self.abandoned = False  # all drones are being killed
         self.end_check_due = False
         self.profile_lock = threading.Lock()  # held during a profile: one at a time

@@ -73,7 +73,7 @@ def _pool_state(dispatcher: Dispatcher) -> str:
         return "broken"
     if dispatcher.has_ended:
         return "ended"
-    if dispatcher.is_elsewhere:
+    if dispatcher.reactor.belongs_to_parent:
         return "elsewhere"
     return "open" if dispatcher.refusal is None else "closing"
 
