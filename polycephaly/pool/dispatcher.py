@@ -688,11 +688,8 @@ class Dispatcher(DispatcherBase):
         """
         if handle.alive:
             if not handle.suspect_position:
-                self._check_answer_later(handle, 0)
+                self.call_later(LOST_ANSWER_CHECK_SECONDS, self._kill_if_answer_lost, handle, 0)
             handle.suspect_position = max(1, handle.sent_count)
-
-    def _check_answer_later(self, handle: DroneHandle, suspect: int) -> None:
-        self.call_later(LOST_ANSWER_CHECK_SECONDS, self._kill_if_answer_lost, handle, suspect)
 
     def _kill_if_answer_lost(self, handle: DroneHandle, suspect: int) -> None:
         """Kill the drone if the first task in flight, or else the request for a kept value, will
@@ -722,7 +719,7 @@ class Dispatcher(DispatcherBase):
         if head and head == suspect:
             handle.kill(f"the drone sent a malformed message and did not answer task {head}")
         else:
-            self._check_answer_later(handle, head)
+            self.call_later(LOST_ANSWER_CHECK_SECONDS, self._kill_if_answer_lost, handle, head)
 
     def fail(self, error: Exception) -> None:
         """Break the pool after a bug in polycephaly, so that no caller waits for ever."""
