@@ -24,7 +24,6 @@ MAX_MESSAGES = 100
 class BulkReceiver(Protocol):
     """The handle of a drone, which receives the messages of one sender."""
 
-    identity: bytes
     bulk_open: bool
 
     def open_bulk(self) -> None: ...
@@ -39,7 +38,7 @@ class BulkSocket:
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
         self._private_directory = PrivateDirectory()
-        self._handles: dict[bytes, BulkReceiver] = {}
+        self.handles: dict[bytes, BulkReceiver] = {}  # by the identity of the drone's socket
         self._router: Router | None = None
         self._is_open = False
         self.directory = self._private_directory.path
@@ -83,19 +82,13 @@ class BulkSocket:
     def has_input(self) -> bool:
         return self._router is not None and self._router.has_input()
 
-    def add_handle(self, handle: BulkReceiver) -> None:
-        self._handles[handle.identity] = handle
-
-    def remove_handle(self, handle: BulkReceiver) -> None:
-        self._handles.pop(handle.identity, None)
-
     def receive(self, max_messages: int = MAX_MESSAGES) -> None:
         """Handle messages that drones have sent, `max_messages` at most."""
         router = self._router
         while router is not None and max_messages > 0 and (message := router.receive()):
             max_messages -= 1
             identity, *frames = message
-            handle = self._handles.get(identity)
+            handle = self.handles.get(identity)
             # A drone that is gone by now, or a stranger: its message is not parsed.
             if handle is None:
                 log.info("a message of an unknown sender was dropped")

@@ -340,10 +340,7 @@ class LocalDrone(DroneExecutor):
             return False  # until now, ZeroMQ had everything in this process
         return super()._is_bulk_delivered(sent)
 
-    def _on_open(self, frames: list[bytes]) -> None:
-        self.open_bulk()
-
-    HANDLERS = {**DroneExecutor.HANDLERS, OPEN: _on_open}  # noqa: RUF012 - a table, never changed
+    HANDLERS = {**DroneExecutor.HANDLERS, OPEN: lambda drone, _: drone.open_bulk()}  # noqa: RUF012
 
     # -- used by the control thread ----------------------------------------------------------------
 

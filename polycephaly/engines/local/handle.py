@@ -226,7 +226,7 @@ class LocalHandle(DroneHandle):
     def open(self) -> None:
         """Receive from now on."""
         assert self.fast_transport is not None
-        self._bulk.add_handle(self)
+        self._bulk.handles[self.identity] = self
         self.dispatcher.reactor.watch_fast(self.fast_transport.fileno(), self.receive)
 
     def receive(self) -> bool:
@@ -281,7 +281,7 @@ class LocalHandle(DroneHandle):
 
     def close(self) -> None:
         reactor = self.dispatcher.reactor
-        self._bulk.remove_handle(self)
+        self._bulk.handles.pop(self.identity, None)
         ends: list[OutputSource | FastTransport] = [*self.streams]
         if self.fast_transport is not None:
             reactor.unwatch_fast(self.fast_transport.fileno())
