@@ -25,7 +25,8 @@ import os
 import sys
 import threading
 from collections import deque
-from itertools import islice
+from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Any
 
 from ..memory.references import load
@@ -172,23 +173,21 @@ def size_of(value: Any) -> int:
             own: float = sys.getsizeof(value)
         except Exception:  # code of other packages, which may fail
             return 0
-        parts: Any = ()
+        parts: Iterable[Any]
         if isinstance(value, dict):
-            parts = ((each, value[each]) for each in value)
-            count = len(value)
+            parts, count = chain.from_iterable(value.items()), 2 * len(value)
         elif isinstance(value, (list, tuple, set, frozenset)):
             parts, count = value, len(value)
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
             return own + size(vars(value))
-        if not parts:
+        else:
             return own
-        examined = 0
-        inner = 0.0
+        examined, inner = 0, 0.0
         for part in islice(parts, max(0, left)):
             examined += 1
-            inner += size(part[0]) + size(part[1]) if isinstance(value, dict) else size(part)
+            inner += size(part)
             if left <= 0:
                 break
-        return own + (inner * count / examined if examined else 0)
+        return own + inner * count / max(1, examined)
 
     return max(0, min(int(size(value)), 1 << 62))
