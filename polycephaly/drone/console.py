@@ -17,8 +17,8 @@ import os
 import select
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 
+from ..runtime.fork_guard import flush_standard_streams
 from ..wire.chunks import END, LOG, ORDER, TAG, chunk
 
 MAX_TAIL_CHARS = 4096
@@ -53,7 +53,7 @@ class OutputTail:
         """
         if not self.pieces:
             return b""
-        _flush()
+        flush_standard_streams()
         for stream in (sys.stdout, sys.stderr):
             if ends_lines and isinstance(stream, Console) and stream.has_begun_line:
                 stream.has_begun_line = False
@@ -116,13 +116,6 @@ def disable_record_order() -> None:
     _record_numbers = itertools.repeat(0)
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # The task may have closed a stream, or replaced it by any object.
-        with suppress(Exception):
-            stream.flush()
-
-
 def write_record(pipe: int, kind: str, body: str) -> None:
     """Send a record to the controller by `pipe`, after the text written to that pipe.
 
@@ -160,7 +153,7 @@ def set_tag(name: str) -> None:
             f"a tag is at most {_MAX_TAG_CHARS} printable ASCII characters, not {name[:80]!r}"
         )
     global _tag
-    _flush()
+    flush_standard_streams()
     _tag = name
     for pipe in (STDOUT, STDERR):
         write_record(pipe, TAG, name)

@@ -72,6 +72,12 @@ def fill_standard_descriptors() -> None:
     os.close(fd)
 
 
+def flush_standard_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # None, closed, or replaced by any object
+            stream.flush()
+
+
 def add_thread_lock(thread: threading.Thread, lock: AbstractContextManager[Any]) -> None:
     with guard:
         _thread_locks[thread] = lock
@@ -87,11 +93,7 @@ def fork() -> int:
 
     In the child, every lock of this package is new, and none of its threads exists.
     """
-    for stream in (sys.stdout, sys.stderr):
-        # Flushed, so that buffered text is not written twice. A stream may be None, closed or a
-        # stand-in.
-        with suppress(Exception):
-            stream.flush()
+    flush_standard_streams()  # so that buffered text is not written twice
     with guard, ExitStack() as safe_points:
         for name in _MODULES_LOADED_LATE:
             # Of another thread that is importing it, perhaps by unpickling: wait for its end. In

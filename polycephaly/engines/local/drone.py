@@ -35,6 +35,7 @@ from ...errors import Malformed
 from ...memory.blocks import Store
 from ...memory.references import RefTable
 from ...runtime import forked, parent_death
+from ...runtime.fork_guard import flush_standard_streams
 from ...runtime.tuning import tuning
 from ...wire import addresses
 from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
@@ -264,9 +265,7 @@ class LocalDrone(DroneExecutor):
         with suppress(BaseException):
             _compat.run_exit_handlers()
         forked.exit_if_forked(generation)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
+        flush_standard_streams()
         with self.socket_lock:
             self._waiting = True  # from now on the control thread leaves the sockets alone
             if self._bulk is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from importlib.util import find_spec
 from io import open_code
 from pkgutil import get_importer
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..._compat import importing_main
 from ...memory.arena import Arena
+from ...runtime.fork_guard import flush_standard_streams
 from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot, restore_snapshot
 
@@ -30,9 +30,7 @@ class MainMaker(NamedTuple):
             return restore_snapshot(self.snapshot, arena)
         with importing_main():
             _import_main(**self.module)
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
+        flush_standard_streams()
         return MainSnapshot()
 
 
