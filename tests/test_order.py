@@ -8,9 +8,10 @@ from in_time import FakeReactor, dispatcher_of
 from scripted_drones import brief, lasting
 
 import polycephaly as poly
-from polycephaly.errors import DroneDied
+from polycephaly.errors import DroneDied, Lost
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.retry import Retry
+from polycephaly.pool.task import LazyTask
 from polycephaly.promises.promise import Promise
 from polycephaly.server.fairness import FairOrder
 from polycephaly.wire.functions import RemoteFunction
@@ -54,6 +55,18 @@ def end_all(dispatcher):
 
 
 # -- priorities ------------------------------------------------------------------------------------
+
+
+def test_a_lost_value_is_computed_again_by_its_priority(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    lost = submit(dispatcher, "lost", priority=2, retries=1)
+    end_all(dispatcher)
+    lost.__class__, lost.recompute_payload = LazyTask, b""
+    submit(dispatcher, "running")
+    reactor.turn()
+    submit(dispatcher, "other", priority=1)
+    assert lost.recompute(Lost("")).priority == 2
+    assert end_all(dispatcher) == ["running", "lost", "other"]
 
 
 @pytest.mark.guarantee("pool-13")

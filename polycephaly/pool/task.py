@@ -648,7 +648,7 @@ class LazyTask(Task):
         again = self._recomputed = Task(self.dispatcher)
         again.definition, again.kind, again.args = self.definition, self.kind, self.args
         again.payload, again.unfilled = self.recompute_payload, self.unfilled
-        again.timeout, again.retries = self.timeout, self.retries - 1
+        again.timeout, again.priority, again.retries = self.timeout, self.priority, self.retries - 1
         self.dispatcher.submit_task(again)
         return again
 
