@@ -216,9 +216,9 @@ class LocalEngine(Engine):
                 and launcher is self._launcher
             ):
                 self._create_registry(launcher)
-            handle = self._find_handle(
-                launcher, report.get("started") or report.get("exited") or report.get("failed")
-            )
+            number = report.get("started") or report.get("exited") or report.get("failed")
+            handles = self._handles_of(launcher)
+            handle = next((each for each in handles if each.number == number), None)
             if handle is None:
                 continue
             if "started" in report:
@@ -233,8 +233,7 @@ class LocalEngine(Engine):
                     self._dispatcher.give_up_starting(_import_error(handle, code))
                 self._supervisor.on_died(handle, code)
             else:
-                number = report["errno"]
-                error = OSError(number, os.strerror(number))
+                error = OSError(report["errno"], os.strerror(report["errno"]))
                 self._supervisor.on_not_started(handle, name_limit(error))
 
     def _handles_of(self, launcher: Launcher) -> list[LocalHandle]:
@@ -243,9 +242,6 @@ class LocalEngine(Engine):
             for each in self._dispatcher.handles
             if isinstance(each, LocalHandle) and each.launcher is launcher
         ]
-
-    def _find_handle(self, launcher: Launcher, number: int | None) -> LocalHandle | None:
-        return next((each for each in self._handles_of(launcher) if each.number == number), None)
 
     def reclaim(self, handle: DroneHandle) -> None:
         assert isinstance(handle, LocalHandle)

@@ -344,17 +344,11 @@ class Zygote:
                         break
                     time.sleep(SWEEP_INTERVAL_SECONDS)
         if not self._said_goodbye:
-            self._wait_for_owner_end()
+            # The owner may still make files: the kernel closes the descriptors of an ending process
+            # first, so the end of the parent-death pipe is not yet the end of the owner.
+            if self._owner_pidfd is not None:
+                select.select([self._owner_pidfd], [], [], OWNER_END_TIMEOUT_SECONDS)
             shutil.rmtree(self.spec.directory, ignore_errors=True)
-
-    def _wait_for_owner_end(self) -> None:
-        """Wait, for a limited time, until the owner has ended and makes no more files.
-
-        The kernel closes the descriptors of an ending process first, so the end of the parent-death
-        pipe is not yet the end of the owner. Without a pidfd there is no wait.
-        """
-        if self._owner_pidfd is not None:
-            select.select([self._owner_pidfd], [], [], OWNER_END_TIMEOUT_SECONDS)
 
     def _report(self, **report: Any) -> None:
         self._reports.append(json.dumps(report).encode())
