@@ -325,9 +325,9 @@ class Dispatcher(DispatcherBase):
             snapshot = self.supervisor.engine.snapshot()
             self.post(self.supervisor.replace_all, snapshot, replaced)
         race(replaced, self.ended).result()
-        if not replaced.done():  # the pool was closed in the meantime
+        if not replaced.done():  # the pool has ended in the meantime
             self.supervisor.engine.discard(snapshot)
-            raise copy_error(self.refusal or RuntimeError(f"{self.config.name} has ended"))
+            self.check_open()
 
     def resize(self, size: int, first: int, environments: tuple[dict[str, str], ...]) -> None:
         """Have `size` drones from now on. `environments` are those of the drones with the indices
@@ -402,7 +402,8 @@ class Dispatcher(DispatcherBase):
 
     def _begin(self) -> None:
         self.reactor.tenants.append(self)
-        self.supervisor.begin()
+        self.supervisor.engine.begin()
+        self.supervisor.start_missing()
 
     def dispatch(self, now: float) -> None:
         """Send what drones can take: first the tasks for one drone, then those with resources and

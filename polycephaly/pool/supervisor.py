@@ -1,8 +1,8 @@
 """The supervisor: starts, retires and replaces the drones of a pool.
 
-    begin ──> Engine.start ──> STARTING ──HELLO──> PREPARING (initializer) ──> READY
-                                                     max_tasks, refresh, release, resize │
-           name free    <── DEAD <──exited── STOPPING <──STOP, if all is answered── RETIRING
+    start_missing ──> Engine.start ──> STARTING ──HELLO──> PREPARING (initializer) ──> READY
+                                                             max_tasks, refresh, release, resize │
+                   name free    <── DEAD <──exited── STOPPING <──STOP, if all is answered── RETIRING
 
 A drone that dies is removed. The tasks that the drone had not begun go back to the dispatcher, and
 another drone takes its place, from the same snapshot. Failed starts are counted; after a few in a
@@ -105,10 +105,6 @@ class Supervisor:
         return task
 
     # -- starting ----------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        self.engine.begin()
-        self.start_missing()
 
     def start_missing(self) -> None:
         """Start drones until there are as many as wanted, not counting those that are retiring or
