@@ -181,32 +181,27 @@ def _check(entries: Any) -> Sequence[Any]:
 
 
 def _take(request: StackRequest, timeout: float, deadline: float) -> Stack | None:
-    from .stacks import Stack
-
     handle = request.handle
     try:
         answer = request.result(max(0.0, deadline - monotonic()))
     except TimeoutError:
         return _unanswered(request, timeout) if handle.alive else None
     if answer is not None:
-        return _stack(handle, answer)
-    return Stack(handle.name, handle.pid, "starting") if handle.alive else None
+        return _answered(handle, answer)
+    return _stack(handle, "starting", None) if handle.alive else None
 
 
-def _stack(handle: DroneHandle, answer: _Answer) -> Stack:
-    from .stacks import Stack
-
+def _answered(handle: DroneHandle, answer: _Answer) -> Stack:
     tasks, current = answer.tasks, answer.current
     beside = [
         (f"{tasks[number].definition.label} #{number}", frames)
         for number, frames in answer.frames.items()
         if number != current and number in tasks
     ]
-    return Stack(
-        handle.name,
-        handle.pid,
+    return _stack(
+        handle,
         "busy" if answer.frames else answer.state,
-        **_describe(handle, tasks.get(current)),
+        tasks.get(current),
         frames=_read(answer.frames.get(current, ())),
         threads=tuple((name, _read(frames)) for name, frames in [*beside, *answer.threads]),
         system_call=handle.system_call() if current in tasks else None,
@@ -215,8 +210,6 @@ def _stack(handle: DroneHandle, answer: _Answer) -> Stack:
 
 def _unanswered(request: StackRequest, timeout: float) -> Stack:
     """Describe a drone that has not answered, as far as the controller knows its state."""
-    from .stacks import Stack
-
     handle = request.handle
     if request.was_sent:
         state = (
@@ -228,17 +221,14 @@ def _unanswered(request: StackRequest, timeout: float) -> Stack:
             f"not asked within {timeout:g} s: the thread of the pool is busy, perhaps with a "
             "callback of a promise that does not return"
         )
-    described = _describe(handle, handle.running_task())
-    return Stack(handle.name, handle.pid, state, **described, system_call=handle.system_call())
+    return _stack(handle, state, handle.running_task(), system_call=handle.system_call())
 
 
-def _describe(handle: DroneHandle, task: Task | None) -> dict[str, Any]:
-    if task is None:
-        return {}
-    sending, now = task.sending, handle.dispatcher.reactor.timers.now()
-    return {
-        "task": task.definition.label,
-        "number": task.number,
-        "item": task.item,
-        "seconds": None if sending is None else max(0.0, now - sending.at),
-    }
+def _stack(handle: DroneHandle, state: str, task: Task | None, **fields: Any) -> Stack:
+    from .stacks import Stack
+
+    if task is not None:
+        sending, now = task.sending, handle.dispatcher.reactor.timers.now()
+        fields["seconds"] = None if sending is None else max(0.0, now - sending.at)
+        fields.update(task=task.definition.label, number=task.number, item=task.item)
+    return Stack(handle.name, handle.pid, state, **fields)
