@@ -440,11 +440,9 @@ class DroneExecutor:
                 number = requested.popleft()
             except IndexError:  # the other thread has just taken it
                 return
-            status = PACKED
-            payload: bytes | Serialized
             try:
                 pickling_state.for_other_process = True
-                payload = outcomes.pack(self._drone_store.value(number))
+                status, payload = PACKED, outcomes.pack(self._drone_store.value(number))
             except BaseException as error:
                 status, payload = NOT_PACKED, outcomes.pack_error(error)
             finally:
