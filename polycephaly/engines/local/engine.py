@@ -107,11 +107,9 @@ class LocalEngine(Engine):
     ) -> tuple[Any, tuple[Any, ...]]:
         if self._inherited_args is not None:
             return call_with_inherited_args, (initializer,)
-        return (
-            (call_as_imported, (initializer, *initargs))
-            if self._config.start == "spawn"
-            else (initializer, initargs)
-        )
+        if self._config.start == "spawn":
+            return call_as_imported, (initializer, *initargs)
+        return initializer, initargs
 
     def left_out(self, name: str) -> str | None:
         return self._launcher.left_out(name)
@@ -210,11 +208,8 @@ class LocalEngine(Engine):
             self._on_zygote_gone(launcher)
             return
         for report in reports:
-            if (
-                "names" in report
-                and launcher.learn_names(report["names"])
-                and launcher is self._launcher
-            ):
+            names = report.get("names")
+            if names is not None and launcher.learn_names(names) and launcher is self._launcher:
                 self._create_registry(launcher)
             number = report.get("started") or report.get("exited") or report.get("failed")
             handles = self._handles_of(launcher)
@@ -225,11 +220,8 @@ class LocalEngine(Engine):
                 self._supervisor.on_started(handle, report["pid"])
             elif "exited" in report:
                 code = os.waitstatus_to_exitcode(report["status"])
-                if (
-                    launcher.imports_main
-                    and handle.pid is None
-                    and not self._dispatcher.begun.done()
-                ):
+                has_started = handle.pid is not None or self._dispatcher.begun.done()
+                if launcher.imports_main and not has_started:
                     self._dispatcher.give_up_starting(_import_error(handle, code))
                 self._supervisor.on_died(handle, code)
             else:

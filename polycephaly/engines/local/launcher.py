@@ -134,12 +134,9 @@ class Launcher:
         if not self.imports_main:
             return None
         main = sys.modules["__main__"]
-        spec = getattr(main, "__spec__", None)
-        if (
-            spec.name.endswith("__main__")
-            if spec is not None
-            else getattr(main, "__file__", None) is None
-        ):
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        has_module = file is not None if spec is None else not spec.name.endswith("__main__")
+        if not has_module:
             reason = (
                 "there is no main module to import under python -c, at a prompt, or for python -m "
                 "with a package"
