@@ -322,7 +322,7 @@ def test_the_same_pages_are_parsed_and_computed_in_three_ways() -> None:
         (parse.funds, Document("f", "Fund Symbol|Fund Name\nC|c\nD|d")),
     ]
     computations = list(compare_computing(pages, 2))
-    assert [(each.name, each.drones) for each in computations] == [
+    assert [(each.experiment.name, each.experiment.drones) for each in computations] == [
         ("sequential", 0), ("threads", 0), ("drones", 2),
     ]  # fmt: skip
     expected = [indicators(symbol) for symbol in "ABCD"]
@@ -355,7 +355,8 @@ def test_the_closing_line_says_what_the_run_has_shown(
     ]
     seconds = {"sequential": 2.0, "threads": threads, "drones": drones}
     line = report.conclusion(
-        outcomes, [Computation(name, 0, 1, seconds[name], []) for name in seconds]
+        outcomes,
+        [Computation(outcome(name, 0.0, 0).experiment, seconds[name], []) for name in seconds],
     )
     assert said in line
     assert ("does not show" in line) == ("did not win" in said)

@@ -183,7 +183,7 @@ def securities(
     drones_for_computing = max(2, usable_processors())
     for computation in experiments.compare_computing(pages, drones_for_computing, pool_options):
         computations.append(computation)
-        click.echo(report.computing_row(computation, baseline=computations[0]))
+        click.echo(report.row(computation, baseline=computations[0]))
     click.echo(f"\n{report.conclusion(outcomes, computations)}")
     if json_file is not None:
         _write_json(json_file, report.as_json(outcomes, computations))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from time import perf_counter
 from typing import Any
 
@@ -37,16 +38,16 @@ FUND_THREADS = 13
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A way to load the five lists.
+    """A way to load the five lists, or to compute the indicators.
 
     `drones` is the number of drones, `threads` the number of threads in the process that loads the
-    funds.
+    funds, or in this one.
     """
 
     name: str
     drones: int
     threads: int
-    load: Callable[[Site], Lists]
+    load: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,7 @@ def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOut
 
 def sequential(site: Site) -> Lists:
     """Load all lists one after another, in this process: the baseline."""
-    return {
-        "nyse": site.load_nyse(),
-        "amex": site.load_amex(),
-        "nasdaq": site.load_nasdaq(),
-        "etfs": site.load_etfs(),
-        "funds": site.load_funds(),
-    }
+    return {name: getattr(site, f"load_{name}")() for name in LISTS}
 
 
 def drone_per_list(site: Site, pool_options: Mapping[str, Any] | None = None) -> Lists:
@@ -147,12 +142,8 @@ def _drone_for_each_list(
 def drones_drain(drones: int, site: Site, pool_options: Mapping[str, Any] | None = None) -> Lists:
     """Run experiment II: a pool loads the pages of funds; the other lists are four more tasks."""
     with poly.Pool(drones, **pool_options or {}) as pool:
-        promises = {
-            "nyse": pool.promise(site.load_nyse),
-            "amex": pool.promise(site.load_amex),
-            "nasdaq": pool.promise(site.load_nasdaq),
-            "etfs": pool.promise(site.load_etfs),
-        }
+        others = [name for name in LISTS if name != "funds"]
+        promises = {name: pool.promise(getattr(site, f"load_{name}")) for name in others}
         funds = [fund for page in pool.map(site.load_letter, PAGES) for fund in page]
         return {name: promise.value for name, promise in promises.items()} | {"funds": funds}
 
@@ -168,7 +159,7 @@ def threads_drain(threads: int, site: Site) -> Lists:
     ]
     # One map for all: so there are never more threads than `threads`, and none is idle while a task
     # is left.
-    nyse, amex, nasdaq, etfs, *pages = green.map(_load, loads, width=threads)
+    nyse, amex, nasdaq, etfs, *pages = green.map(call, loads, width=threads)
     funds = [fund for page in pages for fund in page]
     return {"nyse": nyse, "amex": amex, "nasdaq": nasdaq, "etfs": etfs, "funds": funds}
 
@@ -199,10 +190,6 @@ def load_funds(threads: int, site: Site) -> list[Fund]:
     return [fund for page in green.map(site.load_letter, PAGES, width=threads) for fund in page]
 
 
-def _load(load: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    return load()
-
-
 # -- the second part -------------------------------------------------------------------------------
 
 
@@ -210,9 +197,7 @@ def _load(load: Callable[[], Sequence[Any]]) -> Sequence[Any]:
 class Computation:
     """The indicators of the first securities, computed in one way, and the time taken."""
 
-    name: str
-    drones: int
-    threads: int
+    experiment: Experiment
     seconds: float
     indicators: list[Indicators]
 
@@ -221,15 +206,15 @@ def compare_computing(
     pages: Sequence[Page], drones: int, pool_options: Mapping[str, Any] | None = None
 ) -> Iterator[Computation]:
     """Compute the same indicators in three ways, the baseline first. Nothing waits."""
-    ways: list[tuple[str, int, int, Callable[[], list[Indicators]]]] = [
-        ("sequential", 0, 1, lambda: _compute(map, pages)),
-        ("threads", 0, FUND_THREADS, lambda: _compute(_thread_map, pages)),
-        ("drones", drones, 1, lambda: _drones_compute(pages, drones, pool_options)),
-    ]
-    for name, drone_count, thread_count, compute in ways:
+    thread_map = partial(green.map, width=FUND_THREADS)
+    for way in (
+        Experiment("sequential", 0, 1, partial(_compute, map)),
+        Experiment("threads", 0, FUND_THREADS, partial(_compute, thread_map)),
+        Experiment("drones", drones, 1, partial(_drones_compute, drones, pool_options or {})),
+    ):
         start = perf_counter()
-        computed = compute()
-        yield Computation(name, drone_count, thread_count, perf_counter() - start, computed)
+        computed = way.load(pages)
+        yield Computation(way, perf_counter() - start, computed)
 
 
 def _compute(map_: Callable[..., Iterable[Any]], pages: Sequence[Page]) -> list[Indicators]:
@@ -237,13 +222,10 @@ def _compute(map_: Callable[..., Iterable[Any]], pages: Sequence[Page]) -> list[
     return [*map_(indicators, symbols[:MAX_COMPUTED])]
 
 
-_thread_map = partial(green.map, width=FUND_THREADS)
-
-
 def _drones_compute(
-    pages: Sequence[Page], drones: int, pool_options: Mapping[str, Any] | None
+    drones: int, pool_options: Mapping[str, Any], pages: Sequence[Page]
 ) -> list[Indicators]:
-    with poly.Pool(drones, **pool_options or {}) as pool:
+    with poly.Pool(drones, **pool_options) as pool:
         return _compute(pool.map, pages)
 
 

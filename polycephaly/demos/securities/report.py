@@ -8,6 +8,8 @@ from typing import Any
 from ...timeline.picture import Bar
 from .experiments import MAX_COMPUTED, Computation, Experiment, ExperimentOutcome
 
+Timed = ExperimentOutcome | Computation
+
 BAR_WIDTH = 50
 
 TALK_FIGURES = (
@@ -34,21 +36,19 @@ MIN_SPEED_UP = 1.2
 """The speed-up from which a way is said to have won. Less may be chance."""
 
 
-def row(outcome: ExperimentOutcome, baseline: ExperimentOutcome) -> str:
+def row(outcome: Timed, baseline: Timed) -> str:
     """Return the line of an experiment below `HEADER`, with its speed-up against the baseline.
 
     The bar is relative to the baseline, too.
     """
-    return _row(outcome.experiment, outcome.seconds, outcome.seconds / baseline.seconds)
+    run, share = outcome.experiment, outcome.seconds / baseline.seconds
+    bar = "#" * max(1, min(BAR_WIDTH, round(BAR_WIDTH * share)))
+    numbers = f"{run.drones:>7}{run.threads:>9}{outcome.seconds:>9.3f}{1 / share:>9.1f}x"
+    return f"{run.name:<12}{numbers}  {bar}"
 
 
 def computing_legend(outcome: ExperimentOutcome) -> str:
     return COMPUTING_LEGEND.format(count=min(MAX_COMPUTED, sum(outcome.rows.values())))
-
-
-def computing_row(computation: Computation, baseline: Computation) -> str:
-    """Return the line of a computation, as `row` does of an experiment."""
-    return _row(computation, computation.seconds, computation.seconds / baseline.seconds)
 
 
 def conclusion(outcomes: Iterable[ExperimentOutcome], computations: Sequence[Computation]) -> str:
@@ -57,7 +57,8 @@ def conclusion(outcomes: Iterable[ExperimentOutcome], computations: Sequence[Com
     waiting = max(
         baseline.seconds / each.seconds for each in others if each.experiment.name == "III"
     )
-    computing = {each.name: computations[0].seconds / each.seconds for each in computations}
+    alone = computations[0].seconds
+    computing = {each.experiment.name: alone / each.seconds for each in computations}
     threads, drones = computing["threads"], computing["drones"]
     threads_won, drones_won = waiting >= MIN_SPEED_UP, drones >= MIN_SPEED_UP * max(1, threads)
     if threads_won and drones_won:
@@ -77,12 +78,6 @@ def conclusion(outcomes: Iterable[ExperimentOutcome], computations: Sequence[Com
             f"{threads:.1f}): each needs a processor that is free"
         )
     return f"This run does not show the talk's conclusion: {'; '.join(missed)}."
-
-
-def _row(run: Experiment | Computation, seconds: float, share: float) -> str:
-    bar = "#" * max(1, min(BAR_WIDTH, round(BAR_WIDTH * share)))
-    numbers = f"{run.drones:>7}{run.threads:>9}{seconds:>9.3f}{1 / share:>9.1f}x"
-    return f"{run.name:<12}{numbers}  {bar}"
 
 
 def summary(outcomes: Sequence[ExperimentOutcome]) -> str:
@@ -115,18 +110,14 @@ def as_json(
     return {
         "lists": outcomes[0].rows,
         "equal": equal(outcomes),
-        "experiments": [_timed(each.experiment, each.seconds) for each in outcomes],
-        "computing": [_timed(each, each.seconds) for each in computations],
+        "experiments": [*map(_timed, outcomes)],
+        "computing": [*map(_timed, computations)],
     }
 
 
-def _timed(run: Experiment | Computation, seconds: float) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "seconds": round(seconds, 6),
-        "drones": run.drones,
-        "threads": run.threads,
-    }
+def _timed(outcome: Timed) -> dict[str, Any]:
+    run, seconds = outcome.experiment, round(outcome.seconds, 6)
+    return {"name": run.name, "seconds": seconds, "drones": run.drones, "threads": run.threads}
 
 
 def _comparison(outcomes: Sequence[ExperimentOutcome]) -> str:
