@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .reach import POOL_NAME, complete_pool, connect_to, one_line_errors
+from .reach import POOL_NAME, complete_pool, connect_to
 
 
 @click.command(
@@ -21,7 +21,7 @@ def interrupt(name: str, drones: tuple[str, ...]) -> None:
 
     Each task gets a KeyboardInterrupt, as from Ctrl-C. Whoever submitted it gets that error.
     """
-    with one_line_errors(), connect_to(name) as pool:
+    with connect_to(name) as pool:
         known = pool.drones  # drones of joined hosts may have the same name
         names = [each.name for each in known]
         missing = [each for each in drones if each not in names]
@@ -51,7 +51,7 @@ def cancel(name: str, clients: tuple[str, ...]) -> None:
     CancelledError. The clients stay connected, and may submit more tasks. Tasks of the pool's own
     process are left alone.
     """
-    with one_line_errors(), connect_to(name) as pool:
+    with connect_to(name) as pool:
         cancelled = pool.cancel_tasks(*clients)
     click.echo(f"cancelled the tasks of {', '.join(cancelled) or 'no client'}", err=True)
 
@@ -68,7 +68,7 @@ def refresh(name: str) -> None:
 
     They are forked from the pool's process as that is now. Tasks that run are finished first.
     """
-    with one_line_errors(), connect_to(name) as pool:
+    with connect_to(name) as pool:
         pool.refresh()
 
 
@@ -85,5 +85,5 @@ def resize(name: str, drones: int) -> None:
 
     New drones start in the background. Drones that are too many end after their running tasks.
     """
-    with one_line_errors(), connect_to(name) as pool:
+    with connect_to(name) as pool:
         pool.resize(drones)

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from .reach import POOL_NAME, connect_to, one_line_errors
+from .reach import POOL_NAME, connect_to
 
 LOOK_SECONDS = 2.0  # between two looks whether the pool still answers
 
@@ -28,13 +28,8 @@ Prometheus. Needs: pip install 'polycephaly[dashboard]'
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 def dashboard(name: str, port: int, host: str) -> None:
     """Serve a live page of pool NAME, until Ctrl-C or the end of the pool."""
-    with one_line_errors(), connect_to(name) as pool:
-        try:
-            page = pool.dashboard(port, host=host)
-        except ModuleNotFoundError as error:
-            raise click.ClickException(str(error)) from error
-        with page:
-            click.echo(f"{page.url}\nto look only: {page.read_only_url}")
-            while True:
-                time.sleep(LOOK_SECONDS)
-                pool.status()
+    with connect_to(name) as pool, pool.dashboard(port, host=host) as page:
+        click.echo(f"{page.url}\nto look only: {page.read_only_url}")
+        while True:
+            time.sleep(LOOK_SECONDS)
+            pool.status()

@@ -7,13 +7,14 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from .reach import one_line_errors
+
 if TYPE_CHECKING:
     from .. import Timeline
-    from ..timeline.picture import Bar
 
 DEFAULT_LATENCY = 0.15
 MAX_LATENCY = 10
@@ -158,6 +159,7 @@ def securities(
     from ..demos.securities.site import LiveSite
     from ..demos.securities.source import loopback
     from ..runtime.system_limits import usable_processors
+    from ..timeline import files
 
     seconds = DEFAULT_LATENCY if latency is None else latency
     pool_options = {} if engine == "local" else {"engine": engine, "address": address, "retries": 3}
@@ -185,11 +187,13 @@ def securities(
         computations.append(computation)
         click.echo(report.row(computation, baseline=computations[0]))
     click.echo(f"\n{report.conclusion(outcomes, computations)}")
-    if json_file is not None:
-        _write_json(json_file, report.as_json(outcomes, computations))
-    if plot_file is not None:
-        click.echo(f"\nThe combined run:\n{timelines[0]}")
-        _plot(plot_file, timelines[0], report.bars(outcomes))
+    with one_line_errors():
+        if json_file is not None:
+            result = json.dumps(report.as_json(outcomes, computations), indent=2)
+            json_file.write_text(f"{result}\n", encoding="utf-8")
+        if plot_file is not None:
+            click.echo(f"\nThe combined run:\n{timelines[0]}")
+            files.write(timelines[0], plot_file, "Five lists of securities", report.bars(outcomes))
     same = all(each.indicators == computations[0].indicators for each in computations)
     if not same:
         click.echo("THE INDICATORS DIFFER")
@@ -201,37 +205,17 @@ def _connect_to_ray(address: str | None) -> str:
     """Connect to Ray before times are measured; return this machine's address for the drones."""
     from ..pool.machine import find_machine
 
-    try:
+    with one_line_errors():
         find_machine("ray", {"address": address})
-    except (ImportError, ValueError, ConnectionError) as error:
-        raise click.ClickException(str(error)) from error
-    from ray.util import get_node_ip_address
-
+        from ray.util import get_node_ip_address
     return str(get_node_ip_address())
 
 
 def _check_plot(path: Path) -> None:
     from ..timeline import files
 
-    try:
-        files.check(path)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--plot") from error
-    except ModuleNotFoundError as error:
-        raise click.ClickException(str(error)) from error
-
-
-def _plot(path: Path, timeline: Timeline, bars: list[Bar]) -> None:
-    from ..timeline import files
-
-    try:
-        files.write(timeline, path, "Five lists of securities", bars)
-    except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from error
-
-
-def _write_json(path: Path, result: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from error
+    with one_line_errors():
+        try:
+            files.check(path)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--plot") from error

@@ -82,7 +82,7 @@ def doit(
 
     lines: SimpleQueue[Line | None] = SimpleQueue()
     captured: list[Line] = []
-    with one_line_errors(), connect_to(name, lines.put) as pool:
+    with connect_to(name, lines.put) as pool:
         drones = pool.drones if everywhere else []
         names = [drone.name for drone in drones] if everywhere else [""]
         targets: list[TaskTarget] = [*drones] if everywhere else [pool]

@@ -90,7 +90,7 @@ def ps(name: str, in_json: bool) -> None:
 
 def status_of(name: str) -> dict[str, Any]:
     """Return `RemotePool.status` without this command among the clients."""
-    with one_line_errors(), connect_to(name) as pool:
+    with connect_to(name) as pool:
         status = pool.status()
     return status | {"clients": status["clients"] - 1}
 

@@ -55,15 +55,16 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Report an `OSError`, `ValueError` or `RuntimeError` as one line, with status 1.
+    """Report an `OSError`, `ValueError`, `RuntimeError` or `ImportError` in one line, and exit 1.
 
-    Such an error means that a pool or file cannot be reached, read or written, and is no bug.
+    Such an error means that a pool or file cannot be reached, read or written, or that an optional
+    package is not installed, and is no bug.
     """
     try:
         yield
     except BrokenPipeError:  # the reader of the output is gone: click ends quietly
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError is an OSError
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise click.ClickException(error_text(error)) from error
 
 
@@ -73,9 +74,13 @@ def error_text(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def connect_to(where: str, output: str | Callable[[Line], object] = "discard") -> RemotePool:
-    """Connect to a pool. Raise `click.ClickException` if no pool answers."""
+@contextmanager
+def connect_to(
+    where: str, output: str | Callable[[Line], object] = "discard"
+) -> Iterator[RemotePool]:
+    """Connect to a pool for a ``with`` block, with `one_line_errors`."""
     with one_line_errors():
         from ..engines.remote.client import connect
 
-        return connect(where, timeout=CONNECT_TIMEOUT_SECONDS, output=output)
+        with connect(where, timeout=CONNECT_TIMEOUT_SECONDS, output=output) as pool:
+            yield pool

@@ -11,7 +11,7 @@ import sys
 import click
 
 from .listing import JSON
-from .reach import POOL_NAME, connect_to, one_line_errors
+from .reach import POOL_NAME, connect_to
 from .tables import as_json, printable
 
 INTERPRETER_DIR = os.path.dirname(sys.executable)  # of a virtual environment that is not activated
@@ -37,7 +37,7 @@ def stacks(name: str, native: bool, in_json: bool) -> None:
     if native and in_json:
         raise click.UsageError("--native prints the text of py-spy: leave out --json")
     py_spy = _find_py_spy() if native else ""
-    with one_line_errors(), connect_to(name) as pool:
+    with connect_to(name) as pool:
         taken = pool.stacks()
         drones = pool.status()["drones"] if native else []
     if in_json:

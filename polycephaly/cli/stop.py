@@ -36,7 +36,7 @@ def _stop(name: str, now: bool) -> None:
         card = pool_registry.resolve_card(name)
         pidfd = os.pidfd_open(card.pid) if card.is_server_alive() else None
     try:
-        with one_line_errors(), connect_to(name) as pool:
+        with connect_to(name) as pool:
             pool.stop(now)
         if pidfd is None:
             click.echo(f"{name} was asked to end", err=True)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .listing import DRONES, drone_row
-from .reach import POOL_NAME, connect_to, one_line_errors
+from .reach import POOL_NAME, connect_to
 from .tables import Column, duration, grid, is_terminal, mebibytes
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def top(name: str, every: float) -> None:
         raise click.ClickException(
             f"top needs a terminal; for a single report use: polycephaly ps {name}"
         )
-    with one_line_errors(), suppress(KeyboardInterrupt), connect_to(name) as pool:
+    with suppress(KeyboardInterrupt), connect_to(name) as pool:
         from rich.console import Console
         from rich.live import Live
 
