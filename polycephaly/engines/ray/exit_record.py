@@ -68,11 +68,6 @@ class ExitRecord(StatusPage):
         self._dropped = 0  # number of acknowledged entries, which came before `_entries`
         # Report numbers, each with the number of entries that were kept before the report.
         self._reports: deque[tuple[int, int]] = deque()
-        self._last_started = 0
-
-    def mark_started(self, number: int) -> None:
-        self._last_started = number
-        super().mark_started(number)
 
     def keep(self, result: bytes) -> bool:
         if super().keep(result):
@@ -83,7 +78,7 @@ class ExitRecord(StatusPage):
 
     def skip_result(self) -> None:
         """Note that the result of the task begun last will be sent and is not in the page."""
-        self.mark_answered(self._last_started)
+        self.mark_answered(self.started())
 
     def mark_all_answered(self, number: int, delivered: bool) -> None:
         """Do nothing: results are kept until they are acknowledged."""
