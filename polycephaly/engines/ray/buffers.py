@@ -18,8 +18,7 @@ otherwise refuses the whole message.
 from __future__ import annotations
 
 import copyreg
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pickle import PickleBuffer
 from typing import Any
 
@@ -28,7 +27,7 @@ import ray
 from ...errors import Lost
 from ...memory.arena import Full
 from ...memory.blocks import MIN_SHARED_PICKLE_BYTES
-from ...memory.references import Received, Serialized, unpack_header
+from ...memory.references import Received, RefTable, Serialized, unpack_header
 
 LARGE_RESULT_BYTES = 1 << 20
 """From this size, a result is not copied before it is sent: its drone runs no other task until
@@ -69,6 +68,9 @@ class OutOfBandBuffers:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
         return OutOfBandBuffers, ([PickleBuffer(each) for each in self.buffers],)
+
+    def nbytes(self) -> int:
+        return sum(memoryview(each).nbytes for each in self.buffers)
 
 
 class LazyBuffers:
@@ -116,18 +118,19 @@ class RayStore:
         """Store the buffers. Raises `Full`, or `ConnectionError` if Ray was shut down."""
         inline, out_of_band, lengths = _separate_large_buffers(pieces, buffers)
         total = sum(lengths)
-        stored = StoredBuffers(self.put(OutOfBandBuffers(out_of_band), total), total, self.session)
+        stored = StoredBuffers(self.put(OutOfBandBuffers(out_of_band)), total, self.session)
         places = [(stored, at, length) for at, length in enumerate(lengths)]
         return Serialized(inline, places, total)  # type: ignore[arg-type]
 
-    def put(self, attachment: OutOfBandBuffers, total: int) -> Any:
+    def put(self, attachment: OutOfBandBuffers) -> Any:
         """Store `attachment`. Raises the errors of `put_pickle`."""
         if self.session != current_session():
             raise ConnectionError("the pool's Ray session was shut down")
         try:
             return ray.put(attachment)
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-            raise Full(f"Ray's object store has no room for {total:,} bytes: {error}") from error
+            size = f"{attachment.nbytes():,} bytes"
+            raise Full(f"Ray's object store has no room for {size}: {error}") from error
 
     def warn(self, error: Exception) -> None:
         """Do nothing, because the value goes with the message instead."""
@@ -136,36 +139,38 @@ class RayStore:
 class PendingResultStore(RayStore):
     """A drone's store, which writes nothing: the buffers of a result go with the report.
 
-    A small result is copied, because the next task may change the original. `on_large_result` is
-    called for a result so large that it is not copied: no other task may run before the report.
+    A small result is copied, because the next task may change the original. `has_large_result` is
+    set for a result so large that it is not copied: no other task may run before the report.
     """
 
     session = None
 
-    def __init__(self, on_large_result: Callable[[], None]) -> None:
-        self._on_large_result = on_large_result
+    def __init__(self) -> None:
+        self.has_large_result = False
 
-    def put(self, attachment: OutOfBandBuffers, total: int) -> Any:
-        if total < LARGE_RESULT_BYTES:
+    def put(self, attachment: OutOfBandBuffers) -> Any:
+        if attachment.nbytes() < LARGE_RESULT_BYTES:
             attachment.buffers = [bytes(each) for each in attachment.buffers]
         else:
-            self._on_large_result()
+            self.has_large_result = True
         return attachment
 
 
-class RayRefTable:
+class RayRefTable(RefTable):
     """The buffers beside messages between the driver and one drone, in both directions.
 
-    The counterpart of `RefTable` for shared memory. `outgoing` has the buffers of the message that
-    is being made. `incoming` has those of the message that is about to be read.
+    `outgoing` has the buffers of the message that is being made. `incoming` has those of the
+    message that is about to be read. No number is released or returned, because Ray counts
+    references itself.
     """
 
     def __init__(self) -> None:
+        no_arena: Any = None
+        super().__init__(no_arena, None, lambda: None)
         self.outgoing: list[Any] = []
         self.incoming: Sequence[Any] = ()
-        self.returned: deque[int] = deque()  # Ray counts references itself
 
-    def lend(self, stored: StoredBuffers) -> int:
+    def lend(self, stored: Any) -> int:
         """Add the buffers to the message. Return their place in the message; 0 for a result."""
         # A result: all buffers of a message become one object.
         if isinstance(stored.attachment, OutOfBandBuffers):
@@ -181,12 +186,6 @@ class RayRefTable:
 
     def receive(self, header: Any) -> ReceivedFromRay:
         return ReceivedFromRay(header, self.incoming)
-
-    def release(self, number: int) -> None:
-        """Do nothing, because Ray counts references itself."""
-
-    def take_returned(self) -> list[int]:
-        return []
 
     def close(self) -> None:
         self.outgoing.clear()

@@ -159,26 +159,23 @@ class _ResultBuffer(ResultBuffer):
 
 class RayDrone(DroneExecutor):
     _buffer_type = _ResultBuffer
+    _store: PendingResultStore
+    _ref_table: RayRefTable
 
     def __init__(self, spawn_request: SpawnRequest, folder: str, snapshot: Any) -> None:
         tail = open_console()
         install_log_forwarding()
         faulthandler.enable(file=2)
         self._exit_record = ExitRecord(folder)
-        self._ray_ref_table = RayRefTable()
-        self._has_large_result = False
-        ref_table: Any = self._ray_ref_table
-        store = PendingResultStore(self._note_large_result)
+        store, ref_table = PendingResultStore(), RayRefTable()
         super().__init__(spawn_request.name, self._exit_record, snapshot, store, ref_table, tail)
         self.spawn_request = spawn_request
-        self._output_files = [OutputFile(folder, name) for name in (OUT, ERR)]
+        # stderr is read first: see `OutputMerger`.
+        self._output_files = [OutputFile(folder, name) for name in (ERR, OUT)]
         self._outbox: list[list[bytes]] = []
         self._reports = 0
         self.call_lock = threading.Lock()
         self._control_thread = _ControlThread(self)
-
-    def _note_large_result(self) -> None:
-        self._has_large_result = True
 
     # -- the main thread ---------------------------------------------------------------------------
 
@@ -188,10 +185,10 @@ class RayDrone(DroneExecutor):
         with self.call_lock:
             with self.socket_lock:
                 self._exit_record.acknowledge(last_read)
-                self._ray_ref_table.incoming = attachments
+                self._ref_table.incoming = attachments
                 if frames:
                     self._handle_message(frames)
-                self._ray_ref_table.incoming = ()
+                self._ref_table.incoming = ()
             self._control_thread.wake()
             while self._todo:
                 self._run_next()
@@ -207,7 +204,7 @@ class RayDrone(DroneExecutor):
                 return self._make_report(entries, all_output=True)
 
     def _return_tasks_if_large_result(self) -> None:
-        if self._has_large_result:
+        if self._store.has_large_result:
             with self.socket_lock:
                 self._send_outcomes()
                 self._on_recall([])
@@ -251,9 +248,10 @@ class RayDrone(DroneExecutor):
         self._reports += 1
         self._exit_record.add_report(self._reports, entries)
         messages, self._outbox = self._outbox, []
-        out, err = self._read_output(-1 if all_output else MAX_REPORTED_OUTPUT_BYTES)
-        outgoing = self._ray_ref_table.take_outgoing()
-        self._has_large_result = False
+        limit = -1 if all_output else MAX_REPORTED_OUTPUT_BYTES
+        err, out = (each.read(limit) for each in self._output_files)
+        outgoing = self._ref_table.take_outgoing()
+        self._store.has_large_result = False
         memory = 0
         if self.spawn_request.watches_memory and self._reports % REPORTS_PER_MEMORY_CHECK == 0:
             memory = memory_of(os.getpid(), 0)
@@ -261,12 +259,6 @@ class RayDrone(DroneExecutor):
         return report.pack(), OutOfBandBuffers(
             [buffer for attachment in outgoing for buffer in attachment.buffers]
         ) if outgoing else None
-
-    def _read_output(self, limit: int) -> tuple[bytes, bytes]:
-        """Return new output. stderr is read first: see `OutputMerger`."""
-        out, err = self._output_files
-        errors = err.read(limit)
-        return out.read(limit), errors
 
     # -- the control thread ------------------------------------------------------------------------
 
@@ -289,12 +281,10 @@ class RayDrone(DroneExecutor):
             entries = self._exit_record.count_entries()
             self._send_outcomes()
             self._cut_slice()
-            if self._outbox or heartbeat or self._has_output():
+            has_output = any(file.has_more() for file in self._output_files)
+            if self._outbox or heartbeat or has_output:
                 return self._make_report(entries)
         return None
-
-    def _has_output(self) -> bool:
-        return any(file.has_more() for file in self._output_files)
 
 
 class _ControlThread:
@@ -324,9 +314,7 @@ class _ControlThread:
             orders = future.result()
         except Exception:  # the pool has ended, and with it the switch
             return
-        if not ray.is_initialized():
-            return
-        if not orders:  # the driver takes this drone for dead
+        if not ray.is_initialized() or not orders:  # no orders: the driver takes it for dead
             return
         self._orders += orders
         os.eventfd_write(self._wakeup_fd, 1)

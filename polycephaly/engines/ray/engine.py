@@ -7,13 +7,13 @@ changes of handles and the supervisor happen while holding the reactor's lock, a
 Messages from and to a drone that runs a task go through another actor, the switch (switch.py).
 
 If an actor dies, Ray fails each call that the actor has not answered. A drone without such a call
-is probed now and then (`_probe_silent_drones`). After a death the exit record is read: by this
+is probed now and then (`_check_drones`). After a death the exit record is read: by this
 process, if the drone was on the driver's node, else by a task on the drone's node, if that node is
 alive. The supervisor learns of the death only then, or after `EXIT_RECORD_TIMEOUT_SECONDS`, because
 the supervisor decides by the tasks that had begun.
 
 The actors belong to one session of Ray (buffers.py). If the session ends, answers that come later
-are dropped, and the pool breaks: at the next `_probe_silent_drones`, when a message cannot be sent,
+are dropped, and the pool breaks: at the next `_check_drones`, when a message cannot be sent,
 or at the next error (`loss`). See docs/decisions/0011-ray-engine.md.
 """
 
@@ -57,7 +57,7 @@ from .drone import DroneActor, Report, SpawnReply, SpawnRequest
 from .exit_record import FinalState, kill_owner, read_exit_record
 from .handle import RayHandle
 from .shared import RayShared, share
-from .switch import HALF_MAX_CALLS, Switch
+from .switch import Switch
 
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
@@ -72,7 +72,7 @@ MAX_PROBES_PER_SECOND = 50
 LAST_REPORTS_TIMEOUT_SECONDS = 5.0  # for reports that an ending drone has sent by the switch
 EXIT_RECORD_TIMEOUT_SECONDS = 6.0  # for the task that reads an exit record on a dead drone's node
 MIN_SWITCH_DRONES = 1000  # for which the switch has room, because `resize` may add some
-MAX_SWITCH_CALLS = 2 * HALF_MAX_CALLS  # that may wait in the switch, besides four for each drone
+MAX_SWITCH_CALLS = 512  # that may wait in the switch, besides four for each drone
 _DEATH_ERRORS = (
     RayActorError,
     OutOfMemoryError,
@@ -107,7 +107,7 @@ class RayEngine(Engine):
         self._switch = ray.remote(Switch).options(**options, scheduling_strategy=here).remote()
         # Made once, because Ray keeps each of these for ever.
         self._actor_class = ray.remote(DroneActor)
-        self._wait_check_scheduled = False
+        self._next_warning_at = 0.0
         self._create_registry()
 
     def _create_registry(self) -> None:
@@ -132,7 +132,7 @@ class RayEngine(Engine):
 
     def begin(self) -> None:
         self._request_reports()
-        self.dispatcher.call_later(self._probe_interval, self._probe_silent_drones)
+        self.dispatcher.call_later(self._probe_interval, self._check_drones)
 
     def can_start(self) -> bool:
         return not self._ended and self.is_connected()
@@ -161,9 +161,6 @@ class RayEngine(Engine):
             partial(self._on_started, handle),
             partial(self._on_not_started, handle),
         )
-        if not self._wait_check_scheduled:
-            self._wait_check_scheduled = True
-            self.dispatcher.call_later(tuning.start_report_seconds, self._warn_of_waiting_drones)
         return handle
 
     def _on_started(self, handle: RayHandle, reply: SpawnReply) -> None:
@@ -201,33 +198,20 @@ class RayEngine(Engine):
             start_error.__cause__ = error
             self._supervisor.on_not_started(handle, start_error)
 
-    def _warn_of_waiting_drones(self) -> None:
-        """Warn of drones that have waited long for their resources.
-
-        Repeats for as long as drones are starting.
-        """
-        starting = [
-            handle
-            for handle in self.dispatcher.handles
-            if isinstance(handle, RayHandle) and not handle.pid and handle.alive
-        ]
-        self._wait_check_scheduled = bool(starting) and not self._ended and self.is_connected()
-        if not self._wait_check_scheduled:
+    def _warn_of_waiting_drones(self, starting: list[RayHandle], now: float) -> None:
+        """Warn now and then of drones that have waited long for their resources."""
+        if not starting:
+            self._next_warning_at = 0.0
             return
-        wait = (
-            min(handle.requested_at for handle in starting)
-            + tuning.start_report_seconds
-            - self._reactor.timers.now()
-        )
-        if wait <= 0:
+        long_ago = now - tuning.start_report_seconds
+        if now >= self._next_warning_at and any(each.requested_at <= long_ago for each in starting):
+            self._next_warning_at = now + 6 * tuning.start_report_seconds
             more = len(starting) - 1
             log.warning(
                 "%s still waits for %s%s%s; the cluster has %s free",
                 self._config.name, starting[0].name, f" and {more} more" if more else "",
                 _describe_placement_group(self._placement), ray.available_resources(),
             )  # fmt: skip
-            wait = 6 * tuning.start_report_seconds
-        self.dispatcher.call_later(wait, self._warn_of_waiting_drones)
 
     # -- for handles, holding the reactor's lock ---------------------------------------------------
 
@@ -291,11 +275,9 @@ class RayEngine(Engine):
         """
         if isinstance(attachment, OutOfBandBuffers):
             try:
-                total = sum(memoryview(each).nbytes for each in attachment.buffers)
-                ref = self._store.put(attachment, total)
+                return LazyBuffers(self._store.put(attachment), self._session)
             except Full:  # the buffers stay in this process
                 return attachment
-            return LazyBuffers(ref, self._session)
         return LazyBuffers(attachment, self._session)
 
     def send_order(self, handle: RayHandle, frames: list[bytes]) -> None:
@@ -357,32 +339,24 @@ class RayEngine(Engine):
         if not isinstance(error, _DEATH_ERRORS):
             self.dispatcher.fail(error)
             return
-        handle.dying = handle.ignores_reports = True
+        handle.dying = True
         # Without the traceback, because its frames refer to the pool.
         handle.exit_reason, handle.cause = (_failure_reason(error), error.with_traceback(None))
         # An actor that was only unreachable for a moment must not go on.
         ray.kill(handle.actor)
-        reply = handle.spawn_reply
+        reply, act = handle.spawn_reply, partial(self._on_exit_record, handle)
         if reply is None:
-            self._on_exit_record(handle, FinalState())
-        elif reply.node == self._driver_node:
-            self._on_exit_record(
-                handle, read_exit_record(reply.folder, handle.out_read, handle.err_read)
-            )
+            act(FinalState())
+            return
+        place = reply.folder, handle.out_read, handle.err_read
+        if reply.node == self._driver_node:
+            act(read_exit_record(*place))
         elif self._is_node_alive(reply.node):
-            final_state = self._remote_on_node(reply.node, read_exit_record).remote(
-                reply.folder, handle.out_read, handle.err_read
-            )
-            self._when_done(
-                final_state,
-                partial(self._on_exit_record, handle),
-                lambda _: self._on_exit_record(handle, None),
-            )
-            self.dispatcher.call_later(
-                EXIT_RECORD_TIMEOUT_SECONDS, self._on_exit_record, handle, None
-            )
+            final_state = self._remote_on_node(reply.node, read_exit_record).remote(*place)
+            self._when_done(final_state, act, lambda _: act(None))
+            self.dispatcher.call_later(EXIT_RECORD_TIMEOUT_SECONDS, act, None)
         else:
-            self._on_exit_record(handle, None)
+            act(None)
 
     def _on_exit_record(self, handle: RayHandle, final_state: FinalState | None) -> None:
         if handle.state is not State.DEAD:
@@ -394,28 +368,25 @@ class RayEngine(Engine):
             handle.dying = True
             self._supervisor.on_died(handle, exitcode)
 
-    def _probe_silent_drones(self) -> None:
-        """Probe silent drones without an unanswered call, because they may have died.
+    def _check_drones(self) -> None:
+        """Probe silent drones without an unanswered call, because they may have died; warn of those
+        that cannot start.
 
         Breaks the pool if Ray's session has ended.
         """
         if self._ended or self.dispatcher.break_if_lost():
             return
         now = self._reactor.timers.now()
-        handles = self.dispatcher.handles
+        handles = [each for each in self.dispatcher.handles if isinstance(each, RayHandle)]
+        self._warn_of_waiting_drones([each for each in handles if each.alive and not each.pid], now)
         idle_interval = max(self._probe_interval, len(handles) / MAX_PROBES_PER_SECOND)
         for handle in handles:
-            if (
-                not isinstance(handle, RayHandle)
-                or handle.spawn_reply is None
-                or handle.unanswered_calls
-                or not handle.is_up()
-            ):
+            if handle.spawn_reply is None or handle.unanswered_calls or not handle.is_up():
                 continue
             interval = self._probe_interval if handle.in_flight else idle_interval
             if now - handle.last_contact_at >= interval:
                 handle.probe()
-        self.dispatcher.call_later(self._probe_interval, self._probe_silent_drones)
+        self.dispatcher.call_later(self._probe_interval, self._check_drones)
 
     # -- receiving ---------------------------------------------------------------------------------
 

@@ -63,16 +63,16 @@ class ActorOwner(Protocol):
 
 class RayHandle(DroneHandle):
     dispatcher: Dispatcher
+    ref_table: RayRefTable
 
     def __init__(self, engine: ActorOwner, number: int, name: str, actor: Any) -> None:
         super().__init__(engine.dispatcher, number, name)
-        self.ref_table: Any = RayRefTable()
+        self.ref_table = RayRefTable()
         self.actor = actor
         self.requested_at = self.dispatcher.reactor.timers.now()
         self.spawn_reply: SpawnReply | None = None
-        self.dying = False
+        self.dying = False  # then no report is read: the exit record has their content
         self.unanswered_calls = 0  # of the actor
-        self.ignores_reports = False  # because the exit record has their content
         self.final_report = -1  # the drone has ended when this report has been read
         self.out_read = self.err_read = 0  # bytes of its output that have arrived
         self._engine = engine
@@ -138,7 +138,7 @@ class RayHandle(DroneHandle):
 
         `attachment` came beside the report: an ObjectRef, `OutOfBandBuffers`, or None.
         """
-        if self.ignores_reports:
+        if self.dying:
             return
         incoming: Sequence[Any] = ()
         if report.has_buffers:
@@ -167,7 +167,7 @@ class RayHandle(DroneHandle):
         self.out_read += len(out)
         self.err_read += len(err)
         for stream, printed in zip(self._output_streams, (out, err), strict=True):
-            stream.feed(printed)
+            stream.unread += printed
 
     def take_output(self) -> OutputItems:
         entries = self._merge.read([stream for stream in self._output_streams if stream.open])
@@ -203,13 +203,16 @@ class RayHandle(DroneHandle):
     def memory(self, enough: int) -> int:
         return self._memory
 
-    def on_message_lost(self, frames: Sequence[bytes], tasks: Sequence[Task], lost: Lost) -> None:
-        """Take back the tasks of a message that did not arrive, because its buffers are lost."""
+    def _take_back(self, frames: Sequence[bytes], tasks: Sequence[Task]) -> list[Task]:
         self.undo_batch(frames)
         pending = [task for task in tasks if self.in_flight.get(task.number) is task]
         for task in pending:
             self.remove_in_flight(task.number)
-        self.dispatcher.recompute_inputs(pending, lost)
+        return pending
+
+    def on_message_lost(self, frames: Sequence[bytes], tasks: Sequence[Task], lost: Lost) -> None:
+        """Take back the tasks of a message that did not arrive, because its buffers are lost."""
+        self.dispatcher.recompute_inputs(self._take_back(frames, tasks), lost)
         self.dispatcher.after_answer(self)
 
     def on_send_failed(
@@ -220,10 +223,7 @@ class RayHandle(DroneHandle):
         If any tasks have buffers beside the message, these are taken for the cause. Then only
         those tasks are rejected, and the others are queued again.
         """
-        self.undo_batch(frames)
-        pending = [task for task in tasks if self.in_flight.get(task.number) is task]
-        for task in pending:
-            self.remove_in_flight(task.number)
+        pending = self._take_back(frames, tasks)
         rejected = [
             task
             for task in pending
@@ -252,7 +252,7 @@ class RayHandle(DroneHandle):
 
     def close(self) -> None:
         for stream in self._output_streams:
-            stream.end()
+            stream.ended = True
         self.print_output()
         self.ref_table.close()
         self._engine.forget(self)
@@ -263,23 +263,17 @@ class _OutputStream(LineSplitter):
 
     def __init__(self, drone: str, name: str) -> None:
         super().__init__(drone, name)
-        self._unread = b""
-        self._ended = False
-
-    def feed(self, printed: bytes) -> None:
-        self._unread += printed
-
-    def end(self) -> None:
-        self._ended = True
+        self.unread = b""
+        self.ended = False
 
     def read(self) -> OrderedItems:
-        unread, self._unread = self._unread, b""
+        unread, self.unread = self.unread, b""
         entries: OrderedItems = []
         # In pieces, as through a pipe, so that a line without an end is shown in parts.
         while len(unread) > _CHUNK_BYTES:
             entries += self._parse(unread[:_CHUNK_BYTES])
             unread = unread[_CHUNK_BYTES:]
-        self.open = not self._ended
-        if unread or self._ended:
+        self.open = not self.ended
+        if unread or self.ended:
             entries += self._parse(unread)
         return entries

@@ -15,8 +15,6 @@ from typing import Any
 
 MAX_WAITING_REPORTS = 64
 """Reports that may wait for the driver. If there are more, `put_report` waits."""
-HALF_MAX_CALLS = 256
-"""Half of the calls that may wait in the switch at a time, besides four for each drone."""
 
 
 class Switch:
