@@ -97,7 +97,7 @@ class Connection(ServerConnection, TaskRunner):
         self._in_flight_bytes = 0
         self._waiting: set[Task] = set()  # tasks that wait for promises, or to be sent again
         self._delayed: dict[Task, Timer] = {}  # those of `_waiting` that are sent after a delay
-        self._handled_bytes: deque[int] = deque()  # of output, not acknowledged yet
+        self._handled_bytes = 0  # of output, not acknowledged yet
         self._sent_functions = KnownFunctions()  # functions that the server has
         self._closing = self._recall_sent = False
         super().__init__(card, "polycephaly-client")
@@ -374,14 +374,14 @@ class Connection(ServerConnection, TaskRunner):
                     self._output(line)
             except BaseException:
                 log.exception("the output callable of %s failed", self.name)
-        self._handled_bytes.append(sum(len(line.text) + LINE_OVERHEAD_BYTES for line in lines))
+        self._handled_bytes += sum(len(line.text) + LINE_OVERHEAD_BYTES for line in lines)
         self.post(self._acknowledge_output)
 
     def _acknowledge_output(self) -> None:
         """Tell the server which lines were handled, before it gets further tasks: for a client that
-        seems not to read, it omits lines.
+        seems not to read, it omits lines. `post` comes before the end of the turn, which sends.
         """
-        handled = sum(drain(self._handled_bytes))
+        handled, self._handled_bytes = self._handled_bytes, 0
         if handled:
             self.send(pack_numbers(messages.OUTPUT_ACK, [handled]))
 
@@ -408,7 +408,6 @@ class Connection(ServerConnection, TaskRunner):
         )
 
     def _send_queued(self) -> None:
-        self._acknowledge_output()
         while self.queue and self._has_credit():
             items = forget_items(self._sent_functions.pop_unused())
             held_refs: list[Any] = []  # keeps the values until the items are sent
