@@ -279,7 +279,7 @@ def test_an_owner_whose_answer_fails_is_told(pool, card):
 
 def test_a_server_ends_while_the_thread_of_an_answer_is_about_to_start(pool, card):
     server = poly.serve(pool, file=card)
-    server._admin._reply_threads.add(threading.Thread())
+    server._admin._reply_threads.append(threading.Thread())
     server.close()
 
 

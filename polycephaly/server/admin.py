@@ -21,13 +21,12 @@ from ..pool.collecting import take_news
 from ..pool.pool import Pool, dispatcher_of
 from ..pool.status import IDENTITY_FIELDS, describe_identity
 from ..promises.promise import Promise
-from ..runtime import fork_guard
 from ..runtime.tuning import tuning
 from ..store.shared import Shared, store_pickled
 from ..timeline.plain import pack_timeline
 from ..timeline.timeline import Timeline
 from .client import Client
-from .drone_requests import DRONE_REQUESTS, Reply
+from .drone_requests import DRONE_REQUESTS, Reply, reply_thread
 from .joined import JoinedHosts
 
 TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines
@@ -68,7 +67,7 @@ class AdminService:
         # Held while a status or a timeline is computed. `Client.long_request_lock` queues such
         # requests of one client.
         self._long_requests = threading.Lock()
-        self._reply_threads: set[threading.Thread] = set()
+        self._reply_threads: list[threading.Thread] = []
 
     def wait_for_replies(self) -> None:
         """Wait for replies in preparation, at most `tuning.reply_seconds` for each.
@@ -76,7 +75,7 @@ class AdminService:
         So a client that asks for the server's end usually gets a reply. Only the replies of
         short-lived threads are waited for.
         """
-        for thread in list(self._reply_threads):
+        for thread in self._reply_threads:
             # A thread that is just being started cannot be joined yet.
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(tuning.reply_seconds)
@@ -188,19 +187,8 @@ class AdminService:
 
     def _run_in_thread(self, reply: Reply, function: Callable[[], Any]) -> None:
         """Call `function` in a short-lived thread; send its result or its error as the reply."""
-
-        def run() -> None:
-            try:
-                reply(value=function())
-            except MemoryError as error:
-                reply(error=str(error), kind="MemoryError")
-            except Exception as error:
-                reply(error=f"{type(error).__name__}: {error}")
-            finally:
-                self._reply_threads.discard(thread)
-
-        thread = fork_guard.OwnThread("polycephaly-request", run)
-        self._reply_threads.add(thread)
+        thread = reply_thread(reply, function)
+        self._reply_threads = [each for each in self._reply_threads if each.is_alive()] + [thread]
         thread.start()
 
 

@@ -1,4 +1,4 @@
-"""Admin requests about single drones of a pool.
+"""Admin requests about single drones of a pool, and the threads for requests that take long.
 
 `reply` sends the reply, and may be called in any thread.
 """
@@ -17,6 +17,22 @@ if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher
 
 Reply = Callable[..., None]
+
+
+def reply_thread(reply: Reply, compute: Callable[[], Any]) -> fork_guard.OwnThread:
+    """Return a thread that calls `compute` and sends its result or its error as the reply."""
+
+    def run() -> None:
+        try:
+            reply(value=compute())
+        except MemoryError as error:
+            reply(error=str(error), kind="MemoryError")
+        except Exception as error:
+            # The peer raises a RuntimeError with this text.
+            name = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+            reply(error=f"{name}{error}")
+
+    return fork_guard.OwnThread("polycephaly-request", run)
 
 
 def _describe(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
@@ -45,18 +61,13 @@ def _kill(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
 def _take_stack(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
     handle = find_drone(dispatcher, number)
 
-    def run() -> None:  # waits, and reads source files
-        try:
-            (stack,) = dispatcher.stack_requests.take([handle], ANSWER_SECONDS)
-        except Exception as error:
-            reply(error=f"{type(error).__name__}: {error}")
-            return
+    def take() -> dict[str, Any]:  # waits, and reads source files
+        (stack,) = dispatcher.stack_requests.take([handle], ANSWER_SECONDS)
         if stack is None:
-            reply(error=f"the drone has ended: {handle.closed_error()}")
-        else:
-            reply(value=stack.as_dict())
+            raise RuntimeError(f"the drone has ended: {handle.closed_error()}")
+        return stack.as_dict()
 
-    fork_guard.OwnThread("polycephaly-request", run).start()
+    reply_thread(reply, take).start()
 
 
 DRONE_REQUESTS: dict[Any, Callable[[Dispatcher, int, Reply], None]] = {

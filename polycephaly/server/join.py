@@ -41,11 +41,10 @@ from ..pool.pool import Pool, dispatcher_of
 from ..pool.status import describe_drones
 from ..pool.task import Task
 from ..promises.promise import Promise
-from ..runtime import fork_guard
 from ..timeline.plain import pack_timeline
 from ..wire.messages import CALL, FORGET
 from ..wire.output import Line
-from .drone_requests import DRONE_REQUESTS
+from .drone_requests import DRONE_REQUESTS, reply_thread
 from .session import ClientFunction, ClientSession, make_result, submit_call
 
 log = logging.getLogger("polycephaly")
@@ -327,13 +326,12 @@ class Joined(ServerConnection):
         def reply(**fields: Any) -> None:
             self.post(self.send, pack_json(messages.REPLY, {"id": request["id"], **fields}))
 
+        def take_timeline() -> dict[str, Any]:
+            now = self._loop.timers.now()
+            return {"now": now, "timeline": pack_timeline(self._pool.timeline)}
+
         if request["what"] == "timeline":  # a timeline may be long: pack it in another thread
-
-            def send_timeline() -> None:
-                now = self._loop.timers.now()
-                reply(value={"now": now, "timeline": pack_timeline(self._pool.timeline)})
-
-            fork_guard.OwnThread("polycephaly-request", send_timeline).start()
+            reply_thread(reply, take_timeline).start()
             return
         try:
             DRONE_REQUESTS[request["what"]](self._dispatcher, request["drone"], reply)

@@ -522,7 +522,8 @@ class Server:
         client = Client(identity, key, _process_name(properties), now, send)
         add_outcome = partial(self._add_outcome, client)
         client.session = ClientSession(self._submit_call, add_outcome, client.tag)
-        on_output: Listener = partial(add_outcome, 0) if properties.get("output") else _discard
+        wants_output = properties.get("output")
+        on_output: Listener = partial(add_outcome, 0) if wants_output else lambda _: None
         self._dispatcher.output_listeners[client.tag] = on_output
         self._clients[identity] = client
         resources, describes = self._dispatcher.resource_sizes, self._dispatcher.describes_items
@@ -666,10 +667,6 @@ def _process_name(properties: dict[str, Any]) -> str:
     pid, host = properties.get("pid"), properties.get("host")
     name = f"{pid}" if host == socket.gethostname() else f"{pid}@{host}"
     return re.sub("[^!-~]", "?", name[:80])
-
-
-def _discard(line: Line) -> None:
-    """Ignore a line: the client does not want output."""
 
 
 _serving: set[Server] = set()
