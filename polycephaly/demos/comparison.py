@@ -51,14 +51,18 @@ class Executors:
         return [*map(self.result, pending)] if self.gather is None else self.gather(pending)
 
 
+def _standard_interface(pool: Any) -> Executors:
+    return Executors(
+        pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items))
+    )
+
+
 @contextmanager
 def polycephaly_pool(workers: int) -> Iterator[Executors]:
     import polycephaly as poly
 
     with poly.Pool(workers) as pool:
-        yield Executors(
-            pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items))
-        )
+        yield _standard_interface(pool)
 
 
 @contextmanager
@@ -75,17 +79,13 @@ def process_pool_executor(workers: int) -> Iterator[Executors]:
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield Executors(
-            pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items))
-        )
+        yield _standard_interface(pool)
 
 
 @contextmanager
 def loky(workers: int) -> Iterator[Executors]:
     with import_module("loky").ProcessPoolExecutor(workers) as pool:
-        yield Executors(
-            pool.submit, methodcaller("result"), lambda fn, items: list(pool.map(fn, items))
-        )
+        yield _standard_interface(pool)
 
 
 @dataclass(frozen=True)
