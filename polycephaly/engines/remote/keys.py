@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +122,8 @@ class Card:
         text = read_private(path)
         try:
             data: dict[str, Any] = json.loads(text)
-            known = [
-                each.name for each in fields(cls) if each.default is MISSING or each.name in data
-            ]
-            card = cls(**{name: data[name] for name in known})
+            known = {each.name for each in fields(cls)}
+            card = cls(**{name: data[name] for name in data if name in known})
             check_address(card.address)
             for key in (card.server, card.public, card.secret):
                 check_key(key)

@@ -146,11 +146,11 @@ def _find_by_address(address: str) -> Card:
 
 
 def check_name_available(name: str) -> None:
-    """Raise `FileExistsError` if a pool of that name runs.
+    """Raise `FileExistsError` if a pool of that name runs, and as `Card.read` does.
 
     Another pool may take the name afterwards: `register` decides.
     """
-    _raise_if_running(_read_if_running(card_path(name)))
+    _check_available(card_path(name))
 
 
 def register(card: Card) -> None:
@@ -161,9 +161,7 @@ def register(card: Card) -> None:
     registry_directory(make=True)
     path = card_path(card.name)
     with _locked(path.parent):
-        with suppress(FileNotFoundError):
-            other = Card.read(path)
-            _raise_if_running(other if other.is_server_alive() else None)
+        _check_available(path)
         card.write(path)
 
 
@@ -195,11 +193,14 @@ def _read_if_running(path: Path) -> Card | None:
     return None
 
 
-def _raise_if_running(card: Card | None) -> None:
-    if card is not None:
-        raise FileExistsError(
-            f"a pool named {card.name!r} is running already, as process {card.pid}: stop it first"
-        )
+def _check_available(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        card = Card.read(path)
+        if card.is_server_alive():
+            raise FileExistsError(
+                f"a pool named {card.name!r} is running already, as process {card.pid}: stop it "
+                "first"
+            )
 
 
 @contextmanager
