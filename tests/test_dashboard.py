@@ -357,7 +357,7 @@ def test_a_served_pool_has_a_page_in_its_clients_too(tmp_path, monkeypatch):
         html = remote._repr_html_()
         assert "<td>lab.0</td>" in html and "<td>None</td>" not in html
         with monkeypatch.context() as patched:
-            patched.setattr(remote._connection, "request", lose_the_connection)
+            patched.setattr(remote._dispatcher, "request", lose_the_connection)
             assert "<td>lab.0</td>" not in remote._repr_html_()
         with remote.dashboard() as page:
             remote.shutdown()

@@ -238,7 +238,7 @@ def test_a_client_may_ask_more_at_once_than_the_server_takes(tmp_path):
     card = str(tmp_path / "card")
     with poly.Pool(1) as pool, poly.serve(pool, file=card) as server, poly.connect(card) as remote:
         count = 20 * frames.MAX_UNANSWERED_REQUESTS
-        asked = [remote._connection.request("status") for _ in range(count)]
+        asked = [remote._dispatcher.request("status") for _ in range(count)]
         assert {each.result(60)["name"] for each in asked} == {server.name}
 
 
@@ -461,9 +461,9 @@ def test_many_questions_of_one_client_delay_it_alone(tmp_path, monkeypatch):
 
         monkeypatch.setattr(Server, "status", status)
         with poly.connect(card) as many, poly.connect(card) as one:
-            asked = [many._connection.request("status") for _ in range(10)]
+            asked = [many._dispatcher.request("status") for _ in range(10)]
             wait_for(lambda: going)
-            mine = one._connection.request("status")
+            mine = one._dispatcher.request("status")
             wait_for(lambda: len(server._admin._reply_threads) == 11)
             clients = server._clients
             wait_for(lambda: all(each.long_request_lock.locked() for each in clients.values()))

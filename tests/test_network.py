@@ -335,7 +335,7 @@ def test_a_check_of_the_connections_that_fails_is_not_the_last(server, remote, m
 
 def test_an_error_in_a_turn_of_a_connection_ends_it_and_no_caller_waits(server, card, monkeypatch):
     remote = poly.connect(card)
-    monkeypatch.setattr(remote._connection, "_send_queued", lambda: 1 / 0)
+    monkeypatch.setattr(remote._dispatcher, "_send_queued", lambda: 1 / 0)
     with pytest.raises(ConnectionError, match="a bug in polycephaly"):
         remote.promise(abs, -1).result(SOON)
     remote.shutdown()
@@ -463,7 +463,7 @@ def test_a_closed_server_lets_go_of_its_port_though_the_pool_has_drones_since(po
             assert another.doit(abs, -2) == 2
             port = server.port
             server.close()
-            lost = wait_for(lambda: remote._connection.has_ended)
+            lost = wait_for(lambda: remote._dispatcher.has_ended)
             assert lost
             with poly.serve(pool, f"tcp://127.0.0.1:{port}") as again:
                 assert again.port == port

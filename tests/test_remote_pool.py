@@ -274,7 +274,7 @@ def test_an_owner_whose_answer_fails_is_told(pool, card):
         with pytest.raises(RuntimeError, match="OSError: not today"):
             remote.stop()
         with pytest.raises(RuntimeError, match="does not know the request 'nonsense'"):
-            remote._connection.request("nonsense").result(SOON)
+            remote._dispatcher.request("nonsense").result(SOON)
 
 
 def test_a_server_ends_while_the_thread_of_an_answer_is_about_to_start(pool, card):
@@ -287,7 +287,7 @@ def test_what_was_asked_is_rejected_when_the_server_ends(pool, card):
     gate = threading.Event()
     server = poly.serve(pool, file=card, on_stop=lambda now: gate.wait())
     remote = poly.connect(card)
-    asked = remote._connection.request("stop")
+    asked = remote._dispatcher.request("stop")
     server.close()
     with pytest.raises(ConnectionError):
         asked.result(SOON)
@@ -365,9 +365,9 @@ def test_another_client_cancels_all_tasks_also_those_that_wait_at_their_client(
 def test_a_call_that_waits_for_its_input_ends_with_the_connection(pool, card, monkeypatch):
     with poly.serve(pool, file=card):
         remote = poly.connect(card)
-    wait_for(lambda: remote._connection.has_ended)
+    wait_for(lambda: remote._dispatcher.has_ended)
     # As if that had come between this look and the rest.
-    monkeypatch.setattr(remote._connection, "check_open", lambda: None)
+    monkeypatch.setattr(remote._dispatcher, "check_open", lambda: None)
     waits = remote.promise(abs, poly.Promise())
     assert isinstance(waits.exception(SOON), ConnectionError)
     remote.shutdown()

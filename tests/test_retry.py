@@ -660,7 +660,7 @@ def test_a_cancelled_delay_gives_up_the_arguments(tmp_path):
         pool = stack.enter_context(poly.connect(card))
         policy = poly.Retry(3, delay=1000)
         promise = pool.options(retries=policy).promise("1 / 0")
-        wait_for(lambda: pool._connection._delayed)
+        wait_for(lambda: pool._dispatcher._delayed)
         dropped = weakref.ref(promise)
         promise.cancel()
         del promise

@@ -94,7 +94,7 @@ def _setup_of(address: str) -> Setup:
     from .loading import Setup
 
     with connect(address, output="discard") as remote:
-        return Setup.from_plain(remote._connection.request("setup").result())
+        return Setup.from_plain(remote._dispatcher.request("setup").result())
 
 
 def _work_for(pool: Pool, address: str, reconnect: bool) -> None:

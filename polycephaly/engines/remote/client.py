@@ -48,7 +48,7 @@ class RemotePool(ExecutorBase):
     _dispatcher: Connection
 
     def __init__(self, connection: Connection) -> None:
-        self._dispatcher = self._connection = connection
+        self._dispatcher = connection
         self._maps = {}
         weakref.finalize(self, connection.close, wait=False).atexit = False
 
@@ -82,7 +82,7 @@ class RemotePool(ExecutorBase):
         """
         pickled, out_of_band = pack_out_of_band(obj, NO_SHARED_NAMES)
         buffers = [pickled, *out_of_band]
-        ref = SharedRef(self._connection, self._connection.share(buffers))
+        ref = SharedRef(self._dispatcher, self._dispatcher.share(buffers))
         return RemoteShared(self, ref, sum(map(len, buffers)))
 
     # -- the pool itself ---------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class RemotePool(ExecutorBase):
         """The current drones. A task that is submitted to one of them runs on that drone only."""
         return [
             RemoteDrone(self, RemoteHandle(**each))
-            for each in self._connection.request("drones").result()
+            for each in self._dispatcher.request("drones").result()
         ]
 
     def refresh(self) -> None:
@@ -100,7 +100,7 @@ class RemotePool(ExecutorBase):
 
         The snapshot is new for all users of the pool.
         """
-        self._connection.request("refresh").result()
+        self._dispatcher.request("refresh").result()
 
     def resize(self, drones: int) -> None:
         """Change the number of drones for all users of the pool. See `Pool.resize`.
@@ -108,8 +108,8 @@ class RemotePool(ExecutorBase):
         Drones of joined hosts do not count.
         """
         check_at_least("drones", drones, 1)
-        self._connection.request("resize", drones=drones).result()
-        self._connection.size = drones
+        self._dispatcher.request("resize", drones=drones).result()
+        self._dispatcher.size = drones
 
     @property
     def timeline(self) -> Timeline:
@@ -118,10 +118,10 @@ class RemotePool(ExecutorBase):
         Drones of joined hosts are included if their hosts answer within five seconds. Times are of
         the clock of the server's machine.
         """
-        return unpack_timeline(self._connection.request("timeline").result())
+        return unpack_timeline(self._dispatcher.request("timeline").result())
 
     def _news(self, cursor: tuple[int, int]) -> tuple[Timeline, tuple[int, int]]:
-        news = self._connection.request("news", cursor=cursor).result()
+        news = self._dispatcher.request("news", cursor=cursor).result()
         entries, threads = news["cursor"]
         return unpack_timeline(news["timeline"]), (entries, threads)
 
@@ -132,7 +132,7 @@ class RemotePool(ExecutorBase):
         including those that wait at the server for their turn. ``drones`` includes those of joined
         hosts, as their hosts last reported them.
         """
-        status: dict[str, Any] = self._connection.request("status").result()
+        status: dict[str, Any] = self._dispatcher.request("status").result()
         return status
 
     def stacks(self) -> list[Stack]:
@@ -141,7 +141,7 @@ class RemotePool(ExecutorBase):
         Drones of joined hosts are included. The server waits for at most two seconds for the answer
         of each drone.
         """
-        request = self._connection.request
+        request = self._dispatcher.request
         drones = [each["number"] for each in request("status").result()["drones"]]
         replies = [request("stack", drone=number) for number in drones]
         stacks = Stacks()
@@ -156,7 +156,7 @@ class RemotePool(ExecutorBase):
     def profile(self, *, hertz: int = 50) -> NoReturn:
         """Raise `RuntimeError`: only the process that serves the pool can profile its drones."""
         raise RuntimeError(
-            f"pool {self._connection.name} is served by another process: use pool.profile() there, "
+            f"pool {self._dispatcher.name} is served by another process: use pool.profile() there, "
             "or stacks() here for the lines at which its tasks are now"
         )
 
@@ -183,7 +183,7 @@ class RemotePool(ExecutorBase):
         RuntimeError
             If there is no such client.
         """
-        names: list[str] = self._connection.request("cancel", clients=clients).result()
+        names: list[str] = self._dispatcher.request("cancel", clients=clients).result()
         return names
 
     def stop(self, now: bool = False) -> None:
@@ -199,7 +199,7 @@ class RemotePool(ExecutorBase):
         RuntimeError
             If the owner does not let clients stop the pool (see `serve`).
         """
-        self._connection.request("stop", now=now).result()
+        self._dispatcher.request("stop", now=now).result()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Disconnect after the submitted tasks are done. The pool itself goes on.
@@ -215,10 +215,10 @@ class RemotePool(ExecutorBase):
         """
         if not cancel_futures:
             self._send_maps()
-        self._connection.close(cancel="not begun" if cancel_futures else "", wait=wait)
+        self._dispatcher.close(cancel="not begun" if cancel_futures else "", wait=wait)
 
     def __repr__(self) -> str:
-        connection = self._connection
+        connection = self._dispatcher
         if connection.refusal is not None:
             return f"<RemotePool at {connection.address}, closed>"
         drones = f"{connection.size} drone{'s' * (connection.size != 1)}"
@@ -228,7 +228,7 @@ class RemotePool(ExecutorBase):
         keys = ("name", "pid", "state", "running", "tasks_done")
         drones: list[list[Any]] = []
         picture = ""
-        if self._connection.refusal is None:
+        if self._dispatcher.refusal is None:
             with suppress(ConnectionError):  # just lost
                 drones = [[drone[key] for key in keys] for drone in self.status()["drones"]]
                 if timeline := self.timeline:
