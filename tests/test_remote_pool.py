@@ -343,7 +343,7 @@ def test_block_for_ever_is_cancelled_by_an_exception_in_the_block(pool, card, tm
 def test_another_client_cancels_all_tasks_also_those_that_wait_at_their_client(
     remote, card, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(connection, "MAX_UNANSWERED_CALLS", 3)
+    monkeypatch.setattr(connection.messages, "MAX_UNANSWERED_CALLS", 3)
     started = str(tmp_path / "started")
     promises = remote.everywhere(block_for_ever, started)
     wait_for(lambda: len(lines(started)) == 2)

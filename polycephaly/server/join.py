@@ -23,17 +23,7 @@ from typing import Any, Self
 
 from ..engines.remote import messages, pool_registry
 from ..engines.remote.keys import Card
-from ..engines.remote.messages import (
-    Item,
-    pack_hello,
-    pack_json,
-    pack_numbers,
-    pack_results,
-    read_hello,
-    read_json,
-    read_numbers,
-    read_work,
-)
+from ..engines.remote.messages import Item, pack_hello
 from ..engines.remote.server_connection import ServerConnection
 from ..errors import Malformed
 from ..pool.config import check_timeout
@@ -161,7 +151,7 @@ class Joined(ServerConnection):
             self._send_outcomes()
             if self._leaving and self._window != 0:
                 self._window = 0
-                self.send(pack_numbers(messages.WINDOW, [0]))
+                self.send(messages.pack_numbers(messages.WINDOW, [0]))
                 self._return_unstarted(1 << 30)
             self._open_window()
         if self._is_finished():
@@ -191,15 +181,15 @@ class Joined(ServerConnection):
     def _handle_message(self, frames: list[bytes]) -> None:
         kind = frames[0]
         if kind == messages.WORK:
-            self._handle_work(list(read_work(frames)))
+            self._handle_work(list(messages.read_work(frames)))
         elif kind == messages.CANCEL:
-            self._session.cancel(read_numbers(frames), running=True)
+            self._session.cancel(messages.read_numbers(frames), running=True)
         elif kind == messages.RECALL:
-            self._return_unstarted(read_numbers(frames)[0])
+            self._return_unstarted(messages.read_numbers(frames)[0])
         elif kind == messages.REQUEST:
-            self._handle_request(read_json(frames))
+            self._handle_request(messages.read_json(frames))
         elif kind == messages.HELLO:
-            incompatibility, _, properties = read_hello(frames, "the server", "this host")
+            incompatibility, _, properties = messages.read_hello(frames, "the server", "this host")
             if incompatibility is not None:
                 self.lose(incompatibility)
                 return
@@ -232,7 +222,7 @@ class Joined(ServerConnection):
                 returned.append(item.number)
                 self._leaving = True
         if returned:
-            self.send(pack_numbers(messages.RETURNED, returned))
+            self.send(messages.pack_numbers(messages.RETURNED, returned))
         if any(item.kind == FORGET for item in items):
             self._drop_unused_tags()
 
@@ -271,7 +261,7 @@ class Joined(ServerConnection):
         ]
         for number in numbers:
             del self._session.tasks[number]
-        self.send(pack_numbers(messages.RETURNED, numbers))
+        self.send(messages.pack_numbers(messages.RETURNED, numbers))
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -279,7 +269,7 @@ class Joined(ServerConnection):
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         if lines:
             packed = [(line.text, line.drone, line.stream, line.tag) for line in lines]
-            self.send(pack_json(messages.OUTPUT, {"lines": packed}))
+            self.send(messages.pack_json(messages.OUTPUT, {"lines": packed}))
         results = []
         for _ in range(len(self._outcomes)):
             number, promise = self._outcomes.popleft()
@@ -288,7 +278,7 @@ class Joined(ServerConnection):
             results.append(make_result(number, promise))
             self._update_call_seconds(promise)
         if results:
-            self.send(pack_results(results))
+            self.send(messages.pack_results(results))
 
     def _update_call_seconds(self, promise: Promise[Any]) -> None:
         """Update the estimated duration of a call from the recent durations of its function.
@@ -312,19 +302,21 @@ class Joined(ServerConnection):
         window = self._dispatcher.size * (1 + min(MAX_PREFETCHED_CALLS, prefetched))
         if not 0.8 <= self._window / window <= 1.25:
             self._window = window
-            self.send(pack_numbers(messages.WINDOW, [window]))
+            self.send(messages.pack_numbers(messages.WINDOW, [window]))
 
     def _report_status(self) -> None:
         if not self.has_ended:
             status = {"drones": describe_drones(self._dispatcher)}
-            self.send(pack_json(messages.HOST_STATUS, status))
+            self.send(messages.pack_json(messages.HOST_STATUS, status))
             if newly_running := self._session.newly_running():
-                self.send(pack_numbers(messages.RUNNING, newly_running))
+                self.send(messages.pack_numbers(messages.RUNNING, newly_running))
             self.call_later(STATUS_INTERVAL_SECONDS, self._report_status)
 
     def _handle_request(self, request: dict[str, Any]) -> None:
         def reply(**fields: Any) -> None:
-            self.post(self.send, pack_json(messages.REPLY, {"id": request["id"], **fields}))
+            self.post(
+                self.send, messages.pack_json(messages.REPLY, {"id": request["id"], **fields})
+            )
 
         def take_timeline() -> dict[str, Any]:
             now = self._loop.timers.now()

@@ -31,19 +31,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..engines.remote import messages
-from ..engines.remote.messages import (
-    Item,
-    Result,
-    definition_items,
-    forget_items,
-    pack_json,
-    pack_numbers,
-    pack_work,
-    read_json,
-    read_lines,
-    read_numbers,
-    read_results,
-)
+from ..engines.remote.messages import Item, Result
 from ..errors import DroneDied, Malformed
 from ..pool.interfaces import State
 from ..pool.items import with_item
@@ -134,7 +122,7 @@ class JoinedHosts:
         for each in self:
             if each.sent_functions.unused:
                 unused = each.sent_functions.pop_unused()
-                self._send(each.identity, pack_work(forget_items(unused)))
+                self._send(each.identity, messages.pack_work(messages.forget_items(unused)))
         credits = [(each, each.credit) for each in self if each.credit > 0 and each.drones]
         if credits and self._dispatcher.queue and not self._is_lending:
             self._is_lending = True
@@ -182,7 +170,9 @@ class JoinedHosts:
                 continue
             function, known = task.client_function, host.sent_functions
             if function.number not in known:
-                items += definition_items(known, function, label=function.label, tag=function.tag)
+                items += messages.definition_items(
+                    known, function, label=function.label, tag=function.tag
+                )
             items.append(
                 Item(
                     task.number,
@@ -198,7 +188,7 @@ class JoinedHosts:
             sent.append(task)
         if not sent:
             return
-        if not self._send(host.identity, pack_work(items)):
+        if not self._send(host.identity, messages.pack_work(items)):
             self._on_not_sent(sent, target)
             return
         for task in sent:
@@ -220,7 +210,7 @@ class JoinedHosts:
 
     def _cancel_at_host(self, host: JoinedHost, number: int) -> None:
         if host.in_flight.pop(number, None) is not None:
-            self._send(host.identity, pack_numbers(messages.CANCEL, [number]))
+            self._send(host.identity, messages.pack_numbers(messages.CANCEL, [number]))
 
     def recall_waiting(self) -> None:
         """Recall calls that wait at one host while drones elsewhere are idle.
@@ -241,7 +231,7 @@ class JoinedHosts:
             recalled = min(waiting, idle + others)
             if recalled > 0 and host.may_recall:
                 host.may_recall = False
-                self._send(host.identity, pack_numbers(messages.RECALL, [recalled]))
+                self._send(host.identity, messages.pack_numbers(messages.RECALL, [recalled]))
 
     # -- messages of a joined host -----------------------------------------------------------------
 
@@ -249,33 +239,33 @@ class JoinedHosts:
         """Handle a message of a host. Raise `Malformed`."""
         kind = frames[0]
         if kind == messages.RESULTS:
-            self._settle(host, list(read_results(frames)))
+            self._settle(host, list(messages.read_results(frames)))
         elif kind == messages.RETURNED:
             returned = [
                 task
-                for number in read_numbers(frames)
+                for number in messages.read_numbers(frames)
                 if (task := host.in_flight.pop(number, None)) is not None
             ]
             host.may_recall = bool(returned)  # else not before the next report
             self._dispatcher.post(self._dispatcher.leases.requeue_unstarted, returned)
         elif kind == messages.WINDOW:
-            host.window = sum(read_numbers(frames))  # one number
+            host.window = sum(messages.read_numbers(frames))  # one number
             if not host.window:
                 self._send(host.identity, [messages.BYE])
         elif kind == messages.HOST_STATUS:
-            host.drones, host.may_recall = _check_drones(read_json(frames).get("drones")), True
-            host.status_at = monotonic()
+            host.drones = _check_drones(messages.read_json(frames).get("drones"))
+            host.may_recall, host.status_at = True, monotonic()
         elif kind == messages.RUNNING:
-            for number in read_numbers(frames):
+            for number in messages.read_numbers(frames):
                 if (task := host.in_flight.get(number)) is not None:
                     task.runs_elsewhere = True
         elif kind == messages.OUTPUT:
-            for text, drone, stream, tag in read_lines(frames, 4):
+            for text, drone, stream, tag in messages.read_lines(frames, 4):
                 listener = self._dispatcher.output_listeners.get(tag)
                 if listener is not None:
                     listener(Line(text, drone, stream, tag))
         elif kind == messages.REPLY:
-            fields = read_json(frames)
+            fields = messages.read_json(frames)
             asked = fields.get("id")
             reply = host.pending_requests.pop(asked, None) if isinstance(asked, int) else None
             if reply is not None:
@@ -379,7 +369,7 @@ class JoinedHosts:
         host, request_number = self._host_of(number), next(self._request_numbers)
         host.pending_requests[request_number] = reply
         request = {"id": request_number, "what": kind, "drone": number & (1 << _INDEX_SHIFT) - 1}
-        self._send(host.identity, pack_json(messages.REQUEST, request))
+        self._send(host.identity, messages.pack_json(messages.REQUEST, request))
 
     def timelines(self) -> list[Promise[Timeline]]:
         """Return, for each host, a promise of its drones' timeline, by this machine's clock."""

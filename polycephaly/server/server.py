@@ -42,19 +42,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ..engines.remote import messages, pool_registry
 from ..engines.remote.forks import listening_ports
 from ..engines.remote.keys import Card, check_address, check_key, new_key_pair, wants_ipv6
-from ..engines.remote.messages import (
-    MAX_FRAME_BYTES,
-    Item,
-    Result,
-    pack_hello,
-    pack_numbers,
-    pack_results,
-    read_hello,
-    read_json,
-    read_numbers,
-    read_shared_value,
-    read_work,
-)
+from ..engines.remote.messages import Item, Result, pack_hello
 from ..errors import Malformed
 from ..pool.event_loop import EventLoop
 from ..pool.pool import Pool, dispatcher_of
@@ -156,7 +144,7 @@ class Server:
                 (zmq.HANDSHAKE_IVL, int(tuning.handshake_seconds * 1000)),
                 (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
                 (zmq.HEARTBEAT_TIMEOUT, int(tuning.client_silence_seconds * 1000)),
-                (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+                (zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES),
             ):  # fmt: skip
                 self._router.setsockopt(option, value)
             self._monitor = self._router.get_monitor_socket(
@@ -303,7 +291,7 @@ class Server:
             self._muted.clear()
         for client in self._clients.values():
             if newly_running := client.session.newly_running():
-                client.send(pack_numbers(messages.RUNNING, newly_running))
+                client.send(messages.pack_numbers(messages.RUNNING, newly_running))
         self._check_held_bytes()
         # Clients are disconnected earlier, with a reason.
         max_silence = 2 * tuning.client_silence_seconds
@@ -441,7 +429,7 @@ class Server:
         if kind == messages.HELLO:
             if peer is not None:
                 raise Malformed("a second HELLO message")
-            incompatibility, _, properties = read_hello(frames, "the client", "the server")
+            incompatibility, _, properties = messages.read_hello(frames, "the client", "the server")
             if incompatibility is not None:
                 raise Malformed(incompatibility)
             self._admit(identity, key, properties)
@@ -463,25 +451,25 @@ class Server:
         if kind == messages.WORK:
             self._handle_work(client, frames)
         elif kind == messages.CANCEL:
-            numbers = read_numbers(frames)
+            numbers = messages.read_numbers(frames)
             client.count_cancelled(numbers)
             client.session.cancel(numbers, running=True)
         elif kind == messages.RECALL and not client.has_recalled:
             client.has_recalled = True
-            client.session.cancel(read_numbers(frames), running=False)
+            client.session.cancel(messages.read_numbers(frames), running=False)
         elif kind == messages.SHARE:
             client.count_request()
-            self._admin.store_shared_value(client, *read_shared_value(frames))
+            self._admin.store_shared_value(client, *messages.read_shared_value(frames))
         elif kind == messages.RELEASE:
-            for number in read_numbers(frames):
+            for number in messages.read_numbers(frames):
                 del client.session.shared[number]
         elif kind == messages.REQUEST:
             client.count_request()
             if sum(map(len, frames)) > MAX_REQUEST_BYTES:
                 raise Malformed(f"a request of more than {MAX_REQUEST_BYTES:,} bytes")
-            self._admin.handle_request(client, read_json(frames))
+            self._admin.handle_request(client, messages.read_json(frames))
         elif kind == messages.OUTPUT_ACK:
-            acknowledged = sum(read_numbers(frames))
+            acknowledged = sum(messages.read_numbers(frames))
             if not 0 < acknowledged <= client.unacknowledged_bytes:
                 raise Malformed("more output acknowledged than was sent")
             client.unacknowledged_bytes -= acknowledged
@@ -495,7 +483,7 @@ class Server:
     def _handle_work(self, client: Client, frames: list[bytes]) -> None:
         """Handle a client's calls and definitions. Raise `Malformed`."""
         has_definitions = False
-        for item in read_work(frames):
+        for item in messages.read_work(frames):
             if item.kind >= CALL:
                 client.count_call(item.number, item.nbytes)
             else:
@@ -568,7 +556,7 @@ class Server:
             client.send_lines(lines)
         for client, some in results.items():
             client.record_result_bytes(max(len(payload) for _, _, payload, _ in some))
-            client.send(pack_results(some), [number for number, *_ in some])
+            client.send(messages.pack_results(some), [number for number, *_ in some])
             self._submit_waiting(client)
 
     def _note_failure(self, task: Promise[Any]) -> None:

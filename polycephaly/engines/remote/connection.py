@@ -42,27 +42,7 @@ from ...wire.messages import ERROR, WITHDRAWN
 from ...wire.output import Line
 from . import messages
 from .keys import Card
-from .messages import (
-    LINE_OVERHEAD_BYTES,
-    MAX_UNANSWERED_BYTES,
-    MAX_UNANSWERED_CALLS,
-    MAX_UNANSWERED_REQUESTS,
-    Item,
-    definition_items,
-    forget_items,
-    pack_extra,
-    pack_hello,
-    pack_json,
-    pack_numbers,
-    pack_shared_value,
-    pack_work,
-    read_hello,
-    read_json,
-    read_lines,
-    read_numbers,
-    read_results,
-    read_sizes,
-)
+from .messages import Item, pack_hello
 from .server_connection import ServerConnection
 from .shared import SharedRef, pickling_call
 
@@ -156,12 +136,12 @@ class Connection(ServerConnection, TaskRunner):
         """
         number = next(self._request_numbers)
         message = {"id": number, "what": kind, **fields}
-        return self._request(number, pack_json(messages.REQUEST, message))
+        return self._request(number, messages.pack_json(messages.REQUEST, message))
 
     def share(self, buffers: Sequence[Any]) -> int:
         """Copy `buffers` into the pool's shared memory; return the number of the value."""
         number = next(self._request_numbers)
-        promise = self._request(number, pack_shared_value(number, buffers))
+        promise = self._request(number, messages.pack_shared_value(number, buffers))
         try:
             promise.result()
         except BaseException:  # Ctrl-C: the caller gets no handle that would release the value
@@ -171,7 +151,7 @@ class Connection(ServerConnection, TaskRunner):
 
     def _release_unused(self, number: int, promise: Promise[Any]) -> None:
         if not promise.cancelled() and stored_error(promise) is None:
-            self.post(self.send, pack_numbers(messages.RELEASE, [number]))
+            self.post(self.send, messages.pack_numbers(messages.RELEASE, [number]))
 
     def _request(self, number: int, frames: list[bytes]) -> Promise[Any]:
         self.check_open()
@@ -187,7 +167,9 @@ class Connection(ServerConnection, TaskRunner):
         The server disconnects a client that sends more.
         """
         self._unsent_requests += more
-        while self._unsent_requests and self._unanswered_requests < MAX_UNANSWERED_REQUESTS:
+        while (
+            self._unsent_requests and self._unanswered_requests < messages.MAX_UNANSWERED_REQUESTS
+        ):
             self._unanswered_requests += 1
             self.send(self._unsent_requests.popleft())
 
@@ -271,7 +253,7 @@ class Connection(ServerConnection, TaskRunner):
         """Cancel `task` at the server."""
         self._waiting.discard(task)
         if self._remove_in_flight(task.number) is not None:
-            self.send(pack_numbers(messages.CANCEL, [task.number]))
+            self.send(messages.pack_numbers(messages.CANCEL, [task.number]))
         timer = self._delayed.pop(task, None)
         if timer is not None:
             self._loop.timers.cancel(timer)
@@ -286,7 +268,7 @@ class Connection(ServerConnection, TaskRunner):
         # because no task is sent after the first.
         if cancel == "not begun" and not self._recall_sent:
             self._recall_sent = True
-            self.send(pack_numbers(messages.RECALL, list(self._in_flight)))
+            self.send(messages.pack_numbers(messages.RECALL, list(self._in_flight)))
 
     def _cancel_tasks(self, *, also_sent: bool) -> None:
         tasks = [*drain(self.queue), *self._waiting]
@@ -328,7 +310,7 @@ class Connection(ServerConnection, TaskRunner):
     def on_message(self, frames: list[bytes]) -> None:
         kind = frames[0]
         if kind == messages.RESULTS:
-            for number, status, payload, tail in read_results(frames):
+            for number, status, payload, tail in messages.read_results(frames):
                 task = self._remove_in_flight(number)
                 if task is not None:
                     if task.retry is not None:
@@ -344,24 +326,28 @@ class Connection(ServerConnection, TaskRunner):
                         else partial(settle, [task])
                     )
         elif kind == messages.HELLO:
-            incompatibility, self.size, properties = read_hello(frames, "the server", "this client")
+            incompatibility, self.size, properties = messages.read_hello(
+                frames, "the server", "this client"
+            )
             if incompatibility is not None:
                 raise Malformed(incompatibility)
             self.name = str(properties.get("name"))
-            self.resource_sizes = read_sizes(properties.get("resources"))
+            self.resource_sizes = messages.read_sizes(properties.get("resources"))
             self.describes_items = properties.get("describe_items") is True
             self.on_connected()
             self._send_alive()
         elif kind == messages.RUNNING:
-            for number in read_numbers(frames):
+            for number in messages.read_numbers(frames):
                 if (entry := self._in_flight.get(number)) is not None:
                     entry[0].runs_elsewhere = True
         elif kind == messages.OUTPUT:
             self.deliver(
-                partial(self._deliver_output, [Line(*each) for each in read_lines(frames, 3)])
+                partial(
+                    self._deliver_output, [Line(*each) for each in messages.read_lines(frames, 3)]
+                )
             )
         elif kind == messages.REPLY:
-            self._on_reply(read_json(frames))
+            self._on_reply(messages.read_json(frames))
         elif kind == messages.CANCEL:
             self._cancel_tasks(also_sent=True)
         else:
@@ -374,7 +360,7 @@ class Connection(ServerConnection, TaskRunner):
                     self._output(line)
             except BaseException:
                 log.exception("the output callable of %s failed", self.name)
-        self._handled_bytes += sum(len(line.text) + LINE_OVERHEAD_BYTES for line in lines)
+        self._handled_bytes += sum(len(line.text) + messages.LINE_OVERHEAD_BYTES for line in lines)
         self.post(self._acknowledge_output)
 
     def _acknowledge_output(self) -> None:
@@ -383,7 +369,7 @@ class Connection(ServerConnection, TaskRunner):
         """
         handled, self._handled_bytes = self._handled_bytes, 0
         if handled:
-            self.send(pack_numbers(messages.OUTPUT_ACK, [handled]))
+            self.send(messages.pack_numbers(messages.OUTPUT_ACK, [handled]))
 
     def _on_reply(self, reply: dict[str, Any]) -> None:
         self._unanswered_requests -= 1
@@ -403,13 +389,13 @@ class Connection(ServerConnection, TaskRunner):
         return (
             self._socket.hello_received
             and not self.has_ended
-            and len(self._in_flight) < MAX_UNANSWERED_CALLS
-            and (not self._in_flight or self._in_flight_bytes < MAX_UNANSWERED_BYTES)
+            and len(self._in_flight) < messages.MAX_UNANSWERED_CALLS
+            and (not self._in_flight or self._in_flight_bytes < messages.MAX_UNANSWERED_BYTES)
         )
 
     def _send_queued(self) -> None:
         while self.queue and self._has_credit():
-            items = forget_items(self._sent_functions.pop_unused())
+            items = messages.forget_items(self._sent_functions.pop_unused())
             held_refs: list[Any] = []  # keeps the values until the items are sent
             size = 0
             while size < MAX_BATCH_BYTES and self._has_credit():
@@ -422,7 +408,9 @@ class Connection(ServerConnection, TaskRunner):
                 definition = task.definition
                 known = self._sent_functions
                 if definition.number not in known:
-                    items += definition_items(known, definition, label=definition.label[:200])
+                    items += messages.definition_items(
+                        known, definition, label=definition.label[:200]
+                    )
                     size += len(definition.payload)
                 payload = task.payload
                 if task.args is not None:
@@ -449,19 +437,21 @@ class Connection(ServerConnection, TaskRunner):
                     retries,
                     task.priority,
                     task.first_item,
-                    pack_extra(extra),
+                    messages.pack_extra(extra),
                 )
                 items.append(item)
                 self._in_flight[task.number] = task, item.nbytes
                 self._in_flight_bytes += item.nbytes
                 size += item.nbytes + 32
             if items:
-                self.send(pack_work(items))
+                self.send(messages.pack_work(items))
 
     def _send_alive(self) -> None:
         """Send ALIVE now and then: a PING of the server may be delayed behind data."""
         if not self.has_ended:
             self.send([messages.ALIVE])
             if self._sent_functions.unused:
-                self.send(pack_work(forget_items(self._sent_functions.pop_unused())))
+                self.send(
+                    messages.pack_work(messages.forget_items(self._sent_functions.pop_unused()))
+                )
             self.call_later(tuning.client_sign_seconds, self._send_alive)
