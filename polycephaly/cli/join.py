@@ -94,7 +94,8 @@ def _setup_of(address: str) -> Setup:
     from .loading import Setup
 
     with connect(address, output="discard") as remote:
-        return Setup.from_plain(remote._dispatcher.request("setup").result())
+        # None: a pool that was not started by a command
+        return Setup(**remote._dispatcher.request("setup").result() or {})
 
 
 def _work_for(pool: Pool, address: str, reconnect: bool) -> None:

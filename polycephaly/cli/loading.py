@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class CannotLoad(Exception):
@@ -25,28 +25,20 @@ class CannotLoad(Exception):
 
 
 class Setup(NamedTuple):
-    """Modules to import, and then a file to run. The file's text is included for other hosts."""
+    """Modules to import, and then a file to run. The file's text is included for other hosts, as
+    Latin-1, because JSON holds no bytes.
+    """
 
     modules: Sequence[str] = ()
     file: str | None = None
-    text: bytes = b""
+    text: str = ""
 
     @classmethod
     def read(cls, modules: Sequence[str], file: Path | None) -> Setup:
         """Read the file. Raise `OSError`."""
-        return cls(modules) if file is None else cls(modules, str(file), file.read_bytes())
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the setup as data that JSON can hold."""
-        text = self.text.decode("latin-1")
-        return {"modules": list(self.modules), "file": self.file, "text": text}
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any] | None) -> Setup:
-        """Restore a setup; None stands for a pool that was not started by a command."""
-        if plain is None:
-            return cls()
-        return cls(plain["modules"], plain["file"], plain["text"].encode("latin-1"))
+        if file is None:
+            return cls(modules)
+        return cls(modules, str(file), file.read_bytes().decode("latin-1"))
 
 
 def load(*setups: Setup) -> None:
@@ -66,10 +58,11 @@ def load(*setups: Setup) -> None:
                 names[top] = sys.modules[top]
             if setup.file is not None:
                 names["__file__"] = setup.file
-                code = compile(setup.text, setup.file, "exec", dont_inherit=True)
+                source = setup.text.encode("latin-1")
+                code = compile(source, setup.file, "exec", dont_inherit=True)
                 if not os.path.exists(setup.file):  # another host's file: tracebacks need its lines
-                    lines = setup.text.decode("utf-8", "replace").splitlines(keepends=True)
-                    linecache.cache[setup.file] = len(setup.text), None, lines, setup.file
+                    lines = source.decode("utf-8", "replace").splitlines(keepends=True)
+                    linecache.cache[setup.file] = len(source), None, lines, setup.file
                 exec(code, names)
     except (Exception, SystemExit) as error:
         raise CannotLoad(_user_traceback(error)) from None

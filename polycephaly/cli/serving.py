@@ -104,7 +104,7 @@ def serve_pool(
                 address,
                 name=name,
                 on_stop=lambda now: ending.request("stop", now),
-                _setup=setup.to_plain(),
+                _setup=setup._asdict(),
             ) as server,
         ):
             dispatcher.ended.add_done_callback(
