@@ -115,12 +115,20 @@ class RayStore:
         self.session = current_session()
 
     def put_pickle(self, pieces: list[Any], buffers: list[memoryview]) -> Serialized:
-        """Store the buffers. Raises `Full`, or `ConnectionError` if Ray was shut down."""
-        inline, out_of_band, lengths = _separate_large_buffers(pieces, buffers)
+        """Store the buffers, and a large pickle as the first of them.
+
+        Raises `Full`, or `ConnectionError` if Ray was shut down.
+        """
+        pickled = b"".join(pieces)
+        out_of_band: list[Any] = [*buffers]
+        if len(pickled) >= MIN_SHARED_PICKLE_BYTES:
+            out_of_band.insert(0, pickled)
+            pickled = b""
+        lengths = [memoryview(each).nbytes for each in out_of_band]
         total = sum(lengths)
         stored = StoredBuffers(self.put(OutOfBandBuffers(out_of_band)), total, self.session)
         places = [(stored, at, length) for at, length in enumerate(lengths)]
-        return Serialized(inline, places, total)  # type: ignore[arg-type]
+        return Serialized(pickled, places, total)  # type: ignore[arg-type]
 
     def put(self, attachment: OutOfBandBuffers) -> Any:
         """Store `attachment`. Raises the errors of `put_pickle`."""
@@ -225,18 +233,3 @@ class ReceivedFromRay(Received):
             (stored[which], index, length) for which, index, length in self._places
         ]
         return Serialized(self._inline, places)
-
-
-def _separate_large_buffers(
-    pieces: list[Any], buffers: list[memoryview]
-) -> tuple[bytes, list[Any], list[int]]:
-    """Return the pickle, the buffers that go beside it, and their lengths.
-
-    A large pickle is the first of the buffers, and b"" is returned in its place.
-    """
-    pickled = b"".join(pieces)
-    out_of_band: list[Any] = [*buffers]
-    if len(pickled) >= MIN_SHARED_PICKLE_BYTES:
-        out_of_band.insert(0, pickled)
-        pickled = b""
-    return pickled, out_of_band, [memoryview(each).nbytes for each in out_of_band]

@@ -66,20 +66,11 @@ class Cluster:
             if options.get(name) is not None and not isinstance(options[name], Mapping):
                 raise TypeError(f"{name} is a mapping, not {options[name]!r}")
         amounts = {name: options.get(name) for name in ("num_cpus", "num_gpus", "memory")}
-        amounts.update(
-            {
-                f"resources[{name!r}]": amount
-                for name, amount in (options.get("resources") or {}).items()
-            }
-        )
+        for name, amount in (options.get("resources") or {}).items():
+            amounts[f"resources[{name!r}]"] = amount
         for name, amount in amounts.items():
-            if amount is None:
-                continue
-            if (
-                isinstance(amount, bool)
-                or not isinstance(amount, int | float)
-                or not 0 <= amount < inf
-            ):
+            is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
+            if amount is not None and not (is_number and 0 <= amount < inf):
                 raise ValueError(f"{name} is a number from 0 on, not {amount!r}")
         self.placement = _normalize_resources(
             {name: value for name, value in options.items() if value is not None}
