@@ -50,7 +50,6 @@ from ..promises.promise import Promise, settling_threads
 from ..runtime.procfs import start_time_of
 from ..runtime.system_limits import shared_memory_ceiling
 from ..runtime.tuning import tuning
-from ..runtime.version import __version__
 from ..store.shared import Shared
 from ..wire.endpoint import SocketSource, has_input, new_context
 from ..wire.messages import CALL, ERROR
@@ -729,9 +728,7 @@ def serve(
             keys, pid = new_key_pair(), os.getpid()
             server.allow(keys[0])
             birth, since = start_time_of(pid), server.started
-            card = Card(
-                server.address, server.key, *keys, name or "", pid, birth, since, __version__
-            )
+            card = Card(server.address, server.key, *keys, name or "", pid, birth, since)
             if name is not None:
                 pool_registry.register(card)
                 server.card = card

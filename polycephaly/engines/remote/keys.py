@@ -91,7 +91,6 @@ class Card:
     pid: int = 0  # the server's process id
     birth: str = ""  # when that process was created, from `procfs.start_time_of`
     started: float = 0.0  # when the server was, in seconds since 1970
-    version: str = ""  # of polycephaly
 
     def is_server_alive(self) -> bool:
         """Return whether the server's process is alive, seen from the server's own machine."""

@@ -25,7 +25,6 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 from ...errors import Malformed
-from ...runtime.version import __version__
 from ...wire.functions import KnownFunctions
 from ...wire.messages import FORGET
 
@@ -127,7 +126,7 @@ class Item(NamedTuple):
 
 def pack_hello(drones: int = 0, **properties: Any) -> list[bytes]:
     version = _HELLO.pack(PROTOCOL, *sys.version_info[:2], drones)
-    return [HELLO, version, json.dumps({"version": __version__, **properties}).encode()]
+    return [HELLO, version, json.dumps(properties).encode()]
 
 
 def read_hello(
