@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 
-SHELLS = ("bash", "zsh", "fish")
-
 
 @click.command(
     epilog="""\b
@@ -15,7 +13,7 @@ Put one of these where your shell begins:
   polycephaly completion fish | source           ~/.config/fish/config.fish
 """
 )
-@click.argument("shell", type=click.Choice(SHELLS))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
     """Print the completion script for SHELL."""

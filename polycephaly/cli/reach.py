@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..engines.remote.client import RemotePool
     from ..wire.output import Line
 
-CONNECT_TIMEOUT_SECONDS = 5.0
-
 
 def complete_pool(
     ctx: click.Context, param: click.Parameter, incomplete: str
@@ -82,5 +80,5 @@ def connect_to(
     with one_line_errors():
         from ..engines.remote.client import connect
 
-        with connect(where, timeout=CONNECT_TIMEOUT_SECONDS, output=output) as pool:
+        with connect(where, output=output) as pool:
             yield pool

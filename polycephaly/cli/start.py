@@ -26,12 +26,9 @@ Ctrl-C or SIGTERM: running tasks are finished, then the pool ends. Twice: the po
 """
 
 
-LOOPBACK = "tcp://127.0.0.1:0"
-
-
 def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
     if value is None:
-        return LOOPBACK
+        return "tcp://127.0.0.1:0"
     host, _, port = value.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise click.BadParameter(f"{value!r} is not HOST:PORT")

@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 
 NO_TOKEN = "The token is missing or wrong: use the whole address that the program has printed.\n"
 READ_ONLY = "This address may only look: interrupt and kill need the program's other one.\n"
-GONE = "the pool is gone"
 CHARTS = "polycephaly.timeline"  # the package that has the files of charts
-CLOSED = "the page is being closed"
 POLICY = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -125,7 +123,8 @@ class _OnlyWithToken:
             await app(scope, receive, send_with_policy)
         except asyncio.CancelledError:
             if not begun:
-                await PlainTextResponse(CLOSED, 503)(scope, receive, send_with_policy)
+                closed = PlainTextResponse("the page is being closed", 503)
+                await closed(scope, receive, send_with_policy)
 
     def _refusal(self, scope: Scope) -> str | None:
         """Return why a request is refused; None if it is not."""
@@ -161,7 +160,7 @@ class _Views:
     def _pool(self) -> Pool | RemotePool:
         pool = self._find_pool()
         if pool is None:
-            raise HTTPException(410, GONE)
+            raise HTTPException(410, "the pool is gone")
         return pool
 
     def page(self, request: Request) -> Response:
