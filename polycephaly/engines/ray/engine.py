@@ -22,30 +22,21 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import (
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
-from ...errors import Lost
 from ...memory.arena import Full
 from ...pool.engine import Engine
 from ...pool.interfaces import State
-from ...pool.task import Task
 from ...runtime.procfs import boot_id
 from ...runtime.tuning import tuning
 from ...wire import main_snapshot as snapshot
@@ -53,7 +44,7 @@ from ...wire.functions import FunctionRegistry
 from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot
 from .buffers import LazyBuffers, OutOfBandBuffers, RayStore, current_session
-from .drone import DroneActor, Report, SpawnReply, SpawnRequest
+from .drone import DroneActor, SpawnReply, SpawnRequest
 from .exit_record import FinalState, kill_owner, read_exit_record
 from .handle import RayHandle
 from .shared import RayShared, share
@@ -69,7 +60,6 @@ log = logging.getLogger(__name__)
 PROBE_INTERVAL_SECONDS = 2.0
 # Limit for all idle drones together, because a probe costs the driver a millisecond.
 MAX_PROBES_PER_SECOND = 50
-LAST_REPORTS_TIMEOUT_SECONDS = 5.0  # for reports that an ending drone has sent by the switch
 EXIT_RECORD_TIMEOUT_SECONDS = 6.0  # for the task that reads an exit record on a dead drone's node
 MIN_SWITCH_DRONES = 1000  # for which the switch has room, because `resize` may add some
 MAX_SWITCH_CALLS = 512  # that may wait in the switch, besides four for each drone
@@ -104,7 +94,7 @@ class RayEngine(Engine):
         size = max(self._config.size, MIN_SWITCH_DRONES)
         options = {"num_cpus": 0, "max_concurrency": MAX_SWITCH_CALLS + 4 * size}
         here = NodeAffinitySchedulingStrategy(self._driver_node, soft=False)
-        self._switch = ray.remote(Switch).options(**options, scheduling_strategy=here).remote()
+        self.switch = ray.remote(Switch).options(**options, scheduling_strategy=here).remote()
         # Made once, because Ray keeps each of these for ever.
         self._actor_class = ray.remote(DroneActor)
         self._next_warning_at = 0.0
@@ -145,7 +135,7 @@ class RayEngine(Engine):
             self.dispatcher.environments[index],
             config.cwd,
             sys.path[:],
-            self._switch,
+            self.switch,
             config.max_memory is not None,
         )
         try:
@@ -156,7 +146,7 @@ class RayEngine(Engine):
             self._supervisor.on_start_error(error)
             return None
         handle = RayHandle(self, number, name, actor)
-        self._when_done(
+        self.when_done(
             actor.begin.remote(),
             partial(self._on_started, handle),
             partial(self._on_not_started, handle),
@@ -167,7 +157,7 @@ class RayEngine(Engine):
         handle.spawn_reply = reply
         if reply.boot_id != boot_id():
             requested_at = monotonic()
-            self._when_done(
+            self.when_done(
                 handle.actor.clock.remote(),
                 partial(self._set_clock, handle, requested_at),
                 partial(self.on_call_failed, handle),
@@ -215,58 +205,6 @@ class RayEngine(Engine):
 
     # -- for handles, holding the reactor's lock ---------------------------------------------------
 
-    def await_answer(
-        self,
-        handle: RayHandle,
-        answer: Any,
-        attachment: Any,
-        frames: Sequence[bytes] = (),
-        tasks: Sequence[Task] = (),
-    ) -> None:
-        """Watch a call of an actor; `answer` and `attachment` are the references of its results.
-
-        These are a packed report and the buffers beside it. `frames` and `tasks` are the message
-        that the call carries.
-        """
-        handle.unanswered_calls += 1
-        not_answered = partial(self._on_message_failed, handle, frames, tasks)
-        self._when_done(answer, partial(self._on_answer, handle, attachment), not_answered)
-
-    def _on_message_failed(
-        self, handle: RayHandle, frames: Sequence[bytes], tasks: Sequence[Task], error: Exception
-    ) -> None:
-        handle.unanswered_calls -= 1
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        if not isinstance(cause, ObjectLostError):
-            self.on_call_failed(handle, error)
-        elif handle.is_up():
-            reason = str(cause).strip().splitlines()[0]
-            lost = Lost(
-                f"an argument of the task was on a node that was lost: {reason}", drone=handle.name
-            )
-            handle.on_message_lost(frames, tasks, lost)
-
-    def _on_answer(self, handle: RayHandle, attachment: Any, packed: bytes) -> None:
-        handle.unanswered_calls -= 1
-        handle.last_contact_at = self._reactor.timers.now()
-        handle.handle_report(Report.unpack(packed), attachment)
-
-    def on_send_failed(
-        self, handle: RayHandle, frames: list[bytes], tasks: Sequence[Task], error: Exception
-    ) -> None:
-        """Handle a failed send.
-
-        If Ray's session has ended, or the message has tasks, the failure is posted, because the
-        caller still holds the reactor's lock and goes on with other drones. Otherwise `error` is
-        raised.
-        """
-        if not self.is_connected():
-            self.dispatcher.post(self.dispatcher.break_if_lost)
-        elif tasks:
-            self.dispatcher.post(handle.on_send_failed, frames, tasks, error)
-        else:
-            raise error
-
     def store_attachment(self, attachment: Any) -> LazyBuffers | OutOfBandBuffers:
         """Return the buffers that came beside a report, in the object store if there is room.
 
@@ -279,20 +217,6 @@ class RayEngine(Engine):
             except Full:  # the buffers stay in this process
                 return attachment
         return LazyBuffers(attachment, self._session)
-
-    def send_order(self, handle: RayHandle, frames: list[bytes]) -> None:
-        self._switch.put_order.remote(handle.number, frames)
-
-    def stop(self, handle: RayHandle) -> None:
-        answer, attachment = handle.call_end()
-        handle.unanswered_calls += 1
-        on_stopped = partial(self._on_stopped, handle, attachment)
-        self._when_done(answer, on_stopped, partial(self.on_call_failed, handle))
-
-    def _on_stopped(self, handle: RayHandle, attachment: Any, packed: bytes) -> None:
-        handle.final_report = Report.unpack(packed).number
-        self._on_answer(handle, attachment, packed)
-        self.dispatcher.call_later(LAST_REPORTS_TIMEOUT_SECONDS, self.on_ended, handle)
 
     def on_ended(self, handle: RayHandle) -> None:
         """Handle the end of a stopped drone: all reports are read, or the time for them is over."""
@@ -328,7 +252,7 @@ class RayEngine(Engine):
 
     def forget(self, handle: RayHandle) -> None:
         if not self._ended and self.is_connected():
-            self._switch.forget.remote(handle.number)
+            self.switch.forget.remote(handle.number)
 
     # -- deaths ------------------------------------------------------------------------------------
 
@@ -353,7 +277,7 @@ class RayEngine(Engine):
             act(read_exit_record(*place))
         elif self._is_node_alive(reply.node):
             final_state = self._remote_on_node(reply.node, read_exit_record).remote(*place)
-            self._when_done(final_state, act, lambda _: act(None))
+            self.when_done(final_state, act, lambda _: act(None))
             self.dispatcher.call_later(EXIT_RECORD_TIMEOUT_SECONDS, act, None)
         else:
             act(None)
@@ -391,7 +315,7 @@ class RayEngine(Engine):
     # -- receiving ---------------------------------------------------------------------------------
 
     def _request_reports(self) -> None:
-        self._when_done(self._switch.get_reports.remote(), self._on_reports, self._on_switch_lost)
+        self.when_done(self.switch.get_reports.remote(), self._on_reports, self._on_switch_lost)
 
     def _on_reports(self, reports: list[tuple[int, Any]]) -> None:
         """Handle reports that came through the switch, each with the number of the drone."""
@@ -400,8 +324,7 @@ class RayEngine(Engine):
         for number, (packed, attachment) in reports:
             handle = next((each for each in self.dispatcher.handles if each.number == number), None)
             if isinstance(handle, RayHandle):
-                handle.last_contact_at = self._reactor.timers.now()
-                handle.handle_report(Report.unpack(packed), attachment)
+                handle.handle_report(packed, attachment)
         self._request_reports()
 
     def _on_switch_lost(self, error: Exception) -> None:
@@ -412,7 +335,7 @@ class RayEngine(Engine):
                 )
             )
 
-    def _when_done(
+    def when_done(
         self, ref: Any, act: Callable[[Any], object], failed: Callable[[Exception], object]
     ) -> None:
         """Call `act` or `failed` with the outcome of `ref`, holding the reactor's lock."""
@@ -450,7 +373,7 @@ class RayEngine(Engine):
     def end(self) -> None:
         self._ended = True
         if not sys.is_finalizing() and self.is_connected():
-            ray.kill(self._switch)
+            ray.kill(self.switch)
 
 
 def _failure_reason(error: Exception) -> str:

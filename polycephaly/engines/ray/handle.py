@@ -11,11 +11,13 @@ tasks that had begun are known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pickle import dumps
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from ...errors import Lost, Malformed
 from ...memory.references import Serialized
@@ -33,6 +35,7 @@ from .exit_record import FinalState
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
 
+LAST_REPORTS_TIMEOUT_SECONDS = 5.0  # for reports that an ending drone has sent by the switch
 _CHUNK_BYTES = 1 << 20
 
 
@@ -40,22 +43,14 @@ class ActorOwner(Protocol):
     """The interface of a `RayEngine` for its handles."""
 
     dispatcher: Dispatcher
+    switch: Any
 
-    def await_answer(
-        self,
-        handle: RayHandle,
-        answer: Any,
-        attachment: Any,
-        frames: Sequence[bytes] = (),
-        tasks: Sequence[Task] = (),
-        /,
-    ) -> None: ...
-    def on_send_failed(
-        self, handle: RayHandle, frames: list[bytes], tasks: Sequence[Task], error: Exception, /
+    def is_connected(self) -> bool: ...
+    def when_done(
+        self, ref: Any, act: Callable[[Any], object], failed: Callable[[Exception], object], /
     ) -> None: ...
     def store_attachment(self, attachment: Any, /) -> LazyBuffers | OutOfBandBuffers: ...
-    def send_order(self, handle: RayHandle, frames: list[bytes], /) -> None: ...
-    def stop(self, handle: RayHandle, /) -> None: ...
+    def on_call_failed(self, handle: RayHandle, error: Exception, /) -> None: ...
     def on_ended(self, handle: RayHandle, /) -> None: ...
     def kill(self, handle: RayHandle, /) -> None: ...
     def forget(self, handle: RayHandle, /) -> None: ...
@@ -100,31 +95,53 @@ class RayHandle(DroneHandle):
         try:
             self._send(frames, tasks)
         except Exception as error:
-            self._engine.on_send_failed(self, frames, tasks, error)
+            # Failures are posted, because the caller still holds the reactor's lock and goes on
+            # with other drones.
+            if not self._engine.is_connected():
+                self.dispatcher.post(self.dispatcher.break_if_lost)
+            elif tasks:
+                self.dispatcher.post(self._on_send_failed, frames, tasks, error)
+            else:
+                raise
 
     def _send(self, frames: list[bytes], tasks: Sequence[Task]) -> None:
         kind = frames[0][:1]
-        if kind == WORK:
-            outgoing = self.ref_table.take_outgoing()
-            # A message without tasks, for a busy drone, goes to the control thread.
-            if not tasks and not outgoing and self.in_flight:
-                self._engine.send_order(self, frames)
-            else:
-                packed = dumps((self._last_read_report, frames), 5)
-                answer, attachment = self._handle_message.remote(packed, *outgoing)
-                self._engine.await_answer(self, answer, attachment, frames, tasks)
-        elif kind == STOP:
-            self._engine.stop(self)
+        outgoing = self.ref_table.take_outgoing() if kind == WORK else []
+        if kind == STOP:
+            end = self.actor.end.options(num_returns=2)
+            self._await_answer(end.remote(self._last_read_report), is_last=True)
+        # A message without tasks, for a busy drone, goes to the control thread.
+        elif kind != WORK or (self.in_flight and not tasks and not outgoing):
+            self._engine.switch.put_order.remote(self.number, frames)
         else:
-            self._engine.send_order(self, frames)
+            self._call(frames, tasks, outgoing)
 
-    def call_end(self) -> Any:
-        return self.actor.end.options(num_returns=2).remote(self._last_read_report)
+    def _call(
+        self, frames: list[bytes], tasks: Sequence[Task] = (), outgoing: Sequence[Any] = ()
+    ) -> None:
+        packed = dumps((self._last_read_report, frames), 5)
+        self._await_answer(self._handle_message.remote(packed, *outgoing), frames, tasks)
 
     def probe(self) -> None:
         """Call the actor without tasks, so that the call fails if the drone is dead."""
-        answer, attachment = self._handle_message.remote(dumps((self._last_read_report, []), 5))
-        self._engine.await_answer(self, answer, attachment)
+        self._call([])
+
+    def _await_answer(
+        self,
+        refs: Sequence[Any],
+        frames: Sequence[bytes] = (),
+        tasks: Sequence[Task] = (),
+        is_last: bool = False,
+    ) -> None:
+        """Watch a call of the actor; `refs` are the references of its results.
+
+        These are a packed report and the buffers beside it. `frames` and `tasks` are the message
+        that the call carries.
+        """
+        answer, attachment = refs
+        self.unanswered_calls += 1
+        on_answer = partial(self._on_answer, attachment, is_last)
+        self._engine.when_done(answer, on_answer, partial(self._on_not_answered, frames, tasks))
 
     def kill(self, kill_reason: str = "") -> None:
         self.kill_reason = self.kill_reason or kill_reason
@@ -133,11 +150,36 @@ class RayHandle(DroneHandle):
 
     # -- receiving, holding the reactor's lock -----------------------------------------------------
 
-    def handle_report(self, report: Report, attachment: Any) -> None:
+    def _on_answer(self, attachment: Any, is_last: bool, packed: bytes) -> None:
+        self.unanswered_calls -= 1
+        if is_last:
+            self.final_report = Report.unpack(packed).number
+            self.dispatcher.call_later(LAST_REPORTS_TIMEOUT_SECONDS, self._engine.on_ended, self)
+        self.handle_report(packed, attachment)
+
+    def _on_not_answered(
+        self, frames: Sequence[bytes], tasks: Sequence[Task], error: Exception
+    ) -> None:
+        """Handle a failed call. If buffers beside its message were lost, take back its tasks."""
+        self.unanswered_calls -= 1
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if not isinstance(cause, ObjectLostError):
+            self._engine.on_call_failed(self, error)
+        elif self.is_up():
+            reason = str(cause).strip().splitlines()[0]
+            lost = Lost(
+                f"an argument of the task was on a node that was lost: {reason}", drone=self.name
+            )
+            self.dispatcher.recompute_inputs(self._take_back(frames, tasks), lost)
+            self.dispatcher.after_answer(self)
+
+    def handle_report(self, packed: bytes, attachment: Any) -> None:
         """Handle a report, and later ones that waited for it.
 
         `attachment` came beside the report: an ObjectRef, `OutOfBandBuffers`, or None.
         """
+        self.last_contact_at = self.dispatcher.reactor.timers.now()
+        report = Report.unpack(packed)
         if self.dying:
             return
         incoming: Sequence[Any] = ()
@@ -204,18 +246,14 @@ class RayHandle(DroneHandle):
         return self._memory
 
     def _take_back(self, frames: Sequence[bytes], tasks: Sequence[Task]) -> list[Task]:
+        """Take back the tasks of a message that did not arrive."""
         self.undo_batch(frames)
         pending = [task for task in tasks if self.in_flight.get(task.number) is task]
         for task in pending:
             self.remove_in_flight(task.number)
         return pending
 
-    def on_message_lost(self, frames: Sequence[bytes], tasks: Sequence[Task], lost: Lost) -> None:
-        """Take back the tasks of a message that did not arrive, because its buffers are lost."""
-        self.dispatcher.recompute_inputs(self._take_back(frames, tasks), lost)
-        self.dispatcher.after_answer(self)
-
-    def on_send_failed(
+    def _on_send_failed(
         self, frames: Sequence[bytes], tasks: Sequence[Task], error: Exception
     ) -> None:
         """Reject tasks of a message that Ray has refused. Called holding the reactor's lock.
