@@ -80,7 +80,6 @@ class RayEngine(Engine):
         self.dispatcher = dispatcher
         self._supervisor = dispatcher.supervisor
         self._config = self.dispatcher.config
-        self._reactor = self.dispatcher.reactor
         self._session = current_session()
         self._placement = placement
         self._ended = False
@@ -89,8 +88,7 @@ class RayEngine(Engine):
             PROBE_INTERVAL_SECONDS if hang is None else min(PROBE_INTERVAL_SECONDS, hang / 4)
         )
         self._driver_node = ray.get_runtime_context().get_node_id()
-        self._main_copy = self.snapshot()
-        self._store = RayStore()
+        self._store: Any = RayStore()
         size = max(self._config.size, MIN_SWITCH_DRONES)
         options = {"num_cpus": 0, "max_concurrency": MAX_SWITCH_CALLS + 4 * size}
         here = NodeAffinitySchedulingStrategy(self._driver_node, soft=False)
@@ -98,16 +96,7 @@ class RayEngine(Engine):
         # Made once, because Ray keeps each of these for ever.
         self._actor_class = ray.remote(DroneActor)
         self._next_warning_at = 0.0
-        self._create_registry()
-
-    def _create_registry(self) -> None:
-        """Put the snapshot into Ray's object store, and give the dispatcher a new registry."""
-        names = self._main_copy.pickles
-        self._ref = ray.put(self._main_copy)
-        store: Any = self._store
-        self.dispatcher.registry = FunctionRegistry(
-            MainSnapshot(names), store, self._config.width > 1, self.dispatcher.directory
-        )
+        self.adopt(self.snapshot())
 
     def is_connected(self) -> bool:
         """Return True if this process is still connected to the session of this pool."""
@@ -128,15 +117,10 @@ class RayEngine(Engine):
         return not self._ended and self.is_connected()
 
     def start(self, number: int, name: str, index: int) -> RayHandle | None:
-        config = self._config
+        env, cwd = self.dispatcher.environments[index], self._config.cwd
+        watches_memory = self._config.max_memory is not None
         spawn_request = SpawnRequest(
-            number,
-            name,
-            self.dispatcher.environments[index],
-            config.cwd,
-            sys.path[:],
-            self.switch,
-            config.max_memory is not None,
+            number, name, env, cwd, sys.path[:], self.switch, watches_memory
         )
         try:
             actor = self._actor_class.options(max_restarts=0, **self._placement).remote(
@@ -300,7 +284,7 @@ class RayEngine(Engine):
         """
         if self._ended or self.dispatcher.break_if_lost():
             return
-        now = self._reactor.timers.now()
+        now = self.dispatcher.reactor.timers.now()
         handles = [each for each in self.dispatcher.handles if isinstance(each, RayHandle)]
         self._warn_of_waiting_drones([each for each in handles if each.alive and not each.pid], now)
         idle_interval = max(self._probe_interval, len(handles) / MAX_PROBES_PER_SECOND)
@@ -360,9 +344,14 @@ class RayEngine(Engine):
         return snapshot.take_snapshot()
 
     def adopt(self, snapshot: Snapshot) -> None:
+        """Put the snapshot into Ray's object store, and give the dispatcher a new registry."""
         self._main_copy = snapshot
         if self.is_connected():
-            self._create_registry()
+            self._ref = ray.put(snapshot)
+            names, overlaps = MainSnapshot(snapshot.pickles), self._config.width > 1
+            self.dispatcher.registry = FunctionRegistry(
+                names, self._store, overlaps, self.dispatcher.directory
+            )
 
     def left_out(self, name: str) -> str | None:
         return self._main_copy.left_out.get(name)
