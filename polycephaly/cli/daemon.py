@@ -32,13 +32,9 @@ class ReportStart(Protocol):
     def __call__(self, text: str, status: int = 0) -> None: ...
 
 
-def run_in_foreground(serve: Callable[[ReportStart], int]) -> int:
-    """Run `serve` in the foreground."""
-
-    def report_start(text: str, status: int = 0) -> None:
-        print(text, file=sys.stderr if status else sys.stdout, flush=True)
-
-    return serve(report_start)
+def print_report(text: str, status: int = 0) -> None:
+    """Report the outcome of the start to the terminal."""
+    print(text, file=sys.stderr if status else sys.stdout, flush=True)
 
 
 def run_in_background(serve: Callable[[ReportStart], int]) -> int:
@@ -75,7 +71,7 @@ def run_in_background(serve: Callable[[ReportStart], int]) -> int:
         )
         return 1
     text, status = json.loads(report)
-    print(text, file=sys.stderr if status else sys.stdout)
+    print_report(text, status)
     return int(status)
 
 

@@ -155,5 +155,4 @@ def start(
         return serve_pool(name, drones, tcp, modules, file, options, daemonize, report_start)
 
     with one_line_errors():
-        run = daemon.run_in_background if daemonize else daemon.run_in_foreground
-        sys.exit(run(serve))
+        sys.exit(daemon.run_in_background(serve) if daemonize else serve(daemon.print_report))
