@@ -287,6 +287,14 @@ def test_the_summary_names_the_best_numbers_and_the_talks_figures() -> None:
         assert figure in summary
 
 
+def test_the_summary_counts_one_thread_and_one_drone_as_one() -> None:
+    summary = report.summary(
+        [outcome("sequential", 9, 0), outcome("II", 8, 1), outcome("III", 7, 0, threads=1)]
+    )
+    assert "II was best with 1 drone: 8.00 s" in summary
+    assert "III was best with 1 thread: 7.00 s" in summary
+
+
 def test_the_summary_names_what_differs() -> None:
     combined = outcome("combined", 2, 5, ["amex"], threads=13)
     summary = report.summary(

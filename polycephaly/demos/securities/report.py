@@ -143,22 +143,18 @@ def _best_runs(outcomes: Iterable[ExperimentOutcome]) -> Iterator[str]:
 
 
 def _counts(experiment: Experiment) -> str:
-    drones, threads = f"{experiment.drones} drones", f"{experiment.threads} threads"
-    if experiment.threads == 1:
-        return drones
-    return f"{drones} and {threads}" if experiment.drones else threads
-
-
-def _label(experiment: Experiment) -> str:
     drones, threads = experiment.drones, experiment.threads
-    if experiment.name == "sequential":
-        return experiment.name
     counts = []
     if drones:
         counts.append(f"{drones} drone{'s' * (drones > 1)}")
     if threads > 1 or not drones:
         counts.append(f"{threads} thread{'s' * (threads > 1)}")
-    return f"{experiment.name}, {' and '.join(counts)}"
+    return " and ".join(counts)
+
+
+def _label(experiment: Experiment) -> str:
+    name = experiment.name
+    return name if name == "sequential" else f"{name}, {_counts(experiment)}"
 
 
 def _title(name: str) -> str:
