@@ -131,21 +131,14 @@ class Cluster:
                 f"no node of the Ray cluster has label_selector={selector!r}; the nodes' labels: "
                 f"{labels}"
             )
-        places, one, whole = (
-            fitting,
-            "a node of the Ray cluster, whose nodes have",
-            "the Ray cluster, whose nodes have",
-        )
+        places, part, whole, have = fitting, "a node", "the Ray cluster", "whose nodes have"
         strategy = self.placement.get("scheduling_strategy")
         if (
             isinstance(strategy, PlacementGroupSchedulingStrategy)
             and strategy.placement_group is not None
         ):
             places = _usable_bundles(strategy)
-            one, whole = (
-                "a bundle of the placement group, which has",
-                "the placement group, which has",
-            )
+            part, whole, have = "a bundle", "the placement group", "which has"
         required = self._required_resources()
         if not required:
             return
@@ -166,13 +159,14 @@ class Cluster:
         available = "; ".join(", ".join(each) or "nothing" for each in amounts)
         if fits:
             raise ValueError(
-                f"{size} drones of {requested} each do not fit into {whole}: {available}"
+                f"{size} drones of {requested} each do not fit into {whole}, {have}: {available}"
             )
-        raise ValueError(f"no drone of {requested} fits into {one}: {available}")
+        raise ValueError(
+            f"no drone of {requested} fits into {part} of {whole}, {have}: {available}"
+        )
 
     def _required_resources(self) -> dict[str, float]:
-        required = {"CPU": self.placement.get("num_cpus"), "GPU": self.placement.get("num_gpus")}
-        required["memory"] = self.placement.get("memory")
+        required = {name: self.placement.get(option) for name, option in _RESOURCE_OPTIONS.items()}
         required.update(self.placement.get("resources", {}))
         accelerator = self.placement.get("accelerator_type")
         if accelerator is not None:
