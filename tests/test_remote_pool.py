@@ -277,6 +277,15 @@ def test_an_owner_whose_answer_fails_is_told(pool, card):
             remote._dispatcher.request("nonsense").result(SOON)
 
 
+def test_an_error_of_the_pool_itself_arrives_as_it_was_raised(remote, pool, monkeypatch):
+    def refuse():
+        raise RuntimeError("not now")
+
+    monkeypatch.setattr(pool, "refresh", refuse)
+    with pytest.raises(RuntimeError, match=r"^not now$"):
+        remote.refresh()
+
+
 def test_a_server_ends_while_the_thread_of_an_answer_is_about_to_start(pool, card):
     server = poly.serve(pool, file=card)
     server._admin._reply_threads.append(threading.Thread())
