@@ -111,6 +111,17 @@ def test_a_silent_client_is_told_and_loses_its_own_calls_only(server):
 
 
 @ROLES
+def test_a_peer_that_holds_too_much_is_told_why(server, role):
+    peer = Peer(server, "large", role)
+    server._max_held_bytes = 10
+    peer.says([PART, bytes(100)])
+    server.time.pass_(CHECK)
+    assert not peer.is_here()
+    kind, reason = peer.told[-1]
+    assert kind == REFUSED and b"the server holds more than 10 bytes" in reason
+
+
+@ROLES
 @pytest.mark.parametrize("sign", ["part of a message", "ping"])
 def test_a_slow_peer_that_lives_stays(server, role, sign):
     """Each sign of life comes as late as it may."""

@@ -390,8 +390,9 @@ class Server:
     def _refuse(self, identity: bytes, key: str, reason: str) -> None:
         """Drop a peer, and say why."""
         self._record_disconnected(key[:8], reason)
-        self._send(identity, [messages.REFUSED, f"disconnected by the server: {reason}".encode()])
-        self._drop_peer(identity, f"disconnected by the server: {reason}")
+        reason = f"disconnected by the server: {reason}"
+        self._send(identity, [messages.REFUSED, reason.encode()])
+        self._drop_peer(identity, reason)
 
     def _record_disconnected(self, key: str, reason: str) -> None:
         count, _ = self._disconnected.get(key, (0, ""))
@@ -412,8 +413,7 @@ class Server:
                 f"the server holds more than {self._max_held_bytes:,} bytes of its clients' data, "
                 f"{largest.held_bytes:,} of them for this client"
             )
-            self._record_disconnected(largest.key[:8], reason)
-            self._drop_peer(largest.identity, f"disconnected by the server: {reason}")
+            self._refuse(largest.identity, largest.key, reason)
 
     def _handle_message(self, identity: bytes, key: str, frames: list[bytes]) -> None:
         client, joined_host = self._clients.get(identity), self._joined_hosts.get(identity)
