@@ -24,7 +24,6 @@ from weakref import ref
 
 from ..promises.promise import stored_error
 from ..runtime.coroutines import is_coroutine_function
-from ..wire.functions import goes_by_reference
 from ..wire.main_names import MainSnapshot
 from .base import Handles, innermost_pool
 from .config import check_keep, check_retries, check_timeout
@@ -194,7 +193,7 @@ class _SentFunction:
         """Choose what is sent to drones with `snapshot`: the wrapper, if a drone finds the wrapper
         under its name, else the function itself.
         """
-        self.function = wrapper if goes_by_reference(wrapper, snapshot) else fn
+        self.function = wrapper if snapshot.goes_by_reference(wrapper) else fn
         self.snapshot = snapshot
 
     def __reduce__(self) -> tuple[type[_SentFunction], tuple[()]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from pickle import PickleBuffer
 from types import CodeType, FunctionType
@@ -61,7 +60,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, _CACHED_TYPE) or (
             isinstance(obj, FunctionType) and obj.__code__ is _DISPATCH_CODE
         ):
-            return NotImplemented if _is_importable(obj) else _reduce_wrapper(obj)
+            return NotImplemented if self._snapshot.goes_by_reference(obj) else _reduce_wrapper(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace():
             self._replace_shared_globals(reduced)
@@ -87,13 +86,6 @@ _DISPATCH_CODE = functools.singledispatch(abs).__code__  # type: ignore[attr-def
 """The code object that all functions made by `singledispatch` share."""
 _MADE_ANEW = {"cache_parameters", "dispatch", "register", "registry", "_clear_cache", "__wrapped__"}
 _NAME_ATTRIBUTES = ("__module__", "__name__", "__qualname__", "__doc__")
-
-
-def _is_importable(obj: Any) -> bool:
-    found = None if obj.__module__ == "__main__" else sys.modules.get(obj.__module__)
-    for step in getattr(obj, "__qualname__", "").split("."):
-        found = getattr(found, step, None)
-    return found is obj
 
 
 def _reduce_wrapper(obj: Any) -> Any:

@@ -19,7 +19,6 @@ reference to the function, and holds the captured objects weakly. Only objects t
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -35,7 +34,7 @@ from ..memory.blocks import Store
 from ..memory.references import Serialized
 from ..promises.promise import NeedsPlaceholder
 from ..runtime.coroutines import is_coroutine_function
-from .main_names import ATOMIC_TYPES, MainSnapshot, goes_with_calls, main_namespace
+from .main_names import ATOMIC_TYPES, MainSnapshot, Weak, goes_with_calls, hold, main_namespace
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
 from .pickling import pack
 from .placeholders import Directory, PicklingContext
@@ -288,12 +287,6 @@ def label(fn: object) -> str:
     return str(name) if name else f"a {type(fn).__qualname__}"
 
 
-class _Weak(ref[Any]):
-    """A weak reference of this module; a captured value may be a weak reference itself."""
-
-    __slots__ = ()
-
-
 class _Guard(NamedTuple):
     """The state that the pickle of one function or partial depends on."""
 
@@ -350,17 +343,15 @@ def _comparable(value: Any) -> Any:
         return value if all(map(is_, held, value)) else held
     if type(value) in _LEAF_TYPES:
         return value
-    try:
-        return _Weak(value)
-    except TypeError:
-        # A container of `__main__`, which the snapshot holds too, or a subclass of int or bytes.
-        return value
+    # Without weak reference: a container of `__main__`, which the snapshot holds too, or a subclass
+    # of int or bytes.
+    return hold(value)
 
 
 def _is_same(held: Any, value: Any) -> bool:
     if held is value:
         return True
-    if type(held) is _Weak:
+    if type(held) is Weak:
         return held() is value
     return (
         type(held) is type(value) is tuple
@@ -374,7 +365,7 @@ def _guards(fn: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]
 
     Raises `_Mutable` if a later check would not show a change.
     """
-    if id(fn) in seen or goes_by_reference(fn, snapshot):
+    if id(fn) in seen or snapshot.goes_by_reference(fn):
         return
     seen.add(id(fn))
     if not isinstance(fn, (FunctionType, partial)) or fn.__dict__:
@@ -404,16 +395,6 @@ def _guards_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iter
             yield from _guards_of_value(each, snapshot, seen)
     else:
         raise _Mutable
-
-
-def goes_by_reference(fn: Any, snapshot: MainSnapshot) -> bool:
-    module = getattr(fn, "__module__", None)
-    if module == "__main__":
-        return snapshot.holds(fn)
-    found: Any = sys.modules.get(module or "")
-    for step in getattr(fn, "__qualname__", "").split("."):
-        found = getattr(found, step, None)
-    return found is fn
 
 
 def _similarity_key(fn: Any) -> Any:

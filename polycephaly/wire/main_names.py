@@ -38,13 +38,13 @@ class MainSnapshot:
         self._values: dict[str, Any] = {}
         main = main_namespace()
         self._left_out = {
-            name: _reference_to(main[name])
+            name: hold(main[name])
             for name in left_out
             if name in main and not name.startswith("__")
         }
         for name in list(main) if names is None else names:
             if name in main and not name.startswith("__"):
-                self._values[name] = _reference_to(main[name])
+                self._values[name] = hold(main[name])
 
     def has(self, name: str) -> bool:
         return name in self._values
@@ -57,7 +57,7 @@ class MainSnapshot:
         return self._is_same(self._values.get(name, self), value)
 
     def _is_same(self, held: object, value: object) -> bool:
-        if isinstance(held, _Weak):
+        if isinstance(held, Weak):
             held = held()
             return held is not None and held is value
         return held is value or (
@@ -91,6 +91,16 @@ class MainSnapshot:
             found = getattr(found, step, None)
         return found is definition
 
+    def goes_by_reference(self, definition: Any) -> bool:
+        """Return whether a process with the snapshot finds `definition` by its module and name."""
+        module = getattr(definition, "__module__", None)
+        if module == "__main__":
+            return self.holds(definition)
+        found: Any = sys.modules.get(module or "")
+        for step in getattr(definition, "__qualname__", "").split("."):
+            found = getattr(found, step, None)
+        return found is definition
+
 
 class _CommonSnapshot(MainSnapshot):
     """The content that several snapshots have in common."""
@@ -121,15 +131,16 @@ def main_namespace() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
 
-class _Weak(ref[Any]):
-    """A weak reference of a snapshot; a value of `__main__` may be a weak reference itself."""
+class Weak(ref[Any]):
+    """A weak reference of this package; a value of the user may be a weak reference itself."""
 
     __slots__ = ()
 
 
-def _reference_to(value: Any) -> Any:
+def hold(value: Any) -> Any:
+    """Return a `Weak` of `value`, or `value` itself if it allows no weak reference."""
     try:
-        return _Weak(value)
+        return Weak(value)
     except TypeError:
         return value
 
