@@ -35,7 +35,7 @@ from .call import call as _call
 from .parking import Parking
 from .scheduler import scheduler
 from .spawning import start
-from .thread import GreenThread, Wake, pause, qualname
+from .thread import GreenThread, Wake, check_count, pause, qualname
 from .waiting import Refused
 
 H = TypeVar("H")
@@ -71,10 +71,8 @@ class Batch(Generic[Q, R]):
             raise TypeError(
                 f"using= takes a function that returns a context manager, not {using!r}"
             )
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-            raise TypeError(f"limit= takes a number of requests, not {limit!r}")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit= must be at least 1 request, not {limit}")
+        if limit is not None:
+            check_count("limit= takes", "request", limit)
         update_wrapper(self, fn)
         self._crossings = _Crossings(fn, limit, using)
 

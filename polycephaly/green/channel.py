@@ -39,7 +39,7 @@ from .locks import Lock
 from .run import forbid_in_step, in_asyncio, wait_in_proxy
 from .scheduler import PARK, scheduler
 from .select import Guard
-from .thread import GreenThread, outside_error
+from .thread import GreenThread, check_count, outside_error
 from .waiting import NOTHING, ChannelQueues, QueuedOperation, Refused
 
 T = TypeVar("T")
@@ -100,12 +100,7 @@ class Channel(ChannelQueues, Generic[T]):
     """True if the channel was made, and lives, in another process."""
 
     def __init__(self, capacity: int = 0) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int):
-            raise TypeError(f"the capacity of a channel is a number of items, not {capacity!r}")
-        if capacity < 0:
-            raise ValueError(
-                f"the capacity of a channel must be at least 0 items (a rendezvous), not {capacity}"
-            )
+        check_count("the capacity of a channel is", "item", capacity, 0)
         if capacity > sys.maxsize:
             raise ValueError(f"the capacity of a channel is at most {sys.maxsize}, not {capacity}")
         global any_channel_made

@@ -14,7 +14,7 @@ from ..promises.promise import Promise
 from .parking import Parking, parks
 from .run import forbid_in_step, wait_in_proxy
 from .scheduler import scheduler
-from .thread import GreenThread
+from .thread import GreenThread, check_count
 from .waiting import WaitQueue
 
 
@@ -97,10 +97,7 @@ class Semaphore:
             return not self.primitive._try_acquire() and self.enqueue(thread)
 
     def __init__(self, value: int = 1) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"a semaphore lets in a number of green threads, not {value!r}")
-        if value < 0:
-            raise ValueError(f"a semaphore lets in at least 0 green threads, not {value!r}")
+        check_count("a semaphore lets in", "green thread", value, 0)
         self._value = value
         self._queue = _ThreadQueue()
 
@@ -328,10 +325,7 @@ class Barrier:
             raise StopIteration(others)  # the value of the await
 
     def __init__(self, n: int) -> None:
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise TypeError(f"a barrier is for a number of green threads, not {n!r}")
-        if n < 1:
-            raise ValueError(f"a barrier needs at least 1 green thread, not {n}")
+        check_count("a barrier is for", "green thread", n)
         self._enrolled = n
         self._queue = _ThreadQueue()
 

@@ -25,7 +25,7 @@ from .over import Spread, par_over
 from .run import in_asyncio, run
 from .scheduler import scheduler
 from .spawning import spawn
-from .thread import GreenThread, qualname
+from .thread import GreenThread, check_count, qualname
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -149,10 +149,7 @@ def map(
     >>> green.map(lambda n: n * n, range(5), width=2)
     [0, 1, 4, 9, 16]
     """
-    if isinstance(width, bool) or not isinstance(width, int):
-        raise TypeError(f"the width is a number of green threads, not {width!r}")
-    if width < 1:
-        raise ValueError(f"the width must be at least 1 green thread, not {width}")
+    check_count("the width is", "green thread", width)
     if not callable(fn):
         raise TypeError(f"map takes a function, not {fn!r}")
     bar = Progress(qualname(fn), total_of([items])) if progress else None
