@@ -645,30 +645,17 @@ class Receiver(End[T]):
         """Return a guard for `select`, as `Channel.receiving` does."""
         return self._open_channel().receiving(when=when)
 
+    # Both iterators refer to the end, which is therefore not released before the loop ends.
+
     def __aiter__(self) -> AsyncIterator[T]:
-        return _Items(self, self._open_channel())
-
-    def __iter__(self) -> Iterator[T]:
-        return _items(self, self._open_channel())
-
-
-class _Items(Generic[T]):
-    """Iterator of ``async for``. It refers to the end, which is therefore not released before."""
-
-    def __init__(self, end: Receiver[T], channel: Channel[T]) -> None:
-        self._end = end
-        self._channel = channel
-
-    def __aiter__(self) -> Self:
+        self._open_channel()
         return self
 
     def __anext__(self) -> Awaitable[T]:
-        return self._channel.__anext__()
+        return self.channel.__anext__()
 
-
-def _items(end: Receiver[T], channel: Channel[T]) -> Iterator[T]:
-    """Iterate over the items for ``for``. The generator refers to `end` for the same reason."""
-    yield from channel
+    def __iter__(self) -> Iterator[T]:
+        yield from self._open_channel()
 
 
 class Distribution(Protocol):
