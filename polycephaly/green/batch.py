@@ -35,7 +35,7 @@ from .call import call as _call
 from .parking import Parking
 from .scheduler import scheduler
 from .spawning import start
-from .thread import GreenThread, Wake, check_count, pause, qualname
+from .thread import GreenThread, Wake, check_count, is_ours, pause, qualname
 from .waiting import Refused
 
 H = TypeVar("H")
@@ -302,9 +302,7 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without our frames, because these hold the requests, and those the
     errors.
     """
-    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
-        __package__
-    ):
+    while trace is not None and is_ours(trace.tb_frame):
         trace = trace.tb_next
     return trace
 

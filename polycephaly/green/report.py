@@ -24,13 +24,12 @@ from ..timeline import Timeline
 from ..timeline.event_log import event_log, unfinished_lives
 from .parking import Parking
 from .scheduler import IN_CALL, PARKED, Schedulable, scheduler, unwrap
-from .thread import GreenThread, NativeThread
+from .thread import GreenThread, NativeThread, is_ours
 from .waiting import QueuedOperation
 from .watchdog import watchdog
 
 MAX_LISTED_THREADS = 20  # in a `Deadlock`
 
-OWN_PACKAGE = __name__.rpartition(".")[0]
 IDLE_MODULES = ("threading", "queue", "concurrent.futures.thread", "execnet")
 TIME_LIMIT_MODULES = ("pytest_timeout",)
 
@@ -137,7 +136,7 @@ def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
     if isinstance(thread, NativeThread) and coro is None:
         ident = thread.native_ident
         stack = list(_stack(frames.get(ident)))
-        user_frame = next((frame for frame in stack if not _is_ours(frame)), None)
+        user_frame = next((frame for frame in stack if not is_ours(frame)), None)
         return _describe(
             thread, "native" if ident else "ready", user_frame, stack[0] if stack else None
         )
@@ -150,7 +149,7 @@ def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
         state = "calling" if thread.next_send is IN_CALL else "ready"
     chain = list(_chain(coro))
     frames_ = [each for each in chain if isinstance(each, FrameType)]
-    user_frame = next((frame for frame in reversed(frames_) if not _is_ours(frame)), None)
+    user_frame = next((frame for frame in reversed(frames_) if not is_ours(frame)), None)
     return _describe(
         thread, state, user_frame or (frames_[0] if frames_ else None), chain[-1] if chain else None
     )
@@ -194,11 +193,6 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _is_ours(frame: FrameType) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    return str(name).startswith((OWN_PACKAGE, "polycephaly.promises"))
 
 
 # -- deadlock --------------------------------------------------------------------------------------

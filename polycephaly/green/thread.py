@@ -436,6 +436,11 @@ def calling_thread() -> GreenThread[Any] | None:
     return native_threads.get(ident)
 
 
+def is_ours(frame: FrameType) -> bool:
+    """Return True for a frame of this package."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "polycephaly"
+
+
 def as_coroutine(awaitable: Any, name: str) -> Any:
     if isinstance(awaitable, (CoroutineType, GeneratorType)):
         return awaitable
@@ -557,7 +562,7 @@ class UnseenErrorReport:
         if error is None or sys.stderr is None:
             return
         frames = list(traceback.walk_tb(error.__traceback__))
-        user_frames = [each for each in frames if not _is_ours(each[0])] or frames
+        user_frames = [each for each in frames if not is_ours(each[0])] or frames
         line = "no line"
         if user_frames:
             line = f"{user_frames[-1][0].f_code.co_filename}:{user_frames[-1][1]}"
@@ -585,10 +590,6 @@ MAX_COUNTED_KINDS = 1000
 _unseen: WeakSet[UnseenErrorReport] = WeakSet()
 _report_counts: dict[str, int] = {}
 os.register_at_fork(after_in_child=_report_counts.clear)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(f"{__package__}.")
 
 
 def _print_count(kind: str, count: int) -> None:

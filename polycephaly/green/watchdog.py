@@ -24,6 +24,7 @@ from typing import Any
 from .._compat import current_frames
 from .history import history
 from .scheduler import NO_CALL, Driver, scheduler
+from .thread import is_ours
 
 SLOW_INTERVAL_SECONDS = 0.05  # between looks while no foreign calls are made
 QUIET_CHECKS = 20  # looks without a foreign call before the watchdog looks slowly again
@@ -231,8 +232,7 @@ def _processor_time(driver: Driver) -> float:
 
 
 def _user_location(frame: FrameType | None) -> str | None:
-    own = __name__.partition(".")[0]
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == own:
+    while frame is not None and is_ours(frame):
         frame = frame.f_back
     if frame is None:
         return None
