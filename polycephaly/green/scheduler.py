@@ -189,6 +189,22 @@ class Scheduler:
         if self.bell:
             self.ring()
 
+    def run_in_owner(self, callback: Callable[[], object], timeout: float = -1) -> None:
+        """Have the owner call `callback`, and wait for its end, `timeout` seconds at most. Not for
+        code of a green thread between two awaits.
+        """
+        ended = allocate_lock()
+        ended.acquire()
+
+        def call() -> None:
+            try:
+                callback()
+            finally:
+                ended.release()
+
+        self.post(call)
+        ended.acquire(timeout=timeout)
+
     def ring(self) -> None:
         """Wake the sleeping owner, or start one, because `ready` has a new entry."""
         # `pop` is atomic, so only one caller gets the waker. Ctrl-C is deferred: between the pop

@@ -9,7 +9,6 @@ wait, so that nothing has to be guessed.
 
 from __future__ import annotations
 
-from _thread import allocate_lock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -129,16 +128,8 @@ def virtual_time(*, jumps: bool = True) -> Iterator[Clock]:
 def _run_in_scheduler(callback: Callable[[], None]) -> None:
     if scheduler.in_step():
         callback()
-        return
-    done = allocate_lock()
-    done.acquire()
-
-    def call() -> None:
-        callback()
-        done.release()
-
-    scheduler.post(call)
-    done.acquire()
+    else:
+        scheduler.run_in_owner(callback)
 
 
 async def all_waiting() -> None:

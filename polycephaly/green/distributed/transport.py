@@ -30,7 +30,6 @@ import secrets
 import select
 import socket
 import struct
-from _thread import allocate_lock
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -394,20 +393,8 @@ class ChannelTransport:
 
 def _send_bye_at_exit() -> None:
     """Send BYE at the end of the process, in any thread."""
-    transport = _transport
-    if transport is None:
-        return
-    sent = allocate_lock()
-    sent.acquire()
-
-    def send() -> None:
-        try:
-            transport.send_bye()
-        finally:
-            sent.release()
-
-    scheduler.post(send)
-    sent.acquire(timeout=PEER_TIMEOUT_SECONDS)
+    if _transport is not None:
+        scheduler.run_in_owner(_transport.send_bye, PEER_TIMEOUT_SECONDS)
 
 
 def _close_at_end() -> None:
