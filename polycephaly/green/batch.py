@@ -35,7 +35,7 @@ from .call import call as _call
 from .parking import Parking
 from .scheduler import scheduler
 from .spawning import start
-from .thread import GreenThread, Wake, check_count, is_ours, pause, qualname
+from .thread import GreenThread, Wake, check_count, is_ours, qualname
 from .waiting import Refused
 
 H = TypeVar("H")
@@ -254,7 +254,7 @@ class _Crossings:
                 if self.closed:
                     break
                 self._wakeup = Wake()
-                await pause(self._wakeup)
+                await self._wakeup
         except GeneratorExit:  # the interpreter is exiting, so nothing is called any more
             raise
         except BaseException:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 from .scheduler import scheduler
 from .spawning import start
-from .thread import Cancelled, GreenThread, Wake, outside_error, pause
+from .thread import Cancelled, GreenThread, Wake, outside_error
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ class Group:
         while self.children:
             self._wake = Wake()
             try:
-                await pause(self._wake)
+                await self._wake
             except Cancelled as another:
                 cancelled = another
                 self._cancel_children()

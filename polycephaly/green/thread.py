@@ -474,12 +474,18 @@ def check_count(sentence: str, unit: str, number: object, least: int = 1) -> Non
 
 
 class Wake:
-    """Wakes the green thread that made this object, once, if still waiting. Any thread may call."""
+    """Wakes the green thread that made and awaits this object, once. Any thread may call."""
 
     __slots__ = ("thread",)
 
     def __init__(self) -> None:
         self.thread: GreenThread[Any] | None = scheduler.current
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            yield PARK
+        finally:
+            self.thread = None
 
     def __call__(self, *_: object) -> None:
         scheduler.post(self.now)
@@ -490,15 +496,6 @@ class Wake:
         if thread is not None:
             thread.next_send = None
             scheduler.ready.append(thread)
-
-
-@coroutine
-def pause(wake: Wake) -> Generator[Any, Any, Any]:
-    """Park until `wake` is called."""
-    try:
-        yield PARK
-    finally:
-        wake.thread = None
 
 
 @coroutine
