@@ -104,8 +104,7 @@ class Waiter:
 
     def refuse(self, error: BaseException) -> None:
         """Wake the thread with `error`, because the channel was closed."""
-        self.thread.next_send = Refused(error)
-        scheduler.ready.append(self.thread)
+        self.serve(Refused(error))
 
     complete, fail = serve, refuse  # at the end of a transaction: an `Offer` was held before
 
@@ -282,22 +281,19 @@ class ChannelQueues:
 
     def _queue(self, end: str) -> WaitQueue[Waiter]:
         """Return the queue at that end, made with the waiter in the slot as its first."""
-        single = self._pop_waiter(end) if self._is_single(end) else None
-        queue: WaitQueue[Waiter] | None = self._sender if end == "send" else self._receiver
-        if queue is None:
-            queue = WaitQueue()
-            if end == "send":
-                self._sender = queue
-            else:
-                self._receiver = queue
+        queue: WaitQueue[Waiter] = self._sender if end == "send" else self._receiver
+        if queue.__class__ is WaitQueue:
+            return queue
+        single = self._pop_waiter(end)  # None if another thread has just served it
+        queue = WaitQueue()
+        if end == "send":
+            self._sender = queue
+        else:
+            self._receiver = queue
         if single is not None:
             queue.append(single)
             single.location = queue
         return queue
-
-    def _is_single(self, end: str) -> bool:
-        waiter = self._sender if end == "send" else self._receiver
-        return waiter is not None and waiter.__class__ is not WaitQueue
 
     def withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
         """Withdraw `waiter` from its queue. Return False if it has been served."""
@@ -317,10 +313,11 @@ class ChannelQueues:
         return False
 
     def _drop_empty_queue(self, end: str) -> None:
+        # A green thread alone in the slot is true.
         if end == "send":
-            if self._sender is not None and not self._is_single(end) and not self._sender:
+            if not self._sender:
                 self._sender = None
-        elif self._receiver is not None and not self._is_single(end) and not self._receiver:
+        elif not self._receiver:
             self._receiver = None
 
     def _withdraw_thread(self, end: str, thread: GreenThread[Any]) -> bool:
@@ -346,8 +343,7 @@ class ChannelQueues:
     def _close_here(self) -> None:
         self.generation = -abs(self.generation)  # `_drop_empty_rare_state` may have been at work
         for end in ("send", "receive"):
-            if self._is_single(end):
-                self._queue(end)
+            self._queue(end)
             # Receivers that a claim puts aside get the items that are left.
             if end == "send" or not self._has_items():
                 self._refuse_all(end)
@@ -385,9 +381,8 @@ class ChannelQueues:
             self.rare_state = RareState()
             self.generation = -abs(self.generation)
             for end in ("send", "receive"):  # empty the slots: no fast path
-                if self._is_single(end):
-                    self._queue(end)
-                    self._drop_empty_queue(end)  # the waiter may have been served just now
+                self._queue(end)
+                self._drop_empty_queue(end)  # the waiter may have been served just now
         return self.rare_state
 
     def _drop_empty_rare_state(self) -> None:
