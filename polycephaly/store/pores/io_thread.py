@@ -25,7 +25,6 @@ import threading
 from _thread import get_ident
 from collections import deque
 from time import monotonic, sleep
-from typing import Any
 
 from ...runtime import parent_death
 from ...runtime.fork_guard import OwnThread
@@ -105,8 +104,7 @@ class PoreIOThread:
                 sleep(BATCH_DELAY_SECONDS)
             last = now
             for inbox in list(self._unwatched):
-                if self._watch_all(inbox):
-                    self._unwatched.discard(inbox)
+                self._watch_all(inbox)
             for fd, _ in events:
                 file = self._files.get(fd)
                 if isinstance(file, Inbox):
@@ -117,7 +115,7 @@ class PoreIOThread:
                     os.eventfd_read(fd)
             while self._requests:
                 kind, inbox = self._requests.popleft()
-                self._REQUEST_HANDLERS[kind](self, inbox)
+                getattr(self, f"_{kind}")(inbox)
             if not self._inboxes:
                 with self._lock:
                     if not self._requests:
@@ -138,31 +136,29 @@ class PoreIOThread:
         if self._files.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
-    # -- requests ----------------------------------------------------------------------------------
+    # -- requests: `_open`, `_resume`, `_close` ----------------------------------------------------
 
     def _open(self, inbox: Inbox) -> None:
         self._inboxes.add(inbox)
-        self._try_to_watch(inbox)
+        self._watch_all(inbox)
 
-    def _resume_reading(self, inbox: Inbox) -> None:
+    def _resume(self, inbox: Inbox) -> None:
         if inbox.is_paused and not inbox.ended:
             inbox.is_paused = False
-            self._try_to_watch(inbox)
+            self._watch_all(inbox)
 
-    def _try_to_watch(self, inbox: Inbox) -> None:
-        # The system refuses to watch more descriptors: try again soon.
-        if not self._watch_all(inbox):
-            self._unwatched.add(inbox)
-
-    def _watch_all(self, inbox: Inbox) -> bool:
+    def _watch_all(self, inbox: Inbox) -> None:
         """Watch the listener, and the holders unless the inbox is paused.
 
-        Returns False if the system refuses.
+        If the system refuses to watch more descriptors, try again soon.
         """
         files: list[tuple[int, Inbox | ConnectedHolder]] = [(inbox.listener.fileno(), inbox)]
         if not inbox.is_paused:
             files += inbox.holders.items()
-        return all(self._watch(fd, file) for fd, file in files)
+        if all(self._watch(fd, file) for fd, file in files):
+            self._unwatched.discard(inbox)
+        else:
+            self._unwatched.add(inbox)
 
     def _close(self, inbox: Inbox) -> None:
         for fd in (inbox.listener.fileno(), *inbox.holders):
@@ -170,12 +166,6 @@ class PoreIOThread:
         inbox.shut_down()
         self._inboxes.discard(inbox)
         self._unwatched.discard(inbox)
-
-    _REQUEST_HANDLERS: dict[str, Any] = {  # noqa: RUF012 - a table, never changed
-        "open": _open,
-        "resume": _resume_reading,
-        "close": _close,
-    }
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -222,7 +212,7 @@ class PoreIOThread:
                 self._unwatch(fd)
         inbox.is_paused = True
         if inbox.bytes_read - inbox.bytes_split < MAX_UNRECEIVED_BYTES:
-            self._resume_reading(inbox)
+            self._resume(inbox)
 
 
 io_thread = PoreIOThread()

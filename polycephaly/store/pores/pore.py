@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ...errors import PoreClosed
 from ...memory.arena import map_range
+from ...promises import promise
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
 from ...runtime.procfs import start_time_of
@@ -210,8 +211,7 @@ class Pore:
         """
         import numpy
 
-        memory = self._get_memory()[: self._size]
-        return numpy.frombuffer(memory, dtype=self._dtype or "u1").reshape(self._shape)
+        return numpy.frombuffer(self.memory, dtype=self._dtype or "u1").reshape(self._shape)
 
     def fileno(self) -> int:
         """Return the descriptor of the pore's file in this process.
@@ -579,6 +579,4 @@ def _duplicate(file: Any) -> int:
 
 def _is_in_green_thread() -> bool:
     """Return whether the caller is code of a green thread, between two awaits."""
-    # None if another thread is importing the module.
-    scheduler = getattr(sys.modules.get("polycephaly.green.scheduler"), "scheduler", None)
-    return scheduler is not None and scheduler.in_step()
+    return promise.green_hooks is not None and promise.green_hooks[0]()
