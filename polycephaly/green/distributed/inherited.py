@@ -50,7 +50,10 @@ def convert_inherited(channel: Any) -> None:
         (address for before, address in channels.lineage if generation < before), None
     )
     if owner_address is None:
-        _adopt(channel)
+        if channel.buffer:
+            channel.buffer = deque(map(unpack_item, channel.buffer), channel.capacity)
+        sign = -1 if channel.closed else 1
+        channel.become(channels.Channel, None, sign * channels.generation)
         return
     if isinstance(channel, OwnedChannel) and channel.rare_state.transport in inherited_transports:
         # The transport is not that of a pool that had ended before the fork.
@@ -67,13 +70,6 @@ def convert_inherited(channel: Any) -> None:
         (owner_address, number),
         make_proxy(channel, owner_address, number, f"the process of the snapshot (pid {pid})"),
     )
-
-
-def _adopt(channel: Any) -> None:
-    if channel.buffer:
-        channel.buffer = deque(map(unpack_item, channel.buffer), channel.capacity)
-    generation = -channels.generation if channel.closed else channels.generation
-    channel.become(channels.Channel, None, generation)
 
 
 def is_inherited(number: int) -> bool:

@@ -131,8 +131,7 @@ class ChannelProxy(Channel[Any]):
         self._peer(may_be_closed=True)
         return NOTHING
 
-    def open_item(self, item: Any) -> Any:
-        return unpack_item(item)
+    open_item = staticmethod(unpack_item)
 
     def enqueue(self, end: str, waiter: Waiter) -> None:
         number = 0
@@ -243,27 +242,11 @@ def make_proxy(channel: Channel[Any], owner_address: str, number: int, name: str
     return channel
 
 
-def _item_lost_error(error: ChannelClosed) -> ItemLost:
-    lost = ItemLost(f"{error}; the item that was being sent may be lost, or may have arrived")
-    lost.__cause__ = error
-    return lost
-
-
 def _owner_gone_error(proxy: ChannelProxy, ending: PeerEnding) -> ChannelClosed:
     error = ChannelClosed(
         f"{proxy!r} is closed: its owning process, {proxy.rare_state.name}, {ending.description}"
     )
     error.__cause__ = ending.death
-    proxy.rare_state.ended = True
-    return error
-
-
-def _complete_error(proxy: Any, error: ChannelClosed) -> ChannelClosed:
-    """Complete an error that the owning process has answered: name the channel, if that process has
-    forgotten the name.
-    """
-    if str(error).endswith(CLOSED_OR_RELEASED):
-        error.args = (f"{proxy!r} {CLOSED_OR_RELEASED}",)
     proxy.rare_state.ended = True
     return error
 
@@ -329,7 +312,9 @@ def _on_refused(peer: PeerConnection, number: int, op: int, payload: bytes) -> N
     request = peer.requests.get(op)
     if request is not None:
         if isinstance(error, ChannelClosed):
-            error = _complete_error(request.proxy, error)
+            if str(error).endswith(CLOSED_OR_RELEASED):  # the owning process has forgotten the name
+                error.args = (f"{request.proxy!r} {CLOSED_OR_RELEASED}",)
+            request.proxy.rare_state.ended = True
         request.fail(error)
 
 
@@ -356,12 +341,17 @@ def on_loss(peer: PeerConnection) -> None:
         request = peer.requests.pop(number, None)
         if request is None:  # an offer of a `select` that has just ended
             continue
-        error = _owner_gone_error(request.proxy, peer.ending)
+        error: Exception = _owner_gone_error(request.proxy, peer.ending)
         # A receiver may have been given the item.
         is_lost = request.end == "send" and (
             request.is_held if isinstance(request.waiter, Offer) else request.was_sent
         )
-        request.fail(_item_lost_error(error) if is_lost else error, is_lost)
+        if is_lost:
+            closed = error
+            text = "the item that was being sent may be lost, or may have arrived"
+            error = ItemLost(f"{closed}; {text}")
+            error.__cause__ = closed
+        request.fail(error, is_lost)
     for reference in proxies.valuerefs():  # a copy: other threads may add proxies meanwhile
         proxy: Any = reference()
         if proxy is not None and proxy.rare_state.owner_address == peer.address:
