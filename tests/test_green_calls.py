@@ -247,10 +247,10 @@ def test_a_function_that_was_long_goes_away_at_once_and_comes_back_when_it_is_sh
     async def main():
         done = False
         others = green.spawn(spin, lambda: done)
-        while not history.is_long(_where_after):
+        while history.predict_long(_where_after) is False:
             await green.call(_where_after, 0.02)
         away = await green.call(_where_after, 0.02) != threading.get_ident()
-        while history.is_long(_where_after):
+        while history.predict_long(_where_after) is not False:
             await green.call(_where_after, 0)
         here = threading.get_ident()
         back = await green.call(_where_after, 0) == here
@@ -287,11 +287,11 @@ def test_functions_are_known_by_what_they_are_and_not_by_the_name_they_are_calle
     ):
         for _ in range(2):
             history.record_long(fn)
-        assert history.is_long(again or fn)
+        assert history.predict_long(again or fn)
         for _ in range(2):
             history.record_short(fn)
-        assert not history.is_long(again or fn)
-    assert not history.is_long(Slow())
+        assert not history.predict_long(again or fn)
+    assert not history.predict_long(Slow())
 
 
 def test_what_calls_have_taught_does_not_grow_without_end():

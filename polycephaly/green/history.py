@@ -76,10 +76,6 @@ class History:
             if record.points <= 0:
                 self.records.pop(key, None)
 
-    def is_long(self, fn: Callable[..., Any]) -> bool:
-        record = self.records.get(_key(fn))
-        return record is not None and record.points >= LONG_POINTS
-
 
 def _key(fn: Any) -> Hashable:
     kind = type(fn)  # not `__class__`: that may be code of a user
