@@ -23,6 +23,7 @@ from _thread import allocate_lock, get_native_id, start_new_thread
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 
 from .._compat import forget_dummy_thread
@@ -79,7 +80,7 @@ class NativeThreadPool:
         bound threads.
         """
         try:
-            self._idle.pop().assign(job)
+            self._idle.pop().jobs.put(job)
             return True
         except IndexError:
             pass
@@ -144,14 +145,14 @@ class NativeThreadPool:
         if len(self._idle) >= MAX_IDLE_WORKERS:
             return None
         self._idle.append(worker)
-        if not worker.job_assigned.acquire(timeout=IDLE_WORKER_SECONDS):
+        try:
+            return worker.jobs.get(timeout=IDLE_WORKER_SECONDS)
+        except Empty:
             try:
                 self._idle.remove(worker)
                 return None
             except ValueError:  # another thread has just popped the worker, and gives it a job
-                worker.job_assigned.acquire()
-        job, worker.job = worker.job, None
-        return job
+                return worker.jobs.get()
 
     def wait_for_ending(self, seconds: float) -> None:
         """Before a fork: wait until the workers that have ended are gone, or for so long.
@@ -231,13 +232,12 @@ class _Worker:
     A raw thread, because a `threading.Thread` takes half as long again to start and to end.
     """
 
-    __slots__ = ("ident", "job", "job_assigned", "started", "workers")
+    __slots__ = ("ident", "jobs", "started", "workers")
 
     def __init__(self, workers: NativeThreadPool, job: Callable[[], object]) -> None:
         self.workers = workers
-        self.job: Callable[[], object] | None = job
-        self.job_assigned = allocate_lock()
-        self.job_assigned.acquire()
+        self.jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.jobs.put(job)
         self.started = allocate_lock()
         self.started.acquire()
         self.ident = start_new_thread(self._run_jobs, ())
@@ -246,13 +246,9 @@ class _Worker:
         # bring everything to a halt.
         self.started.acquire()
 
-    def assign(self, job: Callable[[], object]) -> None:
-        self.job = job
-        self.job_assigned.release()
-
     def _run_jobs(self) -> None:
         self.started.release()
-        job, self.job = self.job, None
+        job: Callable[[], object] | None = self.jobs.get()
         try:
             while job is not None:
                 try:
