@@ -50,8 +50,7 @@ class Watchdog:
         self.handovers = 0
         self.ident = 0  # of the native thread of the watchdog
         self._running = False
-        self._is_resting = False
-        self._wakeup = allocate_lock()
+        self._wakeup = allocate_lock()  # unlocked: a wake-up has not been noticed yet
         self._wakeup.acquire()
         # When the step that still runs was first seen; None after its end.
         self._step_seen_at: float | None = None
@@ -64,10 +63,9 @@ class Watchdog:
 
     def watch_closely(self) -> None:
         """Look every `window` from now on, because a foreign call begins."""
+        # Before the release: the watchdog looks at `slow` and then waits for the lock.
         self.slow = False
-        if self._is_resting:
-            # No call since the look, so only one thread releases.
-            self._is_resting = False
+        if self._wakeup.locked():  # only the owner calls this, so only one thread releases
             self._wakeup.release()
 
     def on_busy(self) -> None:
@@ -96,7 +94,7 @@ class Watchdog:
         while True:
             due = monotonic() + (SLOW_INTERVAL_SECONDS if self.slow else self.window)
             if self.slow:
-                self._rest()
+                self._wakeup.acquire(timeout=SLOW_INTERVAL_SECONDS)
             else:
                 sleep(min(self.window, SLOW_INTERVAL_SECONDS))
             now, driver, transport = monotonic(), scheduler.driver, scheduler.transport
@@ -135,21 +133,6 @@ class Watchdog:
                     self._take_over(driver, began)
                     seen_token = 0
             last_check_at, last_used = now, used
-
-    def _rest(self) -> None:
-        """Sleep until the next slow look, or until `watch_closely` is called.
-
-        `watch_closely` clears `slow` and then looks at `_is_resting`. This method sets
-        `_is_resting` and then looks at `slow`. So one sees the other. The side that clears
-        `_is_resting` first, in a line without a call, decides whether a wake-up is on its way.
-        """
-        self._is_resting = True
-        if self.slow and self._wakeup.acquire(timeout=SLOW_INTERVAL_SECONDS):
-            return
-        if self._is_resting:
-            self._is_resting = False
-        else:
-            self._wakeup.acquire()
 
     def _may_end(self) -> bool:
         """Return True if the watchdog may end, because the owner sleeps or there is none.
