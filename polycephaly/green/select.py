@@ -167,14 +167,10 @@ class _Settled(Guard[T]):
         self.promise.remove_done_callback(offer.registration)
 
 
-class _Skip(Guard[None]):
+class _Skip(_After):
+    """As after no time, but not beside channels of other processes."""
+
     __slots__ = ()
-
-    def __init__(self, when: object) -> None:
-        self.when = when
-
-    def attempt(self, thread: Any) -> Any:
-        return None
 
 
 def after(seconds: float, *, when: bool | Callable[[], object] = True) -> Guard[None]:
@@ -225,7 +221,7 @@ def skip(*, when: bool | Callable[[], object] = True) -> Guard[None]:
     when : bool or callable
         Precondition, as for `Channel.sending`.
     """
-    return _Skip(when)
+    return _Skip(0, when)
 
 
 class _Select:
