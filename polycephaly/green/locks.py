@@ -122,10 +122,7 @@ class Semaphore:
 
     def release(self) -> None:
         """Let in the first waiter, or raise `value` by one. Any thread may call this."""
-        if scheduler.in_step():
-            self._release()
-        else:
-            scheduler.post(self._release)
+        scheduler.call_or_post(self._release)
 
     def _release(self) -> None:
         if self._queue:
@@ -266,10 +263,7 @@ class Event:
         queue = self._queue
         self._queue = fresh
         self._set = True
-        if scheduler.in_step():
-            queue.wake_all()
-        else:
-            scheduler.post(queue.wake_all)
+        scheduler.call_or_post(queue.wake_all)
 
     def clear(self) -> None:
         self._set = False
@@ -374,10 +368,7 @@ class Barrier:
                 f"{self.waiting} wait"
             )
         self._enrolled += n
-        if scheduler.in_step():
-            self._release_if_complete()
-        else:
-            scheduler.post(self._release_if_complete)
+        scheduler.call_or_post(self._release_if_complete)
 
     @parks
     def sync(self) -> Awaitable[int]:

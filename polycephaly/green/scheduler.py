@@ -189,10 +189,19 @@ class Scheduler:
         if self.bell:
             self.ring()
 
+    def call_or_post(self, callback: Callable[[], object]) -> None:
+        """Call `callback` at once if the caller is code of a green thread between two awaits."""
+        driver = self.drivers.get(get_ident())
+        if driver is not None and driver.token == NO_CALL:
+            callback()
+        else:
+            self.post(callback)
+
     def run_in_owner(self, callback: Callable[[], object], timeout: float = -1) -> None:
-        """Have the owner call `callback`, and wait for its end, `timeout` seconds at most. Not for
-        code of a green thread between two awaits.
-        """
+        """Have the owner call `callback`, and wait for its end, `timeout` seconds at most."""
+        if self.in_step():
+            callback()
+            return
         ended = allocate_lock()
         ended.acquire()
 

@@ -9,7 +9,7 @@ wait, so that nothing has to be guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
@@ -53,7 +53,7 @@ class Clock:
         """
         if not seconds >= 0:
             raise ValueError(f"advance takes a number of seconds from 0 on, not {seconds!r}")
-        _run_in_scheduler(lambda: self._set_time(self._now + seconds))
+        scheduler.run_in_owner(lambda: self._set_time(self._now + seconds))
 
     def _set_time(self, when: float) -> None:
         self._now = max(self._now, when)
@@ -118,18 +118,11 @@ def virtual_time(*, jumps: bool = True) -> Iterator[Clock]:
         )
     clock = Clock(jumps)
 
-    _run_in_scheduler(partial(timers.switch_clock, clock.time, clock._try_jump))
+    scheduler.run_in_owner(partial(timers.switch_clock, clock.time, clock._try_jump))
     try:
         yield clock
     finally:
-        _run_in_scheduler(partial(timers.switch_clock, monotonic, None))
-
-
-def _run_in_scheduler(callback: Callable[[], None]) -> None:
-    if scheduler.in_step():
-        callback()
-    else:
-        scheduler.run_in_owner(callback)
+        scheduler.run_in_owner(partial(timers.switch_clock, monotonic, None))
 
 
 async def all_waiting() -> None:
