@@ -68,7 +68,6 @@ class Arena:
         self.ended = False
         self._open_fds = [self.fd]
         self.pid = os.getpid()
-        self.process_generation = 0
         self.range_refs: dict[int, tuple[int, int]] = {}
         self.mapped: dict[int, weakref.ref[Mapping]] = {}
         self.request_cleanup: Callable[[], object] = lambda: None
@@ -89,7 +88,6 @@ class Arena:
         controller sees which way results come.
         """
         self.pid = os.getpid()
-        self.process_generation += 1
         self.request_cleanup = lambda: None
         self._warned = True
         self.range_refs.clear()
@@ -107,9 +105,6 @@ class Arena:
     def used(self) -> int:
         """Return the bytes of the arena that have memory, free blocks included (blocks.py)."""
         return os.fstat(self.fd).st_blocks * 512
-
-    def size(self) -> int:
-        return os.fstat(self.fd).st_size
 
     def punch_hole(self, offset: int, length: int) -> None:
         """Return a range's pages to the system.
@@ -178,7 +173,7 @@ _arenas: dict[int, weakref.ref[Arena]] = {}
 class RangeRef:
     """A range that stays unchanged for as long as this object lives."""
 
-    __slots__ = ("__weakref__", "arena", "length", "offset", "permanent", "process_generation")
+    __slots__ = ("__weakref__", "arena", "length", "offset", "permanent", "pid")
 
     def __init__(self, arena: Arena, offset: int, length: int) -> None:
         self.arena = arena
@@ -187,7 +182,7 @@ class RangeRef:
         # If true, the end of this object frees nothing: another process owns the range, or a child
         # that user code forked may still read it.
         self.permanent = False
-        self.process_generation = arena.process_generation
+        self.pid = arena.pid
         arena.range_refs[id(self)] = (offset, length)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -209,7 +204,7 @@ class RangeRef:
         arena.close_if_unused()
 
     def belongs_to_this_process(self) -> bool:
-        return self.process_generation == self.arena.process_generation
+        return self.pid == self.arena.pid
 
     def _release(self) -> None:
         """Return the range: a `Segment` to its `Store`, an `ObjectRef` to the lender."""
@@ -242,7 +237,7 @@ def view(range_ref: RangeRef) -> memoryview:
     beyond the end of the arena.
     """
     arena, offset, length = range_ref.arena, range_ref.offset, range_ref.length
-    if offset + length > _whole_pages(arena.size()):
+    if offset + length > _whole_pages(os.fstat(arena.fd).st_size):
         raise ValueError(f"a range of {length} bytes at {offset} is beyond the end of the arena")
     try:
         mapping = map_range(arena.fd, offset, length, mmap.MAP_PRIVATE)

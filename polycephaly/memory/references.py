@@ -15,10 +15,10 @@ See docs/decisions/0006-object-references.md.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count, islice
 from pickle import loads
 from struct import Struct
 from typing import Any
@@ -71,7 +71,7 @@ class RefTable:
         self.returned: deque[int] = deque()
         """Numbers of references that this process no longer needs, to be sent to the other one."""
         self.closed = False
-        self._numbers = itertools.count(1)
+        self._numbers = count(1)
 
     def lend(self, segment: RangeRef) -> int:
         number = next(self._numbers)
@@ -222,18 +222,11 @@ def load_with_buffers(inline: bytes, views: list[Any]) -> Any:
 
 
 def load_joined(payload: Any) -> tuple[Any, list[tuple[bytes, list[Any]]]]:
-    """Return the head and the parts of a payload made by `join`.
+    """Return the head and the parts of a payload made by `join_payloads`.
 
     Pass each part to `load_with_buffers`.
     """
-    if isinstance(payload, Received):
-        inline, views = payload.content()
-    else:
-        inline, views = payload, []
-    at = 0 if inline else 1
+    inline, views = payload.content() if isinstance(payload, Received) else (payload, [])
     head, inlines = loads(inline or views[0])
-    parts = []
-    for part, count in inlines:
-        parts.append((part, views[at : at + count]))
-        at += count
-    return head, parts
+    rest = iter(views if inline else views[1:])
+    return head, [(part, list(islice(rest, places))) for part, places in inlines]
