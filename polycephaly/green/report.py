@@ -133,39 +133,24 @@ def timeline() -> Timeline:
 
 def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
     coro = unwrap(thread.coro)
+    chain: list[FrameType | Parking | QueuedOperation] = list(_chain(coro))
+    # The last of these is shown: that of the user's code or, in a coroutine, else the outermost.
+    candidates = [each for each in chain if isinstance(each, FrameType)][:1]
     if isinstance(thread, NativeThread) and coro is None:
-        ident = thread.native_ident
-        stack = list(_stack(frames.get(ident)))
-        user_frame = next((frame for frame in stack if not is_ours(frame)), None)
-        return _describe(
-            thread, "native" if ident else "ready", user_frame, stack[0] if stack else None
-        )
-    running = getattr(coro, "cr_running", False) or getattr(coro, "gi_running", False)
-    if running:
+        chain += reversed(list(_stack(frames.get(thread.native_ident))))
+        state = "native" if thread.native_ident else "ready"
+    elif getattr(coro, "cr_running", False) or getattr(coro, "gi_running", False):
         state = "running" if thread is scheduler.current else "calling"
     elif thread.next_send is PARKED:
         state = "parked"
     else:
         state = "calling" if thread.next_send is IN_CALL else "ready"
-    chain = list(_chain(coro))
-    frames_ = [each for each in chain if isinstance(each, FrameType)]
-    user_frame = next((frame for frame in reversed(frames_) if not is_ours(frame)), None)
-    return _describe(
-        thread, state, user_frame or (frames_[0] if frames_ else None), chain[-1] if chain else None
-    )
-
-
-def _describe(
-    thread: Schedulable,
-    state: str,
-    where: FrameType | None,
-    doing: FrameType | Parking | QueuedOperation | None,
-) -> ThreadInfo:
-    file, line = (where.f_code.co_filename, where.f_lineno) if where is not None else ("?", 0)
-    if isinstance(doing, FrameType):
-        operation = doing.f_code.co_qualname
-    else:
-        operation = doing.name if doing is not None else thread.name
+    candidates += [each for each in chain if isinstance(each, FrameType) and not is_ours(each)]
+    file, line = "?", 0
+    if candidates:
+        file, line = candidates[-1].f_code.co_filename, candidates[-1].f_lineno
+    doing = chain[-1] if chain else thread
+    operation = doing.f_code.co_qualname if isinstance(doing, FrameType) else doing.name
     return ThreadInfo(thread.name, state, file, line, operation)
 
 
