@@ -196,7 +196,8 @@ class _Crossings:
         context = Context()  # of no particular thread, because the crosser serves all
         name = f"batch of {self.name}"
         bound = self.using is not None
-        self._crosser = context.run(start, self._run_crosser, (), name=name, bound=bound)
+        serve = self._serve(self.fn) if self.using is None else self._serve_with(self.using)
+        self._crosser = context.run(start, serve, (), name=name, bound=bound)
         self._crosser.add_done_callback(self._on_crosser_end)
 
     def _on_crosser_end(self, crosser: Promise[None]) -> None:
@@ -237,9 +238,6 @@ class _Crossings:
         if self._wakeup is not None:
             self._wakeup.now()
             self._wakeup = None
-
-    async def _run_crosser(self) -> None:
-        await (self._serve(self.fn) if self.using is None else self._serve_with(self.using))
 
     async def _serve_with(self, using: Callable[[], AbstractContextManager[Any]]) -> None:
         try:
