@@ -109,9 +109,8 @@ class Shared(ReleasableHandle, Generic[T]):
                 return _same, (self.value,)
             rebuild = _rebuild_value
         pickled, views = self._get_content()
-        if protocol < 5:
-            return rebuild, (pickled, *map(bytes, views))
-        return rebuild, (pickled, *map(PickleBuffer, views))
+        wrap: Any = bytes if protocol < 5 else PickleBuffer
+        return rebuild, (pickled, *map(wrap, views))
 
     def __repr__(self) -> str:
         state = "released" if self._content is None else f"{self.nbytes:,} bytes"

@@ -86,9 +86,6 @@ class ConnectedHolder:
             self.inbox.chunks.append((self, chunk))
         return bool(chunk)
 
-    def close(self) -> None:
-        parent_death.close(self.connection)
-
 
 class IOThread(Protocol):
     """The thread that serves inboxes."""
@@ -224,7 +221,7 @@ class Inbox:
                 holder.connection.send(FAREWELL, socket.MSG_NOSIGNAL)
             except OSError:  # the holder is gone
                 pass
-            holder.close()
+            parent_death.close(holder.connection)
         self.holders.clear()
         parent_death.close(self.content)
         fulfill(self._ended_signal)

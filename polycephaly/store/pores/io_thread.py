@@ -186,7 +186,7 @@ class PoreIOThread:
         if self._watch(connection.fileno(), holder):
             inbox.holders[connection.fileno()] = holder
         else:
-            holder.close()
+            parent_death.close(holder.connection)
 
     def _read_holder(self, holder: ConnectedHolder) -> None:
         inbox = holder.inbox
@@ -200,7 +200,7 @@ class PoreIOThread:
         if not stays:
             self._unwatch(fd)
             del inbox.holders[fd]
-            holder.close()
+            parent_death.close(holder.connection)
         if inbox.waiters and inbox.chunks:
             inbox.wake_waiters()
         if inbox.bytes_read - inbox.bytes_split >= MAX_UNRECEIVED_BYTES and not inbox.is_paused:
