@@ -35,16 +35,13 @@ class MainSnapshot:
         imported the main module, or that were sent to that process. For the `left_out` names, only
         a change can be detected.
         """
-        self._values: dict[str, Any] = {}
         main = main_namespace()
-        self._left_out = {
-            name: hold(main[name])
-            for name in left_out
-            if name in main and not name.startswith("__")
-        }
-        for name in list(main) if names is None else names:
-            if name in main and not name.startswith("__"):
-                self._values[name] = hold(main[name])
+
+        def held(some: Iterable[str]) -> dict[str, Any]:
+            return {n: hold(main[n]) for n in some if n in main and not n.startswith("__")}
+
+        self._values = held(list(main) if names is None else names)
+        self._left_out = held(left_out)
 
     def has(self, name: str) -> bool:
         return name in self._values
