@@ -48,6 +48,7 @@ class _Loop:
             loop.run_forever()
 
     def close(self) -> None:
+        """Stop the loop and cancel its tasks. The next `aio` makes a new loop."""
         loop, thread = self._loop, self._thread
         self._loop = self._thread = None
         if loop is not None and thread is not None:
@@ -59,15 +60,9 @@ class _Loop:
 
 
 _loop = _Loop()
-atexit.register(_loop.close)
+close_loop = _loop.close
+atexit.register(close_loop)
 os.register_at_fork(after_in_child=_loop.reset_after_fork)
-
-
-def close_loop() -> None:
-    """Stop the asyncio loop of this process and cancel its tasks. The next `aio` makes a new
-    loop.
-    """
-    _loop.close()
 
 
 @overload

@@ -40,7 +40,7 @@ def _on_operation(method: str, peer: PeerConnection, number: int, op: int, paylo
     waiter = PendingOperation(channel, peer, op, select, item)
     if channel is None:
         error = ChannelClosed(f"the channel {CLOSED_OR_RELEASED}")
-        own_number = number_of_inherited(peer.transport, number) if is_inherited(number) else number
+        own_number = peer.transport.aliases.get(number, number)
         error.__cause__ = peer.transport.close_reasons.get(own_number)
         waiter.refuse(error)
     else:
