@@ -95,29 +95,20 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     thread.next_send = IN_CALL
     scheduler.owner = 0  # no code that the call runs is a step of a green thread
     driver.token = number
+    value = LOST  # until there is a value
     try:
         value = fn(*args, **kwargs) if kwargs else fn(*args)  # type: ignore[call-arg]
-    except BaseException:
+    finally:
         if driver.token == number:
             driver.token = NO_CALL
             scheduler.owner = driver.ident
             thread.next_send = PARKED
         else:
             driver.token = NO_CALL
-            event_log.add_call(thread, fn, args, driver.began, True)
+            event_log.add_call(thread, fn, args, driver.began, value is LOST)
             driver.returned = thread
+            long = False  # not to be recorded as short
             yield LOST
-        raise
-    if driver.token == number:
-        driver.token = NO_CALL
-        scheduler.owner = driver.ident
-        thread.next_send = PARKED
-    else:
-        driver.token = NO_CALL
-        event_log.add_call(thread, fn, args, driver.began)
-        driver.returned = thread
-        yield LOST
-        return value
     if long is None:
         history.record_short(fn)
     return value
