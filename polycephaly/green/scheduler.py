@@ -258,6 +258,17 @@ class Scheduler:
                 "green threads cannot run: this process cannot start another native thread"
             )
 
+    def _replace_missing_owner(self) -> bool:
+        """Take the place of the owner if there is none: True if the caller is now to be it."""
+        try:
+            waker = self.bell.pop()
+        except IndexError:  # the owner is awake, or another thread is starting one right now
+            return False
+        if waker == self._start_owner:
+            return True
+        waker()  # the owner sleeps
+        return False
+
     def _drive(self) -> None:
         """Run green threads until there is nothing to do or the ownership is lost. The job of a
         worker.
@@ -289,12 +300,7 @@ class Scheduler:
             self.native_calls -= 1
             thread.next_send = None
             self.ready.append(thread)
-            try:
-                waker = self.bell.pop()
-            except IndexError:
-                break
-            if waker != self._start_owner:
-                waker()
+            if not self._replace_missing_owner():
                 break
         del self.drivers[driver.ident]
 
@@ -412,12 +418,7 @@ class Scheduler:
                 bell.append(self._start_owner)
                 if not ready:
                     return False
-                try:
-                    waker = bell.pop()
-                except IndexError:  # another thread is starting an owner right now
-                    return False
-                if waker != self._start_owner:  # another owner has begun, and sleeps already
-                    waker()
+                if not self._replace_missing_owner():
                     return False
                 self.owner, self.driver = driver.ident, driver
             break
