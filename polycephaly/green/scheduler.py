@@ -526,10 +526,6 @@ class Interrupted(CoroutineWrapper):
         thread.coro = self
 
     def send(self, value: Any) -> Any:
-        self.errors = [error for error in self.errors if not getattr(error, "withdrawn", False)]
-        if not self.errors:
-            self.thread.coro = self.coro
-            return self.coro.send(value)
         if value is not YIELDED and not is_unstarted(self.coro):
             yielded = self.coro.send(value)
             if yielded is not PARK or self.thread.next_send is not PARKED:
