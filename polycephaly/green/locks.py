@@ -18,14 +18,14 @@ from .thread import GreenThread, check_count
 from .waiting import WaitQueue
 
 
-class _ThreadQueue(WaitQueue[GreenThread[Any]]):
+class _ThreadQueue(WaitQueue[Parking]):
     """A queue of waiting green threads."""
 
     __slots__ = ()
 
     def wake_first(self, value: Any = None) -> None:
         """Wake the first thread in the queue; its await returns `value`."""
-        thread = self.popleft()
+        thread: Any = self.popleft().thread
         thread.next_send = value
         scheduler.ready.append(thread)
 
@@ -50,14 +50,13 @@ class _QueuedWait(Parking):
         super().__init__()
         self.primitive = primitive
 
-    def enqueue(self, thread: GreenThread[Any]) -> bool:
+    def enqueue(self) -> bool:
         self.queue = self.primitive._queue
-        self.queue.append(thread)
+        self.queue.append(self)
         return True
 
     def leave(self) -> None:
-        assert self.thread is not None
-        self.queue.remove(self.thread)
+        self.queue.remove(self)
 
 
 class Semaphore:
@@ -94,7 +93,7 @@ class Semaphore:
         primitive: Semaphore
 
         def enter(self, thread: GreenThread[Any]) -> bool:
-            return not self.primitive._try_acquire() and self.enqueue(thread)
+            return not self.primitive._try_acquire() and self.enqueue()
 
     def __init__(self, value: int = 1) -> None:
         check_count("a semaphore lets in", "green thread", value, 0)
@@ -240,7 +239,7 @@ class Event:
             self.queue = queue = self.primitive._queue
             if self.primitive._set:
                 return False
-            queue.append(thread)
+            queue.append(self)
             return True
 
     def __init__(self) -> None:
@@ -314,7 +313,7 @@ class Barrier:
             if others + 1 < self.primitive.enrolled:
                 # The place is assigned at the end, because threads that came earlier may be
                 # cancelled.
-                return self.enqueue(thread)
+                return self.enqueue()
             self.primitive._release_all()
             raise StopIteration(others)  # the value of the await
 

@@ -21,48 +21,37 @@ _MAX_GONE_UNSWEPT = 32  # no sweep up to that many departures
 class WaitQueue(Generic[T]):
     """A FIFO queue that a waiter in the middle can leave in constant time.
 
-    A waiter that leaves is only counted in `_gone`. Its place is skipped at the head of the queue,
-    or swept out when such places are the majority. A waiter that comes again stands behind its
-    former place, so the first of its places are those that count as gone.
+    A waiter that leaves is only noted in `_gone`. Its place is skipped at the head of the queue, or
+    swept out when such places are the majority.
     """
 
-    __slots__ = ("_gone", "_gone_count", "_places")
+    __slots__ = ("_gone", "_places")
 
     def __init__(self) -> None:
         self._places: deque[T] = deque()
-        self._gone: dict[T, int] = {}
-        self._gone_count = 0
+        self._gone: dict[T, None] = {}  # an empty set would take 150 bytes more
 
     def __len__(self) -> int:
-        return len(self._places) - self._gone_count
+        return len(self._places) - len(self._gone)
 
     def __iter__(self) -> Iterator[T]:
-        gone = dict(self._gone)
-        for waiter in self._places:
-            if gone.get(waiter):
-                gone[waiter] -= 1
-            else:
-                yield waiter
+        return (waiter for waiter in self._places if waiter not in self._gone)
 
     def append(self, waiter: T) -> None:
+        """Add a waiter that has not been in the queue before."""
         self._places.append(waiter)
 
     def appendleft(self, waiter: T) -> None:
-        """Put back a waiter that has just been the first."""
-        self._places.appendleft(waiter)
+        """Put back a waiter that was in the queue: into its place, or else the first one."""
+        if waiter in self._gone:
+            del self._gone[waiter]
+        else:
+            self._places.appendleft(waiter)
 
     def popleft(self) -> T:
-        while True:
-            waiter = self._places.popleft()
-            if not self._gone_count or not self._discard_gone(waiter):
-                return waiter
-
-    def _discard_gone(self, waiter: T) -> bool:
-        times = self._gone.pop(waiter, 0)
-        if times > 1:
-            self._gone[waiter] = times - 1
-        self._gone_count -= times > 0
-        return times > 0
+        while (waiter := self._places.popleft()) in self._gone:
+            del self._gone[waiter]
+        return waiter
 
     def remove(self, waiter: T) -> None:
         """Remove `waiter`, which must be in the queue."""
@@ -72,12 +61,10 @@ class WaitQueue(Generic[T]):
         elif places[-1] is waiter:
             places.pop()
         else:
-            self._gone[waiter] = self._gone.get(waiter, 0) + 1
-            self._gone_count += 1
-        if self._gone_count > _MAX_GONE_UNSWEPT and self._gone_count * 2 > len(places):
+            self._gone[waiter] = None
+        if len(self._gone) > _MAX_GONE_UNSWEPT and len(self._gone) * 2 > len(places):
             self._places = deque(self)
             self._gone.clear()
-            self._gone_count = 0
 
 
 class Waiter:
