@@ -116,7 +116,7 @@ class Guard(Generic[T]):
         self.channel.enqueue(self.end, offer)
 
     def withdraw(self, offer: Offer) -> None:
-        self.channel.withdraw_waiter(self.end, offer)
+        self.channel.withdraw_waiter(offer)
 
 
 class _After(Guard[None]):

@@ -240,11 +240,11 @@ class ChannelQueues:
             first.appendleft(waiter)
             found = self._first(end, other)
             if found is not None:
-                self._remove_waiter(end, found)
+                self._remove_waiter(found)
             return found
         waiter.location = None
         if not first:
-            self._drop_empty_queue(end)
+            self._drop_empty_queues()
         return waiter
 
     def _first(self, end: str, other: Any) -> Waiter | None:
@@ -257,10 +257,10 @@ class ChannelQueues:
                 return waiter  # type: ignore[no-any-return]
         return None
 
-    def _remove_waiter(self, end: str, waiter: Waiter) -> None:
+    def _remove_waiter(self, waiter: Waiter) -> None:
         waiter.location.remove(waiter)
         waiter.location = None
-        self._drop_empty_queue(end)
+        self._drop_empty_queues()
 
     def enqueue(self, end: str, waiter: Waiter) -> None:
         waiter.location = queue = self._queue(end)
@@ -282,29 +282,27 @@ class ChannelQueues:
             single.location = queue
         return queue
 
-    def withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
+    def withdraw_waiter(self, waiter: Waiter) -> bool:
         """Withdraw `waiter` from its queue. Return False if it has been served."""
         if waiter.location is None:
             return False
-        self._remove_waiter(end, waiter)
+        self._remove_waiter(waiter)
         waiter.item = None
         return True
 
-    def interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
+    def interrupt_waiter(self, waiter: Waiter, error: BaseException) -> bool:
         """Withdraw `waiter` and return True. If it has been served, interrupt it and return False:
         it first gets its item.
         """
-        if self.withdraw_waiter(end, waiter):
+        if self.withdraw_waiter(waiter):
             return True
         waiter.thread.interrupt(error)
         return False
 
-    def _drop_empty_queue(self, end: str) -> None:
-        # A green thread alone in the slot is true.
-        if end == "send":
-            if not self._sender:
-                self._sender = None
-        elif not self._receiver:
+    def _drop_empty_queues(self) -> None:
+        if not self._sender:  # a green thread alone in the slot is true
+            self._sender = None
+        if not self._receiver:
             self._receiver = None
 
     def _withdraw_thread(self, end: str, thread: GreenThread[Any]) -> bool:
@@ -320,7 +318,7 @@ class ChannelQueues:
             return True
         for waiter in self._waiting(end):
             if waiter.thread is thread:
-                return self.withdraw_waiter(end, waiter)
+                return self.withdraw_waiter(waiter)
         return False
 
     def _waiting(self, end: str) -> list[Waiter]:
@@ -334,12 +332,12 @@ class ChannelQueues:
             # Receivers that a claim puts aside get the items that are left.
             if end == "send" or not self._has_items():
                 self._refuse_all(end)
-            self._drop_empty_queue(end)
+        self._drop_empty_queues()
 
     def _refuse_all(self, end: str) -> None:
         for waiter in self._waiting(end):
             # A finalizer may have closed the channel meanwhile, and refused this waiter.
-            if self.withdraw_waiter(end, waiter):
+            if self.withdraw_waiter(waiter):
                 waiter.refuse(self._closed_error())
 
     def match(self) -> None:
@@ -350,15 +348,15 @@ class ChannelQueues:
                 try:
                     got = self.attempt_receive(receiver.thread)
                 except ChannelClosed as error:
-                    self.withdraw_waiter("receive", receiver)
+                    self.withdraw_waiter(receiver)
                     receiver.refuse(error)
                     continue
                 if got is not NOTHING:
-                    self.withdraw_waiter("receive", receiver)
+                    self.withdraw_waiter(receiver)
                     receiver.serve(got)
                 elif not self._has_items() and self._first("send", None) is None:
                     break
-        self._drop_empty_queue("receive")
+        self._drop_empty_queues()
         self._refill()
 
     # -- claims, and items given back --------------------------------------------------------------
@@ -369,7 +367,7 @@ class ChannelQueues:
             self.generation = -abs(self.generation)
             for end in ("send", "receive"):  # empty the slots: no fast path
                 self._queue(end)
-                self._drop_empty_queue(end)  # the waiter may have been served just now
+            self._drop_empty_queues()  # a waiter may have been served just now
         return self.rare_state
 
     def _drop_empty_rare_state(self) -> None:
@@ -443,9 +441,9 @@ class QueuedOperation(Waiter):
         raise StopIteration(value)
 
     def throw(self, error: BaseException, *_: Any) -> Any:
-        if self.channel.interrupt_waiter(self.end, self, error):
+        if self.channel.interrupt_waiter(self, error):
             raise error
         return PARK
 
     def close(self) -> None:
-        self.channel.withdraw_waiter(self.end, self)
+        self.channel.withdraw_waiter(self)

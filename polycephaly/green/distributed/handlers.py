@@ -106,7 +106,7 @@ def on_loss(peer: PeerConnection) -> None:
     operations, peer.operations = peer.operations, {}
     for op in operations.values():
         if op.location is not None and not isinstance(op.location, Transaction):
-            op.channel.withdraw_waiter("send" if op.item is not None else "receive", op)
+            op.channel.withdraw_waiter(op)
     transactions, peer.awaiting_take = peer.awaiting_take, {}
     # Reversed, so that returned items keep the order of sending.
     for transaction in reversed(transactions.values()):

@@ -155,7 +155,7 @@ class OwnedChannel(Channel[Any]):
                 self.match()
                 return True
             return False
-        self._remove_waiter("receive", receiver)
+        self._remove_waiter(receiver)
         try:
             receiver.serve(unpack_item(item))
         except Exception as error:  # the receiver has the item, but cannot unpickle it
@@ -178,7 +178,7 @@ class OwnedChannel(Channel[Any]):
                 return NOTHING
             if sender.is_remote and is_in_select(sender):
                 return NOTHING
-            self._remove_waiter("send", sender)
+            self._remove_waiter(sender)
             item = sender.item
             sender.serve(None)
         else:
@@ -210,7 +210,7 @@ class OwnedChannel(Channel[Any]):
             if self._free() < 1:
                 self._recall()
                 return
-            self._remove_waiter("send", sender)
+            self._remove_waiter(sender)
             if is_in_select(sender):
                 self.rare_state.reserved += 1
                 Transaction(self, sender, None, sender.item).begin()
@@ -254,13 +254,13 @@ class OwnedChannel(Channel[Any]):
                 continue
             item = self._next_item()
             if item is not NOTHING:
-                self._remove_waiter("receive", receiver)
+                self._remove_waiter(receiver)
                 Transaction(self, None, receiver, item).begin()
                 return True
             sender = self._first("send", receiver.thread)
             if sender is not None:
-                self._remove_waiter("receive", receiver)
-                self._remove_waiter("send", sender)
+                self._remove_waiter(receiver)
+                self._remove_waiter(sender)
                 Transaction(self, sender, receiver, sender.item).begin()
                 return True
             if self._first("send", None) is None:
@@ -286,16 +286,16 @@ class OwnedChannel(Channel[Any]):
         queue.appendleft(waiter)
         waiter.location = queue
 
-    def withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
+    def withdraw_waiter(self, waiter: Waiter) -> bool:
         if isinstance(waiter.location, Transaction):
             return False
-        return super().withdraw_waiter(end, waiter)
+        return super().withdraw_waiter(waiter)
 
-    def interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
+    def interrupt_waiter(self, waiter: Waiter, error: BaseException) -> bool:
         if isinstance(waiter.location, Transaction):
             waiter.location.errors.append(error)
             return False
-        return super().interrupt_waiter(end, waiter, error)
+        return super().interrupt_waiter(waiter, error)
 
     # -- other processes ---------------------------------------------------------------------------
 
@@ -318,15 +318,15 @@ class OwnedChannel(Channel[Any]):
             self.enqueue("receive", op)
 
     def on_withdraw(self, op: PendingOperation) -> None:
-        end = "send" if op.item is not None else "receive"
+        is_binding = op.is_binding
         if isinstance(op.location, Transaction):
             op.withdrawn = True
-            if not op.is_binding:
+            if not is_binding:
                 op.decline()  # crosses GIVE or HOLD, and is as good as PASS
         elif op.location is not None:
-            self.withdraw_waiter(end, op)
+            self.withdraw_waiter(op)
             op.drop()
-            if end == "send" and op.select is None:
+            if is_binding:
                 op.peer.put(opcodes.WITHDRAWN, 0, op.number)
 
     def _grant(self, peer: PeerConnection) -> None:

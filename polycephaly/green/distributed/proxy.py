@@ -147,7 +147,7 @@ class ChannelProxy(Channel[Any]):
             return
         Request(self, peer, end, waiter, payload)
 
-    def withdraw_waiter(self, end: str, waiter: Waiter) -> bool:
+    def withdraw_waiter(self, waiter: Waiter) -> bool:
         request, waiter.location = waiter.location, None
         if request is None:
             return False
@@ -155,10 +155,11 @@ class ChannelProxy(Channel[Any]):
             request.peer.put(opcodes.WITHDRAW, 0, request.number)
         return True
 
-    def interrupt_waiter(self, end: str, waiter: Waiter, error: BaseException) -> bool:
+    def interrupt_waiter(self, waiter: Waiter, error: BaseException) -> bool:
         request = waiter.location
-        if request is None or end == "receive":  # a GIVE under way will be answered with PASS
-            return super().interrupt_waiter(end, waiter, error)
+        # A GIVE under way to a receiver will be answered with PASS.
+        if request is None or request.end == "receive":
+            return super().interrupt_waiter(waiter, error)
         request.errors.append(error)
         if len(request.errors) == 1:
             request.peer.put(opcodes.WITHDRAW, 0, request.number)
