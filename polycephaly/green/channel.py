@@ -165,8 +165,7 @@ class Channel(ChannelQueues, Generic[T]):
                         refused = yield PARK
                         break
                     except BaseException as error:
-                        withdrawn = self._withdraw_thread("send", thread)
-                        if withdrawn or isinstance(error, GeneratorExit):
+                        if self._withdraw_thread(thread) or isinstance(error, GeneratorExit):
                             raise
                         thread.interrupt(error)
                 if refused is not None:
@@ -215,8 +214,7 @@ class Channel(ChannelQueues, Generic[T]):
                         given = yield PARK
                         break
                     except BaseException as error:
-                        withdrawn = self._withdraw_thread("receive", thread)
-                        if withdrawn or isinstance(error, GeneratorExit):
+                        if self._withdraw_thread(thread) or isinstance(error, GeneratorExit):
                             raise
                         thread.interrupt(error)
                 if given.__class__ is Refused:

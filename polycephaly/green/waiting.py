@@ -305,18 +305,17 @@ class ChannelQueues:
         if not self._receiver:
             self._receiver = None
 
-    def _withdraw_thread(self, end: str, thread: GreenThread[Any]) -> bool:
+    def _withdraw_thread(self, thread: GreenThread[Any]) -> bool:
         """Withdraw `thread`, which stood alone in the slot when it began to wait. Return False if
         it has been served.
         """
-        if end == "send":
-            if self._sender is thread:
-                self._sender = self._item = None
-                return True
-        elif self._receiver is thread:
+        if self._sender is thread:
+            self._sender = self._item = None
+            return True
+        if self._receiver is thread:
             self._receiver = None
             return True
-        for waiter in self._waiting(end):
+        for waiter in (*self._waiting("send"), *self._waiting("receive")):
             if waiter.thread is thread:
                 return self.withdraw_waiter(waiter)
         return False
