@@ -58,25 +58,19 @@ class Transaction:
     def begin(self) -> None:
         self.channel.rare_state.open_transactions += 1
         self.channel.rare_state.undecided += self._is_undecided()
-        selecting = [
-            each for each in (self.sender, self.receiver) if each is not None and is_in_select(each)
-        ]
-        selecting.sort(key=select_number)
-        if selecting and selecting[-1] is self.receiver and self.receiver.is_remote:
-            selecting.pop()
-        self._to_hold = selecting
-        for each in (self.sender, self.receiver):
-            if each is not None:
-                each.location = self
+        self._to_hold = sorted(filter(is_in_select, self._sides()), key=select_number)
+        if self._to_hold and self._to_hold[-1] is self.receiver and self.receiver.is_remote:
+            self._to_hold.pop()
+        for each in self._sides():
+            each.location = self
         self._continue()
 
+    def _sides(self) -> list[Any]:
+        return [each for each in (self.sender, self.receiver) if each is not None]
+
     def _continue(self) -> None:
-        for each in (self.sender, self.receiver):
-            if (
-                each is not None
-                and each.is_remote
-                and (each.peer.lost or (each.withdrawn and not each.is_binding))
-            ):
+        for each in self._sides():
+            if each.is_remote and (each.peer.lost or (each.withdrawn and not each.is_binding)):
                 self.abort(each)
                 return
         if self._to_hold:
