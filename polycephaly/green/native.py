@@ -39,6 +39,7 @@ IDLE_WORKER_SECONDS = 0.05
 MAX_ENDING_WORKERS = 1000
 
 
+NO_THREAD = "green threads cannot run: this process cannot start another native thread"
 MANY_THREADS = 512  # from this number of native threads on, the usual switch interval is too short
 INTERVAL_SECONDS_PER_THREAD = 20e-6  # of the switch interval
 
@@ -67,9 +68,7 @@ class NativeThreadPool:
                 return
             self.busy -= 1
             if not self.busy:
-                raise RuntimeError(
-                    "green threads cannot run: this process cannot start another native thread"
-                )
+                raise RuntimeError(NO_THREAD)
         self._queue.append(job)
         self.start_queued()
 

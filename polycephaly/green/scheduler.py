@@ -37,7 +37,7 @@ from ..promises import promise
 from ..runtime import fork_guard, forked
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.timers import Timers
-from .native import IDLE_WORKER_SECONDS, NativeThreadPool
+from .native import IDLE_WORKER_SECONDS, NO_THREAD, NativeThreadPool
 
 DEADLOCK_GRACE_SECONDS = 0.02  # without a runnable thread, before the owner checks for a deadlock
 MAX_NATIVE_THREADS = 16384  # the usual limits of the kernel are 2 to 6 times as many
@@ -254,9 +254,7 @@ class Scheduler:
     def _start_owner(self) -> None:
         if not self.workers.start_urgently(self._drive):
             self.bell.append(self._start_owner)
-            raise RuntimeError(
-                "green threads cannot run: this process cannot start another native thread"
-            )
+            raise RuntimeError(NO_THREAD)
 
     def _replace_missing_owner(self) -> bool:
         """Take the place of the owner if there is none: True if the caller is now to be it."""

@@ -35,8 +35,7 @@ class _Sleep(Parking):
             scheduler.ready.append(thread)
         return True
 
-    def fire(self) -> None:
-        self.wake()
+    fire = Parking.wake
 
     def send(self, value: Any) -> Any:
         return self.__next__()
