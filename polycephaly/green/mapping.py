@@ -81,9 +81,7 @@ def par(*fns: Any, over: Any = None) -> Any:
     >>> green.par(one, lambda: 2)
     [1, 2]
     """
-    if over is not None:
-        return _run_or_return(lambda: par_over(fns, over))
-    return _run_or_return(lambda: run_all(fns))
+    return _run_or_return(lambda: run_all(fns) if over is None else par_over(fns, over))
 
 
 @overload
