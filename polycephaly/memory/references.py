@@ -105,16 +105,17 @@ class Serialized:
     If `inline` is empty, the pickle is in the first place.
     """
 
-    __slots__ = ("bytes_sent", "inline", "places")
+    __slots__ = ("inline", "places", "written")
 
     def __init__(self, inline: bytes, places: Sequence[Place], written: int = 0) -> None:
-        """Set `bytes_sent`. `written` is the size of the places copied for this payload.
-
-        The other places existed before and are only referred to.
-        """
         self.inline = inline
         self.places = places
-        self.bytes_sent = len(inline) + written
+        # Bytes of the places copied for this payload; the others existed before.
+        self.written = written
+
+    @property
+    def bytes_sent(self) -> int:
+        return len(self.inline) + self.written
 
     def __len__(self) -> int:
         return len(self.inline) + sum(length for _, _, length in self.places)

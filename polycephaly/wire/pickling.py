@@ -238,18 +238,14 @@ def join_payloads(
     written = 0
     for part in parts:
         if isinstance(part, Serialized):
-            written += part.bytes_sent - len(part.inline)
+            written += part.written
             inlines.append((part.inline, len(part.places)))
             places += part.places
         else:
             inlines.append((part, 0))
     joined = store_pickle(dumps((head, inlines), 5), store)
     if isinstance(joined, Serialized):
-        return Serialized(
-            joined.inline,
-            [*joined.places, *places],
-            joined.bytes_sent - len(joined.inline) + written,
-        )
+        return Serialized(joined.inline, [*joined.places, *places], joined.written + written)
     return Serialized(joined, places, written) if places else joined
 
 
