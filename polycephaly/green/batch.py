@@ -141,7 +141,7 @@ class _Request(Parking):
         self.request = request
         self.withdrawn = False
 
-    def enter(self, thread: GreenThread[Any]) -> bool:
+    def enter(self) -> bool:
         self.batch._crossings.add_request(self)
         return True
 

@@ -14,7 +14,7 @@ from ..promises.promise import Promise
 from .parking import Parking, parks
 from .run import forbid_in_step, wait_in_proxy
 from .scheduler import scheduler
-from .thread import GreenThread, check_count
+from .thread import check_count
 from .waiting import WaitQueue
 
 
@@ -92,7 +92,7 @@ class Semaphore:
         name = "Semaphore.acquire"
         primitive: Semaphore
 
-        def enter(self, thread: GreenThread[Any]) -> bool:
+        def enter(self) -> bool:
             return not self.primitive._try_acquire() and self.enqueue()
 
     def __init__(self, value: int = 1) -> None:
@@ -232,7 +232,7 @@ class Event:
         name = "Event.wait"
         primitive: Event
 
-        def enter(self, thread: GreenThread[Any]) -> bool:
+        def enter(self) -> bool:
             # Read the queue first, then the flag. `set` replaces the queue before it sets the flag,
             # and then wakes all threads of the old queue. So a thread that misses the flag is in a
             # queue that this `set`, or a later one, wakes.
@@ -308,7 +308,7 @@ class Barrier:
         name = "Barrier.sync"
         primitive: Barrier
 
-        def enter(self, thread: GreenThread[Any]) -> bool:
+        def enter(self) -> bool:
             others = self.primitive.waiting
             if others + 1 < self.primitive.enrolled:
                 # The place is assigned at the end, because threads that came earlier may be

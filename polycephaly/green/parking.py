@@ -41,7 +41,7 @@ class Parking:
     def __init__(self) -> None:
         self.thread: GreenThread[Any] | None = None
 
-    def enter(self, thread: GreenThread[Any]) -> bool:
+    def enter(self) -> bool:
         """Begin the wait. Return False if there is nothing to wait for.
 
         Called once, by the owner. May raise `StopIteration` with the value of the await.
@@ -73,8 +73,8 @@ class Parking:
         if self.thread is None:
             if get_ident() != scheduler.owner:
                 raise outside_error(self.name, self.alternative)
-            self.thread = thread = scheduler.current
-            if self.enter(thread):
+            self.thread = scheduler.current
+            if self.enter():
                 return PARK
         raise StopIteration
 

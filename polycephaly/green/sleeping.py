@@ -25,12 +25,13 @@ class _Sleep(Parking):
         self.seconds = seconds
         self.is_over = False
 
-    def enter(self, thread: GreenThread[Any]) -> bool:
+    def enter(self) -> bool:
         if self.seconds > 0:
             scheduler.timers.add(scheduler.timers.now() + self.seconds, self)
         else:
             scheduler.timers.fire_due()  # a time limit that has expired takes effect now
             self.is_over = True
+            thread: Any = self.thread
             thread.next_send = YIELDED
             scheduler.ready.append(thread)
         return True

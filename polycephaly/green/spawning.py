@@ -108,7 +108,7 @@ def start(
         raise TypeError(f"a green thread runs a function or a coroutine, not {fn!r}")
     thread: GreenThread[Any]
     if coro is None:
-        thread = NativeThread(fn, args, group)
+        thread = NativeThread(fn, group)
     else:
         context = copy_context()
         if context:  # an empty context, the usual case, needs no wrapper

@@ -316,9 +316,7 @@ class NativeThread(GreenThread[T]):
 
     __slots__ = ("end_delivered", "end_requested", "native_ident")
 
-    def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], group: ThreadGroup | None = None
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], group: ThreadGroup | None) -> None:
         super().__init__(None, group)
         self.native_ident = 0  # of the native thread that runs the function; 0 if none does
         self.end_requested = self.end_delivered = False
