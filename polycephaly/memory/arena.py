@@ -30,6 +30,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
 from typing import Any
 
 from .._compat import renew_in_child
@@ -252,6 +253,18 @@ def view(range_ref: RangeRef) -> memoryview:
 
     mapped[key] = weakref.ref(mapping, on_unmapped)
     return memoryview(mapping)
+
+
+def make_memory(name: str, size: int) -> int:
+    """Return a descriptor of new memory, sealed to this size. No file can be left behind."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl(fd, F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def map_range(fd: int, offset: int, length: int, flags: int) -> Mapping:

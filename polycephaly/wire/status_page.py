@@ -26,7 +26,7 @@ import errno
 import mmap
 import os
 
-from ..memory.arena import map_range
+from ..memory.arena import make_memory, map_range
 
 PAGE_BYTES = 16 * 1024  # most of them for kept results
 _STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CALL, _BULK, _CELLS = (
@@ -36,14 +36,7 @@ _HEADER_BYTES = _CELLS * 8
 
 
 def make_status_file() -> int:
-    """Return the descriptor of a new page, in memory without a name: no file can be left behind."""
-    fd = os.memfd_create("polycephaly-status", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, PAGE_BYTES)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return make_memory("polycephaly-status", PAGE_BYTES)
 
 
 def map_page(fd: int) -> memoryview:

@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
-from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
 from itertools import count
 from mmap import MAP_SHARED
 from operator import index
@@ -20,7 +19,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ...errors import PoreClosed
-from ...memory.arena import map_range
+from ...memory.arena import make_memory, map_range
 from ...promises import promise
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
@@ -121,9 +120,8 @@ class Pore:
         )
         # A Ctrl-C would leak descriptors that no object holds, or that only the I/O thread holds.
         with DeferredSigint(), ExitStack() as made:
-            descriptor = parent_death.close_in_child(
-                parent_death.Descriptor(_create_memory(size) if file is None else _duplicate(file))
-            )
+            fd = make_memory("polycephaly-pore", size) if file is None else _duplicate(file)
+            descriptor = parent_death.close_in_child(parent_death.Descriptor(fd))
             made.callback(parent_death.close, descriptor)
             content: Content = descriptor
             if file is None:
@@ -547,18 +545,6 @@ def _check_shape(shape: Any, dtype: Any) -> tuple[tuple[int, ...], Any, int]:
             f"which is {limit:,} bytes"
         )
     return sides, dtype, size
-
-
-def _create_memory(size: int) -> int:
-    """Return a descriptor of new memory, sealed to this size."""
-    fd = os.memfd_create("polycephaly-pore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        fcntl(fd, F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _duplicate(file: Any) -> int:
