@@ -16,7 +16,6 @@ from .connection import HANDLERS, PeerConnection
 from .inherited import is_inherited, number_of_inherited
 from .owner import OwnedState, PendingOperation, make_owned
 from .packed import CLOSED_OR_RELEASED, PackedItem
-from .transaction import Transaction
 
 log = logging.getLogger("polycephaly.green")
 
@@ -105,8 +104,7 @@ def on_loss(peer: PeerConnection) -> None:
     """
     operations, peer.operations = peer.operations, {}
     for op in operations.values():
-        if op.location is not None and not isinstance(op.location, Transaction):
-            op.channel.withdraw_waiter(op)
+        op.channel.withdraw_waiter(op)
     transactions, peer.awaiting_take = peer.awaiting_take, {}
     # Reversed, so that returned items keep the order of sending.
     for transaction in reversed(transactions.values()):

@@ -323,8 +323,7 @@ class OwnedChannel(Channel[Any]):
             op.withdrawn = True
             if not is_binding:
                 op.decline()  # crosses GIVE or HOLD, and is as good as PASS
-        elif op.location is not None:
-            self.withdraw_waiter(op)
+        elif self.withdraw_waiter(op):
             op.drop()
             if is_binding:
                 op.peer.put(opcodes.WITHDRAWN, 0, op.number)
