@@ -174,15 +174,12 @@ class ChannelProxy(Channel[Any]):
 
     def close(self) -> None:
         self._closed = True
-        scheduler.post(self._close_here)
+        scheduler.post(lambda: self.tell(opcodes.CLOSE))
 
     def tell(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
         """Send a message about the channel, unless its owning process is gone."""
         with suppress(ChannelClosed):
             self._peer(may_be_closed=True).put(kind, self.rare_state.number, number, payload)
-
-    def _close_here(self) -> None:
-        self.tell(opcodes.CLOSE)
 
     def return_item_here(self, item: Any) -> None:
         self.tell(opcodes.RETURN, 0, pack_item(item))
