@@ -68,23 +68,19 @@ def unpack_record(body: str, drone: str) -> logging.LogRecord:
     if (
         len(values) != len(_FIELDS)
         or not all(map(isinstance, values, _FIELD_TYPES))
+        or not all(text is None or isinstance(text, str) for text in values[-2:])
         or not isinstance(rest, dict)
+        or not _STANDARD_FIELDS.isdisjoint(rest)
     ):
         raise ValueError("malformed log record")
-    if not all(
-        text is None or isinstance(text, str) for text in values[-2:]
-    ) or not _STANDARD_FIELDS.isdisjoint(rest):
-        raise ValueError("malformed log record: an invalid text, or an extra standard field")
     record = logging.LogRecord.__new__(logging.LogRecord)
     fields = record.__dict__
-    fields.update(taskName=None)
-    fields.update(zip(_FIELDS, values, strict=True))
+    fields.update(zip(_FIELDS, values, strict=True), taskName=None)
     inner = rest.get("drone")  # if the record came from a drone of the drone
     name = f"{drone}/{inner}" if isinstance(inner, str) else drone
     filename = os.path.basename(record.pathname)
-    fields.update(
-        rest, args=None, exc_info=None, filename=filename, module=os.path.splitext(filename)[0]
-    )
+    module = os.path.splitext(filename)[0]
+    fields.update(rest, args=None, exc_info=None, filename=filename, module=module)
     fields.update(drone=name, processName=name)
     return record
 
