@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import signal
 from concurrent.futures.process import BrokenProcessPool
+from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = [
@@ -224,6 +225,20 @@ def _copy_without_init(error: BaseException) -> BaseException:
     twin.args = error.args
     twin.__dict__.update(error.__dict__)
     return twin
+
+
+def is_own_frame(frame: FrameType) -> bool:
+    """Return whether the frame is of this package."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "polycephaly"
+
+
+def skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame of users on. A program that keeps the error would
+    keep what the frames before refer to: messages and their shared memory, or other requests.
+    """
+    while trace is not None and is_own_frame(trace.tb_frame):
+        trace = trace.tb_next
+    return trace
 
 
 def describe_exit(code: int) -> str:

@@ -11,6 +11,7 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, TextIO, cast
 
+from ..errors import is_own_frame
 from ..runtime import fork_guard
 from ..wire import addresses
 from ..wire.cell import ASK, hanging_up
@@ -170,17 +171,13 @@ class Debugger(pdb.Pdb):
         """Return the frames of the task, without those of this package that run it."""
         stack, current = super().get_stack(f, t)
         first = current
-        while first and not _is_ours(stack[first - 1][0]):
+        while first and not is_own_frame(stack[first - 1][0]):
             first -= 1
         return stack[first:], current - first
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
         trace = super().dispatch_return(frame, arg)
-        if frame.f_back is None or _is_ours(frame.f_back):
+        if frame.f_back is None or is_own_frame(frame.f_back):
             self.clear_all_breaks()
             self.set_continue()
         return trace
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("polycephaly.")

@@ -25,17 +25,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from contextvars import Context
 from functools import partial, update_wrapper
-from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from ..errors import copy_error
+from ..errors import copy_error, skip_own_frames
 from ..promises.promise import FINISHED, Promise, Signal, fulfill, stored_error
 from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
 from .parking import Parking
 from .scheduler import scheduler
 from .spawning import start
-from .thread import GreenThread, Wake, check_count, is_ours, qualname
+from .thread import GreenThread, Wake, check_count, qualname
 from .waiting import Refused
 
 H = TypeVar("H")
@@ -288,21 +287,12 @@ class _Crossings:
         return taken
 
     def _reject(self, requests: deque[_Request], error: BaseException) -> None:
-        trace = _without_our_frames(error.__traceback__)
+        trace = skip_own_frames(error.__traceback__)
         while requests:
             refused = Refused(copy_error(error).with_traceback(trace))
             each = requests.popleft()
             if not each.withdrawn:
                 each.wake(refused)
-
-
-def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without our frames, because these hold the requests, and those the
-    errors.
-    """
-    while trace is not None and is_ours(trace.tb_frame):
-        trace = trace.tb_next
-    return trace
 
 
 def _as_result_list(results: Any, count: int, name: str) -> list[Any]:

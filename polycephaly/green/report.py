@@ -17,14 +17,14 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, NamedTuple
 
 from .._compat import current_frames
-from ..errors import Deadlock
+from ..errors import Deadlock, is_own_frame
 from ..promises import promise
 from ..runtime import fork_guard
 from ..timeline import Timeline
 from ..timeline.event_log import event_log, unfinished_lives
 from .parking import Parking
 from .scheduler import IN_CALL, PARKED, Schedulable, scheduler, unwrap
-from .thread import GreenThread, NativeThread, is_ours
+from .thread import GreenThread, NativeThread
 from .waiting import QueuedOperation
 from .watchdog import watchdog
 
@@ -145,7 +145,7 @@ def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
         state = "parked"
     else:
         state = "calling" if thread.next_send is IN_CALL else "ready"
-    candidates += [each for each in chain if isinstance(each, FrameType) and not is_ours(each)]
+    candidates += [each for each in chain if isinstance(each, FrameType) and not is_own_frame(each)]
     file, line = "?", 0
     if candidates:
         file, line = candidates[-1].f_code.co_filename, candidates[-1].f_lineno

@@ -22,10 +22,11 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from time import monotonic, thread_time
-from types import CoroutineType, FrameType, GeneratorType, coroutine
+from types import CoroutineType, GeneratorType, coroutine
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
+from ..errors import is_own_frame
 from ..promises import promise as promises
 from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..runtime import forked
@@ -434,11 +435,6 @@ def calling_thread() -> GreenThread[Any] | None:
     return native_threads.get(ident)
 
 
-def is_ours(frame: FrameType) -> bool:
-    """Return True for a frame of this package."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "polycephaly"
-
-
 def as_coroutine(awaitable: Any, name: str) -> Any:
     if isinstance(awaitable, (CoroutineType, GeneratorType)):
         return awaitable
@@ -557,7 +553,7 @@ class UnseenErrorReport:
         if error is None or sys.stderr is None:
             return
         frames = list(traceback.walk_tb(error.__traceback__))
-        user_frames = [each for each in frames if not is_ours(each[0])] or frames
+        user_frames = [each for each in frames if not is_own_frame(each[0])] or frames
         line = "no line"
         if user_frames:
             line = f"{user_frames[-1][0].f_code.co_filename}:{user_frames[-1][1]}"

@@ -22,9 +22,9 @@ from types import FrameType
 from typing import Any
 
 from .._compat import current_frames
+from ..errors import is_own_frame
 from .history import history
 from .scheduler import NO_CALL, Driver, scheduler
-from .thread import is_ours
 
 SLOW_INTERVAL_SECONDS = 0.05  # between looks while no foreign calls are made
 QUIET_CHECKS = 20  # looks without a foreign call before the watchdog looks slowly again
@@ -215,7 +215,7 @@ def _processor_time(driver: Driver) -> float:
 
 
 def _user_location(frame: FrameType | None) -> str | None:
-    while frame is not None and is_ours(frame):
+    while frame is not None and is_own_frame(frame):
         frame = frame.f_back
     if frame is None:
         return None

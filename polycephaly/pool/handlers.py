@@ -13,10 +13,9 @@ import logging
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Malformed
+from ..errors import Malformed, skip_own_frames
 from ..memory.references import Received
 from ..promises.promise import FINISHED, callbacks, fulfill
 from ..wire.exceptions import unpack_exception
@@ -254,7 +253,7 @@ def settle(answered: Iterable[Task]) -> None:
         try:
             value, error = _open(task)
         except BaseException as raised:
-            value, error = None, raised.with_traceback(_skip_own_frames(raised.__traceback__))
+            value, error = None, raised.with_traceback(skip_own_frames(raised.__traceback__))
             with suppress(BaseException):
                 error.add_note(f"while unpickling the result of {task.definition.label}")
         if error is not None and task.retry is not None and task.status == ERROR:
@@ -294,18 +293,6 @@ def _open(task: Task) -> tuple[Any, BaseException | None]:
         return None, error
     finally:
         task.answer_objects = None  # held until the handles in the answer were unpickled
-
-
-def _skip_own_frames(at: TracebackType | None) -> TracebackType | None:
-    """Skip the frames of this package in a traceback. They refer to the message, so a program that
-    keeps the error would keep the message and its shared memory.
-    """
-    while (
-        at is not None
-        and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "polycephaly"
-    ):
-        at = at.tb_next
-    return at
 
 
 def _settle_values(tasks: list[Task | None], values: list[Any], answer: AnswerBatch) -> None:
