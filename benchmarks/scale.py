@@ -46,7 +46,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Sizes:
-    dispatchers: tuple[tuple[int, int], ...] = ((1, 2), (2, 4), (4, 8), (4, 16))  # nodes, drones
+    dispatchers: tuple[tuple[int, int], ...] = ((1, 2), (2, 4), (4, 8), (8, 16))  # nodes, drones
     submits: int = 20_000
     items: int = 50_000
     tasks: int = 1_000

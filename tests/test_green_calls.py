@@ -4,10 +4,12 @@ thread."""
 import contextvars
 import ctypes
 import hashlib
+import itertools
 import logging
 import os
 import random
 import re
+import signal
 import sqlite3
 import threading
 import time
@@ -15,6 +17,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 from faults import wait_for
+from scripts import Script
 
 import polycephaly as poly
 from polycephaly import green
@@ -481,6 +484,82 @@ def test_a_thread_cancelled_during_a_call_has_its_result_and_is_cancelled_at_its
         return told
 
     assert green.spawn(main).result(30) == ["through", "cancelled"]
+
+
+@pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])
+@pytest.mark.parametrize("bound", [False, True], ids=["free", "bound"])
+def test_a_cancelled_thread_makes_no_further_call_but_those_of_its_cleaning_up(call, bound):
+    gate = Gate()
+    made = []
+
+    async def calls():
+        try:
+            await call(gate.enter)
+            made.append("first")
+            await call(made.append, "never")
+        finally:
+            await call(made.append, "cleaned up")
+
+    async def main():
+        thread = green.spawn(calls, bound=bound)
+        await spin(gate.entered.is_set)
+        thread.cancel()
+        gate.opened.set()
+        with pytest.raises(CancelledError):
+            await thread
+        return made
+
+    assert green.spawn(main).result(30) == ["first", "cleaned up"]
+
+
+@pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])
+def test_a_time_limit_ends_a_loop_of_calls(call, clock):
+    made = []
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with green.timeout(1) as limit:
+                while True:
+                    made.append(await call(_return_too_late, limit, clock))
+
+    green.spawn(main).result(30)
+    assert made == ["too late"]
+
+
+@pytest.mark.parametrize("inputs", [range(10_000), itertools.count()], ids=["many", "endless"])
+def test_the_first_error_of_a_map_of_a_plain_function_stops_its_calls(inputs):
+    called = []
+
+    def fail_first(n):
+        called.append(n)
+        time.sleep(0.001)
+        if not n:
+            raise ValueError("the first one")
+
+    with pytest.raises(ValueError, match="the first one"):
+        green.map(fail_first, inputs, width=4)
+    assert len(called) < 5000
+
+
+def test_ctrl_c_stops_a_map_of_a_plain_function():
+    with Script("""
+        import time
+        from polycephaly import green
+        called = []
+        def nap(n):
+            called.append(n)
+            if n == 10:
+                print("ready", flush=True)
+            time.sleep(0.001)
+        try:
+            green.map(nap, range(1_000_000), width=2)
+        except KeyboardInterrupt:
+            print("interrupted", len(called) < 500_000, flush=True)
+    """) as script:
+        script.read_until("ready")
+        script.signal(signal.SIGINT)
+        assert script.read_line() == "interrupted True"
+        assert script.wait() == 0
 
 
 def test_the_scheduler_rests_while_a_cancelled_thread_is_in_a_call():

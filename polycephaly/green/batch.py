@@ -255,9 +255,13 @@ class _Crossings:
         except GeneratorExit:  # the interpreter is exiting, so nothing is called any more
             raise
         except BaseException:
-            await _call(manager.__exit__, *sys.exc_info())
+            await self._leave(manager, *sys.exc_info())
             raise
-        await _call(manager.__exit__, None, None, None)
+        await self._leave(manager, None, None, None)
+
+    async def _leave(self, manager: AbstractContextManager[Any], *error: Any) -> None:
+        # No `_call`, which a cancelled thread does not begin.
+        await scheduler.current.call_on_native_thread(manager.__exit__, error, {})
 
     async def _serve(self, fn: Callable[[list[Any]], Any]) -> None:
         while requests := self._start_crossing(self.limit):

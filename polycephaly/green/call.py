@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..timeline.event_log import event_log
 from .history import history
-from .scheduler import IN_CALL, LOST, NO_CALL, PARK, PARKED, YIELDED, scheduler
+from .scheduler import IN_CALL, LOST, NO_CALL, PARK, PARKED, YIELDED, Interrupted, scheduler
 from .thread import GreenThread, outside_error
 from .watchdog import watchdog
 
@@ -62,7 +62,7 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     native thread after the call, unless it is ``bound``.
 
     A call cannot be interrupted. A green thread that is cancelled during a call gets the result of
-    the call, and `Cancelled` at its next await.
+    the call, and `Cancelled` at its next await: a further call does not begin.
 
     Examples
     --------
@@ -77,6 +77,8 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     if get_ident() != scheduler.owner:
         raise outside_error("green.call", "asyncio.to_thread, or the plain function itself")
     thread = scheduler.current
+    if thread.coro.__class__ is Interrupted:
+        thread.raise_if_interrupted()
     long = history.predict_long(fn) if records else False
     if long or thread.__class__ is not GreenThread:
         value: T = yield from thread.call_on_native_thread(fn, args, kwargs)
@@ -122,5 +124,7 @@ def call_long(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Gener
     """
     if get_ident() != scheduler.owner:
         raise outside_error("green.call_long", "asyncio.to_thread, or the plain function itself")
-    value: T = yield from scheduler.current.call_on_native_thread(fn, args, kwargs)
+    thread = scheduler.current
+    thread.raise_if_interrupted()
+    value: T = yield from thread.call_on_native_thread(fn, args, kwargs)
     return value

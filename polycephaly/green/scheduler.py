@@ -531,13 +531,21 @@ class Interrupted(CoroutineWrapper):
             value = PARKED
         thread = self.thread
         thread.coro = self.coro
-        pending = [error for error in self.errors if not getattr(error, "withdrawn", False)]
-        for error in pending[1:]:
-            thread.interrupt(error)
-        if pending:
-            thread.cancel_count += getattr(pending[0], "is_cancel", False)
-            return self.coro.throw(pending[0])
+        error = self.pop_error()
+        for another in self.errors:
+            thread.interrupt(another)
+        if error is not None:
+            return self.coro.throw(error)
         return PARK if value is PARKED else self.coro.send(value)
+
+    def pop_error(self) -> BaseException | None:
+        """Take the first error that is still wanted, to be raised."""
+        while self.errors:
+            error = self.errors.pop(0)
+            if not getattr(error, "withdrawn", False):
+                self.thread.cancel_count += getattr(error, "is_cancel", False)
+                return error
+        return None
 
 
 def unwrap(coro: Any) -> Any:

@@ -200,6 +200,12 @@ class GreenThread(Promise[T]):
             return scheduler.run_step(self, self.coro.throw, error)
         return PARK
 
+    # Raises the error of an interruption that came when the thread was in a foreign call or ready.
+    # A further call begins with this: a thread that makes one call after the other never parks.
+    def raise_if_interrupted(self) -> None:
+        if type(self.coro) is Interrupted and (error := self.coro.pop_error()) is not None:
+            raise error
+
     def running(self) -> bool:
         return not self.done()
 
