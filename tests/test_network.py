@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -22,7 +23,7 @@ from scripts import Script, run_script
 
 import polycephaly as poly
 from polycephaly.engines.remote import connection as connection_module
-from polycephaly.engines.remote import forks, messages, pool_registry
+from polycephaly.engines.remote import client_socket, forks, messages, pool_registry
 from polycephaly.engines.remote.keys import Card, new_key_pair
 from polycephaly.engines.remote.messages import Item
 from polycephaly.errors import Malformed
@@ -1014,3 +1015,19 @@ def test_a_client_that_was_stopped_for_a_while_goes_on(server, card, tmp_path):
         time.sleep(8)
         client.signal(signal.SIGCONT)
         assert client.process.communicate(timeout=60)[0] == "7\n"
+
+
+def test_a_server_that_ends_right_after_its_hello_is_lost(monkeypatch):
+    events, arrived = [{"event": zmq.EVENT_DISCONNECTED}], [[messages.HELLO]]
+    monkeypatch.setattr(
+        client_socket, "has_input", lambda end: bool(events if end == "monitor" else arrived)
+    )
+    monkeypatch.setattr(client_socket, "recv_monitor_message", lambda *_: events.pop())
+    end = object.__new__(client_socket.ClientSocket)
+    end.monitor, end.socket = "monitor", Mock(recv_multipart=lambda *_: arrived.pop())
+    end.hello_received = False
+    end.check_connection()  # before the loop has had time to read the HELLO
+    for frames in end.receive_messages(10):
+        assert frames == [messages.HELLO] and not end.loss_reason
+        end.hello_received = True
+    assert "has ended" in end.loss_reason

@@ -72,7 +72,7 @@ class ClientSocket:
                 frames = [last]
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            self._end_reason = self._end_reason or "the handshake failed"
+            self.loss_reason = self.loss_reason or "the handshake failed"
 
     def receive_messages(self, max_messages: int) -> Iterator[list[bytes]]:
         """Yield messages that have arrived, also those from before a loss of the connection."""
@@ -85,7 +85,8 @@ class ClientSocket:
                 self.send(frames)
             else:
                 yield frames
-        self.loss_reason = self.loss_reason or self._end_reason
+        if self.hello_received:
+            self.loss_reason = self.loss_reason or self._end_reason
 
     def check_connection(self) -> None:
         """Note what the monitor tells. Called when its descriptor becomes readable."""
@@ -93,6 +94,9 @@ class ClientSocket:
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             kind = event["event"]
             if kind == zmq.EVENT_CONNECTED:
+                if not self.hello_received:  # libzmq has connected again
+                    self._end_reason = ""
+                connections.discard(self._endpoints)
                 self._endpoints = endpoints_of(event["value"])
                 connections.add(self._endpoints)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -110,7 +114,7 @@ class ClientSocket:
                 )
                 if not self.hello_received:
                     self.loss_reason = self.handshake_error
-            elif kind == zmq.EVENT_DISCONNECTED and self.hello_received:
+            elif kind == zmq.EVENT_DISCONNECTED:
                 self._end_reason = "the server has ended or cannot be reached"
 
     def timeout_error(self, timeout: float) -> ConnectionError:

@@ -49,7 +49,13 @@ class ServerConnection:
         """
         _connections.add(self)
         self.post(self._begin, hello)
-        self._loop.start()
+        try:
+            self._loop.start()
+        except BaseException:  # no thread can be started
+            _connections.discard(self)
+            self._socket.close()
+            self._loop.close()
+            raise
         try:
             self._connected.result(timeout)
         except BaseException as error:
@@ -105,8 +111,9 @@ class ServerConnection:
         settling_threads.add(get_ident())
         self._source = SocketSource(self._socket.socket, self._receive)
         self._loop.add_source(self._source)
-        self._loop.watch(self._socket.monitor.fileno(), self._on_connection_event)
-        self._on_connection_event()  # libzmq signals only to a reader that has found nothing
+        on_event = partial(self._run_guarded, self._on_connection_event)
+        self._loop.watch(self._socket.monitor.fileno(), on_event)
+        on_event()  # libzmq signals an event only to a reader that has looked and found none
         self._socket.send(hello)
 
     def on_connected(self) -> None:
