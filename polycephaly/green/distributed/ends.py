@@ -35,6 +35,7 @@ from ...errors import ChannelClosed, DroneDied
 from ...promises.promise import pickling_state, stored_error
 from ...runtime.tuning import tuning
 from ...wire import placeholders
+from ...wire.exceptions import message_of
 from .. import channel as channels
 from ..channel import Channel, Receiver, Sender
 from ..scheduler import scheduler
@@ -152,7 +153,7 @@ class _CountedEnd(channels.End[T]):
 
     def _report_if_misplaced(self, error: BaseException) -> None:
         if not self._calls and not self._closed:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            reason = (message_of(error) or type(error).__name__).splitlines()[0]
             report = _Report(self._token, _NO_TOKEN, reason, error)
             _tell(self.channel, opcodes.MISPLACED, self._number, report)
 
