@@ -209,12 +209,12 @@ class OutputMerger:
 
     def __init__(self) -> None:
         self._last_record = 0  # its number
-        self._postponed: OrderedItems = []
+        self.postponed: OrderedItems = []  # text that is kept until the next call
 
     def read(self, streams: Sequence[LineSplitter]) -> OutputItems:
         """Read the given streams: stdout's and stderr's, as far as they are open."""
         from_stderr = streams[-1].read() if streams else []
-        printed, postponed = self._postponed, len(self._postponed)
+        printed, postponed = self.postponed, len(self.postponed)
         for stream in streams[:-1]:
             printed += stream.read()
         if not from_stderr and not printed:  # nearly always
@@ -223,7 +223,7 @@ class OutputMerger:
         self._last_record = max(
             [self._last_record, *(each.number for each in errors if isinstance(each, OutputRecord))]
         )
-        self._postponed = []
+        self.postponed = []
         items: OutputItems = []
         rest = deque(errors)
         for at, each in enumerate(printed):
@@ -234,7 +234,7 @@ class OutputMerger:
                 and at >= postponed
                 and sum(stream.open for stream in streams) == 2
             ):
-                self._postponed = printed[at:]
+                self.postponed = printed[at:]
                 break
             else:
                 while rest and not (isinstance(rest[0], OutputRecord) and rest[0].number > each):

@@ -215,7 +215,8 @@ class LocalHandle(DroneHandle):
         stream.close()
 
     def take_output(self) -> OutputItems:
-        if not self._output.poll(0):  # nearly always, and faster than reading in vain
+        # Nearly always there is none, and this is faster than reading in vain.
+        if not (self._output.poll(0) or self._merge.postponed):
             return []
         heard = self._merge.read([stream for stream in self.streams if stream.open])
         self.keep_stderr_lines(heard)

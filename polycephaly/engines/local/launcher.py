@@ -184,12 +184,13 @@ class Launcher:
             self._control.sendmsg([message], rights)
 
     def signal_zygote(self, number: int) -> None:
-        """Send a signal to the zygote. After SIGKILL, the kernel ends its drones.
-
-        The pid of an unreaped child cannot belong to another process.
-        """
-        if not self._reaped:
-            with suppress(ProcessLookupError):
+        """Send a signal to the zygote. After SIGKILL, the kernel ends its drones."""
+        if self._reaped:
+            return
+        with suppress(ProcessLookupError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, number)
+            else:  # the pid is another process's only if other code has reaped the zygote
                 os.kill(self.pid, number)
 
     def reports(self) -> list[dict[str, Any]] | None:
