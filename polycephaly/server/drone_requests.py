@@ -26,7 +26,7 @@ def reply_thread(reply: Reply, compute: Callable[[], Any]) -> fork_guard.OwnThre
         try:
             reply(value=compute())
         except MemoryError as error:
-            reply(error=str(error), kind="MemoryError")
+            reply(error=str(error) or "no memory", kind="MemoryError")
         except Exception as error:
             # The peer raises a RuntimeError with this text.
             name = "" if type(error) is RuntimeError else f"{type(error).__name__}: "

@@ -168,7 +168,7 @@ class Server:
                 (self._zap, self._authenticate), (self._monitor, self._check_monitor)
             ):  # fmt: skip
                 self._loop.watch(end.fileno(), callback)
-                self._loop.post(callback)  # libzmq signals only to a reader that has found nothing
+                self._loop.post(callback)  # libzmq signals only to a reader that has found none
             # The loop's thread must not wait for room in the pool: clients are bounded by their
             # credit and not by `max_queued`.
             self._loop.post(lambda: settling_threads.add(get_ident()))
