@@ -546,3 +546,8 @@ def test_a_cause_that_several_errors_have_is_sent_once():
     with poly.Pool(1) as pool:
         error = pool.promise(fail, 40).exception()
     assert error.args == (40,)
+
+
+def test_the_error_of_a_c_function_shows_nothing_of_the_package(pool):
+    error = pool.promise(int, "x").exception(20)
+    assert "ValueError" in remote_traceback(error) and "polycephaly" not in remote_traceback(error)

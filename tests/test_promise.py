@@ -477,6 +477,15 @@ def test_race_under_races_settles_once():
     assert all(p.result(30) in (0, 1, 2) for p in firsts)
 
 
+def test_as_completed_tells_how_many_promises_have_not_settled_in_time():
+    ps = [Promise() for _ in range(3)]
+    ps[1].set_result("early")
+    order = poly.as_completed(ps, timeout=0.01)
+    assert next(order) is ps[1]
+    with pytest.raises(TimeoutError, match=r"2 of 3 promises were not settled within 0\.01 s"):
+        next(order)
+
+
 def test_as_completed_gives_them_in_the_order_of_settling():
     ps = [Promise() for _ in range(5)]
     order = poly.as_completed(ps)

@@ -147,3 +147,20 @@ def test_refreshes_from_several_threads_all_return():
             thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
         assert pool.doit(abs, -1) == 1
+
+
+@local_only
+def test_a_name_below_the_pool_in_a_module_is_an_error_that_names_the_cure(tmp_path):
+    (tmp_path / "halfway.py").write_text(
+        "import polycephaly as poly\npool = poly.Pool(1)\ndef later(n): return n + 1\n"
+    )
+    assert output_of(f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import halfway
+        with halfway.pool as pool:
+            error = pool.promise(halfway.later, 1).exception()
+            print(type(error).__name__, "pool.refresh() takes a new snapshot" in str(error))
+            pool.refresh()
+            print(pool.doit(halfway.later, 1))
+    """) == ("AttributeError True\n2\n")

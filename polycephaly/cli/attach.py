@@ -45,7 +45,8 @@ def attach(name: str | None, drone: str | None) -> None:
         if len(chosen) != 1:
             lines = [f"{len(chosen)} drones match. Those that wait for a debugger:"]
             lines += sorted(f"{each.drone} (pid {each.pid}): {each.where}" for each in waiting)
-            lines.append("Give the name or the PID of one." if waiting else "none")
+            elsewhere = "a breakpoint opens in the terminal of its pool's process, if there is one"
+            lines.append("Give the name or the PID of one." if waiting else f"none ({elsewhere})")
             raise click.ClickException("\n".join(map(printable, lines)))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends by pdb's own commands
         debugging.lend_terminal(chosen[0].connection, os.ttyname(0))

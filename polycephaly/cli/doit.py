@@ -65,10 +65,13 @@ def doit(
     from queue import SimpleQueue
 
     from ..drone.program import Program
+    from ..engines.remote.pool_registry import is_name
 
     if name is not None and not code and file is None:
         code, name = (name,), None
     name = name or "default"
+    if code and not is_name(name):
+        raise click.UsageError(f"{name!r} is no pool's name. With ARGS, NAME comes first.")
     if file is not None:
         with one_line_errors():
             program = Program(file.read_text(encoding="utf-8-sig"), str(file), [str(file), *code])

@@ -21,6 +21,8 @@ docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for t
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import threading
 import warnings
 import weakref
@@ -37,6 +39,7 @@ from ..promises.combining import race
 from ..promises.promise import CANCELLED, PENDING, Promise, Signal, fulfill, reject
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.tuning import tuning
+from ..wire.exceptions import message_of
 from ..wire.functions import RemoteFunction
 from ..wire.main_names import main_namespace
 from ..wire.messages import CANCEL, DEFINE_CODE, RECALL, pack_numbers
@@ -895,7 +898,19 @@ class Dispatcher(DispatcherBase):
             self.awaiting_inputs.discard(task)
 
     def explain(self, error: BaseException) -> None:
-        """Add the remedy to a `NameError` for a name that was defined after the snapshot."""
+        """Add the remedy to the error for a name that was defined after the snapshot."""
+        cure = "pool.refresh() takes a new snapshot"
+        if self.config.on_death == "end":
+            cure = "start a new Drone (in a pool: pool.refresh())"
+        later = (
+            "the controller process defined this name after the snapshot from which the drone was "
+            f"started; {cure}"
+        )
+        if isinstance(error, AttributeError):  # of pickle
+            text = message_of(error)
+            missing = re.match(r"Can't get attribute '(\w+)' on <module '([\w.]+)'", text)
+            if missing and hasattr(sys.modules.get(missing[2]), missing[1]):
+                error.args = (f"{text}: {later}",)
         if isinstance(error, UnboundLocalError) or not isinstance(error, NameError):
             return
         name = error.name
@@ -904,14 +919,8 @@ class Dispatcher(DispatcherBase):
             reason = self.supervisor.engine.left_out(name)
             if reason:
                 error.args = (f"{message}: the drones do not have this name, because {reason}",)
-                return
-            cure = "pool.refresh() takes a new snapshot"
-            if self.config.on_death == "end":
-                cure = "start a new Drone (in a pool: pool.refresh())"
-            error.args = (
-                f"{message}: the controller process defined this name after the snapshot from "
-                f"which the drone was started; {cure}, or push the name",
-            )
+            else:
+                error.args = (f"{message}: {later}, or push the name",)
 
 
 class _StartsAnew(Dispatcher):

@@ -50,7 +50,9 @@ class Pool(ExecutorBase):
 
     A ``with`` block finishes all submitted tasks at the end. An exception in the block cancels
     them. An ``async with`` block, in asyncio or in a green thread, does the same and blocks no
-    other task. A pool to which no reference is left finishes its tasks and ends.
+    other task. A pool to which no reference is left finishes its tasks and ends. The end of the
+    program finishes the tasks of a pool on which `submit` was called, as of the standard library's
+    executor; without a ``with`` block, all other tasks end with the program.
 
     Parameters
     ----------

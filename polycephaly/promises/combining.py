@@ -230,6 +230,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
         self._slots = slots
         self._pending = pending = dict.fromkeys(distinct)  # in the order given
         self._next = 0
+        self._timeout = timeout
         self._deadline = None if timeout is None else monotonic() + timeout
         indices = itertools.count()
 
@@ -265,7 +266,10 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
             raise
         except TimeoutError:
             self._remove_hooks()
-            raise
+            left = len(self._slots) - self._next
+            raise TimeoutError(
+                f"{left} of {len(self._slots)} promises were not settled within {self._timeout} s"
+            ) from None
         self._next += 1
         return future
 

@@ -30,7 +30,7 @@ import socket
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from time import time
 from typing import Any, Self
@@ -89,6 +89,8 @@ class Server:
 
     card: Card | None = None
     """The connection file that is registered under the pool's name, or None."""
+    file: str | os.PathLike[str] | None = None
+    """A connection file elsewhere, which is removed when the server is closed, or None."""
 
     def __init__(
         self,
@@ -218,6 +220,10 @@ class Server:
             return
         if self.card is not None:
             pool_registry.unregister(self.card)
+        if self.file is not None:
+            with suppress(OSError, ValueError):
+                if Card.read(self.file).server == self.key:  # not of another server by now
+                    os.unlink(self.file)
         self._admin.wait_for_replies()
         self._loop.post(self._close)
         self._loop.thread.join()
@@ -624,10 +630,11 @@ class Server:
         unknown. Called while holding the server's lock.
         """
         clients = [*self._clients.values()]
-        names = sorted({each.name for each in clients})
+        names = {each.name for each in clients}
+        others = ", ".join(sorted({each.name for each in clients if each is not asking}))
         for name in of:
             if name not in names:
-                raise RuntimeError(f"{self.name} has no client {name}, but {', '.join(names)}")
+                raise RuntimeError(f"{self.name} has no client {name}, but {others or 'none'}")
         chosen = [each for each in clients if (each.name in of if of else each is not asking)]
         had_calls = {each.name for each in chosen if each.session.cancel_each()}
         for each in chosen:
@@ -683,7 +690,7 @@ def serve(
         used.
     file : str or path, optional
         Write a connection file there, with mode 0600. It contains all that a client needs to
-        `connect`, including a secret key.
+        `connect`, including a secret key. `Server.close` removes it.
     allow : iterable of str
         Public keys of further clients. They make their keys with `zmq.curve_keypair()`, and need
         ``server.address`` and ``server.key``.
@@ -734,6 +741,7 @@ def serve(
                 server.card = card
             if file is not None:
                 card.write(file)
+                server.file = file
     except BaseException:
         server.close()
         raise

@@ -217,10 +217,11 @@ def message_of(error: BaseException) -> str:
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first frame that is not Polycephaly's."""
-    first = trace
+    """Return the traceback from the first frame that does not belong to the drone's own work. A C
+    function has none.
+    """
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
         "polycephaly.drone"
     ):
         trace = trace.tb_next
-    return trace or first
+    return trace

@@ -34,8 +34,12 @@ from .keys import Card, check_address, check_key
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
+def is_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ValueError(
             "a pool's name is 1 to 64 letters, digits, '-', '_' or '.', and does not begin with "
             f"'-' or '.' (not {name!r})"
