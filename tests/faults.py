@@ -43,6 +43,12 @@ def append(path: str, text: str) -> None:
     os.close(fd)
 
 
+def note(path: str, i: int) -> int:
+    """A call whose runs can be counted."""
+    append(path, str(i))
+    return i
+
+
 def answer(*values: object) -> None:
     """For a test that judges a script by more than what it prints."""
     append(os.environ["ANSWERS"], " ".join(map(str, values)))
@@ -76,6 +82,11 @@ def hold_until(path: str, started: str | None = None) -> str:
 def sleep_holding_the_gil(started: str, seconds: int = 30) -> None:
     append(started, str(os.getpid()))
     ctypes.PyDLL(None).sleep(seconds)
+
+
+def wait_holding_the_gil(pipe: str) -> None:
+    """Until somebody writes into that pipe, which has a name in the file system."""
+    ctypes.PyDLL(None).open(pipe.encode(), os.O_RDONLY)
 
 
 def spin_for_ever(started: str) -> None:
@@ -122,6 +133,12 @@ class Counting:
 
 
 # -- ways to fail, wherever code of users runs -----------------------------------------------------
+
+
+def fail_at_seven(n: int) -> int:
+    if n == 7:
+        raise ValueError(n)
+    return n
 
 
 class Failed(Exception):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from engines import local_only, on_each_engine, poly
-from faults import append, block_for_ever, hold_until, lines, wait_for
+from faults import append, block_for_ever, fail_at_seven, hold_until, lines, wait_for
 
 from polycephaly import green
 
@@ -18,12 +18,6 @@ pytestmark = on_each_engine
 
 def double(n):
     return 2 * n
-
-
-def fail_at_seven(n):
-    if n == 7:
-        raise ValueError(n)
-    return n
 
 
 def doze(n, path):

@@ -20,11 +20,6 @@ def paths(tmp_path):
     return [str(tmp_path / name) for name in ("gate", "started", "three")]
 
 
-def note(path, i):
-    append(path, str(i))
-    return i
-
-
 def open_gate(path):
     append(path, "open")
 

@@ -15,6 +15,7 @@ from faults import (
     block_for_ever,
     hold_until,
     lines,
+    note,
     sleep_holding_the_gil,
     spin_for_ever,
     wait_for,
@@ -23,11 +24,6 @@ from faults import (
 from polycephaly import green
 
 pytestmark = on_each_engine
-
-
-def note(path, i):
-    append(path, str(i))
-    return i
 
 
 def sleep_long(started):

@@ -20,6 +20,7 @@ from faults import (
     hold_until,
     kill_myself,
     lines,
+    note,
     say_and_die,
     segfault,
     wait_for,
@@ -28,11 +29,6 @@ from faults import (
 from polycephaly.runtime.tuning import tuning
 
 pytestmark = on_each_engine
-
-
-def note(path, i):
-    append(path, str(i))
-    return i
 
 
 def die_the_first_time(path):

@@ -19,7 +19,7 @@ from fractions import Fraction
 
 import numpy
 import pytest
-from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
+from faults import Counting, append, block_for_ever, hold_until, lines, note, wait_for
 from in_time import FakeReactor, dispatcher_of
 from scripts import Script, output_of
 
@@ -163,11 +163,6 @@ async def double_in_green(n):
 
 def show(x):
     return type(x).__name__, repr(x)
-
-
-def note(path, i):
-    append(path, str(i))
-    return i
 
 
 def held_at(path, gate, held, which, i):

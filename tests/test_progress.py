@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from engines import on_each_engine, poly
+from faults import fail_at_seven
 
 from polycephaly import green
 from polycephaly.runtime.progress import Progress
@@ -15,12 +16,6 @@ pytestmark = on_each_engine
 
 def double(n):
     return 2 * n
-
-
-def fail_at_seven(n):
-    if n == 7:
-        raise ValueError(n)
-    return n
 
 
 def last_state(capsys):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from faults import append, block_for_ever, hold_until, lines, wait_for
+from faults import append, block_for_ever, hold_until, lines, note, wait_for
 from scripts import Script
 
 import polycephaly as poly
@@ -57,11 +57,6 @@ def note_and_hold(path, i, gate):
     """A call whose runs can be counted; it ends when `gate` is there."""
     append(path, str(i))
     hold_until(gate)
-    return i
-
-
-def note(path, i):
-    append(path, str(i))
     return i
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
-from faults import append, block_for_ever, hold_until, lines, wait_for
+from faults import append, block_for_ever, fail_at_seven, hold_until, lines, wait_for
 from scripts import Script
 
 import polycephaly as poly
@@ -412,12 +412,6 @@ def test_who_asked_for_the_end_is_told_that_though_it_comes_at_once(pool, card, 
 
 
 # -- streams of calls, asyncio, and what it has done -----------------------------------------------
-
-
-def fail_at_seven(n):
-    if n == 7:
-        raise ValueError(n)
-    return n
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -1,6 +1,5 @@
 """What each drone does at this moment, told without a task being stopped."""
 
-import ctypes
 import linecache
 import os
 import queue
@@ -12,7 +11,14 @@ from traceback import FrameSummary, StackSummary
 
 import pytest
 from engines import on_each_engine, poly
-from faults import append, block_for_ever, lines, sleep_holding_the_gil, wait_for
+from faults import (
+    append,
+    block_for_ever,
+    lines,
+    sleep_holding_the_gil,
+    wait_for,
+    wait_holding_the_gil,
+)
 from in_time import FakeReactor, dispatcher_of, give
 
 import polycephaly
@@ -312,10 +318,6 @@ def test_c_code_that_holds_the_interpreter_is_told_by_what_is_known_from_outside
         assert [each.name for each in in_place(other, "sleeps").frames] == ["sleeps"]
         held.kill()
         sleeper.cancel()
-
-
-def wait_holding_the_gil(pipe):
-    ctypes.PyDLL(None).open(pipe.encode(), os.O_RDONLY)
 
 
 def test_of_a_drone_that_cannot_answer_the_system_call_is_told(started):

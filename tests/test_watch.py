@@ -20,7 +20,15 @@ from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import pytest
-from faults import append, hold_until, lines, sleep_holding_the_gil, spin_for_ever, wait_for
+from faults import (
+    append,
+    hold_until,
+    lines,
+    sleep_holding_the_gil,
+    spin_for_ever,
+    wait_for,
+    wait_holding_the_gil,
+)
 from scripts import Script, run_script
 
 import polycephaly as poly
@@ -79,11 +87,6 @@ async def sleep_in_green():
 
 def wait_in_a_program():
     subprocess.Popen(["cat"], stdin=subprocess.PIPE).wait()  # it ends with this process
-
-
-def wait_holding_the_gil(pipe):
-    """Till somebody writes into that pipe, who has a name in the file system."""
-    ctypes.PyDLL(None).open(pipe.encode(), os.O_RDONLY)
 
 
 def hold(mib, started=None, seconds=0.0):
