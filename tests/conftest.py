@@ -40,6 +40,7 @@ import pytest
 import pytest_timeout
 import tiers
 
+import polycephaly
 from polycephaly.green.testing import Clock, virtual_time
 
 TESTS = Path(__file__).parent
@@ -328,6 +329,31 @@ def nobody_is_killed_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drone that does not heed an interrupt within a second is killed. For tests of what survives
     one: a machine that stands still for so long must not have it killed."""
     monkeypatch.setattr("polycephaly.runtime.tuning.tuning.grace_seconds", 60.0)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory without use is given back sooner than after a second."""
+    monkeypatch.setattr("polycephaly.runtime.tuning.tuning.warm_seconds", 0.05)
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> str:
+    """The connection file of `server`."""
+    return str(tmp_path / "pool.json")
+
+
+@pytest.fixture
+def server(pool: polycephaly.Pool, card: str) -> Iterator[Any]:
+    """The file's own `pool`, served."""
+    with polycephaly.serve(pool, file=card) as server:
+        yield server
+
+
+@pytest.fixture
+def remote(server: Any, card: str) -> Iterator[Any]:
+    with polycephaly.connect(card) as remote:
+        yield remote
 
 
 @pytest.fixture(scope="session", params=engines.ENGINES)

@@ -14,7 +14,6 @@ import pytest
 from faults import append, kill_myself, lines, wait_for
 
 import polycephaly as poly
-from polycephaly.runtime.tuning import tuning
 
 SIZE = 100_000
 
@@ -103,12 +102,6 @@ def arrived_elsewhere(numbers):
 @poly.flow
 def foreign():
     return Foreign(np.zeros(SIZE))
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """Memory without use is given back sooner than after a second."""
-    monkeypatch.setattr(tuning, "warm_seconds", 0.05)
 
 
 def nothing_is_used(pool):

@@ -38,26 +38,9 @@ SOON = 10.0
 
 
 @pytest.fixture
-def card(tmp_path):
-    return str(tmp_path / "pool.json")
-
-
-@pytest.fixture
 def pool():
     with poly.Pool(2) as pool:
         yield pool
-
-
-@pytest.fixture
-def server(pool, card):
-    with poly.serve(pool, file=card) as server:
-        yield server
-
-
-@pytest.fixture
-def remote(server, card):
-    with poly.connect(card) as remote:
-        yield remote
 
 
 class Point:

@@ -24,11 +24,6 @@ SOON = 30.0
 
 
 @pytest.fixture
-def card(tmp_path):
-    return str(tmp_path / "pool.json")
-
-
-@pytest.fixture
 def server(card):
     with poly.Pool(1, name="lab") as pool, poly.serve(pool, file=card) as server:
         yield server
@@ -45,12 +40,6 @@ def joined(far, card, server):
     with join(far, card) as joined:
         wait_for(lambda: len(server.status()["drones"]) == 2)
         yield joined
-
-
-@pytest.fixture
-def remote(server, card):
-    with poly.connect(card) as remote:
-        yield remote
 
 
 def note_and_hold(path, i, gate):

@@ -14,11 +14,6 @@ SOON = 30.0
 
 
 @pytest.fixture
-def card(tmp_path):
-    return str(tmp_path / "pool.json")
-
-
-@pytest.fixture
 def owners():
     return []
 
@@ -27,12 +22,6 @@ def owners():
 def pool(owners):
     with poly.Pool(1, name="lab", output=owners.append) as pool:
         yield pool
-
-
-@pytest.fixture
-def server(pool, card):
-    with poly.serve(pool, file=card) as server:
-        yield server
 
 
 def said(lines):

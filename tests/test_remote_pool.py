@@ -25,20 +25,9 @@ SOON = 30.0
 
 
 @pytest.fixture
-def card(tmp_path):
-    return str(tmp_path / "pool.json")
-
-
-@pytest.fixture
 def pool():
     with poly.Pool(2, name="lab") as pool:
         yield pool
-
-
-@pytest.fixture
-def remote(pool, card):
-    with poly.serve(pool, file=card), poly.connect(card) as remote:
-        yield remote
 
 
 def fail_with(item):

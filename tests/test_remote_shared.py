@@ -21,26 +21,9 @@ SOON = 30.0
 
 
 @pytest.fixture
-def card(tmp_path):
-    return str(tmp_path / "pool.json")
-
-
-@pytest.fixture
 def pool():
     with poly.Pool(2, name="lab") as pool:
         yield pool
-
-
-@pytest.fixture
-def server(pool, card):
-    with poly.serve(pool, file=card) as server:
-        yield server
-
-
-@pytest.fixture
-def remote(server, card):
-    with poly.connect(card) as remote:
-        yield remote
 
 
 def held(server):

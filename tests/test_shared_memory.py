@@ -29,7 +29,6 @@ import polycephaly as poly
 from polycephaly.memory import arena as arena_module
 from polycephaly.memory import blocks as store_module
 from polycephaly.pool.interfaces import State
-from polycephaly.runtime.tuning import tuning
 
 MARK = 64 * 1024  # from here on a buffer goes through shared memory
 LONG = 30.0  # seconds: what takes longer does not come
@@ -339,12 +338,6 @@ def way(request):
 def pool():
     with poly.Pool(2, output="discard") as pool:
         yield pool
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """Memory without use is given back sooner than after a second."""
-    monkeypatch.setattr(tuning, "warm_seconds", 0.05)
 
 
 def arena_of(pool):
