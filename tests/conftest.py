@@ -338,6 +338,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def reactor() -> Any:
+    """For decisions by a clock that the test moves."""
+    from in_time import FakeReactor
+
+    return FakeReactor()
+
+
+@pytest.fixture
 def card(tmp_path: Path) -> str:
     """The connection file of `server`."""
     return str(tmp_path / "pool.json")

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -114,6 +115,13 @@ def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> object:
         assert time.monotonic() < end, f"not within {seconds} s: {condition}"
         time.sleep(0.003)
     return value
+
+
+def wait_for_ends(pidfds: list[int]) -> None:
+    """Waits for each of these processes, and closes its pidfd. A zombie counts as ended."""
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], 30.0)[0], "still running"
+        os.close(pidfd)
 
 
 class Counting:

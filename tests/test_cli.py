@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from faults import wait_for_ends
 
 import polycephaly
 from polycephaly.cli.demo import securities
@@ -74,18 +73,6 @@ def family(process: subprocess.Popen[str]) -> list[int]:
         with suppress(ProcessLookupError):
             pidfds.append(os.pidfd_open(child.pid))
     return pidfds
-
-
-def assert_gone(pidfds: list[int], within: float) -> None:
-    deadline = time.monotonic() + within
-    try:
-        for pidfd in pidfds:
-            assert select.select([pidfd], [], [], max(0, deadline - time.monotonic()))[0], (
-                "still running"
-            )
-    finally:
-        for pidfd in pidfds:
-            os.close(pidfd)
 
 
 @pytest.fixture
@@ -223,7 +210,7 @@ def test_a_demo_stopped_in_the_baseline_leaves_nothing(signum: signal.Signals) -
         demo.send_signal(signum)
         _, errors = demo.communicate()
     assert pidfds
-    assert_gone(pidfds, within=30)
+    wait_for_ends(pidfds)
     assert demo.returncode in STATUSES[signum]
     assert "Traceback" not in errors
 
@@ -241,7 +228,7 @@ def test_a_demo_stopped_while_its_drones_work_leaves_nothing(signum: signal.Sign
                 os.close(pidfd)
         demo.send_signal(signum)
         _, errors = demo.communicate()
-    assert_gone(pidfds, within=30)
+    wait_for_ends(pidfds)
     assert demo.returncode in STATUSES[signum]
     assert "Traceback" not in errors
 
@@ -253,7 +240,7 @@ def test_a_reader_that_leaves_ends_the_demo_quietly() -> None:
         assert demo.stderr is not None
         demo.stdout.close()
         assert demo.stderr.read() == ""
-    assert_gone(pidfds, within=30)
+    wait_for_ends(pidfds)
     assert demo.returncode == 1
 
 
@@ -272,7 +259,7 @@ def test_ctrl_c_while_green_threads_load_ends_the_demo_and_leaves_nothing() -> N
         pidfds = family(demo)
         demo.send_signal(signal.SIGINT)
         _, errors = demo.communicate()
-    assert_gone(pidfds, within=30)
+    wait_for_ends(pidfds)
     assert demo.returncode == 130
     assert "Traceback" not in errors
 

@@ -4,12 +4,10 @@ owner."""
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import psutil
 import pytest
+from faults import wait_for_ends
 
 from polycephaly.demos.securities import generate, parse, server
 from polycephaly.demos.securities.experiments import sequential
@@ -44,19 +43,6 @@ def serving(answers: Mapping[str, bytes], latency: float = 0.0) -> Iterator[str]
         yield f"http://127.0.0.1:{site.server_port}"
         site.shutdown()
         thread.join()
-
-
-def assert_gone(pidfds: list[int], within: float) -> None:
-    """All processes end in time; a zombie that waits for its reaper counts as ended."""
-    deadline = time.monotonic() + within
-    try:
-        for pidfd in pidfds:
-            assert select.select([pidfd], [], [], max(0, deadline - time.monotonic()))[0], (
-                "still running"
-            )
-    finally:
-        for pidfd in pidfds:
-            os.close(pidfd)
 
 
 def server_process(site: Site) -> psutil.Process:
@@ -162,7 +148,7 @@ with loopback(latency=60):
         assert len(children) == 2  # a zygote and the drone
         pidfds = [os.pidfd_open(each.pid) for each in children]
         owner.communicate(b"\n")
-    assert_gone(pidfds, within=30)
+    wait_for_ends(pidfds)
 
 
 def test_a_server_that_cannot_read_its_files_says_which(tmp_path: Path) -> None:

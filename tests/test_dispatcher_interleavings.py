@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from in_time import FakeReactor, dispatcher_of, give, make_ready
+from in_time import dispatcher_of, give, make_ready
 from scripted_drones import brief, interleave, lasting, overlapped
 
 from polycephaly import DroneDied, Promise
@@ -34,11 +34,6 @@ def test_every_call_runs_once_or_is_reported_by_seed(seed):
 
 
 # -- found so --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def reactor():
-    return FakeReactor()
 
 
 def test_a_call_that_waits_for_a_promise_gets_the_error_of_the_pool_that_breaks(reactor):

@@ -7,7 +7,7 @@ test_options.py."""
 import math
 
 import pytest
-from in_time import FakeReactor, dispatcher_of, give
+from in_time import dispatcher_of, give
 
 from polycephaly.pool.cancellation import GRACE_STEPS, STACK_SECONDS
 from polycephaly.pool.handlers import handle_message
@@ -22,11 +22,6 @@ A_MOMENT = 1e-6
 
 async def overlapped(x):
     return x
-
-
-@pytest.fixture
-def reactor():
-    return FakeReactor()
 
 
 @pytest.fixture

@@ -29,11 +29,6 @@ def resize(dispatcher, size):
     dispatcher.reactor.turn()
 
 
-@pytest.fixture
-def reactor():
-    return FakeReactor()
-
-
 # -- decisions, without processes ------------------------------------------------------------------
 
 

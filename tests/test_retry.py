@@ -16,7 +16,7 @@ import numpy
 import pytest
 from engines import RAY, poly
 from faults import append, hold_until, lines, wait_for
-from in_time import FakeReactor, dispatcher_of, give
+from in_time import dispatcher_of, give
 
 from polycephaly import DroneDied, Retry
 from polycephaly.engines.remote.connection import Connection
@@ -123,11 +123,6 @@ def test_what_is_neither_a_number_nor_a_policy_is_refused(wrong):
 
 TWICE = Retry(2, on=(OSError, TimeoutError), delay=1, factor=3, jitter=False)  # after 1 s and 3 s
 FAILED_TWICE = ["failed 2 times; this is the last error"]
-
-
-@pytest.fixture
-def reactor():
-    return FakeReactor()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from engines import RAY, running
 from engines import poly as any_poly
 from faults import append, hold_until, lines, wait_for
-from in_time import FakeReactor, dispatcher_of, give, make_ready
+from in_time import dispatcher_of, give, make_ready
 
 import polycephaly as poly
 from polycephaly import Promise
@@ -29,11 +29,6 @@ def task(*inputs):
 def counts(dispatcher):
     status = describe_pool(dispatcher)
     return tuple(status[name] for name in ("queued", "waiting", "in_flight", "running"))
-
-
-@pytest.fixture
-def reactor():
-    return FakeReactor()
 
 
 # -- without processes -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from unittest.mock import Mock
 
 import pytest
-from in_time import WHY, FakeReactor, FakeZygote, dispatcher_of, give, make_ready
+from in_time import WHY, FakeZygote, dispatcher_of, give, make_ready
 
 from polycephaly.pool import health
 from polycephaly.pool.health import BUSY_FRACTION, MEMORY_CHECK_SECONDS, NEAR_LIMIT_FRACTION
@@ -32,11 +32,6 @@ FIRST = LOOK  # when the first pulse of what is begun at 0 is felt
 LIMIT = 1000 << 20
 A_MOMENT = 1e-6
 HOUR = 3600
-
-
-@pytest.fixture
-def reactor():
-    return FakeReactor()
 
 
 @pytest.fixture(autouse=True)
