@@ -26,7 +26,6 @@ import argparse
 import contextlib
 import faulthandler
 import gc
-import glob
 import json
 import logging
 import math
@@ -54,6 +53,7 @@ if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import zmq
+from census import homes
 from faults import append, bind_zeromq, hold_until, wait_for
 
 import polycephaly as poly
@@ -681,11 +681,6 @@ def little_memory() -> Iterator[None]:
 # -- stage: strangers ------------------------------------------------------------------------------
 
 
-def home_of_the_reactor() -> str:
-    (home,) = glob.glob(os.path.join(tempfile.gettempdir(), "polycephaly-*"))
-    return home
-
-
 GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00NULL" + bytes(48)
 READY = (
     b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x11\x01"
@@ -736,7 +731,8 @@ def fuzz_strangers(
             contextlib.ExitStack() as ends,
         ):
             bind_zeromq()
-            address = f"{home_of_the_reactor()}/zmq"
+            (home,) = homes()
+            address = f"{home}/zmq"
             context = ends.enter_context(zmq.Context())
             dice = random.Random(seed)
             strangers = [_stranger(context, address, None)]

@@ -2,13 +2,11 @@
 run."""
 
 import gc
-import glob
 import os
 import pickle
 import random
 import socket
 import stat
-import tempfile
 import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +14,7 @@ from unittest import mock
 
 import pytest
 import zmq
+from census import homes
 from engines import local_only
 from faults import append, bind_zeromq, lines, wait_for
 from hypothesis import HealthCheck, given, settings
@@ -255,11 +254,6 @@ def test_a_control_thread_that_fails_lets_no_other_thread_tell_what_was_sent():
 # -- with a pool
 
 
-def home_of_the_reactor():
-    (home,) = glob.glob(os.path.join(tempfile.gettempdir(), "polycephaly-*"))
-    return home
-
-
 class Bomb:
     def __init__(self, path):
         self.path = path
@@ -271,7 +265,7 @@ class Bomb:
 @pytest.mark.guarantee("wire-2")
 def test_the_directory_of_the_socket_is_for_its_owner_alone():
     with poly.Pool(1):
-        home = home_of_the_reactor()
+        (home,) = homes()
         assert stat.S_IMODE(os.stat(home).st_mode) == 0o700 and os.stat(home).st_uid == os.geteuid()
     assert not os.path.exists(home)
 
@@ -284,6 +278,7 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
     with poly.Pool(2) as pool:
         assert pool.doit(abs, -1) == 1
         bind_zeromq()
+        (home,) = homes()
         pending = [pool.promise(pow, 2, i) for i in range(500)]
         context = zmq.Context()
         for identity in (None, b"\x01" + bytes(16), b"drone"):
@@ -291,7 +286,7 @@ def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path)
             stranger.linger = 1000
             if identity:
                 stranger.setsockopt(zmq.IDENTITY, identity)
-            stranger.connect(f"ipc://{home_of_the_reactor()}/zmq")
+            stranger.connect(f"ipc://{home}/zmq")
             stranger.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
             for number in range(2000):
                 stranger.send_multipart(
@@ -350,7 +345,8 @@ def test_a_pool_whose_directory_was_removed_says_so_when_it_needs_zeromq(tmp_pat
     path = tmp_path / "go"
     with poly.Pool(1, output="discard") as pool:
         sent = pool.promise(send_by_bulk_and_stay, str(path))
-        os.rename(home := home_of_the_reactor(), f"{tmp_path}/away")
+        (home,) = homes()
+        os.rename(home, f"{tmp_path}/away")
         path.touch()
         error = sent.exception(30)
         os.rename(f"{tmp_path}/away", home)
