@@ -256,25 +256,26 @@ def waiting(channel, end):
     return [each for each in threads if not channel._is_claimed(end, each)]
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_a_queue_keeps_the_order_though_waiters_leave_it_and_are_put_back(seed):
-    rng, queue, expected = random.Random(seed), WaitQueue(), []
-    for number in range(300):
-        act = rng.choice(("come", "come", "come", "serve", "leave", "leave"))
-        if act == "come":
-            queue.append(number)
-            expected.append(number)
-        elif expected and act == "serve":
-            assert queue.popleft() == expected.pop(0)
-        elif expected:
-            gone = expected.pop(rng.randrange(len(expected)))
-            queue.remove(gone)
-            if rng.random() < 0.3:  # first, or where it was
-                queue.appendleft(gone)
-                assert [each for each in queue if each != gone] == expected
-                expected = list(queue)
-                assert gone in expected
-        assert (len(queue), list(queue), bool(queue)) == (len(expected), expected, bool(expected))
+def test_a_queue_keeps_the_order_though_waiters_leave_it_and_are_put_back():
+    for seed in range(100):
+        rng, queue, expected = random.Random(seed), WaitQueue(), []
+        for number in range(300):
+            act = rng.choice(("come", "come", "come", "serve", "leave", "leave"))
+            if act == "come":
+                queue.append(number)
+                expected.append(number)
+            elif expected and act == "serve":
+                assert queue.popleft() == expected.pop(0)
+            elif expected:
+                gone = expected.pop(rng.randrange(len(expected)))
+                queue.remove(gone)
+                if rng.random() < 0.3:  # first, or where it was
+                    queue.appendleft(gone)
+                    assert [each for each in queue if each != gone] == expected
+                    expected = list(queue)
+                    assert gone in expected
+            assert list(queue) == expected, seed
+            assert (len(queue), bool(queue)) == (len(expected), bool(expected)), seed
 
 
 # -- by hypothesis ---------------------------------------------------------------------------------
