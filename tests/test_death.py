@@ -44,46 +44,43 @@ def pool():
         yield pool
 
 
-@pytest.mark.parametrize("work, args", [(exit_hard, (7,)), (kill_myself, ()), (segfault, ())])
-def test_a_death_rejects_what_was_running_and_the_pool_goes_on(pool, work, args):
+@pytest.mark.guarantee("death-1")
+@pytest.mark.parametrize(
+    ("work", "args", "status", "told_as"),
+    [
+        (exit_hard, (7,), 7, "exit status 7"),
+        (kill_myself, (), -signal.SIGKILL, "SIGKILL"),
+        (segfault, (), -signal.SIGSEGV, "SIGSEGV"),
+    ],
+)
+def test_a_death_rejects_what_was_running_and_the_pool_goes_on(pool, work, args, status, told_as):
     error = pool.promise(work, *args).exception()
     assert isinstance(error, poly.DroneDied) and isinstance(error, BrokenProcessPool)
     assert (
         work.__name__ in error.running and work.__name__ in str(error) and error.drone in str(error)
     )
+    assert error.exitcode == told(status) and (told(status) is None or told_as in str(error))
     assert pool.doit(abs, -1) == 1
 
 
 @pytest.mark.guarantee("death-1")
 @local_only(NO_STATUS)
-def test_an_exit_rejects_with_its_status_and_what_was_running(pool):
-    error = pool.promise(exit_hard, 7).exception()
-    assert error.exitcode == 7
-    assert "exit_hard" in error.running
-    assert "exit status 7" in str(error) and "exit_hard" in str(error) and error.drone in str(error)
-
-
-@pytest.mark.guarantee("death-1")
-@local_only(NO_STATUS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
-def test_a_signal_is_told_by_its_name(pool, number):
+@pytest.mark.parametrize(
+    ("number", "told_as"),
+    [
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGABRT, "SIGABRT"),
+        (signal.SIGRTMIN + 3, str(signal.SIGRTMIN + 3)),
+    ],
+)
+def test_a_signal_is_told_by_its_name_or_its_number_if_it_has_none(pool, number, told_as):
     error = pool.promise(kill_myself, number).exception()
-    assert error.exitcode == -number
-    assert signal.Signals(number).name in str(error)
-
-
-@local_only(NO_STATUS)
-def test_a_signal_without_a_name_is_told_by_its_number(pool):
-    error = pool.promise(kill_myself, signal.SIGRTMIN + 3).exception()
-    assert isinstance(error, poly.DroneDied)
-    assert error.exitcode == -(signal.SIGRTMIN + 3) and str(signal.SIGRTMIN + 3) in str(error)
+    assert error.exitcode == -number and told_as in str(error)
 
 
 @pytest.mark.guarantee("death-1")
 def test_a_segfault_shows_the_python_stack_that_faulthandler_left(pool):
     error = pool.promise(segfault).exception()
-    assert error.exitcode == told(-signal.SIGSEGV)
-    assert told(0) is None or "SIGSEGV" in str(error)
     assert "Fatal Python error: Segmentation fault" in error.stack
     assert "in segfault" in error.stack and "in segfault" in str(error)
     assert "executor.py" not in error.stack  # nor other frames from which the task was called
