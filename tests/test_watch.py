@@ -369,21 +369,19 @@ def test_a_stopped_zygote_that_reads_no_orders_is_let_go_on(monkeypatch):
     assert json.loads(told[0]) == {"kill": 7, "signal": signal.SIGKILL}
 
 
-@pytest.fixture
-def zygote_is_let_go_on_soon(quick, monkeypatch):
-    monkeypatch.setattr(tuning, "stopped_zygote_seconds", 1.0)
-
-
 @pytest.mark.guarantee("death-10")
 def test_a_zygote_that_is_stopped_is_let_go_on_and_the_death_of_a_drone_is_told(
-    zygote_is_let_go_on_soon, caplog
+    quick, caplog, monkeypatch, tmp_path
 ):
+    monkeypatch.setattr(tuning, "stopped_zygote_seconds", 1.0)
+    gate = tmp_path / "gate"
     with poly.Pool(2) as pool:
-        other = pool.drones[0].promise(sleep, 3)
+        other = pool.drones[0].promise(hold_until, str(gate))
         os.kill(pool._dispatcher.supervisor.engine._launcher.pid, signal.SIGSTOP)
         error = pool.drones[1].promise(os._exit, 7).exception(60)
         assert isinstance(error, poly.DroneDied) and error.exitcode == 7
-        assert other.result(60) == "slept"  # it has lost nothing
+        gate.touch()
+        assert other.result(60) == "held"  # it has lost nothing
         assert pool.promise(abs, -3).result(60) == 3
     assert any("zygote" in each for each in warnings_of(caplog))
 
