@@ -217,16 +217,6 @@ def test_a_timeout_kills_what_cannot_be_interrupted(paths):
         wait_for(lambda: not drone.alive)
 
 
-@pytest.mark.guarantee("promise-4")
-def test_time_spent_in_the_queue_does_not_count(paths):
-    with poly.Pool(1, timeout=3) as pool:
-        holding = pool.options(timeout=1e6).promise(hold_until, paths[0])
-        work = [pool.promise(abs, -i) for i in range(6)]
-        time.sleep(3.2)
-        append(paths[0], "open")
-        assert holding.value == "held" and [p.value for p in work] == list(range(6))
-
-
 def test_interrupt_stops_what_runs_with_keyboard_interrupt(paths, nobody_is_killed_for_being_slow):
     with poly.Drone() as drone:
         p = drone.promise(sleep_long, paths[0])

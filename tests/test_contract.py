@@ -85,6 +85,8 @@ def test_promises_are_awaited_in_green_threads(pool):
         return await pool.promise(pow, n, 2)
 
     async def all_of_them():
+        with pytest.raises(ZeroDivisionError):
+            await pool.promise("1 / 0")
         return await green.par(*(one(n) for n in range(30)))
 
     assert green.run(all_of_them) == [n * n for n in range(30)]
@@ -249,7 +251,7 @@ def test_a_released_value_is_an_error_that_says_so(pool):
 
 def test_what_cannot_be_pickled_cannot_be_shared(pool):
     with pytest.raises(TypeError, match="lock"):
-        pool.share(threading.Lock())
+        pool.share([make(1), threading.Lock()])
 
 
 # -- what they say of themselves -------------------------------------------------------------------

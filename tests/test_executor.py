@@ -37,15 +37,6 @@ def test_wait_and_as_completed_work_on_its_futures():
         )
 
 
-def test_asyncio_runs_things_in_it():
-    async def main(pool):
-        loop = asyncio.get_running_loop()
-        return await asyncio.gather(*(loop.run_in_executor(pool, abs, -i) for i in range(50)))
-
-    with poly.Pool(2) as pool:
-        assert asyncio.run(main(pool)) == list(range(50))
-
-
 def test_promises_are_awaited_in_asyncio():
     async def main(pool):
         values = await asyncio.gather(*(pool.promise(abs, -i) for i in range(200)))

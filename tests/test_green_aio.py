@@ -616,20 +616,6 @@ def test_asyncio_code_given_to_a_drone_as_it_is_names_the_cure():
         pool.doit(double, 1)
 
 
-def test_promises_of_drones_are_awaited_in_green_threads():
-    with poly.Pool(2) as pool:
-
-        async def one(i):
-            return await pool.promise(pow, i, 2)
-
-        async def main():
-            with pytest.raises(ZeroDivisionError):
-                await pool.promise("1 / 0")
-            return await green.par(*(one(i) for i in range(20)))
-
-        assert run(main) == [i * i for i in range(20)]
-
-
 def test_promises_and_what_gathers_them_are_awaited_in_green_threads():
     async def main():
         promise = poly.Promise()

@@ -394,14 +394,6 @@ def test_an_error_passes_by_then():
     assert isinstance(fulfilled(0).then(lambda v: 1 / v).exception(), ZeroDivisionError)
 
 
-def test_a_long_chain_of_thens_settles():
-    first = last = Promise()
-    for _ in range(100):
-        last = last.then(lambda v: v + 1)
-    first.set_result(0)
-    assert last.value == 100
-
-
 def test_a_copy_of_an_error_has_notes_of_its_own():
     error = KeyError("x")
     error.add_note("first")

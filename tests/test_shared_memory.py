@@ -880,7 +880,7 @@ def test_arguments_of_work_that_is_never_done_are_given_back(impatient, tmp_path
         nothing_is_used(pool)
 
 
-def test_what_cannot_be_pickled_leaves_nothing(pool, impatient):
+def test_what_cannot_be_pickled_leaves_nothing(impatient, pool):
     for _ in range(5):
         with pytest.raises(TypeError):
             pool.doit(echo, [full(1), threading.Lock()])
@@ -927,7 +927,7 @@ def gone_with(pid):
 
 
 @pytest.mark.guarantee("work-14")
-def test_an_array_outlives_the_drone_that_made_it_and_its_successor(pool, impatient):
+def test_an_array_outlives_the_drone_that_made_it_and_its_successor(impatient, pool):
     results = []
     for i in range(4):
         drone = pool.drones[0]
@@ -967,7 +967,7 @@ def test_an_array_outlives_refresh(impatient):
             )
 
 
-def test_arguments_of_a_drone_that_dies_are_free_and_those_of_others_not(pool, impatient):
+def test_arguments_of_a_drone_that_dies_are_free_and_those_of_others_not(impatient, pool):
     one, two = pool.drones
     two.doit(keep, "a", full(1))
     one.doit(keep, "a", full(2))
@@ -1282,11 +1282,6 @@ def shared_or_none(pool, value):
         return pool.share(value)
     except MemoryError:
         return None
-
-
-def test_what_cannot_be_pickled_cannot_be_shared(pool):
-    with pytest.raises(TypeError):
-        pool.share([full(1), threading.Lock()])
 
 
 # -- no room ---------------------------------------------------------------------------------------
