@@ -774,13 +774,6 @@ def test_memory_is_given_back_when_nobody_looks_any_more(impatient):
         nothing_is_used(pool)
 
 
-def test_it_is_given_back_after_a_second_by_itself():
-    with poly.Pool(1) as pool:
-        for drone in pool.drones:
-            assert is_full(drone.doit(echo, full(1, 1_000_000)), 1)
-        nothing_is_used(pool)
-
-
 def test_memory_is_given_back_by_a_drone_that_has_small_tasks_all_the_time(impatient):
     with poly.Pool(1, output="discard") as pool:
         assert len(pool.doit(np.ones, 100_000)) == 100_000
