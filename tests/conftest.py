@@ -332,6 +332,15 @@ def nobody_is_killed_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools that are made after this report a drone without signs of life sooner."""
+    monkeypatch.setattr("polycephaly.runtime.tuning.tuning.health_check_seconds", 0.1)
+    monkeypatch.setattr("polycephaly.runtime.tuning.tuning.stalled_seconds", 0.6)
+    # For its last words, on a busy machine.
+    monkeypatch.setattr("polycephaly.runtime.tuning.tuning.abort_seconds", 60.0)
+
+
+@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory without use is given back sooner than after a second."""
     monkeypatch.setattr("polycephaly.runtime.tuning.tuning.warm_seconds", 0.05)

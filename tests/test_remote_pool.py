@@ -194,7 +194,7 @@ def _works(pool):
     return [task for handle in pool._dispatcher.handles for task in list(handle.in_flight.values())]
 
 
-def test_a_drone_that_does_not_respond_is_told(remote, pool, tmp_path):
+def test_a_drone_that_does_not_respond_is_told(quick, remote, tmp_path):
     started = str(tmp_path / "started")
     promise = remote.promise(nap, started)
     wait_for(lambda: lines(started))
@@ -510,12 +510,14 @@ def test_the_functions_of_a_client_that_has_left_are_forgotten(pool, card):
         wait_for(lambda: max(p.value for p in pool.everywhere(opened)) <= 2)
 
 
-def test_a_server_forgets_a_function_that_its_client_has_no_more(pool, remote):
+def test_a_server_forgets_a_function_that_its_client_has_no_more(pool, card, monkeypatch):
+    monkeypatch.setattr(tuning, "client_sign_seconds", 0.05)
     functions = [functools.partial(len, b"x" * n) for n in range(20)]
-    assert [remote.promise(each).value for each in functions] == [*range(20)]
-    assert len(pool._dispatcher.registry._entries) >= 20
-    del functions
-    wait_for(lambda: len(pool._dispatcher.registry._entries) < 2)
+    with poly.serve(pool, file=card), poly.connect(card) as remote:
+        assert [remote.promise(each).value for each in functions] == [*range(20)]
+        assert len(pool._dispatcher.registry._entries) >= 20
+        del functions
+        wait_for(lambda: len(pool._dispatcher.registry._entries) < 2)
 
 
 def test_what_on_stop_returns_is_not_sent(pool, card):

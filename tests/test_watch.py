@@ -42,13 +42,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(tuning, "health_check_seconds", 0.1)
-    monkeypatch.setattr(tuning, "stalled_seconds", 0.6)
-    monkeypatch.setattr(tuning, "abort_seconds", 60.0)  # for its last words, on a busy machine
-
-
-@pytest.fixture
 def started(tmp_path):
     return str(tmp_path / "started")
 
