@@ -1550,7 +1550,9 @@ def test_a_channel_that_comes_home_after_its_end_still_tells_why(pool, capacity)
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(pool, captured):
+def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(captured, monkeypatch, pool):
+    monkeypatch.setattr(tuning, "next_holder_seconds", 0.01)  # there is none
+
     def call(drone, fn, *args):
         """With the end among its arguments, or captured by the function."""
         ch = Channel()
