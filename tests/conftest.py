@@ -332,6 +332,13 @@ def nobody_is_killed_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not heed an interrupt is killed soon. For tests in which nothing else is
+    interrupted."""
+    monkeypatch.setattr("polycephaly.runtime.tuning.tuning.grace_seconds", 0.1)
+
+
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools that are made after this report a drone without signs of life sooner."""
     monkeypatch.setattr("polycephaly.runtime.tuning.tuning.health_check_seconds", 0.1)

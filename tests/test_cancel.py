@@ -22,7 +22,6 @@ from faults import (
 )
 
 from polycephaly import green
-from polycephaly.runtime.tuning import tuning
 
 pytestmark = on_each_engine
 
@@ -128,8 +127,7 @@ def test_interrupted_work_cleans_up(paths, nobody_is_killed_for_being_slow):
 
 @pytest.mark.guarantee("promise-3")
 @pytest.mark.parametrize("work", [sleep_holding_the_gil, refuse_to_end])
-def test_what_cannot_be_interrupted_is_killed_and_its_drone_replaced(work, paths, monkeypatch):
-    monkeypatch.setattr(tuning, "grace_seconds", 0.1)
+def test_what_cannot_be_interrupted_is_killed_and_its_drone_replaced(work, paths, short_grace):
     with poly.Pool(2, output="discard") as pool:
         neighbour = pool.promise(hold_until, paths[1], paths[2])
         p = pool.promise(work, paths[0])
