@@ -386,6 +386,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(scope="module", params=["local", "inline", engines.RAY])
+def any_engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    with engines.running(request.param):
+        yield request.param
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Each test gets the mark of its tier. Tests on other engines than the local one come last;

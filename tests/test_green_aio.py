@@ -11,6 +11,7 @@ from functools import partial
 import httpx
 import pytest
 from faults import append, lines, wait_for
+from greens import run
 from scripts import output_of
 
 import polycephaly as poly
@@ -24,11 +25,6 @@ var = contextvars.ContextVar("var", default="unset")
 def no_loop_is_left():
     yield
     close_loop()
-
-
-def run(main, *args):
-    """As `green.run`, but one that hangs is an error soon."""
-    return green.spawn(main, *args).result(30)
 
 
 async def double(x):

@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-from engines import RAY, running
 from engines import poly as any_poly
 from faults import append, hold_until, lines, wait_for
 from in_time import FakeReactor, dispatcher_of, give, make_ready
@@ -130,12 +129,6 @@ def test_a_pool_that_is_closed_does_not_grow(reactor):
 
 
 # -- with drones -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["local", "inline", RAY])
-def any_engine(request):
-    with running(request.param):
-        yield request.param
 
 
 def settled(pool, size):

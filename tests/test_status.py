@@ -8,7 +8,6 @@ import subprocess
 import time
 
 import pytest
-from engines import RAY, running
 from engines import poly as any_poly
 from faults import append, hold_until, lines, wait_for
 from in_time import dispatcher_of, give, make_ready
@@ -159,12 +158,6 @@ def test_the_state_of_a_pool_says_why_it_takes_no_tasks(reactor):
 
 
 # -- with drones -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["local", "inline", RAY])
-def any_engine(request):
-    with running(request.param):
-        yield request.param
 
 
 def test_all_engines_give_the_same_keys(any_engine, tmp_path):
