@@ -489,17 +489,6 @@ def test_the_connection_file_is_for_its_owner_alone(server, card):
 
 
 @pytest.mark.guarantee("remote-6")
-def test_the_file_goes_with_its_server_unless_it_is_another_ones_by_now(pool, tmp_path):
-    first, second = tmp_path / "first.json", tmp_path / "second.json"
-    with poly.serve(pool, file=first), poly.serve(pool, file=second) as other:
-        os.replace(second, first)
-        other.file = None
-    assert [each.name for each in tmp_path.iterdir()] == ["first.json"]
-    with poly.serve(pool, file=first):
-        pass
-    assert not first.exists()
-
-
 def test_its_directory_gets_no_other_file_and_an_old_one_is_replaced(pool, card, tmp_path):
     (tmp_path / "pool.json").write_text("old")
     os.chmod(card, 0o666)

@@ -191,8 +191,7 @@ class Scheduler:
 
     def call_or_post(self, callback: Callable[[], object]) -> None:
         """Call `callback` at once if the caller is code of a green thread between two awaits."""
-        driver = self.drivers.get(get_ident())
-        if driver is not None and driver.token == NO_CALL:
+        if self.in_step():
             callback()
         else:
             self.post(callback)

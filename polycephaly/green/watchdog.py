@@ -50,7 +50,7 @@ class Watchdog:
         self.handovers = 0
         self.ident = 0  # of the native thread of the watchdog
         self._running = False
-        self._wakeup = allocate_lock()  # unlocked: a wake-up has not been noticed yet
+        self._wakeup = allocate_lock()  # locked, but for a wake-up that was not noticed yet
         self._wakeup.acquire()
         # When the step that still runs was first seen; None after its end.
         self._step_seen_at: float | None = None

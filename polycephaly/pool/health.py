@@ -54,7 +54,7 @@ class _ActivityTracker:
 
     def __init__(self, now: float) -> None:
         self._heartbeat: object = None
-        self._threads: Times | None = {}  # when last active; None: at the next look
+        self._threads: Times | None = {}  # times when last active; None: those of the next look
         self._since = now
         self.reported = False
 

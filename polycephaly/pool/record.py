@@ -9,8 +9,8 @@ are too short to be seen in a picture share one span, and neither tasks nor resu
 Segments that are dropped are added up by drone and function, so tables are exact however many calls
 there were.
 
-No lock is needed: a reader reads one attribute, `_state`, which is replaced as a whole, and a
-segment is only appended to. `since` reads the spans of green threads again if some were just being
+No lock is needed: a reader of entries reads one attribute, `_state`, which is replaced as a whole,
+and a segment is only appended to. `since` reads the spans of green threads again if some were just being
 added.
 """
 

@@ -30,7 +30,7 @@ import socket
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from time import time
 from typing import Any, Self
@@ -89,8 +89,6 @@ class Server:
 
     card: Card | None = None
     """The connection file that is registered under the pool's name, or None."""
-    file: str | os.PathLike[str] | None = None
-    """A connection file elsewhere, which is removed when the server is closed, or None."""
 
     def __init__(
         self,
@@ -220,10 +218,6 @@ class Server:
             return
         if self.card is not None:
             pool_registry.unregister(self.card)
-        if self.file is not None:
-            with suppress(OSError, ValueError):
-                if Card.read(self.file).server == self.key:  # not of another server by now
-                    os.unlink(self.file)
         self._admin.wait_for_replies()
         self._loop.post(self._close)
         self._loop.thread.join()
@@ -690,7 +684,7 @@ def serve(
         used.
     file : str or path, optional
         Write a connection file there, with mode 0600. It contains all that a client needs to
-        `connect`, including a secret key. `Server.close` removes it.
+        `connect`, including a secret key. The file stays when the server is closed.
     allow : iterable of str
         Public keys of further clients. They make their keys with `zmq.curve_keypair()`, and need
         ``server.address`` and ``server.key``.
@@ -741,7 +735,6 @@ def serve(
                 server.card = card
             if file is not None:
                 card.write(file)
-                server.file = file
     except BaseException:
         server.close()
         raise

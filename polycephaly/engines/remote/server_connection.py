@@ -113,7 +113,7 @@ class ServerConnection:
         self._loop.add_source(self._source)
         on_event = partial(self._run_guarded, self._on_connection_event)
         self._loop.watch(self._socket.monitor.fileno(), on_event)
-        on_event()  # libzmq signals an event only to a reader that has looked and found none
+        on_event()  # libzmq signals an event only to a reader that has once looked and found none
         self._socket.send(hello)
 
     def on_connected(self) -> None:

@@ -5,15 +5,16 @@ kind.
     channel.receiver() ──> Receiver    receive, get, receiving, async for
 
 Any number of threads in any process may use a `Channel`. If one of them ends, that closes nothing,
-because others might still send. An end is known. It is gone when it is closed, or when the process
-that holds it has ended. When the last of its kind is gone, the channel is closed; if a process
-died, the waiters at the other side get the cause. An end that never left its process is gone only
-when it is closed.
+because others might still send. Ends are counted. An end is gone when it is closed, or when the
+process that holds it has ended. When the last of its kind is gone, the channel is closed; if a
+process died, the waiters at the other side get the cause. An end that never left its process is
+gone only when it is closed.
 
 In a drone, an end is also gone when nothing there refers to it any more (DROPPED): with the call
 that brought it, unless the call has stored it in a global, an attribute or a thread. An end in a
-reference cycle is gone when the garbage collector finds the cycle. A pickled end was handed on:
-only its next holder releases it. Outside of drones, dropping an end reports nothing.
+reference cycle is gone when the garbage collector finds the cycle. An end that was pickled was
+handed on: to drop it here releases nothing, because its next holder does that. Outside of drones,
+dropping an end reports nothing.
 
 The owning process counts the holders of each end, by token. See
 docs/decisions/0007-channels-between-processes.md.
@@ -47,8 +48,9 @@ T = TypeVar("T")
 
 _NO_TOKEN = 0  # token of an end that has not arrived anywhere
 _TOKENS = Struct("<QQ")
-# A call waits this long until its drone has reported the ends that came with the call: for ever
-# would be too long for a green thread that holds the scheduler and itself waits for that call.
+# Seconds for which a call waits until its drone has reported the ends that came with the call. Not
+# for ever, because the report is sent by the scheduler, and a green thread that does not let go of
+# the scheduler may be waiting for this very call.
 REPORT_TIMEOUT_SECONDS = 5.0
 # Steps in which these two times are measured. A suspended machine loses one step at most, however
 # long that lasts.
@@ -192,7 +194,7 @@ class _Loss(NamedTuple):
 
 
 _NO_LOSS = _Loss("", None)
-"""Of a holder that has dropped the end: the channel closes as if by hand."""
+"""Neither a process nor a call was lost with the end: the channel closes as if by hand."""
 
 
 class _OpenEnd:
@@ -369,7 +371,7 @@ def _on_opened(channel: Any, number: int, holder: PeerConnection | None, report:
             if holder is not None:
                 holder.ends.add(channel)
         _forget_holder(channel, end.holders.pop(report.previous, None))
-        # The next holder has reported before, and may be gone already.
+        # The next holder may have reported before this one, and be gone already.
         _check_abandoned_later(channel, number, end)
 
 
