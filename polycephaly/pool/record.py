@@ -10,8 +10,8 @@ Segments that are dropped are added up by drone and function, so tables are exac
 there were.
 
 No lock is needed: a reader of entries reads one attribute, `_state`, which is replaced as a whole,
-and a segment is only appended to. `since` reads the spans of green threads again if some were just being
-added.
+and a segment is only appended to. `since` reads the spans of green threads again if some were just
+being added.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class FastTransport:
         return self.send(frames)
 
     def has_input(self) -> bool:
-        """Return whether `receive` has something to return: a message, or the end of all. A `receive`
-        that has nothing takes five times as long, because the socket raises an error.
+        """Return whether `receive` has something to return, a message or the end. A `receive` that
+        has nothing takes five times as long, because the socket raises an error.
         """
         return bool(self._input.poll(0))
 
