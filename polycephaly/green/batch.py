@@ -264,7 +264,12 @@ class _Crossings:
         await scheduler.current.call_on_native_thread(manager.__exit__, error, {})
 
     async def _serve(self, fn: Callable[[list[Any]], Any]) -> None:
-        while requests := self._start_crossing(self.limit):
+        while self.waiting:
+            # Here, because an error of the crosser's own in a crossing would go to the requests.
+            scheduler.current.raise_if_interrupted()
+            requests = self._start_crossing(self.limit)
+            if not requests:  # all were withdrawn
+                return
             self.count += 1
             try:
                 results = _as_result_list(
