@@ -20,7 +20,6 @@ from collections.abc import Callable
 from functools import update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
-from weakref import ref
 
 from ..promises.promise import stored_error
 from ..runtime.coroutines import is_coroutine_function
@@ -28,7 +27,7 @@ from ..wire.main_names import MainSnapshot
 from .base import Handles, innermost_pool
 from .config import check_keep, check_retries, check_timeout
 from .directory import KeptTask
-from .flow_graph import nodes, record_failure
+from .flow_graph import record_failure, record_node
 
 if TYPE_CHECKING:
     from .retry import Retry
@@ -163,7 +162,7 @@ def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callab
             cache.function, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
         )
         task.is_node = True
-        nodes.append((task.number, task.label, task.input_numbers, ref(task)))
+        record_node(task.number, task.label, task.input_numbers, task)
         # The task may have failed before it was known as a node.
         if task.done() and (task.cancelled() or stored_error(task) is not None):
             record_failure(task.number, task.cancelled())

@@ -1,7 +1,7 @@
 """`Graph`: the graph that `flow` has made, as text for Mermaid or Graphviz.
 
-    flow ── for each node: number, label, numbers of its inputs ──> nodes, the last `MAX_NODES`
-    Graph(promise) ── upstream, by `nodes` and by pending promises ──> .mermaid(), .dot()
+    flow ── for each node: number, label, numbers of its inputs ──> _nodes, the last `MAX_NODES`
+    Graph(promise) ── upstream, by `_nodes` and by pending promises ──> .mermaid(), .dot()
 
 The records keep no promise and no value alive. If the promise of a node is gone, the node counts as
 done unless a failure was recorded.
@@ -60,9 +60,15 @@ class Node(NamedTuple):
     inputs: tuple[int, ...]
 
 
-nodes: deque[tuple[int, str, tuple[int, ...], ref[Promise[Any]]]] = deque(maxlen=MAX_NODES)
-"""Number, label and numbers of the inputs of each node, and its promise."""
+_nodes: deque[tuple[int, str, tuple[int, ...], ref[Promise[Any]]]] = deque(maxlen=MAX_NODES)
 _failed: dict[int, str] = {}  # state by number, the oldest entry first
+
+
+def record_node(
+    number: int, label: str, input_numbers: tuple[int, ...], task: Promise[Any]
+) -> None:
+    """Remember `task` as a node."""
+    _nodes.append((number, label, input_numbers, ref(task)))
 
 
 def record_failure(number: int, cancelled: bool) -> None:
@@ -171,7 +177,7 @@ class Graph:
 
 def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
     """Yield the nodes, the nearest first. A promise that is no call gets a number below 1."""
-    records = {each[0]: each[1:] for each in list(nodes)}
+    records = {each[0]: each[1:] for each in list(_nodes)}
     promise_numbers: dict[int, int] = {}
     seen: set[int] = set()
     todo: deque[Promise[Any] | int] = deque(promises)
