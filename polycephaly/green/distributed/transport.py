@@ -393,8 +393,9 @@ class ChannelTransport:
 
 def _send_bye_at_exit() -> None:
     """Send BYE at the end of the process, in any thread."""
-    if _transport is not None:
-        scheduler.run_in_owner(_transport.send_bye, PEER_TIMEOUT_SECONDS)
+    transport = _transport  # read once: another thread may be closing it
+    if transport is not None:
+        scheduler.run_in_owner(transport.send_bye, PEER_TIMEOUT_SECONDS)
 
 
 def _close_at_end() -> None:
