@@ -234,7 +234,7 @@ def is_own_frame(frame: FrameType) -> bool:
 
 def skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame of users on. A program that keeps the error would
-    keep what the frames before refer to: messages and their shared memory, or other requests.
+    otherwise keep messages with their shared memory, or other requests, to which our frames refer.
     """
     while trace is not None and is_own_frame(trace.tb_frame):
         trace = trace.tb_next

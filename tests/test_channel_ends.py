@@ -34,8 +34,8 @@ def merged(streams, order):
 
 
 def after_reports(reports):
-    """A channel, and what its process knows of its only end, when these reports have arrived, and
-    then enough time has gone by.
+    """A channel, and the record of its only end in its process, when these reports have arrived and
+    enough time has gone by.
     """
     ch = Channel()
     number = ends._count_end(ch, "send")
@@ -55,7 +55,7 @@ def after_reports(reports):
         run(arrive)
         for _ in range(ends.GRACE_STEPS):
             clock.advance(tuning.next_holder_seconds)
-            run(int)  # what is due goes off
+            run(int)  # timers that are due go off
     return ch, ends._find_end(ch, number)
 
 

@@ -454,6 +454,19 @@ def test_a_finalizer_may_spawn_and_post_whoever_it_interrupts():
 # -- cancelling ------------------------------------------------------------------------------------
 
 
+async def cancel_in_call(gate, calls, bound, told):
+    """Cancel a thread in its first call, before it has told anything. It ends as cancelled."""
+    thread = green.spawn(calls, bound=bound)
+    await spin(gate.entered.is_set)
+    assert thread.cancel()
+    for _ in range(10):  # the scheduler goes on meanwhile
+        await green.sleep(0)
+    assert not thread.done() and not told
+    gate.opened.set()
+    with pytest.raises(CancelledError):
+        await thread
+
+
 @pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])
 @pytest.mark.parametrize("bound", [False, True], ids=["free", "bound"])
 def test_a_thread_cancelled_during_a_call_has_its_result_and_is_cancelled_at_its_next_await(
@@ -471,19 +484,8 @@ def test_a_thread_cancelled_during_a_call_has_its_result_and_is_cancelled_at_its
             raise
         told.append("never")
 
-    async def main():
-        thread = green.spawn(calls, bound=bound)
-        await spin(gate.entered.is_set)
-        assert thread.cancel()
-        for _ in range(10):  # the scheduler goes on meanwhile
-            await green.sleep(0)
-        assert not thread.done() and not told
-        gate.opened.set()
-        with pytest.raises(CancelledError):
-            await thread
-        return told
-
-    assert green.spawn(main).result(30) == ["through", "cancelled"]
+    green.spawn(cancel_in_call, gate, calls, bound, told).result(30)
+    assert told == ["through", "cancelled"]
 
 
 @pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])
@@ -500,16 +502,8 @@ def test_a_cancelled_thread_makes_no_further_call_but_those_of_its_cleaning_up(c
         finally:
             await call(made.append, "cleaned up")
 
-    async def main():
-        thread = green.spawn(calls, bound=bound)
-        await spin(gate.entered.is_set)
-        thread.cancel()
-        gate.opened.set()
-        with pytest.raises(CancelledError):
-            await thread
-        return made
-
-    assert green.spawn(main).result(30) == ["first", "cleaned up"]
+    green.spawn(cancel_in_call, gate, calls, bound, made).result(30)
+    assert made == ["first", "cleaned up"]
 
 
 @pytest.mark.parametrize("call", [green.call, green.call_long], ids=["call", "call_long"])

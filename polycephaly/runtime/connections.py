@@ -73,7 +73,7 @@ class InheritanceSearch(Pickler):
 
 
 def search_inherited(objects: Iterable[object]) -> InheritanceSearch:
-    """Return what `objects` have that must be inherited by a fork."""
+    """Find the descriptors, and any locks or queues, in `objects` that only a fork can inherit."""
     search = InheritanceSearch()
     for each in objects:
         search.clear_memo()
