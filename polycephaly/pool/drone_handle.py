@@ -63,11 +63,12 @@ _MAX_STDERR_LINES = 20
 _MAX_STACK_LINES = 200
 _frame_requests = itertools.count(1)
 _FATAL_ERROR = "Fatal Python error: "
-_STACK_LINE = re.compile(r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:")
+# Patterns that few programs need are compiled when first used: that takes as long as a small import.
+_STACK_LINE = r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:"
 """The beginnings of the lines that the interpreter and `faulthandler` write after
 `_FATAL_ERROR`."""
 _FRAME = "  File "
-_CALLING_FRAME = re.compile(
+_CALLING_FRAME = (
     r'  File ".*/polycephaly/(drone/(functions|executor|slices|forwarded)|engines/\w+/drone)\.py"'
 )
 """A frame that calls the task. It and those after it, down to the main module, are not shown."""
@@ -608,8 +609,8 @@ class DroneHandle:
                 if fatal:
                     self.stack, self._in_stack = [fatal + error], True
                     self.task_frames = []
-                elif self._in_stack and _STACK_LINE.match(before):
-                    calls_task = _CALLING_FRAME.match(before) is not None
+                elif self._in_stack and re.match(_STACK_LINE, before):
+                    calls_task = re.match(_CALLING_FRAME, before) is not None
                     if calls_task and not self._below_task:
                         above = takewhile(lambda line: line.startswith(_FRAME), self.stack[::-1])
                         self.task_frames = list(above)[::-1]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FATAL_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_FATAL_FRAME = r'  File "(.*)", line (\d+) in (.*)'
 
 ANSWER_SECONDS = 2.0
 """By default, how long a drone may take to report its frames."""
@@ -145,7 +145,7 @@ def frames_of(request: StackRequest, number: int) -> StackSummary | None:
 
 def fatal_frames(lines: Sequence[str]) -> StackSummary:
     """Return the frames in `DroneHandle.task_frames`."""
-    found = [found for line in lines if (found := _FATAL_FRAME.match(line))]
+    found = [found for line in lines if (found := re.match(_FATAL_FRAME, line))]
     return _read([(each[1], int(each[2]), each[3], "") for each in found])
 
 
