@@ -304,7 +304,8 @@ class ObjectDirectory:
         is_free = task.target is None and not task.resources
         best = self.best_holder(remote_objects)[0] if is_free else handle
         if best is not None and best is not handle:
-            self.dispatcher.prefer(task, best)
+            task.preferred_drone = best
+            self.dispatcher.insert(task)
             return False
         lost = next(
             (each for each in missing if each.is_unpicklable or not self._request_value(each)), None
@@ -312,7 +313,7 @@ class ObjectDirectory:
         if lost is not None:
             self.dispatcher.reject_later(task, partial(self.loss_error, lost))
         else:
-            self.dispatcher.park(task)
+            self.dispatcher.parked.add(task)
             missing[0].change_callbacks.append(partial(self.dispatcher.resume, task))
         return False
 

@@ -240,7 +240,8 @@ class Dispatcher(DispatcherBase):
 
     def _backlog(self) -> int:
         """Return how many tasks that any drone may run count for back-pressure."""
-        queued = len(self.queue) + len(self.locality) + len(self.delayed) + len(self.to_enqueue)
+        preferred = sum(len(handle.preferred) for handle in self.handles)
+        queued = len(self.queue) + preferred + len(self.delayed) + len(self.to_enqueue)
         return queued + self.resources.count(None)
 
     def has_room(self) -> bool:
@@ -286,13 +287,6 @@ class Dispatcher(DispatcherBase):
         # The queue was emptied when the drone died, perhaps before the append above.
         if target.state is State.DEAD:
             self.reject_all(target.dedicated, target.closed_error())
-
-    def prefer(self, task: Task, handle: AssignedDrone) -> None:
-        """Queue `task` for the drone that has its kept values. Called while holding the reactor's
-        lock.
-        """
-        task.preferred_drone = handle
-        self.locality.insert(task, handle, first=False)
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
@@ -419,8 +413,6 @@ class Dispatcher(DispatcherBase):
                     self.send(handle, handle.dedicated, len(handle.dedicated), now)
                 if handle.preferred and handle.can_take():
                     self.send(handle, handle.preferred, len(handle.preferred), now)
-            if self.locality.has_tasks:
-                self.locality.update_has_tasks()
         if self.resources.queues:
             self.resources.dispatch(now)
             self._dispatch_queue(now, self.resources.reserved)
@@ -473,9 +465,9 @@ class Dispatcher(DispatcherBase):
                 break
         self.wants_tasks = idle or (self.config.width > 1 and self._could_overlap())
         if idle and not self.queue:
-            if self.locality.has_tasks:
-                self.locality.rebalance(self.reactor.timers.now())
+            has_preferred = False
             for handle in self.handles:
+                has_preferred = has_preferred or bool(handle.preferred)
                 if (
                     len(handle.in_flight) - handle.overlapping > 1
                     and not handle.recall_pending
@@ -484,6 +476,8 @@ class Dispatcher(DispatcherBase):
                     handle.recall_pending = True
                     seconds = 2 * tuning.batch_seconds
                     self.call_later(seconds, self._recall_if_stuck, handle, handle.last_contact_at)
+            if has_preferred:
+                self.locality.rebalance(self.reactor.timers.now())
 
     def _could_overlap(self) -> bool:
         """Return whether a drone could take one more task beside those that it overlaps. False if
@@ -558,7 +552,7 @@ class Dispatcher(DispatcherBase):
         if type(payload) is PayloadWithRefs:
             self._find_holder(task, payload)
         if not task.done():
-            self._insert(task, first=False)
+            self.insert(task)
         self.end_if_last(task.target)
 
     def requeue(self, tasks: list[Task]) -> None:
@@ -578,9 +572,9 @@ class Dispatcher(DispatcherBase):
                 task.release_payload()
                 self.end_if_last(task.target)
                 continue
-            self._insert(task, first=True)
+            self.insert(task, first=True)
 
-    def _insert(self, task: Task, *, first: bool) -> None:
+    def insert(self, task: Task, *, first: bool = False) -> None:
         """Queue `task` behind the tasks of its priority; if `first`, before them. Reject or cancel
         it if its drone or the pool has ended.
         """
@@ -594,13 +588,16 @@ class Dispatcher(DispatcherBase):
             insert_in_order(task.target.dedicated, task, first=first)
             self.needs_dispatch = True
         elif task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
-            self.locality.insert(task, task.preferred_drone, first=first)
+            if not first:
+                task.preferred_since = self.reactor.timers.now()
+            insert_in_order(task.preferred_drone.preferred, task, first=first)
+            self.needs_dispatch = True
         else:
             insert_in_order(self.queue, task, first=first)
 
     def after_answer(self, handle: DroneHandle) -> None:
         """Update `handle` after an answer to one of its tasks in flight."""
-        if handle.dedicated or self.locality.has_tasks or self.resources.queues:
+        if handle.dedicated or handle.preferred or self.resources.queues:
             self.needs_dispatch = True
         if (
             handle.state is State.READY
@@ -749,8 +746,8 @@ class Dispatcher(DispatcherBase):
         tasks: list[Task] = []
         for handle in self.handles:
             # Answers that still arrive are ignored: these tasks no longer have their payloads.
-            tasks += [*handle.take_in_flight(), *drain(handle.dedicated)]
-        tasks += [*self.locality.drain(), *drain(self.queue)]
+            tasks += [*handle.take_in_flight(), *drain(handle.dedicated), *drain(handle.preferred)]
+        tasks += drain(self.queue)
         unqueued = self.unqueued_tasks()
         self.reject_or_retry([*tasks, *unqueued], error, may_retry=False)
         for task in unqueued:

@@ -47,8 +47,8 @@ class DispatcherBase(TaskRunner, Tenant):
 
     # Methods of `Dispatcher`.
     send: Callable[[DroneHandle, deque[Task], int, float], int]
-    prefer: Callable[[Task, AssignedDrone], None]
     requeue: Callable[[list[Task]], None]
+    insert: Callable[..., None]
     resume: Callable[[Task], None]
     stop_if_retired: Callable[[AssignedDrone], None]
     schedule_health_check: Callable[[], None]
@@ -68,7 +68,8 @@ class DispatcherBase(TaskRunner, Tenant):
         self.queue: deque[Task] = deque()
         # Tasks that wait for promises among their arguments, or to be queued by the reactor.
         self.awaiting_inputs: set[Task] = set()
-        # For kept values or resources, or leased to another process, or failed and to be run again.
+        # Tasks that wait for kept values, resources or another attempt, or are leased to another
+        # process. They may be in `awaiting_inputs` too, until `on_inputs_ready` returns.
         self.parked: set[Task] = set()
         self.delayed: dict[Task, Timer] = {}  # those of `parked` that run again after a delay
         self.handles: list[DroneHandle] = []
@@ -155,14 +156,6 @@ class DispatcherBase(TaskRunner, Tenant):
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 
-    def park(self, task: Task) -> None:
-        """Count `task` as parked: it waits for kept values, resources or another attempt, or is
-        leased to another process.
-
-        The task may be in `awaiting_inputs` too, until `on_inputs_ready` returns.
-        """
-        self.parked.add(task)
-
     def has_waiting_task_for(self, handle: AssignedDrone) -> bool:
         """Return whether a task that only `handle` may run waits for promises or kept values."""
         return any(task.target is handle and not task.done() for task in self.unqueued_tasks())
@@ -221,7 +214,7 @@ class DispatcherBase(TaskRunner, Tenant):
             self.end_if_last(task.target)
         else:
             task.start_over()
-            self.park(task)
+            self.parked.add(task)
             self.delayed[task] = self.call_later(delay, self.resume, task)
 
     def _cancel_delay(self, task: Task) -> None:

@@ -26,7 +26,6 @@ from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, drain
 from .interfaces import AssignedDrone, State
-from .resources import insert_in_order
 from .task import Task
 
 MOVE_SECONDS_PER_BYTE = 2e-9
@@ -41,23 +40,16 @@ class Locality:
     def __init__(self, dispatcher: DispatcherBase, directory: ObjectDirectory) -> None:
         self._dispatcher = dispatcher
         self._directory = directory
-        self.has_tasks = False  # False only if there are none
         self._next_rebalance_at = inf  # when `rebalance` will be tried again
-
-    def __len__(self) -> int:
-        if not self.has_tasks:
-            return 0
-        return sum(len(handle.preferred) for handle in self._dispatcher.handles)
 
     def add(self, task: Task, handle: AssignedDrone) -> None:
         """Queue `task` for `handle`. An idle drone takes over the task if that has waited for as
         long as moving its kept values takes. Any thread may call this.
         """
         dispatcher = self._dispatcher
-        task.preferred_drone = handle
         task.preferred_since = dispatcher.reactor.timers.now()
         handle.preferred.append(task)
-        self.has_tasks = dispatcher.needs_dispatch = True
+        dispatcher.needs_dispatch = True
         dispatcher.request_dispatch(task)
         # The queue was emptied when the drone retired, perhaps before the append above.
         if handle.state >= State.RETIRING:
@@ -66,24 +58,6 @@ class Locality:
             dispatcher.reject_all(handle.preferred)
 
     # -- holding the reactor's lock ----------------------------------------------------------------
-
-    def insert(self, task: Task, handle: AssignedDrone, *, first: bool) -> None:
-        """Queue `task` for `handle` behind those of its priority. If `first`, put it back at their
-        head.
-        """
-        if not first:
-            task.preferred_since = self._dispatcher.reactor.timers.now()
-        insert_in_order(handle.preferred, task, first=first)
-        self.has_tasks = self._dispatcher.needs_dispatch = True
-        if handle.state >= State.RETIRING:
-            self._dispatcher.post(self.release, handle)
-
-    def update_has_tasks(self) -> None:
-        """Find out whether any tasks are left."""
-        # Before the check, because a thread that adds a task sets the flag afterwards.
-        self.has_tasks = False
-        if any(handle.preferred for handle in self._dispatcher.handles):
-            self.has_tasks = True
 
     def rebalance(self, now: float) -> None:
         """Let idle drones take tasks that have waited for a busy one as long as moving their kept
@@ -127,7 +101,3 @@ class Locality:
             task.preferred_drone = None
             self._dispatcher.resume(task)
         self._dispatcher.stop_if_retired(handle)
-
-    def drain(self) -> list[Task]:
-        """Take all tasks out of the queues."""
-        return [task for handle in self._dispatcher.handles for task in drain(handle.preferred)]

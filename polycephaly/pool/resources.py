@@ -52,7 +52,7 @@ class Resources:
         """Let `task` wait behind the tasks of its priority; if `first`, before them."""
         queue = self.queues.setdefault((task.resources, task.target), deque())
         insert_in_order(queue, task, first=first)
-        self._dispatcher.park(task)
+        self._dispatcher.parked.add(task)
         # The reactor then calls `Dispatcher.dispatch`, even if the pool's queue is empty.
         self._dispatcher.needs_dispatch = True
 
@@ -101,7 +101,7 @@ class Resources:
             if not one:  # the task was just cancelled, or waits for kept values
                 return True
             queue.appendleft(task)
-            dispatcher.park(task)
+            dispatcher.parked.add(task)
         return False
 
     def have_unsettled_tasks(self) -> bool:

@@ -212,7 +212,7 @@ class Supervisor:
         handle.state = State.READY
         self._failed_starts = 0
         # No `|=`: between its read and its write another thread may set the flag.
-        if handle.dedicated or self._locality.has_tasks or self._resources.queues:
+        if handle.dedicated or handle.preferred or self._resources.queues:
             self._dispatcher.needs_dispatch = True
         self._dispatcher.end_check_due = True
         if handle.retire_when_ready:
