@@ -82,7 +82,8 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
     [1, 2]
     """
     _check_futures("gather", promises)
-    combined = _Gathered(promises)
+    combined = _Gathered()
+    combined._awaited = promises
     waiting_for = list(promises)
 
     def one_settled(future: Future[Any]) -> None:
@@ -290,19 +291,12 @@ class _Gathered(Promise[list[Any]]):
 
     _can_be_interrupted = True
 
-    def __init__(self, promises: tuple[Future[Any], ...]) -> None:
-        super().__init__()
-        self._promises = promises
-
     def _withdraw(self) -> None:
-        for each in reversed(self._promises):  # the last one first, as in `cancel_on_interrupt`
+        for each in reversed(self._awaited):  # the last one first, as in `cancel_on_interrupt`
             trampoline.run(each.cancel)
 
-    def _dependencies(self) -> Iterable[Future[Any]]:
-        return self._promises
-
     def running(self) -> bool:
-        return any(each.running() for each in self._promises)
+        return any(each.running() for each in self._awaited)
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:
