@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import copy_error
 from ..promises.promise import FINISHED, Promise, stored_error
 from ..promises.trampoline import Trampoline
-from .interfaces import TaskRunner
 
 _MIN_STALE_HOOKS = 32
 _INPUT_NOTE = "failed input: "
@@ -34,17 +33,7 @@ _INPUT_NOTE = "failed input: "
 _failures = Trampoline(max_depth=1)
 
 
-class Dependent(Protocol):
-    """A task that waits for inputs."""
-
-    dispatcher: TaskRunner
-
-    def release_inputs(self) -> None: ...
-    def _settle(self, state: str, result: Any, exception: BaseException | None) -> bool: ...
-    def _description(self) -> str: ...
-
-
-def propagate_failure(task: Dependent, settled: Promise[Any]) -> None:
+def propagate_failure(task: Any, settled: Promise[Any]) -> None:
     """Reject `task`, because its input `settled` has no value.
 
     The error is a copy of the input's error, with a note that names the input; or `CancelledError`
@@ -67,7 +56,7 @@ def propagate_failure(task: Dependent, settled: Promise[Any]) -> None:
     _failures.run(_reject, task, error)
 
 
-def _reject(task: Dependent, error: BaseException) -> None:
+def _reject(task: Any, error: BaseException) -> None:
     try:
         task._settle(FINISHED, None, error)
     finally:
