@@ -33,7 +33,7 @@ from .drone_handle import DroneHandle
 from .interfaces import State, TaskOptions
 from .machine import find_machine
 from .stack_requests import ANSWER_SECONDS
-from .status import held_memory, running_label
+from .status import drone_table, held_memory, running_label
 
 if TYPE_CHECKING:
     import asyncio
@@ -363,8 +363,6 @@ class Drone(DroneBase):
         return f"<Drone {self.name} pid {self._handle.pid}, {state}>"
 
     def _repr_html_(self) -> str:
-        from .html import drone_table
-
         return drone_table(repr(self), [self._handle])
 
 

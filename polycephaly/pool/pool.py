@@ -33,7 +33,7 @@ from .machine import find_machine
 from .map_source import Source
 from .record import Cursor
 from .stack_requests import ANSWER_SECONDS
-from .status import describe_pool
+from .status import describe_pool, drone_table
 
 if TYPE_CHECKING:
     from .profile import Profile
@@ -507,8 +507,6 @@ class Pool(ExecutorBase):
         )
 
     def _repr_html_(self) -> str:
-        from .html import drone_table
-
         handles = [] if self._dispatcher.has_ended else list(self._dispatcher.handles)
         timeline = self.timeline
         picture = timeline._repr_html_() if timeline else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.version import __version__
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
 IDENTITY_FIELDS = ("number", "name", "pid", "host")
+COLUMNS = ("drone", "pid", "state", "runs", "done")  # of a table in a notebook
 
 
 def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
@@ -136,3 +138,14 @@ def held_memory(handle: DroneHandle) -> int | None:
     they are not known.
     """
     return (handle.memory(0) or None) if handle.alive else None
+
+
+def drone_table(title: str, handles: Iterable[DroneHandle]) -> str:
+    """Return the HTML of a pool or drone in a notebook."""
+    from ..promises.html import table  # not with each pool: it loads `html`
+
+    rows = (
+        (each.name, each.pid or "", drone_state(each), running_label(each) or "", each.tasks_done)
+        for each in handles
+    )
+    return table(title, COLUMNS, rows)

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, TypeVar
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
 from ...pool.config import check_at_least, check_output, check_timeout
-from ...pool.html import COLUMNS
 from ...pool.map_source import Source
 from ...pool.stacks import Stack, Stacks
+from ...pool.status import COLUMNS
 from ...promises.html import table
 from ...timeline import Timeline
 from ...timeline.plain import unpack_timeline
