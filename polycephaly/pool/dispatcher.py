@@ -88,7 +88,7 @@ class Dispatcher(DispatcherBase):
         self.needs_checks = self._own_options is not None or config.max_queued is not None
         # Until the first plain function.
         self.checks_width = config.width > 1
-        self.resources = Resources(self, config.resources)
+        self.resources: Resources = Resources(self, config.resources)
         self.resource_sizes = self.resources.sizes
         # Set for good by the first task with a priority or resources: from then on the reactor's
         # thread queues all tasks, in order.
@@ -102,7 +102,7 @@ class Dispatcher(DispatcherBase):
         self.held: Dispatcher | None = None
         # Ends this with its owner. The owner refers to the callback only weakly.
         self.owner_callback: object = None
-        self.directory = ObjectDirectory(self)
+        self.directory: ObjectDirectory = ObjectDirectory(self)
         self.locality = Locality(self, self.directory)
         self.leases = Leases(self)
         self.stall_detector = StallDetector(self)

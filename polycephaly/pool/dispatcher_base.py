@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from time import time
-from typing import Any
 
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal, fulfill, reject
@@ -104,24 +103,6 @@ class DispatcherBase(TaskRunner, Tenant):
 
     # -- any thread --------------------------------------------------------------------------------
 
-    def post(self, callback: Callable[..., object], *args: Any) -> None:
-        """Have the reactor's thread call `callback` under the lock. An error breaks the pool.
-
-        Any thread may call this. It takes no lock, so finalizers may call it.
-        """
-        self.reactor.post(partial(self.run_guarded, callback, *args))
-
-    def call_later(self, seconds: float, callback: Callable[..., object], *args: Any) -> Timer:
-        """Have `callback` called after `seconds`, under the lock. An error breaks the pool."""
-        return self.reactor.call_later(seconds, partial(self.run_guarded, callback, *args))
-
-    def run_guarded(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call `callback`. An error breaks the pool."""
-        try:
-            callback(*args)
-        except Exception as error:
-            self.fail(error)
-
     def current_drones(self) -> list[DroneHandle]:
         """Return the drones that are to stay, without those that retire or will retire as soon as
         they are ready.
@@ -155,10 +136,6 @@ class DispatcherBase(TaskRunner, Tenant):
         self.record.add_failure(task, item, drone, describe_error(error))
 
     # -- holding the reactor's lock ----------------------------------------------------------------
-
-    def has_waiting_task_for(self, handle: AssignedDrone) -> bool:
-        """Return whether a task that only `handle` may run waits for promises or kept values."""
-        return any(task.target is handle and not task.done() for task in self.unqueued_tasks())
 
     def unqueued_tasks(self) -> list[Task]:
         return [*self.awaiting_inputs, *self.parked]

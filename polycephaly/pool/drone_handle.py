@@ -42,7 +42,8 @@ from ..wire.messages import (
 )
 from ..wire.output import Line, OutputItems, OutputRecord, deliver
 from ..wire.placeholders import PayloadWithRefs
-from .interfaces import HandleOwner, State
+from .interfaces import State
+from .reactor import Tenant
 from .task import Sending, Task
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class DroneHandle:
     spawner: Spawner | None = None
     """The process that starts the drone and reports its end; None if no process does."""
 
-    def __init__(self, dispatcher: HandleOwner, number: int, name: str) -> None:
+    def __init__(self, dispatcher: Tenant, number: int, name: str) -> None:
         self.dispatcher = dispatcher
         self.number = number
         self.name = name
@@ -253,13 +254,12 @@ class DroneHandle:
         The latter are checked first: `Dispatcher.on_inputs_ready` queues such a task before it is
         removed from the waiting tasks, so no task is missed.
         """
-        return self.dispatcher.has_waiting_task_for(self) or any(
-            not task.done() for task in [*self.dedicated, *self.preferred]
-        )
+        unqueued = [task for task in self.dispatcher.unqueued_tasks() if task.target is self]
+        return any(not task.done() for task in [*unqueued, *self.dedicated, *self.preferred])
 
     def backlog(self) -> int:
         """Return how many tasks that only this drone may run count for back-pressure."""
-        waiting = self.dispatcher.resources.count(self)
+        waiting: int = self.dispatcher.resources.count(self)
         return len(self.dedicated) + len(self.to_enqueue) + waiting
 
     def closed_error(self) -> BaseException:

@@ -1,7 +1,8 @@
 """The interfaces between the parts of a pool, for modules that stand below the ones they describe.
 
-Task ──> AssignedDrone (a `DroneHandle`)        tasks, maps ──> TaskRunner (a `Dispatcher`, or else
-DroneHandle ──> HandleOwner (a `Dispatcher`)    a `Connection` to a remote pool)
+Task ──> AssignedDrone (a `DroneHandle`)
+tasks, maps ──> TaskRunner (a `Dispatcher`, or else a `Connection` to a remote pool)
+reactor, DroneHandle ──> Tenant, in reactor.py (a `Dispatcher`)
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal
 from ..wire.functions import FunctionRegistry
-from ..wire.output import Line, Listener
 
 if TYPE_CHECKING:
-    from .reactor import Reactor
     from .retry import Retry
 
 
@@ -68,42 +67,6 @@ class AssignedDrone(Protocol):
     def is_running(self, number: int) -> bool: ...
     def has_waiting_tasks(self) -> bool: ...
     def closed_error(self) -> BaseException: ...
-
-
-class ValueDirectory(Protocol):
-    """The interface of an `ObjectDirectory` for drone handles."""
-
-    def prepare_to_send(self, task: Any, handle: Any, /) -> bool: ...
-    def on_store_lost(self, handle: Any, number: int, /) -> None: ...
-
-
-class ResourceOwner(Protocol):
-    """The interface of `Resources` for drone handles."""
-
-    sizes: dict[str, int]
-
-    def release(self, task: Any, /) -> None: ...
-    def count(self, target: Any, /) -> int: ...
-
-
-class HandleOwner(Protocol):
-    """The interface for drone handles."""
-
-    width: int
-    tasks_done: int
-    broken: BaseException | None
-    output: Callable[[Line], object] | None
-    output_listeners: dict[str, Listener]
-
-    @property
-    def directory(self) -> ValueDirectory: ...
-    @property
-    def resources(self) -> ResourceOwner: ...
-    @property
-    def reactor(self) -> Reactor: ...
-    def post(self, callback: Callable[..., object], /, *args: Any) -> None: ...
-    def call_later(self, seconds: float, callback: Callable[..., object], /, *args: Any) -> Any: ...
-    def has_waiting_task_for(self, handle: Any, /) -> bool: ...
 
 
 class TaskRunner:

@@ -29,6 +29,7 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -36,7 +37,9 @@ from ..promises import promise as promises
 from ..promises.promise import Promise, Signal, main_thread_calls, settling_threads
 from ..runtime import fork_guard, parent_death
 from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
+from ..runtime.timers import Timer
 from ..runtime.tuning import tuning
+from ..wire.output import Line, Listener
 from .event_loop import EventLoop
 
 log = logging.getLogger(__name__)
@@ -52,10 +55,19 @@ _reactor: Reactor | None = None
 
 
 class Tenant:
-    """The base class of dispatchers: the reactor's interface to its `tenants`.
+    """The base class of dispatchers, as the reactor and the drone handles see them.
     Methods are called while holding the lock, unless they say otherwise.
     """
 
+    reactor: Reactor
+    directory: Any  # an `ObjectDirectory`
+    resources: Any  # `Resources`
+    width: int
+    tasks_done: int
+    broken: BaseException | None
+    output: Callable[[Line], object] | None
+    output_listeners: dict[str, Listener]
+    unqueued_tasks: Callable[[], list[Any]]
     queue: deque[Any]
     wants_tasks = False
     """Tasks in `queue` can be sent: a thread that adds one calls `Reactor.send_tasks`."""
@@ -72,6 +84,24 @@ class Tenant:
 
     def fail(self, error: Exception) -> None:
         """Give up, because a method has raised `error`."""
+
+    def post(self, callback: Callable[..., object], *args: Any) -> None:
+        """Have the reactor's thread call `callback` under the lock. An error breaks the pool.
+
+        Any thread may call this. It takes no lock, so finalizers may call it.
+        """
+        self.reactor.post(partial(self.run_guarded, callback, *args))
+
+    def call_later(self, seconds: float, callback: Callable[..., object], *args: Any) -> Timer:
+        """Have `callback` called after `seconds`, under the lock. An error breaks the pool."""
+        return self.reactor.call_later(seconds, partial(self.run_guarded, callback, *args))
+
+    def run_guarded(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call `callback`. An error breaks the pool."""
+        try:
+            callback(*args)
+        except Exception as error:
+            self.fail(error)
 
     def abandon(self) -> None:
         """End now."""
