@@ -28,6 +28,7 @@ from unittest import mock
 from in_time import PID, FakeEngine, FakeHandle, FakeReactor, dispatcher_of
 
 from polycephaly.errors import DroneDied, Lost
+from polycephaly.pool import leases
 from polycephaly.pool.directory import KeptTask
 from polycephaly.pool.handlers import handle_message, handle_unsent_results
 from polycephaly.pool.interfaces import State, TaskOptions
@@ -564,11 +565,11 @@ class Interleaving:
 
     def lease(self):
         """Another process takes tasks, or gives some back, in one of the ways that it can."""
-        leases = self.dispatcher.leases
         if not self.leased:
             keys = {id(task): key for key, task in self.promises.items() if type(task) is Task}
             self.note("leases")
-            leased = leases.lease(1 + self.choose(3), lambda task: id(task) in keys)
+            many = 1 + self.choose(3)
+            leased = leases.lease(self.dispatcher, many, lambda task: id(task) in keys)
             self.leased = [(task, keys[id(task)]) for task in leased]
             return
         tasks, keys = [task for task, _ in self.leased], [key for _, key in self.leased]
@@ -576,15 +577,15 @@ class Interleaving:
         how = self.choose(3)
         self.note("lease", ("comes back", "is done", "is lost")[how])
         if how == 0:
-            leases.requeue_unstarted(tasks)
+            leases.requeue_unstarted(self.dispatcher, tasks)
             return
         self.on_begun(None, None, keys)
         if how == 1:
             for task, key in zip(tasks, keys, strict=True):
                 self.reactor.deliver(partial(task._settle, FINISHED, value_of(key), None))
-            leases.on_settled(tasks)
+            leases.on_settled(self.dispatcher, tasks)
         else:
-            leases.on_lost(tasks, DroneDied("the other process was lost"))
+            leases.on_lost(self.dispatcher, tasks, DroneDied("the other process was lost"))
 
     # -- drones ------------------------------------------------------------------------------------
 
@@ -775,7 +776,7 @@ class Interleaving:
     def finish(self):
         """Everybody does their part; then no promise is left, and the pool ends when closed."""
         if self.leased:
-            self.dispatcher.leases.requeue_unstarted([task for task, _ in self.leased])
+            leases.requeue_unstarted(self.dispatcher, [task for task, _ in self.leased])
             self.leased = []
         self.cooperate(
             lambda: (

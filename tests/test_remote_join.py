@@ -366,7 +366,7 @@ class Hosts(JoinedHosts):
 
 def test_a_host_that_gave_nothing_back_is_asked_again_after_its_next_report():
     idle = SimpleNamespace(state=State.READY, in_flight={})
-    hosts = Hosts(handles=[idle], leases=Mock())
+    hosts = Hosts(handles=[idle])
     hosts.admit(b"x", "key", {})
     (host,) = hosts
     host.drones = [{}]
@@ -387,17 +387,18 @@ def test_a_host_that_gave_nothing_back_is_asked_again_after_its_next_report():
 
 
 @pytest.mark.parametrize("closed_first", [True, False])
-def test_calls_lent_while_the_server_closes_go_back(closed_first):
+def test_calls_lent_while_the_server_closes_go_back(closed_first, monkeypatch):
     leases = Mock()
+    monkeypatch.setattr("polycephaly.server.joined.leases", leases)
     leases.lease.return_value = ["a call"]
-    hosts = Hosts(leases=leases)
+    hosts = Hosts()
     acts = [hosts.close, lambda: hosts._lend([(Mock(), 1)])]
     for act in acts if closed_first else acts[::-1]:
         act()
     for act in hosts.posted:
         if act != hosts._send_lent:  # the server's loop has ended
             act()
-    leases.requeue_unstarted.assert_called_once_with(["a call"])
+    leases.requeue_unstarted.assert_called_once_with(hosts._dispatcher, ["a call"])
 
 
 def test_the_name_of_a_host_is_short_and_printable():

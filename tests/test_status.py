@@ -14,6 +14,7 @@ from in_time import dispatcher_of, give, make_ready
 
 import polycephaly as poly
 from polycephaly import Promise
+from polycephaly.pool import leases
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.status import describe_pool, drone_state, running_label
 from polycephaly.runtime import parent_death, process_title
@@ -79,7 +80,7 @@ def test_a_leased_task_is_in_flight_elsewhere(reactor):
     dispatcher = dispatcher_of(reactor, 1)
     give(dispatcher, task)
     give(dispatcher, task)
-    (leased,) = dispatcher.leases.lease(1, lambda task: True)
+    (leased,) = leases.lease(dispatcher, 1, lambda task: True)
     assert counts(dispatcher) == (0, 0, 2, 1)
     leased.runs_elsewhere = True
     assert counts(dispatcher) == (0, 0, 2, 2)

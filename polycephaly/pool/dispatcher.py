@@ -54,7 +54,6 @@ from .drone_handle import DroneHandle, drain
 from .engine import Engine
 from .health import HealthMonitor
 from .interfaces import AssignedDrone, State, TaskOptions
-from .leases import Leases
 from .locality import Locality
 from .reactor import acquire_reactor
 from .resources import Resources, insert_in_order
@@ -104,7 +103,6 @@ class Dispatcher(DispatcherBase):
         self.owner_callback: object = None
         self.directory: ObjectDirectory = ObjectDirectory(self)
         self.locality = Locality(self, self.directory)
-        self.leases = Leases(self)
         self.stall_detector = StallDetector(self)
         self.backpressure: BackPressure | None = None  # None if queues have no limit
         self.stack_requests = StackRequests(self)

@@ -1,7 +1,7 @@
 """The base class of the dispatcher: the state that its parts share.
 
-    DispatcherBase <── Cancellation, Leases, Locality, ObjectDirectory, StallDetector, Supervisor,
-          ^            HealthMonitor: each has one part of the decisions
+    DispatcherBase <── Cancellation, Locality, ObjectDirectory, StallDetector, Supervisor,
+          ^            HealthMonitor, leases.py: each has one part of the decisions
           └─────────── Dispatcher, which makes them and joins them
 
 The parts stand in modules of their own and do not know `Dispatcher`.

@@ -6,7 +6,7 @@
       └────────── on_lost <──────┘ (run again if `retries` allow, otherwise rejected)
 
 A leased task counts as parked: the dispatcher does not end before it is settled or returned. All
-methods are called while holding the reactor's lock.
+functions are called while holding the reactor's lock.
 """
 
 from __future__ import annotations
@@ -21,53 +21,49 @@ from .task import Task
 _MAX_SKIPPED_TASKS = 1000
 
 
-class Leases:
-    """The leased tasks of one pool."""
+def lease(
+    dispatcher: DispatcherBase, max_tasks: int, can_lease: Callable[[Task], bool]
+) -> list[Task]:
+    """Take at most `max_tasks` tasks for which `can_lease` is true from the queue. No drone has
+    any of them.
+    """
+    taken: list[Task] = []
+    skipped: list[Task] = []
+    with suppress(IndexError):
+        while len(taken) < max_tasks and len(skipped) < _MAX_SKIPPED_TASKS:
+            task = dispatcher.queue.popleft()
+            if not task.done():
+                (taken if can_lease(task) else skipped).append(task)
+    dispatcher.queue.extendleft(reversed(skipped))
+    for task in taken:
+        task.is_leased = True
+    dispatcher.parked.update(taken)
+    return taken
 
-    def __init__(self, dispatcher: DispatcherBase) -> None:
-        self._dispatcher = dispatcher
 
-    def lease(self, max_tasks: int, can_lease: Callable[[Task], bool]) -> list[Task]:
-        """Take at most `max_tasks` tasks for which `can_lease` is true from the queue. No drone has
-        any of them.
-        """
-        dispatcher = self._dispatcher
-        taken: list[Task] = []
-        skipped: list[Task] = []
-        with suppress(IndexError):
-            while len(taken) < max_tasks and len(skipped) < _MAX_SKIPPED_TASKS:
-                task = dispatcher.queue.popleft()
-                if not task.done():
-                    (taken if can_lease(task) else skipped).append(task)
-        dispatcher.queue.extendleft(reversed(skipped))
-        for task in taken:
-            task.is_leased = True
-        dispatcher.parked.update(taken)
-        return taken
+def requeue_unstarted(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
+    """Queue tasks again that the other process had not begun."""
+    _reclaim(dispatcher, tasks)
+    if dispatcher.has_ended:
+        error = dispatcher.refusal or RuntimeError(f"{dispatcher.config.name} has ended")
+        dispatcher.reject_or_retry(tasks, error, may_retry=False)
+    else:
+        dispatcher.requeue([task for task in tasks if not task.done()])
 
-    def requeue_unstarted(self, tasks: list[Task]) -> None:
-        """Queue tasks again that the other process had not begun."""
-        dispatcher = self._dispatcher
-        self._reclaim(tasks)
-        if dispatcher.has_ended:
-            error = dispatcher.refusal or RuntimeError(f"{dispatcher.config.name} has ended")
-            dispatcher.reject_or_retry(tasks, error, may_retry=False)
-        else:
-            dispatcher.requeue([task for task in tasks if not task.done()])
-        dispatcher.end_check_due = True
 
-    def on_lost(self, tasks: list[Task], error: BaseException) -> None:
-        """Handle tasks that the other process may have begun before it was lost."""
-        dispatcher = self._dispatcher
-        self._reclaim(tasks)
-        dispatcher.reject_or_retry(tasks, error, may_retry=not dispatcher.has_ended)
-        dispatcher.end_check_due = True
+def on_lost(dispatcher: DispatcherBase, tasks: list[Task], error: BaseException) -> None:
+    """Handle tasks that the other process may have begun before it was lost."""
+    _reclaim(dispatcher, tasks)
+    dispatcher.reject_or_retry(tasks, error, may_retry=not dispatcher.has_ended)
 
-    def on_settled(self, tasks: list[Task]) -> None:
-        self._dispatcher.parked.difference_update(tasks)
-        self._dispatcher.end_check_due |= self._dispatcher.closing
 
-    def _reclaim(self, tasks: list[Task]) -> None:
-        for task in tasks:
-            task.is_leased = task.runs_elsewhere = False
-        self._dispatcher.parked.difference_update(tasks)
+def on_settled(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
+    dispatcher.parked.difference_update(tasks)
+    dispatcher.end_check_due |= dispatcher.closing
+
+
+def _reclaim(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
+    for task in tasks:
+        task.is_leased = task.runs_elsewhere = False
+    dispatcher.parked.difference_update(tasks)
+    dispatcher.end_check_due = True

@@ -26,6 +26,7 @@ from ..engines.remote.keys import Card
 from ..engines.remote.messages import Item, pack_hello
 from ..engines.remote.server_connection import ServerConnection
 from ..errors import Malformed
+from ..pool import leases
 from ..pool.config import check_timeout
 from ..pool.pool import Pool, dispatcher_of
 from ..pool.status import describe_drones
@@ -247,8 +248,8 @@ class Joined(ServerConnection):
         clients.
         """
         own_task_ids = set(map(id, list(self._session.tasks.values())))
-        tasks = self._dispatcher.leases.lease(max_calls, lambda task: id(task) in own_task_ids)
-        self._dispatcher.leases.on_settled(tasks)
+        tasks = leases.lease(self._dispatcher, max_calls, lambda task: id(task) in own_task_ids)
+        leases.on_settled(self._dispatcher, tasks)
         self.post(self._send_returned, tasks)
 
     def _send_returned(self, tasks: list[Task]) -> None:

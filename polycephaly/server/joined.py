@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from ..engines.remote import messages
 from ..engines.remote.messages import Item, Result
 from ..errors import DroneDied, Malformed
+from ..pool import leases
 from ..pool.interfaces import State
 from ..pool.items import with_item
 from ..pool.status import IDENTITY_FIELDS
@@ -131,7 +132,7 @@ class JoinedHosts:
     def _lend(self, credits: list[tuple[JoinedHost, int]]) -> None:
         """Take calls from the queue, holding the reactor's lock."""
         for host, credit in credits:
-            tasks = self._dispatcher.leases.lease(credit, _is_relayed)
+            tasks = leases.lease(self._dispatcher, credit, _is_relayed)
             if tasks:
                 self._lent.append((host, tasks))
         self._post(self._send_lent)
@@ -146,7 +147,7 @@ class JoinedHosts:
     def _requeue_lent(self) -> None:
         """Queue tasks again that were not sent, holding the reactor's lock."""
         for _, tasks in self._take_lent():
-            self._dispatcher.leases.requeue_unstarted(tasks)
+            leases.requeue_unstarted(self._dispatcher, tasks)
 
     def _take_lent(self) -> Iterator[tuple[JoinedHost, list[Task]]]:
         with suppress(IndexError):
@@ -166,7 +167,7 @@ class JoinedHosts:
             try:
                 kind, payload = task.captured_args()
             except Exception as error:  # the pool has ended and its memory was freed
-                self._dispatcher.post(self._dispatcher.leases.on_lost, [task], error)
+                self._dispatcher.post(leases.on_lost, self._dispatcher, [task], error)
                 continue
             function, known = task.client_function, host.sent_functions
             if function.number not in known:
@@ -198,9 +199,9 @@ class JoinedHosts:
     def _on_not_sent(self, tasks: list[Task], target: int) -> None:
         if target:
             error = RuntimeError("the drone has ended: its host has left")
-            self._dispatcher.post(self._dispatcher.leases.on_lost, tasks, error)
+            self._dispatcher.post(leases.on_lost, self._dispatcher, tasks, error)
         else:
-            self._dispatcher.post(self._dispatcher.leases.requeue_unstarted, tasks)
+            self._dispatcher.post(leases.requeue_unstarted, self._dispatcher, tasks)
 
     def _forward_cancel(self, host: JoinedHost, task: Promise[Any]) -> None:
         """Cancel the call at its host if the task was cancelled. Any thread may call this."""
@@ -247,7 +248,7 @@ class JoinedHosts:
                 if (task := host.in_flight.pop(number, None)) is not None
             ]
             host.may_recall = bool(returned)  # else not before the next report
-            self._dispatcher.post(self._dispatcher.leases.requeue_unstarted, returned)
+            self._dispatcher.post(leases.requeue_unstarted, self._dispatcher, returned)
         elif kind == messages.WINDOW:
             host.window = sum(messages.read_numbers(frames))  # one number
             if not host.window:
@@ -288,7 +289,7 @@ class JoinedHosts:
                 fulfill(task, (status, payload))
                 settled.append(task)
         self.tasks_done += len(settled)
-        self._dispatcher.post(self._dispatcher.leases.on_settled, settled)
+        self._dispatcher.post(leases.on_settled, self._dispatcher, settled)
 
     def remove(self, host: JoinedHost, reason: str) -> None:
         """Remove a host that is lost or has left. Its calls run again or are rejected."""
@@ -305,7 +306,7 @@ class JoinedHosts:
                 drone=host.name,
                 running=label,
             )
-            self._dispatcher.post(self._dispatcher.leases.on_lost, [task], error)
+            self._dispatcher.post(leases.on_lost, self._dispatcher, [task], error)
         for reply in host.pending_requests.values():
             reply(error=f"the drone has ended: the joined host {host.name} was lost")
 
