@@ -33,7 +33,7 @@ from ..wire.messages import CANCEL, pack_numbers
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .interfaces import AssignedDrone
-from .stack_requests import StackRequest, StackRequests, format_remote, frames_of
+from .stack_requests import StackRequest, format_remote, frames_of
 from .task import Task, fail
 
 GRACE_STEPS = 10  # steps between an interrupt and a kill
@@ -43,9 +43,8 @@ STACK_SECONDS = 0.05  # between the request for a task's frames and the task's d
 class Cancellation:
     """The cancellation and the time limits of one pool's tasks."""
 
-    def __init__(self, dispatcher: DispatcherBase, stack_requests: StackRequests) -> None:
+    def __init__(self, dispatcher: DispatcherBase) -> None:
         self._dispatcher = dispatcher
-        self._stack_requests = stack_requests
 
     def set_deadlines(self, handle: DroneHandle, batch: list[Task], now: float) -> None:
         """Set the deadlines of tasks that were just sent to `handle`."""
@@ -67,16 +66,10 @@ class Cancellation:
         times = [at - STACK_SECONDS * (number not in asked) for number, at in limits]
         first = min(times, default=inf)
         if first < handle.timer_at:
-            self.cancel_timer(handle)
+            handle.cancel_timer()
             handle.timer_at = first
             seconds = first - self._dispatcher.reactor.timers.now()
             handle.timer = self._dispatcher.call_later(seconds, self._check_deadlines, handle)
-
-    def cancel_timer(self, handle: DroneHandle) -> None:
-        """Cancel the timer, because an earlier one takes its place, or the drone has ended."""
-        if handle.timer is not None:
-            self._dispatcher.reactor.timers.cancel(handle.timer)
-            handle.timer, handle.timer_at = None, inf
 
     def _check_deadlines(self, handle: DroneHandle) -> None:
         handle.timer, handle.timer_at = None, inf
@@ -90,7 +83,7 @@ class Cancellation:
             elif deadline > now:
                 if deadline - STACK_SECONDS <= now and number not in handle.frame_requests:
                     handle.frame_requests[number] = request = StackRequest(self._dispatcher, handle)
-                    self._stack_requests.send(request)
+                    self._dispatcher.stack_requests.send(request)
             elif handle.is_debugged():
                 assert task.timeout is not None
                 handle.deadlines[number] = now + task.timeout

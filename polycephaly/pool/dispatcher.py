@@ -57,7 +57,6 @@ from .interfaces import AssignedDrone, State, TaskOptions
 from .locality import Locality
 from .reactor import acquire_reactor
 from .resources import Resources, insert_in_order
-from .stack_requests import StackRequests
 from .stall_detection import StallDetector
 from .supervisor import Supervisor, pool_error
 from .task import Slice, Task
@@ -105,18 +104,10 @@ class Dispatcher(DispatcherBase):
         self.locality = Locality(self, self.directory)
         self.stall_detector = StallDetector(self)
         self.backpressure: BackPressure | None = None  # None if queues have no limit
-        self.stack_requests = StackRequests(self)
-        self.cancellation = Cancellation(self, self.stack_requests)
-        self.supervisor = Supervisor(
-            self,
-            self.cancellation,
-            self.directory,
-            self.locality,
-            self.resources,
-            self.stack_requests,
-        )
+        self.cancellation = Cancellation(self)
+        self.supervisor = Supervisor(self, self.directory, self.resources)
         self.stop_if_retired = self.supervisor.stop_if_retired
-        self.health_monitor = HealthMonitor(self, self.supervisor, self.stack_requests)
+        self.health_monitor = HealthMonitor(self, self.supervisor)
         self.schedule_health_check = self.health_monitor.schedule_check
         has_begun = False
         try:

@@ -24,10 +24,11 @@ from ..wire.functions import FunctionRegistry
 from ..wire.messages import PROFILE
 from ..wire.output import Listener
 from .config import PoolConfig
-from .drone_handle import DroneHandle
+from .drone_handle import DroneHandle, drain
 from .interfaces import AssignedDrone, State, TaskRunner
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
+from .stack_requests import StackRequests
 from .task import Task, fail
 
 # A mask: once in so many calls, a thread that submits many tasks serves the drones.
@@ -85,6 +86,7 @@ class DispatcherBase(TaskRunner, Tenant):
         self.begun: Signal[None] = Signal()
         self.ended: Signal[None] = Signal()
         self.record = TraceBuffer()
+        self.stack_requests = StackRequests(self)
         self.made_at = time()
         self.tasks_done = self.tasks_cancelled = 0  # calls
         self.needs_checks = False
@@ -145,6 +147,15 @@ class DispatcherBase(TaskRunner, Tenant):
         task.payload = b""
         self.reactor.deliver(lambda: reject(task, make_error()))
         self.post(self.end_if_last, task.target)
+
+    def release_preferred(self, handle: DroneHandle) -> None:
+        """Requeue the tasks that prefer `handle`, which takes no more. The drone ends if these were
+        all that it had.
+        """
+        for task in drain(handle.preferred):
+            task.preferred_drone = None
+            self.resume(task)
+        self.stop_if_retired(handle)
 
     def end_if_last(self, target: AssignedDrone | None) -> None:
         """End `target`, or the dispatcher, if the last task has gone."""

@@ -291,6 +291,14 @@ class DroneHandle:
         started = self.last_started() if tasks else 0
         return next((each for each in tasks if each.number == started), tasks[0] if tasks else None)
 
+    def cancel_timer(self) -> None:
+        """Cancel the timer of the deadlines, because an earlier one takes its place, or the drone
+        has ended.
+        """
+        if self.timer is not None:
+            self.dispatcher.reactor.timers.cancel(self.timer)
+            self.timer, self.timer_at = None, inf
+
     def count_done(self, calls: int) -> None:
         """Count answered calls. An initializer does not count."""
         if self.state >= State.READY:

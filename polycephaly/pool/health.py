@@ -31,7 +31,7 @@ from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, Spawner, Times
 from .interfaces import State
 from .items import with_item
-from .stack_requests import StackRequest, StackRequests
+from .stack_requests import StackRequest
 from .supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -105,13 +105,10 @@ class _WaitTracker:
 
 
 class HealthMonitor:
-    def __init__(
-        self, dispatcher: DispatcherBase, supervisor: Supervisor, stack_requests: StackRequests
-    ) -> None:
+    def __init__(self, dispatcher: DispatcherBase, supervisor: Supervisor) -> None:
         config = self._config = dispatcher.config
         self._dispatcher = dispatcher
         self._supervisor = supervisor
-        self._stack_requests = stack_requests
         self._interval = tuning.health_check_seconds
         self._stall_seconds = tuning.stalled_seconds
         if config.max_memory is not None:
@@ -241,7 +238,7 @@ class HealthMonitor:
                 wait.request = None
         elif wait.request is None:  # by the next look the control thread has answered, if it can
             wait.request = StackRequest(self._dispatcher, handle)
-            self._stack_requests.send(wait.request)
+            self._dispatcher.stack_requests.send(wait.request)
         # Not if the drone is runnable, and only has to wait for a processor.
         elif handle.reported_wait is None and handle.is_waiting():
             report = _describe_wait(handle, time() - seconds, wait.request)

@@ -24,7 +24,6 @@ from ..runtime.tuning import tuning
 from ..wire.placeholders import PayloadWithRefs
 from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase
-from .drone_handle import DroneHandle, drain
 from .interfaces import AssignedDrone, State
 from .task import Task
 
@@ -53,7 +52,7 @@ class Locality:
         dispatcher.request_dispatch(task)
         # The queue was emptied when the drone retired, perhaps before the append above.
         if handle.state >= State.RETIRING:
-            dispatcher.post(self.release, handle)
+            dispatcher.post(dispatcher.release_preferred, handle)
         if dispatcher.has_ended:
             dispatcher.reject_all(handle.preferred)
 
@@ -92,12 +91,3 @@ class Locality:
 
     def _rebalance_again(self) -> None:
         self._next_rebalance_at = inf  # `after_critical_section` calls `rebalance`
-
-    def release(self, handle: DroneHandle) -> None:
-        """Requeue the tasks that prefer `handle`, which takes no more. The drone ends if these were
-        all that it had.
-        """
-        for task in drain(handle.preferred):
-            task.preferred_drone = None
-            self._dispatcher.resume(task)
-        self._dispatcher.stop_if_retired(handle)

@@ -64,6 +64,7 @@ class Tenant:
     resources: Any  # `Resources`
     width: int
     tasks_done: int
+    has_ended: bool
     broken: BaseException | None
     output: Callable[[Line], object] | None
     output_listeners: dict[str, Listener]

@@ -23,9 +23,8 @@ from ..errors import Malformed
 from ..promises.promise import fulfill
 from ..wire.messages import FRAMES
 from .config import check_timeout
-from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
-from .reactor import DrivingSignal
+from .reactor import DrivingSignal, Tenant
 from .task import Task
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class DroneRequest(DrivingSignal[T | None]):
     question: tuple[bytes, *tuple[int, ...]] = (FRAMES,)
     """The arguments of `DroneHandle.request_frames`."""
 
-    def __init__(self, dispatcher: DispatcherBase, handle: DroneHandle) -> None:
+    def __init__(self, dispatcher: Tenant, handle: DroneHandle) -> None:
         super().__init__(dispatcher.reactor)
         self.handle = handle
         self.was_sent = False
@@ -95,7 +94,7 @@ class StackRequest(DroneRequest[_Answer]):
 class StackRequests:
     """The unanswered requests of one dispatcher. All methods but `take` need the reactor's lock."""
 
-    def __init__(self, dispatcher: DispatcherBase) -> None:
+    def __init__(self, dispatcher: Tenant) -> None:
         self._dispatcher = dispatcher
         # Those that no thread waits for any more vanish.
         self._pending: WeakValueDictionary[int, DroneRequest[Any]] = WeakValueDictionary()

@@ -28,16 +28,14 @@ from ..errors import DroneDied, describe_exit
 from ..promises.promise import Promise, stored_error
 from ..wire.exceptions import message_of
 from ..wire.messages import RECALL, STOP, pack_numbers
-from .cancellation import Cancellation
 from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, drain
 from .engine import Engine
 from .interfaces import AssignedDrone, State
 from .items import with_item
-from .locality import Locality
 from .resources import Resources
-from .stack_requests import StackRequests, fatal_frames, format_remote
+from .stack_requests import fatal_frames, format_remote
 from .task import Task
 
 log = logging.getLogger(__name__)
@@ -55,20 +53,11 @@ class Supervisor:
     """A task that was captured and is never submitted: each drone gets one like this."""
 
     def __init__(
-        self,
-        dispatcher: DispatcherBase,
-        cancellation: Cancellation,
-        directory: ObjectDirectory,
-        locality: Locality,
-        resources: Resources,
-        stack_requests: StackRequests,
+        self, dispatcher: DispatcherBase, directory: ObjectDirectory, resources: Resources
     ) -> None:
         self._dispatcher = dispatcher
-        self._cancellation = cancellation
         self._directory = directory
-        self._locality = locality
         self._resources = resources
-        self._stack_requests = stack_requests
         self._config = dispatcher.config
         self._numbers = itertools.count(1)
         self.first: DroneHandle | None = None
@@ -244,7 +233,7 @@ class Supervisor:
             if len(handle.in_flight) > 1:
                 handle.send(pack_numbers(RECALL))
             self._directory.evacuate(handle)
-            self._locality.release(handle)
+            self._dispatcher.release_preferred(handle)
         elif handle.state < State.READY and handle.has_waiting_tasks():
             handle.retire_when_ready = True  # after it is ready, because it has dedicated tasks
         elif handle.state < State.READY:
@@ -305,7 +294,7 @@ class Supervisor:
             handle.death = _death(handle, None)
         handle.state = State.DEAD
         # A task that was answered in time may still wait for that answer to arrive.
-        self._cancellation.cancel_timer(handle)
+        handle.cancel_timer()
         handle.print_output()
         handle.collect_last_results()
         in_flight = handle.in_flight
@@ -356,8 +345,8 @@ class Supervisor:
             handle.death = error
             self._on_unexpected_death(handle, error, before)
         self._directory.on_drone_died(handle)
-        self._stack_requests.on_drone_died(handle)
-        self._locality.release(handle)
+        self._dispatcher.stack_requests.on_drone_died(handle)
+        self._dispatcher.release_preferred(handle)
         self.start_missing()
         self._settle_refreshes()  # the drone may have been the last that had not started
         self._dispatcher.end_check_due = True
@@ -393,7 +382,7 @@ class Supervisor:
         self._dispatcher.reject_or_retry(
             drain(handle.dedicated), handle.closed_error(), may_retry=False
         )
-        self._locality.release(handle)
+        self._dispatcher.release_preferred(handle)
         if handle in self._dispatcher.handles:
             self._dispatcher.handles.remove(handle)
         self._dispatcher.settle_signal(handle.pid_known)
