@@ -316,7 +316,7 @@ class Task(Promise[Any]):
                 inner = pickling.remote_objects or {}
                 if pickling.moved:
                     self._add_channel_ends(pickling.moved)
-                if any(each._is_remote() for each in inputs):
+                if any(isinstance(each, LazyTask) and each._is_remote() for each in inputs):
                     self.unfilled = self.payload, inputs
                 outer, remote_objects = split_remote_objects(self.payload)
                 joined = join_payloads([*parts], (outer, packed, *parts.values()), registry.store)
@@ -653,6 +653,7 @@ class LazyTask(Task):
         return again
 
     def _is_remote(self) -> bool:
+        """Return whether the value may be on another machine, and be lost if that machine fails."""
         return not self._is_loaded and bool(self._received_value.is_slow_to_open())
 
     def _serialized_part(self, registry: FunctionRegistry) -> Serialized | None:

@@ -320,10 +320,6 @@ class Promise(Future[T], Handle, Generic[T]):
         """Open the stored value once, and return it. Raise the error that opening raises."""
         raise NotImplementedError
 
-    def _is_remote(self) -> bool:
-        """Return whether the value may be on another machine, and be lost if that machine fails."""
-        return False
-
     def _serialized_part(self, registry: Any) -> Any:
         """Return the stored value as a part of arguments, a `Serialized`; None if it must be
         opened.
