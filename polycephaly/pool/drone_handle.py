@@ -601,6 +601,7 @@ class DroneHandle:
         """Have the output that has arrived printed."""
         output, dispatcher = self.take_output(), self.dispatcher
         if output:
+            self.keep_stderr_lines(output)
             dispatcher.reactor.deliver(
                 partial(deliver, dispatcher.output, output, dispatcher.output_listeners)
             )

@@ -218,9 +218,7 @@ class LocalHandle(DroneHandle):
         # Nearly always there is none, and this is faster than reading in vain.
         if not (self._output.poll(0) or self._merge.postponed):
             return []
-        heard = self._merge.read([stream for stream in self.streams if stream.open])
-        self.keep_stderr_lines(heard)
-        return heard
+        return self._merge.read([stream for stream in self.streams if stream.open])
 
     # -- receiving ---------------------------------------------------------------------------------
 

@@ -212,9 +212,7 @@ class RayHandle(DroneHandle):
             stream.unread += printed
 
     def take_output(self) -> OutputItems:
-        entries = self._merge.read([stream for stream in self._output_streams if stream.open])
-        self.keep_stderr_lines(entries)
-        return entries
+        return self._merge.read([stream for stream in self._output_streams if stream.open])
 
     # -- state of the drone ------------------------------------------------------------------------
 
