@@ -143,7 +143,7 @@ class Dispatcher(DispatcherBase):
 
         Raises `RuntimeError` if the pool is closed, `BrokenProcessPool` if it is broken.
         """
-        if self.needs_checks:
+        if self.needs_checks or self.refusal is not None:
             self._wait_for_room(target)
             self.check_open()
             task_options = task_options or self._own_options
@@ -844,7 +844,7 @@ class Dispatcher(DispatcherBase):
         if starts_anew:
             for handle in self.handles:
                 handle.state, handle.death = State.DEAD, self.refusal
-            self.handles, self.refusal = [], None
+            self.handles, self.refusal, self.needs_checks = [], None, True
             (self.held or self).__class__ = _StartsAnew
 
     def abandon(self, reason: str = "") -> None:

@@ -89,19 +89,8 @@ class DispatcherBase(TaskRunner, Tenant):
         self.stack_requests = StackRequests(self)
         self.made_at = time()
         self.tasks_done = self.tasks_cancelled = 0  # calls
-        self.needs_checks = False
-        self._refusal: BaseException | None = None
+        self.refusal: BaseException | None = None  # the error for new tasks
         self.broken: BaseException | None = None  # why no drone can run any task
-
-    @property
-    def refusal(self) -> BaseException | None:
-        """The error for new tasks, or None while tasks are accepted."""
-        return self._refusal
-
-    @refusal.setter
-    def refusal(self, error: BaseException | None) -> None:
-        self._refusal = error
-        self.needs_checks = True
 
     # -- any thread --------------------------------------------------------------------------------
 
