@@ -32,7 +32,6 @@ from ..runtime.tuning import tuning
 from ..wire.messages import CANCEL, pack_numbers
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
-from .interfaces import AssignedDrone
 from .stack_requests import StackRequest, format_remote, frames_of
 from .task import Task, fail
 
@@ -106,12 +105,12 @@ class Cancellation:
             task.overrun = error
         self.interrupt(handle, task)
 
-    def interrupt(self, handle: AssignedDrone, task: Task) -> None:
+    def interrupt(self, handle: DroneHandle, task: Task) -> None:
         """Interrupt a task in flight, and kill the drone if the interrupt has no effect."""
         handle.send(pack_numbers(CANCEL, (task.number,)))
         self._schedule_check(handle, task.number, GRACE_STEPS)
 
-    def _schedule_check(self, handle: AssignedDrone, number: int, steps_left: int) -> None:
+    def _schedule_check(self, handle: DroneHandle, number: int, steps_left: int) -> None:
         seconds = tuning.grace_seconds / GRACE_STEPS
         self._dispatcher.call_later(seconds, self._kill_if_running, handle, number, steps_left - 1)
 

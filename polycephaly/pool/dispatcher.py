@@ -53,7 +53,7 @@ from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, drain
 from .engine import Engine
 from .health import HealthMonitor
-from .interfaces import AssignedDrone, State, TaskOptions
+from .interfaces import State, TaskOptions
 from .locality import Locality
 from .reactor import acquire_reactor
 from .resources import Resources, insert_in_order
@@ -269,7 +269,7 @@ class Dispatcher(DispatcherBase):
             payload.remote_objects.values()
         )
 
-    def _enqueue_dedicated(self, task: Task, target: AssignedDrone) -> None:
+    def _enqueue_dedicated(self, task: Task, target: DroneHandle) -> None:
         target.dedicated.append(task)
         self.needs_dispatch = True
         self.reactor.wake()
@@ -409,7 +409,7 @@ class Dispatcher(DispatcherBase):
         else:
             self._dispatch_queue(now)
 
-    def _dispatch_queue(self, now: float, reserved: AssignedDrone | None = None) -> None:
+    def _dispatch_queue(self, now: float, reserved: DroneHandle | None = None) -> None:
         """Send tasks of the queue, but none to the drone that is `reserved`."""
         queue = self.queue
         if len(queue) == 1:

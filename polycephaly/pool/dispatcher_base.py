@@ -25,7 +25,7 @@ from ..wire.messages import PROFILE
 from ..wire.output import Listener
 from .config import PoolConfig
 from .drone_handle import DroneHandle, drain
-from .interfaces import AssignedDrone, State, TaskRunner
+from .interfaces import State, TaskRunner
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .stack_requests import StackRequests
@@ -50,7 +50,7 @@ class DispatcherBase(TaskRunner, Tenant):
     requeue: Callable[[list[Task]], None]
     insert: Callable[..., None]
     resume: Callable[[Task], None]
-    stop_if_retired: Callable[[AssignedDrone], None]
+    stop_if_retired: Callable[[DroneHandle], None]
     schedule_health_check: Callable[[], None]
     target_size: Callable[[], int]
     break_pool: Callable[[BaseException], None]
@@ -146,7 +146,7 @@ class DispatcherBase(TaskRunner, Tenant):
             self.resume(task)
         self.stop_if_retired(handle)
 
-    def end_if_last(self, target: AssignedDrone | None) -> None:
+    def end_if_last(self, target: DroneHandle | None) -> None:
         """End `target`, or the dispatcher, if the last task has gone."""
         self.end_check_due = True
         if target is not None:

@@ -1,14 +1,12 @@
 """The interfaces between the parts of a pool, for modules that stand below the ones they describe.
 
-Task ──> AssignedDrone (a `DroneHandle`)
 tasks, maps ──> TaskRunner (a `Dispatcher`, or else a `Connection` to a remote pool)
 reactor, DroneHandle ──> Tenant, in reactor.py (a `Dispatcher`)
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -46,27 +44,6 @@ class EventLoop(Protocol):
     def call_later(self, seconds: float, callback: Callable[[], object], /) -> object: ...
     def deliver(self, callback: Callable[[], object], /) -> None: ...
     def drive(self, promise: Promise[Any], deadline: float | None, /) -> None: ...
-
-
-class AssignedDrone(Protocol):
-    """The drone that a task was sent to, or has to be sent to."""
-
-    name: str
-    number: int
-    state: State
-    in_flight: dict[int, Any]
-    dedicated: deque[Any]
-    preferred: deque[Any]
-    to_enqueue: set[Any]
-    packing: set[int]
-
-    @property
-    def alive(self) -> bool: ...
-    def send(self, frames: list[bytes], tasks: Sequence[Any] = ()) -> None: ...
-    def kill(self) -> None: ...
-    def is_running(self, number: int) -> bool: ...
-    def has_waiting_tasks(self) -> bool: ...
-    def closed_error(self) -> BaseException: ...
 
 
 class TaskRunner:

@@ -24,7 +24,8 @@ from ..runtime.tuning import tuning
 from ..wire.placeholders import PayloadWithRefs
 from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase
-from .interfaces import AssignedDrone, State
+from .drone_handle import DroneHandle
+from .interfaces import State
 from .task import Task
 
 MOVE_SECONDS_PER_BYTE = 2e-9
@@ -41,7 +42,7 @@ class Locality:
         self._directory = directory
         self._next_rebalance_at = inf  # when `rebalance` will be tried again
 
-    def add(self, task: Task, handle: AssignedDrone) -> None:
+    def add(self, task: Task, handle: DroneHandle) -> None:
         """Queue `task` for `handle`. An idle drone takes over the task if that has waited for as
         long as moving its kept values takes. Any thread may call this.
         """

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
-from .interfaces import AssignedDrone, State
+from .interfaces import State
 from .task import Task
 
 
@@ -36,7 +36,7 @@ class Resources:
         self.queues: dict[tuple[object, object], deque[Task]] = {}
         # The drone kept for the first task whose resources are free and that found no idle drone.
         # Until it begins that task, it is sent nothing from the pool's queue.
-        self.reserved: AssignedDrone | None = None
+        self.reserved: DroneHandle | None = None
 
     def count(self, target: DroneHandle | None) -> int:
         """Return how many tasks wait for `target` only, or, if None, for any drone. Any thread may

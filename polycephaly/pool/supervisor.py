@@ -32,7 +32,7 @@ from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle, drain
 from .engine import Engine
-from .interfaces import AssignedDrone, State
+from .interfaces import State
 from .items import with_item
 from .resources import Resources
 from .stack_requests import fatal_frames, format_remote
@@ -249,13 +249,13 @@ class Supervisor:
             self.retire(handle)
         self.start_missing()
 
-    def stop_if_retired(self, handle: AssignedDrone) -> None:
+    def stop_if_retired(self, handle: DroneHandle) -> None:
         if handle.state is State.RETIRING and not (
             handle.in_flight or handle.packing or handle.has_waiting_tasks()
         ):
             self.stop(handle)
 
-    def stop(self, handle: AssignedDrone) -> None:
+    def stop(self, handle: DroneHandle) -> None:
         handle.state = State.STOPPING
         handle.send(pack_numbers(STOP))
         self._dispatcher.call_later(STOP_GRACE_SECONDS, handle.kill)  # no effect on a dead one

@@ -45,7 +45,7 @@ from ..wire.placeholders import (
 from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, args_of_call, slice_calls
 from .flow_graph import record_failure
 from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
-from .interfaces import AssignedDrone, TaskOptions, TaskRunner
+from .interfaces import TaskOptions, TaskRunner
 
 if TYPE_CHECKING:
     from ..promises.spans import Spans
@@ -68,8 +68,10 @@ class Task(Promise[Any]):
     """
 
     _can_be_interrupted = True
-    target: AssignedDrone | None = None  # the only drone that may run the task, if any
-    preferred_drone: AssignedDrone | None = None  # the drone that has most of its kept values
+    # `DroneHandle`s, or None: the only drone that may run the task (of a client, a `RemoteHandle`),
+    # and the drone that has most of its kept values.
+    target: Any = None
+    preferred_drone: Any = None
     bytes_to_move = 0  # bytes that would have to be moved to another drone
     preferred_since = 0.0  # the time since when the task waits for `preferred_drone`
     keeps = False  # the value stays in the drone that computes it
@@ -487,8 +489,8 @@ class Task(Promise[Any]):
         self.dispatcher.reactor.drive(self, deadline)
 
     @property
-    def handle(self) -> AssignedDrone | None:
-        """The drone that the task was sent to, if any."""
+    def handle(self) -> Any:
+        """The `DroneHandle` of the drone that the task was sent to, if any."""
         sending = self.sending  # read once: a thread with the reactor's lock may clear it
         return sending.handle if sending is not None else None
 
@@ -666,9 +668,7 @@ class Sending:
 
     __slots__ = ("at", "by_bulk", "estimate", "handle")
 
-    def __init__(
-        self, handle: AssignedDrone, at: float, estimate: float, by_bulk: bool = False
-    ) -> None:
+    def __init__(self, handle: Any, at: float, estimate: float, by_bulk: bool = False) -> None:
         self.handle = handle
         self.at = at
         self.estimate = estimate  # seconds of each task in the drone's load; negative: unknown
