@@ -94,7 +94,7 @@ def test_the_frames_at_which_the_limit_struck_are_the_cause_of_the_error(reactor
         'File "file.py", line 9, in outer',
         'File "file.py", line 3, in inner',
     ]
-    assert not alone.frame_requests
+    assert not alone.deadlines
 
 
 def test_a_limit_does_not_wait_for_frames(reactor, alone):

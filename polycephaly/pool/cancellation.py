@@ -51,18 +51,16 @@ class Cancellation:
         # deadlines are over.
         if not handle.overlapping:
             handle.deadlines.clear()
-            handle.frame_requests.clear()
         for task in batch:
             if task.timeout is not None:
-                handle.deadlines[task.number] = now + task.timeout
+                handle.deadlines[task.number] = now + task.timeout, None
         self._set_timer(handle)
 
     def _set_timer(self, handle: DroneHandle) -> None:
         """Set the timer for the earliest deadline, or for the request for frames before it, unless
         an earlier timer is set.
         """
-        limits, asked = handle.deadlines.items(), handle.frame_requests
-        times = [at - STACK_SECONDS * (number not in asked) for number, at in limits]
+        times = [at - STACK_SECONDS * (asked is None) for at, asked in handle.deadlines.values()]
         first = min(times, default=inf)
         if first < handle.timer_at:
             handle.cancel_timer()
@@ -73,31 +71,32 @@ class Cancellation:
     def _check_deadlines(self, handle: DroneHandle) -> None:
         handle.timer, handle.timer_at = None, inf
         now = self._dispatcher.reactor.timers.now()
-        if any(deadline <= now for deadline in handle.deadlines.values()):
+        if any(deadline <= now for deadline, _ in handle.deadlines.values()):
             handle.catch_up()
-        for number, deadline in list(handle.deadlines.items()):
+        for number, (deadline, request) in list(handle.deadlines.items()):
             task = handle.in_flight.get(number)
             if task is None or task.done():
                 del handle.deadlines[number]
             elif deadline > now:
-                if deadline - STACK_SECONDS <= now and number not in handle.frame_requests:
-                    handle.frame_requests[number] = request = StackRequest(self._dispatcher, handle)
+                if deadline - STACK_SECONDS <= now and request is None:
+                    request = StackRequest(self._dispatcher, handle)
+                    handle.deadlines[number] = deadline, request
                     self._dispatcher.stack_requests.send(request)
             elif handle.is_debugged():
                 assert task.timeout is not None
-                handle.deadlines[number] = now + task.timeout
-                handle.frame_requests.pop(number, None)
+                handle.deadlines[number] = now + task.timeout, None
             else:
                 del handle.deadlines[number]
-                self._reject_timed_out(handle, task)
+                self._reject_timed_out(handle, task, request)
         self._set_timer(handle)
 
-    def _reject_timed_out(self, handle: DroneHandle, task: Task) -> None:
+    def _reject_timed_out(
+        self, handle: DroneHandle, task: Task, request: StackRequest | None
+    ) -> None:
         error = TimeoutError(
             f"{task.definition.label} ran for more than {task.timeout} s on {handle.name}"
         )
         task.timed_out = True
-        request = handle.frame_requests.pop(task.number, None)
         if task.next_delay(error) is None:
             last = task.with_attempts(error)
             self._dispatcher.reactor.deliver(partial(_reject_with_frames, task, last, request))

@@ -133,8 +133,8 @@ class DroneHandle:
         self._below_task = False  # and was a frame that the task was called from
         self._release_report_scheduled = False
         self._defined = KnownFunctions(self._schedule_release_report)
-        self.deadlines: dict[int, float] = {}  # of the tasks with a time limit, by task number
-        self.frame_requests: dict[int, Any] = {}  # requests for their frames; see cancellation.py
+        # Of the tasks with a time limit, by number: the deadline, and the request for their frames.
+        self.deadlines: dict[int, tuple[float, Any]] = {}
         self.timer: Timer | None = None  # checks the deadlines at `timer_at`
         self.timer_at = inf
         self.unresponsive: str | None = None  # why there is no heartbeat; None while there is one
@@ -581,7 +581,6 @@ class DroneHandle:
                 self.bulk_unanswered -= 1
             if task.timeout is not None:
                 self.deadlines.pop(number, None)
-                self.frame_requests.pop(number, None)
             if task.definition.overlaps:
                 self.overlapping -= 1
                 self.hung.discard(number)
