@@ -282,7 +282,7 @@ class Dispatcher(DispatcherBase):
         if task._state != PENDING or not self._enqueue(task):
             self.awaiting_inputs.discard(task)
         if self.closing or (task.target is not None and task.target.state is State.RETIRING):
-            self.post(self.end_if_last, task.target)
+            self.post(self.stop_if_retired, task.target)
 
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
         """Accept no more tasks, and end when all accepted tasks are done.
@@ -443,7 +443,7 @@ class Dispatcher(DispatcherBase):
         """Note whether more tasks could be sent at once, and move tasks that wait behind a busy
         drone. Called at the end of each critical section.
         """
-        if self.end_check_due:
+        if self.closing:
             self._end_if_done()
         if self.backpressure:
             self.backpressure.wake_waiters(self.refusal is not None)
@@ -542,7 +542,7 @@ class Dispatcher(DispatcherBase):
             self._find_holder(task, payload)
         if not task.done():
             self.insert(task)
-        self.end_if_last(task.target)
+        self.stop_if_retired(task.target)
 
     def requeue(self, tasks: list[Task]) -> None:
         """Put `tasks` back into their queues, in the same order, before other tasks of their
@@ -559,7 +559,7 @@ class Dispatcher(DispatcherBase):
             task.sending = None
             if task.done():  # by a thread that may have taken the task for begun
                 task.release_payload()
-                self.end_if_last(task.target)
+                self.stop_if_retired(task.target)
                 continue
             self.insert(task, first=True)
 
@@ -596,7 +596,6 @@ class Dispatcher(DispatcherBase):
             # Not with more in flight: retiring would recall tasks that the drone may still run.
             self.supervisor.retire(handle)
         self.stop_if_retired(handle)
-        self.end_check_due = True
 
     # -- holding the reactor's lock: tasks that take kept values -----------------------------------
 
@@ -626,7 +625,6 @@ class Dispatcher(DispatcherBase):
                 except BaseException as error:
                     self.awaiting_inputs.discard(task)
                     self.reactor.deliver(partial(reject, task, copy_error(error)))
-        self.end_check_due = True
 
     # -- holding the reactor's lock: stopping running tasks ----------------------------------------
 
@@ -647,7 +645,7 @@ class Dispatcher(DispatcherBase):
             self.cancellation.interrupt(handle, task)
         else:
             task.payload = b""
-            self.end_if_last(target)
+            self.stop_if_retired(target)
             if self.backpressure is not None:  # a cancelled task must not take up room
                 preferred = [each.preferred for each in self.handles]
                 queues = [self.queue, *preferred] if target is None else [target.dedicated]
@@ -779,7 +777,6 @@ class Dispatcher(DispatcherBase):
                 for task in reversed(handle.in_flight.values()):
                     if running or not handle.is_running(task.number):
                         self.reactor.deliver(task.cancel)
-        self.end_check_due = True
 
     def cancel_dedicated(self, handle: DroneHandle) -> None:
         """Cancel the tasks that only `handle` may run."""
@@ -802,15 +799,12 @@ class Dispatcher(DispatcherBase):
         return any(handle.in_flight or handle.has_waiting_tasks() for handle in self.handles)
 
     def _end_if_done(self) -> None:
-        """End the drones, and then this dispatcher, if all tasks are done. Called once in a
-        critical section, however many events in that could have been the last.
-        """
-        self.end_check_due = False
-        if not self.closing or self._unfinished():
-            if self.closing and self.awaiting_inputs:
+        """End the drones, and then this dispatcher, if all tasks are done and no more are taken."""
+        if self._unfinished():
+            if self.awaiting_inputs:
                 self.stall_detector.schedule_check()
             # A kept value was requested after the last drone had ended, and is computed again.
-            if self.closing and not self.handles:
+            if not self.handles:
                 self.supervisor.start_missing()
             return
         for handle in list(self.handles):
@@ -857,7 +851,6 @@ class Dispatcher(DispatcherBase):
         for task in list(self.delayed):
             self._cancel_delay(task)
         self.supervisor.kill_all(reason)
-        self.end_check_due = True
 
     def _end(self) -> None:
         self.refusal = self.refusal or RuntimeError(f"{self.config.name} has ended")

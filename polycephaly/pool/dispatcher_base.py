@@ -50,7 +50,7 @@ class DispatcherBase(TaskRunner, Tenant):
     requeue: Callable[[list[Task]], None]
     insert: Callable[..., None]
     resume: Callable[[Task], None]
-    stop_if_retired: Callable[[DroneHandle], None]
+    stop_if_retired: Callable[[DroneHandle | None], None]
     schedule_health_check: Callable[[], None]
     target_size: Callable[[], int]
     break_pool: Callable[[BaseException], None]
@@ -79,7 +79,6 @@ class DispatcherBase(TaskRunner, Tenant):
         self.closing = False
         self.has_cancelled = False  # tasks that no drone has begun were cancelled at the end
         self.abandoned = False  # all drones are being killed
-        self.end_check_due = False
         self.profile_lock = threading.Lock()  # held during a profile: one at a time
         self.profile_hertz = 0  # 0: no profile is being taken
         self.profiled: list[DroneHandle] = []  # the drones that were told to sample
@@ -135,7 +134,7 @@ class DispatcherBase(TaskRunner, Tenant):
         """Reject `task` after the lock is released, where `make_error` may run code of users."""
         task.payload = b""
         self.reactor.deliver(lambda: reject(task, make_error()))
-        self.post(self.end_if_last, task.target)
+        self.post(self.stop_if_retired, task.target)
 
     def release_preferred(self, handle: DroneHandle) -> None:
         """Requeue the tasks that prefer `handle`, which takes no more. The drone ends if these were
@@ -145,12 +144,6 @@ class DispatcherBase(TaskRunner, Tenant):
             task.preferred_drone = None
             self.resume(task)
         self.stop_if_retired(handle)
-
-    def end_if_last(self, target: DroneHandle | None) -> None:
-        """End `target`, or the dispatcher, if the last task has gone."""
-        self.end_check_due = True
-        if target is not None:
-            self.stop_if_retired(target)
 
     def reject_or_retry(self, tasks: list[Task], error: BaseException, *, may_retry: bool) -> None:
         """Queue the tasks again that may be retried; reject the others with copies of `error`.
@@ -188,7 +181,7 @@ class DispatcherBase(TaskRunner, Tenant):
             task.payload, task.recompute_payload = b"", None
             self.parked.discard(task)
             self.reactor.deliver(partial(fail, task, task.with_attempts(error)))
-            self.end_if_last(task.target)
+            self.stop_if_retired(task.target)
         else:
             task.start_over()
             self.parked.add(task)

@@ -59,11 +59,9 @@ def on_lost(dispatcher: DispatcherBase, tasks: list[Task], error: BaseException)
 
 def on_settled(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
     dispatcher.parked.difference_update(tasks)
-    dispatcher.end_check_due |= dispatcher.closing
 
 
 def _reclaim(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
     for task in tasks:
         task.is_leased = task.runs_elsewhere = False
     dispatcher.parked.difference_update(tasks)
-    dispatcher.end_check_due = True

@@ -203,7 +203,6 @@ class Supervisor:
         # No `|=`: between its read and its write another thread may set the flag.
         if handle.dedicated or handle.preferred or self._resources.queues:
             self._dispatcher.needs_dispatch = True
-        self._dispatcher.end_check_due = True
         if handle.retire_when_ready:
             self.retire(handle)
 
@@ -249,8 +248,9 @@ class Supervisor:
             self.retire(handle)
         self.start_missing()
 
-    def stop_if_retired(self, handle: DroneHandle) -> None:
-        if handle.state is State.RETIRING and not (
+    def stop_if_retired(self, handle: DroneHandle | None) -> None:
+        """Stop the drone, if any, if it retires and its last task has gone."""
+        if (handle is not None and handle.state is State.RETIRING) and not (
             handle.in_flight or handle.packing or handle.has_waiting_tasks()
         ):
             self.stop(handle)
@@ -349,7 +349,6 @@ class Supervisor:
         self._dispatcher.release_preferred(handle)
         self.start_missing()
         self._settle_refreshes()  # the drone may have been the last that had not started
-        self._dispatcher.end_check_due = True
 
     def _on_unexpected_death(self, handle: DroneHandle, error: DroneDied, before: State) -> None:
         on_death = self._config.on_death
@@ -373,7 +372,6 @@ class Supervisor:
         """Give up the results that the dead drone had sent but that did not arrive in time."""
         self._dispatcher.reject_or_retry(handle.take_in_flight(), error, may_retry=True)
         self._remove(handle)
-        self._dispatcher.end_check_due = True
 
     def _remove(self, handle: DroneHandle) -> None:
         handle.print_output()

@@ -315,7 +315,6 @@ class LocalEngine(Engine):
                 code,
             )
             self._reactor.run_outside_lock(self._replace_zygote)
-        self._dispatcher.end_check_due = True
 
     def _retire_launcher(self, launcher: Launcher) -> None:
         """Let a zygote end that is no longer needed, and reap it then."""

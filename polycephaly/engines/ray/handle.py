@@ -269,7 +269,6 @@ class RayHandle(DroneHandle):
         self.dispatcher.requeue(
             [task for task in pending if task not in rejected and not task.done()]
         )
-        self.dispatcher.end_check_due = True
         self.dispatcher.after_answer(self)
 
     def set_final_state(self, final_state: FinalState | None) -> None:
