@@ -26,6 +26,7 @@ from typing import Any
 from .._compat import remote_traceback_type
 from ..errors import DroneDied, describe_exit
 from ..promises.promise import Promise, stored_error
+from ..runtime.timers import Timer
 from ..wire.exceptions import message_of
 from ..wire.messages import RECALL, STOP, pack_numbers
 from .directory import ObjectDirectory
@@ -62,7 +63,7 @@ class Supervisor:
         self._numbers = itertools.count(1)
         self.first: DroneHandle | None = None
         self._failed_starts = 0
-        self._retry_pending = False  # a failed start will be tried again
+        self._retry: Timer | None = None  # tries a failed start again
         self.too_large_in_a_row = 0  # drones in a row that were too large before their first task
         # `refresh` calls whose drones are being started.
         self._pending_refreshes: list[Promise[None]] = []
@@ -127,15 +128,10 @@ class Supervisor:
         ):
             text = "a drone of %s could not be started, and will be tried again: %s"
             log.warning(text, self._config.name, error)
-            if not self._retry_pending:
-                self._retry_pending = True
-                self._dispatcher.call_later(START_RETRY_SECONDS, self._retry_start)
+            if self._retry is None or self._retry.is_over:
+                self._retry = self._dispatcher.call_later(START_RETRY_SECONDS, self.start_missing)
         else:
             self._dispatcher.give_up_starting(error)
-
-    def _retry_start(self) -> None:
-        self._retry_pending = False
-        self.start_missing()
 
     def on_started(self, handle: DroneHandle, pid: int) -> None:
         handle.pid = pid
