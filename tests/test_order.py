@@ -281,10 +281,10 @@ def test_calls_for_one_drone_that_wait_for_a_resource_take_up_its_room_only(reac
     for key in range(3):
         dispatcher.needs_checks = False  # this thread would wait for room
         submit(dispatcher, key, resources=DB, target=handle)
-    assert handle.backlog() == 3 and dispatcher.has_room()  # posted
+    assert dispatcher.backlog(handle) == 3 and dispatcher.has_room()  # posted
     reactor.turn()
-    assert handle.backlog() == 2 and dispatcher.has_room()  # one was sent
-    assert end_all(dispatcher) == [0, 1, 2] and handle.backlog() == 0
+    assert dispatcher.backlog(handle) == 2 and dispatcher.has_room()  # one was sent
+    assert end_all(dispatcher) == [0, 1, 2] and dispatcher.backlog(handle) == 0
 
 
 @pytest.mark.parametrize("retries", [0, Retry(1, on=DroneDied, delay=0, jitter=False)])

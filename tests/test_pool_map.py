@@ -529,7 +529,7 @@ def test_a_pools_end_does_not_wait_until_a_map_has_room(tmp_path, monkeypatch):
         dispatcher = pool._dispatcher
         while dispatcher.has_room():
             pool.promise(hold_until, str(gate))
-        waits = Mock(side_effect=lambda backlog, closed: backlog() and 1 / 0)
+        waits = Mock(side_effect=lambda target: dispatcher.backlog(target) and 1 / 0)
         monkeypatch.setattr(dispatcher.backpressure, "wait", waits)
         pool.shutdown(wait=False)
         gate.touch()

@@ -9,63 +9,64 @@ because others may have been faster.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
 from functools import partial
 
 from ..promises.promise import fulfill
-from .reactor import DrivingSignal, Reactor
-
-Backlog = Callable[[], int]
-"""A bound method that counts the tasks which wait in a queue."""
+from .dispatcher_base import DispatcherBase
+from .drone_handle import DroneHandle
+from .reactor import DrivingSignal
 
 
 class BackPressure:
-    """The limit for queues that may hold `limit` tasks each.
+    """The limit for queues that may hold `limit` tasks each: one for the tasks of each `target`,
+    the only drone that may run them, or None.
 
     Any thread may call the methods, except `wake_waiters`.
     """
 
-    def __init__(self, reactor: Reactor, limit: int) -> None:
-        self._reactor = reactor
+    def __init__(self, dispatcher: DispatcherBase, limit: int) -> None:
+        self._dispatcher = dispatcher
         self._limit = limit
         # Settled when the queue may have room, the pool is closed, or the caller stops waiting.
-        self._waiting: deque[tuple[Backlog, DrivingSignal[None]]] = deque()
+        self._waiting: deque[tuple[DroneHandle | None, DrivingSignal[None]]] = deque()
 
     def __bool__(self) -> bool:
         """Return whether any caller waits."""
         return bool(self._waiting)
 
-    def has_room(self, backlog: Backlog) -> bool:
-        return backlog() < self._limit
+    def has_room(self, target: DroneHandle | None) -> bool:
+        return self._dispatcher.backlog(target) < self._limit
 
-    def wait(self, backlog: Backlog, closed: Callable[[], bool]) -> None:
-        """Wait until the queue has room or `closed()` is true.
+    def wait(self, target: DroneHandle | None) -> None:
+        """Wait until the queue has room or the pool is closed.
 
         Returns at once, although the queue is full, in a thread that settles promises or holds the
         reactor's lock: such a thread would wait for itself. A thread that waits may read results
         meanwhile.
         """
-        while not (self.has_room(backlog) or closed()) and self._reactor.can_wait():
-            room: DrivingSignal[None] = DrivingSignal(self._reactor)
-            self._waiting.append((backlog, room))
+        dispatcher, reactor = self._dispatcher, self._dispatcher.reactor
+        while not self.has_room(target) and dispatcher.refusal is None and reactor.can_wait():
+            room: DrivingSignal[None] = DrivingSignal(reactor)
+            self._waiting.append((target, room))
             try:
-                if not (self.has_room(backlog) or closed()):
+                if not self.has_room(target) and dispatcher.refusal is None:
                     room.result()
             finally:  # otherwise `wake_waiters` could wake this caller in place of one that waits
                 fulfill(room)
 
-    def wake_waiters(self, closed: bool) -> None:
+    def wake_waiters(self) -> None:
         """Wake the callers for which there is room, or all callers if the pool is closed. Called
         while holding the reactor's lock.
         """
-        counted: dict[Backlog, int] = {}
+        dispatcher, counted = self._dispatcher, Counter[DroneHandle | None]()
         for _ in range(len(self._waiting)):
-            backlog, room = self._waiting.popleft()
+            target, room = self._waiting.popleft()
             if room.done():  # the caller no longer waits
                 continue
-            counted[backlog] = counted.get(backlog, 0) + 1
-            if closed or backlog() + counted[backlog] <= self._limit:
-                self._reactor.deliver(partial(fulfill, room))
+            counted[target] += 1
+            has_room = dispatcher.backlog(target) + counted[target] <= self._limit
+            if has_room or dispatcher.refusal is not None:
+                dispatcher.reactor.deliver(partial(fulfill, room))
             else:
-                self._waiting.append((backlog, room))
+                self._waiting.append((target, room))

@@ -88,11 +88,9 @@ class Dispatcher(DispatcherBase):
         self.checks_width = config.width > 1
         self.resources: Resources = Resources(self, config.resources)
         self.resource_sizes = self.resources.sizes
-        # Set for good by the first task with a priority or resources: from then on the reactor's
-        # thread queues all tasks, in order.
+        # Set for good by the first task with a priority or resources: from then on all tasks come
+        # to `inbound`, and `dispatch` queues them in order.
         self.keeps_order = False
-        # Those of `awaiting_inputs` that it has yet to queue. A drone has a set for its own tasks.
-        self.to_enqueue: set[Task] = set()
         self._cancelled_since_sweep = 0
         self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
@@ -103,7 +101,8 @@ class Dispatcher(DispatcherBase):
         self.directory: ObjectDirectory = ObjectDirectory(self)
         self.locality = Locality(self, self.directory)
         self.stall_detector = StallDetector(self)
-        self.backpressure: BackPressure | None = None  # None if queues have no limit
+        limit = config.max_queued
+        self.backpressure = None if limit is None else BackPressure(self, limit)
         self.cancellation = Cancellation(self)
         self.supervisor = Supervisor(self, self.directory, self.resources)
         self.stop_if_retired = self.supervisor.stop_if_retired
@@ -115,8 +114,6 @@ class Dispatcher(DispatcherBase):
             with DeferredSigint():
                 self.reactor = acquire_reactor()
                 try:
-                    if config.max_queued is not None:
-                        self.backpressure = BackPressure(self.reactor, config.max_queued)
                     self.supervisor.use(open_engine(self))
                 except BaseException:
                     self.reactor.release()
@@ -197,8 +194,7 @@ class Dispatcher(DispatcherBase):
 
     def _wait_for_room(self, target: DroneHandle | None) -> None:
         if self.backpressure is not None:
-            backlog = self._backlog if target is None else target.backlog
-            self.backpressure.wait(backlog, lambda: self.refusal is not None)
+            self.backpressure.wait(target)
 
     def start_here(self) -> None:
         """Start the drones, if this is a forked child and only the parent has started them."""
@@ -227,42 +223,45 @@ class Dispatcher(DispatcherBase):
             self.keeps_order = True
         self._enqueue(task)
 
-    def _backlog(self) -> int:
-        """Return how many tasks that any drone may run count for back-pressure."""
+    def backlog(self, target: DroneHandle | None) -> int:
+        """Return how many tasks for `target` only, or, if None, for any drone, count for
+        back-pressure.
+        """
+        waiting = self.resources.count(target)
+        if self.inbound:
+            waiting += sum(task.target is target for task in [*self.inbound])
+        if target is not None:
+            return waiting + len(target.dedicated)
         preferred = sum(len(handle.preferred) for handle in self.handles)
-        queued = len(self.queue) + preferred + len(self.delayed) + len(self.to_enqueue)
-        return queued + self.resources.count(None)
+        return waiting + len(self.queue) + preferred + len(self.delayed)
 
     def has_room(self) -> bool:
-        return self.backpressure is None or self.backpressure.has_room(self._backlog)
+        return self.backpressure is None or self.backpressure.has_room(None)
 
-    def _enqueue(self, task: Task) -> bool:
-        """Queue `task`. Return True if the reactor's thread will do that: until then the task is in
-        `awaiting_inputs`.
-        """
+    def _enqueue(self, task: Task) -> None:
+        """Queue `task`."""
         if self.keeps_order:
-            (self if task.target is None else task.target).to_enqueue.add(task)
-            self.awaiting_inputs.add(task)
-            self.post(self._enqueue_in_order, task)
+            self.inbound.append(task)
+            self.needs_dispatch = True
+            self.reactor.wake()
             if self.has_ended:
-                self._reject_waiting()
-            return True
+                self.reject_all(self.inbound)
+            return
         target = task.target
         if target is not None:
             self._enqueue_dedicated(task, target)
-            return False
+            return
         # Read once: if the task is cancelled, another thread may clear the payload.
         payload = task.payload
         if type(payload) is PayloadWithRefs:
             self._find_holder(task, payload)
         if task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
             self.locality.add(task, task.preferred_drone)
-            return False
+            return
         self.queue.append(task)
         self.request_dispatch(task)
         if self.has_ended:
             self.reject_all(self.queue)
-        return False
 
     def _find_holder(self, task: Task, payload: PayloadWithRefs) -> None:
         task.preferred_drone, task.bytes_to_move = self.directory.best_holder(
@@ -279,8 +278,9 @@ class Dispatcher(DispatcherBase):
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
-        if task._state != PENDING or not self._enqueue(task):
-            self.awaiting_inputs.discard(task)
+        if task._state == PENDING:
+            self._enqueue(task)
+        self.awaiting_inputs.discard(task)
         if self.closing or (task.target is not None and task.target.state is State.RETIRING):
             self.post(self.stop_if_retired, task.target)
 
@@ -378,7 +378,7 @@ class Dispatcher(DispatcherBase):
         of_drones = sum(
             len(each.in_flight) + len(each.dedicated) + len(each.preferred) for each in self.handles
         )
-        return len(self.queue) + len(self.awaiting_inputs) + len(self.parked) + of_drones
+        return len(self.queue) + len(self.unqueued_tasks()) + of_drones
 
     def note_waiting_thread(self, task: Task) -> None:
         """Note that a thread waits for `task`, which itself waits for promises."""
@@ -397,6 +397,8 @@ class Dispatcher(DispatcherBase):
         """
         if self.needs_dispatch:
             self.needs_dispatch = False
+            while self.inbound:
+                self._queue_in_order(self.inbound.popleft())
             for handle in self.handles:
                 if handle.dedicated and handle.can_take(dedicated=True):
                     self.send(handle, handle.dedicated, len(handle.dedicated), now)
@@ -446,7 +448,7 @@ class Dispatcher(DispatcherBase):
         if self.closing:
             self._end_if_done()
         if self.backpressure:
-            self.backpressure.wake_waiters(self.refusal is not None)
+            self.backpressure.wake_waiters()
         idle = False
         for handle in self.handles:
             if not handle.in_flight and handle.can_take():
@@ -529,14 +531,8 @@ class Dispatcher(DispatcherBase):
             for each in followers:
                 self.reactor.deliver(each.cancel)
 
-    def _enqueue_in_order(self, task: Task) -> None:
-        """Queue `task` by its priority, and take it out of `awaiting_inputs`."""
-        (self if task.target is None else task.target).to_enqueue.discard(task)
-        if not self.has_ended:  # else rejected by the thread that submitted it, or by `_finish`
-            self._queue_in_order(task)
-            self.awaiting_inputs.discard(task)
-
     def _queue_in_order(self, task: Task) -> None:
+        """Queue `task` by its priority."""
         payload = task.payload
         if type(payload) is PayloadWithRefs:
             self._find_holder(task, payload)
@@ -790,7 +786,9 @@ class Dispatcher(DispatcherBase):
         if self.abandoned:
             return False
         # Checked first, because a task that has left these sets is in a queue by then.
-        if self.resources.have_unsettled_tasks() or self.awaiting_inputs or self.parked:
+        if self.resources.have_unsettled_tasks():
+            return True
+        if self.awaiting_inputs or self.inbound or self.parked:
             return True
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it was queued
@@ -822,7 +820,7 @@ class Dispatcher(DispatcherBase):
         counts = self.tasks_done, self.tasks_cancelled, self.record.failed
         ready = [handle for handle in self.handles if handle.state >= State.READY]
         return any(counts) or any(
-            (self.queue, self.awaiting_inputs, self.parked, *(each.in_flight for each in ready))
+            (self.queue, self.unqueued_tasks(), *(each.in_flight for each in ready))
         )
 
     def disable_in_child(self) -> None:
@@ -864,6 +862,7 @@ class Dispatcher(DispatcherBase):
         if self.finalizer is not None:
             self.finalizer.detach()
         self.reject_all(self.queue)
+        self.reject_all(self.inbound)
         self._reject_waiting()
         self.reactor.last_callbacks.append(partial(fulfill, self.ended))
         self.reactor.release()

@@ -38,8 +38,9 @@ _CATCH_UP_MASK = 1024 - 1
 class DispatcherBase(TaskRunner, Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
 
-    Changed only while holding the reactor's lock, except `queue`, `awaiting_inputs`, `refusal`,
-    `output_listeners` and `needs_dispatch`, which any thread may change by one atomic step.
+    Changed only while holding the reactor's lock, except `queue`, `inbound`, `awaiting_inputs`,
+    `refusal`, `output_listeners` and `needs_dispatch`, which any thread may change by one atomic
+    step.
     """
 
     reactor: Reactor
@@ -49,6 +50,7 @@ class DispatcherBase(TaskRunner, Tenant):
     send: Callable[[DroneHandle, deque[Task], int, float], int]
     requeue: Callable[[list[Task]], None]
     insert: Callable[..., None]
+    backlog: Callable[[DroneHandle | None], int]
     resume: Callable[[Task], None]
     stop_if_retired: Callable[[DroneHandle | None], None]
     schedule_health_check: Callable[[], None]
@@ -66,7 +68,8 @@ class DispatcherBase(TaskRunner, Tenant):
         # Receivers of tagged output in place of `output`, by tag.
         self.output_listeners: dict[str, Listener] = {}
         self.queue: deque[Task] = deque()
-        # Tasks that wait for promises among their arguments, or to be queued by the reactor.
+        self.inbound: deque[Task] = deque()  # to be queued in order
+        # Tasks that wait for promises among their arguments.
         self.awaiting_inputs: set[Task] = set()
         # Tasks that wait for kept values, resources or another attempt, or are leased to another
         # process. They may be in `awaiting_inputs` too, until `on_inputs_ready` returns.
@@ -128,7 +131,8 @@ class DispatcherBase(TaskRunner, Tenant):
     # -- holding the reactor's lock ----------------------------------------------------------------
 
     def unqueued_tasks(self) -> list[Task]:
-        return [*self.awaiting_inputs, *self.parked]
+        # In this order, because any thread may move a task from the first to the second.
+        return [*self.awaiting_inputs, *self.inbound, *self.parked]
 
     def reject_later(self, task: Task, make_error: Callable[[], BaseException]) -> None:
         """Reject `task` after the lock is released, where `make_error` may run code of users."""

@@ -5,7 +5,7 @@
 
 A handle holds the tasks that were sent, an estimate of their time, and the state of the drone. Only
 threads that hold the reactor's lock change a handle, but any thread may append to its queues
-(`dedicated`, `preferred`, `to_enqueue`), and read `pid`, `state`, `exitcode` and `in_flight`. Each
+(`dedicated`, `preferred`), and read `pid`, `state`, `exitcode` and `in_flight`. Each
 engine has a subclass, which sends messages to the drone and observes its process: see engine.py.
 """
 
@@ -105,7 +105,6 @@ class DroneHandle:
         self.in_flight: dict[int, Task] = {}
         self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
         self.preferred: deque[Task] = deque()  # tasks whose kept values this drone has
-        self.to_enqueue: set[Task] = set()  # tasks for `dedicated` that were not queued yet
         self.packing: set[int] = set()  # kept values that it was asked to pickle
         # Kept values without references, of which the drone has to be informed: numbers, claims.
         self._dropped: deque[tuple[int, int]] = deque()
@@ -256,11 +255,6 @@ class DroneHandle:
         """
         unqueued = [task for task in self.dispatcher.unqueued_tasks() if task.target is self]
         return any(not task.done() for task in [*unqueued, *self.dedicated, *self.preferred])
-
-    def backlog(self) -> int:
-        """Return how many tasks that only this drone may run count for back-pressure."""
-        waiting: int = self.dispatcher.resources.count(self)
-        return len(self.dedicated) + len(self.to_enqueue) + waiting
 
     def closed_error(self) -> BaseException:
         """Return the error for tasks that are given to the drone after its end."""

@@ -24,7 +24,8 @@ COLUMNS = ("drone", "pid", "state", "runs", "done")  # of a table in a notebook
 
 def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
     """Return the dict of `Pool.status`. Any thread may call this."""
-    queued, waiting = len(dispatcher.queue), len(dispatcher.awaiting_inputs)
+    queued = len(dispatcher.queue) + len(dispatcher.inbound)
+    waiting = len(dispatcher.awaiting_inputs)
     in_flight = running = 0
     for task in list(dispatcher.parked):
         if task.is_leased:
