@@ -397,8 +397,7 @@ class Dispatcher(DispatcherBase):
         """
         if self.needs_dispatch:
             self.needs_dispatch = False
-            while self.inbound:
-                self._queue_in_order(self.inbound.popleft())
+            self.queue_inbound()
             for handle in self.handles:
                 if handle.dedicated and handle.can_take(dedicated=True):
                     self.send(handle, handle.dedicated, len(handle.dedicated), now)
@@ -531,8 +530,12 @@ class Dispatcher(DispatcherBase):
             for each in followers:
                 self.reactor.deliver(each.cancel)
 
+    def queue_inbound(self) -> None:
+        """Queue the inbound tasks in order. After the end, they are rejected by who adds them."""
+        while self.inbound and not self.has_ended:
+            self._queue_in_order(self.inbound.popleft())
+
     def _queue_in_order(self, task: Task) -> None:
-        """Queue `task` by its priority."""
         payload = task.payload
         if type(payload) is PayloadWithRefs:
             self._find_holder(task, payload)

@@ -50,6 +50,7 @@ class DispatcherBase(TaskRunner, Tenant):
     send: Callable[[DroneHandle, deque[Task], int, float], int]
     requeue: Callable[[list[Task]], None]
     insert: Callable[..., None]
+    queue_inbound: Callable[[], None]
     backlog: Callable[[DroneHandle | None], int]
     resume: Callable[[Task], None]
     stop_if_retired: Callable[[DroneHandle | None], None]

@@ -27,6 +27,7 @@ def lease(
     """Take at most `max_tasks` tasks for which `can_lease` is true from the queue. No drone has
     any of them.
     """
+    dispatcher.queue_inbound()
     taken: list[Task] = []
     skipped: list[Task] = []
     with suppress(IndexError):

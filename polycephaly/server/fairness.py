@@ -45,6 +45,7 @@ class FairOrder:
         """
         started_at, dispatcher = monotonic(), self._dispatcher
         if not dispatcher.has_ended:
+            dispatcher.queue_inbound()
             for queue in (dispatcher.queue, *dispatcher.resources.queues.values()):
                 _take_turns(queue)
         now = monotonic()
