@@ -145,7 +145,7 @@ class timeout:  # noqa: N801 - reads like a function
         self._thread = scheduler.current
         self._cancel_count = self._thread.cancel_count
         if self.seconds is not None:
-            self._timer = scheduler.timers.set(scheduler.timers.now() + self.seconds, self._expire)
+            self._timer = scheduler.timers.after(self.seconds, self._expire)
         return self
 
     def _expire(self) -> None:

@@ -136,7 +136,7 @@ class EventLoop:
                 self._epoll.unregister(fd)
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
-        timer = self.timers.set(self.timers.now() + seconds, partial(self._call_guarded, callback))
+        timer = self.timers.after(seconds, partial(self._call_guarded, callback))
         self.wake()  # a sleeping thread does not know of this timer
         return timer
 

@@ -61,6 +61,9 @@ class Timers:
         self.add(when, timer)
         return timer
 
+    def after(self, seconds: float, action: Callable[[], object]) -> Timer:
+        return self.set(self.now() + seconds, action)
+
     def add(self, when: float, alarm: Alarm) -> None:
         heappush(self.heap, (when, next(self._order), alarm))
 

@@ -402,9 +402,7 @@ def _drop_misplaced(channel: Any, number: int, report: _Report) -> None:
 
 def _after_grace(action: Callable[[], object], steps: int = GRACE_STEPS) -> None:
     callback = partial(_after_grace, action, steps - 1) if steps > 1 else action
-    scheduler.timers.set(
-        scheduler.timers.now() + tuning.next_holder_seconds / GRACE_STEPS, callback
-    )
+    scheduler.timers.after(tuning.next_holder_seconds / GRACE_STEPS, callback)
 
 
 def _check_abandoned_later(channel: Any, number: int, end: _OpenEnd) -> None:

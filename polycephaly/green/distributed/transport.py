@@ -287,9 +287,7 @@ class ChannelTransport:
                     "the connection of another process that uses a channel is delayed: %s", error
                 )
                 self._epoll.modify(self._listener.fileno(), 0)
-                scheduler.timers.set(
-                    scheduler.timers.now() + ACCEPT_RETRY_SECONDS, self._resume_accept
-                )
+                scheduler.timers.after(ACCEPT_RETRY_SECONDS, self._resume_accept)
             return
         with suppress(OSError):
             self._add_connection(sock, "")
@@ -346,9 +344,8 @@ class ChannelTransport:
         ending = ending_of(peer.address, peer.name)
         if ending is None and socket_exists and checks > 0 and self._open:
             checks -= CHECK_WEIGHTS.get(state_of(peer.pid), ENDING_CHECK_WEIGHT)
-            scheduler.timers.set(
-                scheduler.timers.now() + ENDING_CHECK_INTERVAL_SECONDS,
-                partial(self.find_ending, peer, checks),
+            scheduler.timers.after(
+                ENDING_CHECK_INTERVAL_SECONDS, partial(self.find_ending, peer, checks)
             )
         else:
             peer.report_loss(ending or PeerEnding("has ended", None))
