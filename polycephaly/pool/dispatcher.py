@@ -249,7 +249,12 @@ class Dispatcher(DispatcherBase):
             return
         target = task.target
         if target is not None:
-            self._enqueue_dedicated(task, target)
+            target.dedicated.append(task)
+            self.needs_dispatch = True
+            self.reactor.wake()
+            # The queue was emptied when the drone died, perhaps before the append above.
+            if target.state is State.DEAD:
+                self.reject_all(target.dedicated, target.closed_error())
             return
         # Read once: if the task is cancelled, another thread may clear the payload.
         payload = task.payload
@@ -267,14 +272,6 @@ class Dispatcher(DispatcherBase):
         task.preferred_drone, task.bytes_to_move = self.directory.best_holder(
             payload.remote_objects.values()
         )
-
-    def _enqueue_dedicated(self, task: Task, target: DroneHandle) -> None:
-        target.dedicated.append(task)
-        self.needs_dispatch = True
-        self.reactor.wake()
-        # The queue was emptied when the drone died, perhaps before the append above.
-        if target.state is State.DEAD:
-            self.reject_all(target.dedicated, target.closed_error())
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
@@ -380,8 +377,7 @@ class Dispatcher(DispatcherBase):
         )
         return len(self.queue) + len(self.unqueued_tasks()) + of_drones
 
-    def note_waiting_thread(self, task: Task) -> None:
-        """Note that a thread waits for `task`, which itself waits for promises."""
+    def note_waiting_thread(self) -> None:
         self.stall_detector.request_check()
 
     # -- holding the reactor's lock: sending -------------------------------------------------------
@@ -763,7 +759,7 @@ class Dispatcher(DispatcherBase):
         return 0 if self.abandoned or (self.closing and not self._unfinished()) else self.size
 
     def _close(self, cancel: bool, running: bool) -> None:
-        # A Ctrl-C in `_enqueue_dedicated` may have left a dedicated task without this flag.
+        # A Ctrl-C in `_enqueue` may have left a dedicated task without this flag.
         self.closing = self.needs_dispatch = True
         if cancel:
             self.has_cancelled = True

@@ -20,7 +20,6 @@ from ..errors import copy_error
 from ..promises.promise import Promise, Signal, fulfill, reject
 from ..runtime.timers import Timer
 from ..wire.exceptions import describe_error
-from ..wire.functions import FunctionRegistry
 from ..wire.messages import PROFILE
 from ..wire.output import Listener
 from .config import PoolConfig
@@ -44,7 +43,6 @@ class DispatcherBase(TaskRunner, Tenant):
     """
 
     reactor: Reactor
-    registry: FunctionRegistry  # set by the engine; functions are pickled against its snapshot
 
     # Methods of `Dispatcher`.
     send: Callable[[DroneHandle, deque[Task], int, float], int]

@@ -59,7 +59,7 @@ class TaskRunner:
     finish_async: Callable[..., Awaitable[None]]
     submit: Callable[..., Promise[Any]]
     reactor: EventLoop
-    registry: FunctionRegistry
+    registry: FunctionRegistry  # of an engine: functions are pickled against its snapshot
     refusal: BaseException | None  # the error for new tasks
     describes_items = True  # whether errors of a `map` may have the `repr` of its items
     post: Callable[..., None]
@@ -75,8 +75,8 @@ class TaskRunner:
         if self.refusal is not None:
             raise copy_error(self.refusal)
 
-    def note_waiting_thread(self, task: Any) -> None:
-        """Note that a thread waits for `task`, which itself waits for promises."""
+    def note_waiting_thread(self) -> None:
+        """Note that a thread waits for a task, which itself waits for promises."""
 
     def explain(self, error: BaseException) -> None:
         """Add the remedy to an error of a task, if there is one."""

@@ -485,7 +485,7 @@ class Task(Promise[Any]):
 
     def _help(self, deadline: float | None) -> None:
         if self.inputs and deadline is None:
-            self.dispatcher.note_waiting_thread(self)
+            self.dispatcher.note_waiting_thread()
         self.dispatcher.reactor.drive(self, deadline)
 
     @property
