@@ -261,5 +261,5 @@ def test_what_is_given_to_a_loop_while_it_runs_others_is_run_once():
         made[-1]._run_jobs_outside_lock()
         assert ran == [1], place
         ran.clear()
-        made.pop().close()
-    made.pop().close()
+        made.pop().release_resources()
+    made.pop().release_resources()

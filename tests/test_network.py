@@ -22,8 +22,8 @@ from faults import append, block_for_ever, hold_until, lines, spin_for_ever, wai
 from scripts import Script, run_script
 
 import polycephaly as poly
-from polycephaly.engines.remote import client_socket, forks, messages, pool_registry
 from polycephaly.engines.remote import connection as connection_module
+from polycephaly.engines.remote import forks, messages, pool_registry, server_connection
 from polycephaly.engines.remote.keys import Card, new_key_pair
 from polycephaly.engines.remote.messages import Item
 from polycephaly.errors import Malformed
@@ -1003,14 +1003,13 @@ def test_a_client_that_was_stopped_for_a_while_goes_on(server, card, tmp_path):
 def test_a_server_that_ends_right_after_its_hello_is_lost(monkeypatch):
     events, arrived = [{"event": zmq.EVENT_DISCONNECTED}], [[messages.HELLO]]
     monkeypatch.setattr(
-        client_socket, "has_input", lambda end: bool(events if end == "monitor" else arrived)
+        server_connection, "has_input", lambda end: bool(events if end == "monitor" else arrived)
     )
-    monkeypatch.setattr(client_socket, "recv_monitor_message", lambda *_: events.pop())
-    end = object.__new__(client_socket.ClientSocket)
-    end.monitor, end.socket = "monitor", Mock(recv_multipart=lambda *_: arrived.pop())
-    end.hello_received = False
-    end.check_connection()  # before the loop has had time to read the HELLO
-    for frames in end.receive_messages(10):
+    monkeypatch.setattr(server_connection, "recv_monitor_message", lambda *_: events.pop())
+    end = object.__new__(server_connection.ServerConnection)
+    end._monitor, end._socket = "monitor", Mock(recv_multipart=lambda *_: arrived.pop())
+    end._check_connection()  # before the loop has had time to read the HELLO
+    for frames in end._received_messages():
         assert frames == [messages.HELLO] and not end.loss_reason
         end.hello_received = True
     assert "has ended" in end.loss_reason

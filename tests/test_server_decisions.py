@@ -85,7 +85,7 @@ def server(monkeypatch):
     yield server
     server._loop.post(server._close)
     server.time.turn()
-    server._loop.close()
+    server._loop.release_resources()
 
 
 @ROLES

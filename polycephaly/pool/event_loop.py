@@ -70,6 +70,7 @@ class EventLoop:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
 
     def start(self) -> None:
+        _loops.add(self)
         fork_guard.add_thread_lock(self.thread, self._lock)
         self.thread.start()
 
@@ -85,22 +86,19 @@ class EventLoop:
         self._asleep = False
 
     def stop(self) -> None:
-        """Have the thread end when its inbox is empty."""
+        """Have the thread, which calls this, end when its inbox is empty, and do nothing else."""
+        self.timers.clear()
+        self._sources = []
+        self._watched.clear()
         self._stopping = True
         self.wake()
 
     def add_source(self, source: Source) -> None:
-        """Receive from `source` until it is removed, or the loop ends."""
+        """Receive from `source` until the loop is stopped."""
         with self._lock:
             self._epoll.register(source.fileno(), select.EPOLLIN | select.EPOLLET)
             self._sources = [*self._sources, source]
         self.wake()  # for messages that have arrived before
-
-    def remove_source(self, source: Source) -> None:
-        """Receive no more from `source`. Called while holding the lock."""
-        with suppress(OSError):
-            self._epoll.unregister(source.fileno())
-        self._sources = [each for each in self._sources if each is not source]
 
     def post(self, callback: Callable[[], object]) -> None:
         """Have the loop's thread call `callback` under the lock.
@@ -186,13 +184,14 @@ class EventLoop:
         """End, if the time has come, and return whether it has. Called without the lock."""
         if not self._stopping or self._inbox or self._jobs_outside_lock:
             return False
-        self.close()
+        self.release_resources()
         return True
 
-    def close(self) -> None:
+    def release_resources(self) -> None:
         """Release all resources. Called by the thread at its end, or if it is not started."""
         with fork_guard.guard:
             self.has_ended = True
+            _loops.discard(self)
             fork_guard.remove_thread_lock(self.thread)
             parent_death.close(self._epoll)
             os.close(self._wake_fd)
@@ -284,3 +283,18 @@ class EventLoop:
             or self._stopping
             or any(source.has_input() for source in self._sources)
         )
+
+
+_loops: set[EventLoop] = set()
+"""Those that run. A forked child keeps its parent's, as they are: libzmq's state, for example,
+belongs to threads that do not exist there.
+"""
+
+
+def _disable_loops() -> None:
+    for loop in _loops:
+        if not loop.belongs_to_parent:
+            loop.disable_in_child()
+
+
+os.register_at_fork(after_in_child=_disable_loops)

@@ -134,20 +134,13 @@ def acquire_reactor() -> Reactor:
 
 
 def _forget_reactor() -> None:
-    """In a forked child: abandon the reactor, which stayed in the parent with its threads.
-
-    No part of it may be used or cleaned up here.
-    """
+    """In a forked child: abandon the reactor, which stayed in the parent with its threads."""
     global _reactor
-    if _reactor is not None:
-        _reactor.disable_in_child()
-        _reactors_of_parent.append(_reactor)
-        _reactor = None
+    _reactor = None
     promises.holds_reactor_lock = None
     settling_threads.clear()
 
 
-_reactors_of_parent: list[Any] = []
 os.register_at_fork(after_in_child=_forget_reactor)
 
 
@@ -432,7 +425,7 @@ class Reactor(EventLoop):
             for source in self._sources_made.values():
                 source.close()
             with self._nudge_lock:
-                self.close()
+                self.release_resources()
             parent_death.close(self._fast_epoll)
             os.close(self._nudge_fd)
         return True

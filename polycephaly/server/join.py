@@ -95,7 +95,7 @@ class Joined(ServerConnection):
         """
         self._leaving = True
         self._leave_now |= now
-        self._loop.request_turn()
+        self.request_turn()
         self.wait_ended()
 
     def run(self) -> None:
@@ -116,7 +116,7 @@ class Joined(ServerConnection):
             except KeyboardInterrupt:
                 self.leave(now=True)
             raise
-        if self._socket.loss_reason:
+        if self.loss_reason:
             raise self.loss()
 
     def __enter__(self) -> Self:
@@ -136,11 +136,11 @@ class Joined(ServerConnection):
 
     def _on_output(self, line: Line) -> None:
         self._lines.append(line)
-        self._loop.request_turn()
+        self.request_turn()
 
     def _on_settled(self, number: int, promise: Promise[Any]) -> None:
         self._outcomes.append((number, promise))
-        self._loop.request_turn()
+        self.request_turn()
 
     # -- in the loop -------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Joined(ServerConnection):
         if self.has_ended:
             return
         self._leaving |= self._dispatcher.refusal is not None  # this pool was shut down
-        if self._socket.hello_received:
+        if self.hello_received:
             self._send_outcomes()
             if self._leaving and self._window != 0:
                 self._window = 0
@@ -159,7 +159,7 @@ class Joined(ServerConnection):
             self.end()
 
     def _is_finished(self) -> bool:
-        if self._leave_now or (self._leaving and not self._socket.hello_received):
+        if self._leave_now or (self._leaving and not self.hello_received):
             return True
         unfinished = (
             self._session.tasks
@@ -320,7 +320,7 @@ class Joined(ServerConnection):
             )
 
         def take_timeline() -> dict[str, Any]:
-            now = self._loop.timers.now()
+            now = self.timers.now()
             return {"now": now, "timeline": pack_timeline(self._pool.timeline)}
 
         if request["what"] == "timeline":  # a timeline may be long: pack it in another thread

@@ -159,11 +159,9 @@ class Server:
             self._loop = EventLoop("polycephaly-server", self._after_turn)
             self._connections_checked_at = self._clients_checked_at = self._loop.timers.now()
             self._resources = undo.pop_all()
-        _serving.add(self)
         listening_ports.add(self.port)
-        self._source = SocketSource(self._router, self._receive)
         try:
-            self._loop.add_source(self._source)
+            self._loop.add_source(SocketSource(self._router, self._receive))
             for end, callback in (
                 (self._zap, self._authenticate), (self._monitor, self._check_monitor)
             ):  # fmt: skip
@@ -174,9 +172,8 @@ class Server:
             self._loop.post(lambda: settling_threads.add(get_ident()))
             self._loop.start()
         except BaseException:
-            _serving.discard(self)
             listening_ports.discard(self.port)
-            self._loop.close()
+            self._loop.release_resources()
             self._resources.close()
             raise
 
@@ -317,12 +314,7 @@ class Server:
         except Exception:
             log.exception("a bug in polycephaly: the last turn of the server failed")
         self._is_closed = True
-        _serving.discard(self)
         listening_ports.discard(self.port)
-        self._loop.remove_source(self._source)
-        for each in (self._zap, self._monitor):
-            self._loop.unwatch(each.fileno())
-        self._loop.timers.clear()
         self._resources.close()
         settling_threads.discard(get_ident())
         self._loop.stop()
@@ -657,9 +649,6 @@ def _process_name(properties: dict[str, Any]) -> str:
     return re.sub("[^!-~]", "?", name[:80])
 
 
-_serving: set[Server] = set()
-
-
 def serve(
     pool: Pool,
     address: str = "tcp://127.0.0.1:0",
@@ -739,16 +728,3 @@ def serve(
         server.close()
         raise
     return server
-
-
-def _forget_servers() -> None:
-    """In a forked child: give up all servers.
-
-    The objects stay as they are, and in `_serving`, because libzmq's state belongs to threads that
-    do not exist here.
-    """
-    for server in _serving:
-        server._loop.disable_in_child()
-
-
-os.register_at_fork(after_in_child=_forget_servers)

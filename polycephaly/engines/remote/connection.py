@@ -185,13 +185,13 @@ class Connection(ServerConnection, TaskRunner):
 
     def _enqueue(self, task: Task) -> None:
         self.queue.append(task)
-        self._loop.request_turn()
+        self.request_turn()
         if self.has_ended:
             self._reject_all()
 
     def drive(self, promise: Promise[Any], deadline: float | None) -> None:
         """Raise if this process is a fork. A waiting thread has nothing to drive."""
-        if self._loop.belongs_to_parent:
+        if self.belongs_to_parent:
             raise RuntimeError(
                 f"{promise!r} belongs to another process, of which this one is a fork"
             )
@@ -256,7 +256,7 @@ class Connection(ServerConnection, TaskRunner):
             self.send(messages.pack_numbers(messages.CANCEL, [task.number]))
         timer = self._delayed.pop(task, None)
         if timer is not None:
-            self._loop.timers.cancel(timer)
+            self.timers.cancel(timer)
             task.payload, task.recompute_payload = b"", None
         task.shared_refs = None
 
@@ -287,7 +287,7 @@ class Connection(ServerConnection, TaskRunner):
     def on_end(self) -> None:
         if not isinstance(self.refusal, ConnectionError):
             loss = self.loss()
-            self.refusal = loss if self._socket.loss_reason else self.refusal or loss
+            self.refusal = loss if self.loss_reason else self.refusal or loss
         self._reject_all()
 
     def _reject_all(self) -> None:
@@ -387,7 +387,7 @@ class Connection(ServerConnection, TaskRunner):
 
     def _has_credit(self) -> bool:
         return (
-            self._socket.hello_received
+            self.hello_received
             and not self.has_ended
             and len(self._in_flight) < messages.MAX_UNANSWERED_CALLS
             and (not self._in_flight or self._in_flight_bytes < messages.MAX_UNANSWERED_BYTES)

@@ -1,45 +1,79 @@
-"""A connection to a server, of a client or of a joined host."""
+"""A connection to a server, of a client or of a joined host.
+
+If the connection is lost, `loss_reason` says why. It is not made again, because the fate of the
+tasks that were sent is unknown. While it has not yet come about, `handshake_error` says why that
+may be.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 from _thread import get_ident
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ...errors import Malformed
 from ...pool.event_loop import EventLoop
 from ...promises.promise import Promise, Signal, fulfill, reject, settling_threads
-from ...runtime.timers import Timer
-from ...wire.endpoint import SocketSource
-from .client_socket import ClientSocket
-from .keys import Card
-from .messages import REFUSED
+from ...wire.endpoint import SocketSource, has_input, new_context
+from .forks import Endpoints, connections, endpoints_of
+from .keys import Card, wants_ipv6
+from .messages import BYE, CHUNK_BYTES, MAX_FRAME_BYTES, PART, PING, REFUSED
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_TURN = 1000
+HEARTBEAT_MS = 3000
+HEARTBEAT_TIMEOUT_MS = 12000
+
+_EVENTS = (
+    zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)  # fmt: skip
 
 
-class ServerConnection:
-    """A connection to a server, with an event loop of its own. Methods are called in that loop,
-    holding its lock, unless they say otherwise.
+class ServerConnection(EventLoop):
+    """A connection to a server, with its event loop: a ZeroMQ DEALER socket that is encrypted with
+    CURVE, and its monitor. Methods are called in that loop, holding its lock, unless they say
+    otherwise.
     """
+
+    loss_reason = ""
+    handshake_error = ""
+    hello_received = False  # the server's HELLO was received
+    _end_reason = ""
+    _endpoints: Endpoints | None = None
 
     def __init__(self, card: Card, name: str) -> None:
         """Make the socket, which `connect` uses; `name` is the thread's."""
         self.address = card.address
         self.ended: Signal[None] = Signal()
-        self.has_ended = False
         self._connected: Promise[None] = Promise()
-        self._socket = ClientSocket(card)
-        try:
-            self._loop = EventLoop(name, partial(self._run_guarded, self.after_turn))
-        except BaseException:
-            self._socket.close()
-            raise
+        with ExitStack() as undo:
+            context = new_context()
+            undo.callback(context.term)
+            self._socket = context.socket(zmq.DEALER)
+            undo.callback(self._socket.close)
+            for option, value in (
+                (zmq.LINGER, 500), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0),
+                (zmq.IPV6, wants_ipv6(card.address)),
+                (zmq.CURVE_SERVERKEY, card.server.encode()),
+                (zmq.CURVE_PUBLICKEY, card.public.encode()),
+                (zmq.CURVE_SECRETKEY, card.secret.encode()), (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+                (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS), (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+            ):  # fmt: skip
+                self._socket.setsockopt(option, value)
+            self._monitor = self._socket.get_monitor_socket(_EVENTS)
+            undo.callback(self._monitor.close)
+            undo.callback(self._socket.disable_monitor)
+            self._socket.connect(card.address)
+            super().__init__(name, self.after_turn)
+            self._resources = undo.pop_all()
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -47,14 +81,12 @@ class ServerConnection:
         """Send `hello`, and return when `on_connected` was called. Raises `ConnectionError` if the
         server does not answer in time, or refuses.
         """
-        _connections.add(self)
         self.post(self._begin, hello)
         try:
-            self._loop.start()
+            self.start()
         except BaseException:  # no thread can be started
-            _connections.discard(self)
-            self._socket.close()
-            self._loop.close()
+            self._close_socket()
+            self.release_resources()
             raise
         try:
             self._connected.result(timeout)
@@ -62,7 +94,10 @@ class ServerConnection:
             self.post(self.end)
             self.wait_ended()
             if isinstance(error, TimeoutError):
-                raise self._socket.timeout_error(timeout) from None
+                reason = f": {self.handshake_error}" if self.handshake_error else ""
+                raise ConnectionError(
+                    f"no server answered at {self.address} within {timeout:g} s{reason}"
+                ) from None
             raise
 
     def post(self, callback: Callable[..., object], *args: Any) -> None:
@@ -71,24 +106,18 @@ class ServerConnection:
         Takes no lock, so finalizers may call it.
         """
         if not self.has_ended:
-            self._loop.post(partial(self._run_guarded, callback, *args))
+            super().post(partial(callback, *args))
 
     def wait_ended(self) -> None:
         """Wait until the connection has ended, and its thread."""
-        if not self._loop.belongs_to_parent:
-            while self._loop.thread.is_alive():
-                self._loop.thread.join(0.5)  # time-limited, so that Ctrl-C is handled
+        if not self.belongs_to_parent:
+            while self.thread.is_alive():
+                self.thread.join(0.5)  # time-limited, so that Ctrl-C is handled
 
     def loss(self) -> ConnectionError:
         """Return the error of those that wait for the server in vain."""
-        reason = self._socket.loss_reason
-        state = f"is lost: {reason}" if reason else "is closed"
+        state = f"is lost: {self.loss_reason}" if self.loss_reason else "is closed"
         return ConnectionError(f"the connection to {self.address} {state}")
-
-    def disable_in_child(self) -> None:
-        """In a forked child: refuse all use."""
-        self.has_ended = True
-        self._loop.disable_in_child()
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -109,27 +138,52 @@ class ServerConnection:
     def _begin(self, hello: list[bytes]) -> None:
         # This thread must not wait for room in a pool, nor for promises that it settles.
         settling_threads.add(get_ident())
-        self._source = SocketSource(self._socket.socket, self._receive)
-        self._loop.add_source(self._source)
-        on_event = partial(self._run_guarded, self._on_connection_event)
-        self._loop.watch(self._socket.monitor.fileno(), on_event)
-        on_event()  # libzmq signals an event only to a reader that has once looked and found none
-        self._socket.send(hello)
+        self.add_source(SocketSource(self._socket, self._receive))
+        self.watch(self._monitor.fileno(), self._on_connection_event)
+        self._on_connection_event()  # libzmq signals only to a reader that has once found none
+        self.send(hello)
 
     def on_connected(self) -> None:
-        self._socket.hello_received = True
+        self.hello_received = True
         self.deliver(partial(fulfill, self._connected))
 
     def _on_connection_event(self) -> None:
-        self._socket.check_connection()
+        self._check_connection()
         self._receive()
 
-    def _receive(self) -> None:
-        if not self.has_ended:
-            self._run_guarded(self._handle_messages)
+    def _check_connection(self) -> None:
+        """Note what the monitor tells. Called when its descriptor becomes readable."""
+        while has_input(self._monitor):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            kind = event["event"]
+            if kind == zmq.EVENT_CONNECTED:
+                if not self.hello_received:  # libzmq has connected again
+                    self._end_reason = ""
+                connections.discard(self._endpoints)
+                self._endpoints = endpoints_of(event["value"])
+                connections.add(self._endpoints)
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.loss_reason = (
+                    "the server does not allow the key of this process; "
+                    "add the key to the server's allow-list"
+                )
+            elif kind in (
+                zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+                zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+            ):
+                self.handshake_error = (
+                    "the process at that address does not hold the expected server key, or is not "
+                    "a polycephaly server; use the server's current connection file"
+                )
+                if not self.hello_received:
+                    self.loss_reason = self.handshake_error
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._end_reason = "the server has ended or cannot be reached"
 
-    def _handle_messages(self) -> None:
-        for frames in self._socket.receive_messages(MAX_MESSAGES_PER_TURN):
+    def _receive(self) -> None:
+        if self.has_ended:
+            return
+        for frames in self._received_messages():
             try:
                 if frames[0] == REFUSED:
                     self.lose(b" ".join(frames[1:]).decode("utf-8", "replace"))
@@ -137,23 +191,43 @@ class ServerConnection:
                     self.on_message(frames)
             except Malformed as error:
                 self.lose(str(error))
-        if self._socket.loss_reason:
+        if self.loss_reason:
             self.end()
 
+    def _received_messages(self) -> Iterator[list[bytes]]:
+        """Yield messages that have arrived, also those from before a loss of the connection."""
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            if self.loss_reason or not has_input(self._socket):
+                if self.hello_received:
+                    self.loss_reason = self.loss_reason or self._end_reason
+                return
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            if frames[0] == PING:  # tells the server that all earlier messages were read
+                self.send(frames)
+            else:
+                yield frames
+
     def send(self, frames: Sequence[bytes]) -> None:
-        if not self.has_ended:
-            self._socket.send(frames)
+        """Send a message without blocking.
 
-    def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
-        return self._loop.call_later(seconds, partial(self._run_guarded, callback))
-
-    def deliver(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called without the lock."""
-        self._loop.deliver(callback)
-
-    def _run_guarded(self, callback: Callable[..., object], *args: Any) -> None:
+        The high-water mark is unlimited, so libzmq refuses a message only after it has given the
+        connection up, because the handshake failed.
+        """
+        if self.has_ended:
+            return
         try:
-            callback(*args)
+            if sum(map(len, frames)) > CHUNK_BYTES:
+                *parts, last = frames
+                for part in parts:
+                    self._socket.send_multipart([PART, part], zmq.NOBLOCK)
+                frames = [last]
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self.loss_reason = self.loss_reason or "the handshake failed"
+
+    def _call_guarded(self, callback: Callable[[], object]) -> None:
+        try:
+            callback()
         except Exception as error:
             log.error(
                 "a bug in polycephaly breaks the connection to %s", self.address, exc_info=error
@@ -164,38 +238,30 @@ class ServerConnection:
 
     def lose(self, reason: str) -> None:
         """End, because the connection is lost."""
-        self._socket.loss_reason = self._socket.loss_reason or reason
+        self.loss_reason = self.loss_reason or reason
         self.end()
 
     def end(self) -> None:
         if not self.has_ended:
             self.has_ended = True
-            self._loop.timers.clear()
-            self._loop.remove_source(self._source)
-            self._loop.unwatch(self._socket.monitor.fileno())
+            self.timers.clear()
             self.deliver(self._finish)
 
     def _finish(self) -> None:
         self.on_end()
         if not self._connected.done():
             reject(self._connected, self.loss())
-        self._loop.run_outside_lock(self._disconnect)
+        self.run_outside_lock(self._disconnect)
 
     def _disconnect(self) -> None:
-        self._socket.close()
-        _connections.discard(self)
+        self._close_socket()
         settling_threads.discard(get_ident())
         fulfill(self.ended)
-        self._loop.stop()
+        self.stop()
 
-
-_connections: set[ServerConnection] = set()
-
-
-def _disable_connections() -> None:
-    """In a forked child: they stay in the set, and so as they are."""
-    for connection in _connections:
-        connection.disable_in_child()
-
-
-os.register_at_fork(after_in_child=_disable_connections)
+    def _close_socket(self) -> None:
+        """Send BYE if the connection is up, and close the socket."""
+        with suppress(zmq.ZMQError):
+            self._socket.send_multipart([BYE], zmq.NOBLOCK)
+        self._resources.close()
+        connections.discard(self._endpoints)
