@@ -560,7 +560,7 @@ class Interleaving:
             self.note("fetches", key)
             fetched = Promise()
             self.fetched.append((key, fetched))
-            owner = self.promises[key].result()._get_owner()
+            owner = self.promises[key].result()._get_content()
             self.reactor.post(lambda: self.dispatcher.directory.fetch(owner, fetched))
 
     def lease(self):

@@ -545,8 +545,8 @@ def test_what_a_message_was_to_bring_or_to_drop_is_said_again_where_it_did_not_a
     assert (kept.value == 1).all()  # so it is packed
     (other,) = [each for each in pool.drones if each.name != kept.drone]
     handle = other._handle
-    custody = kept._owner
-    number, nothing = dropped._owner.number, []
+    custody = kept._content
+    number, nothing = dropped._content.number, []
 
     def lose():
         message = TaskBatch()

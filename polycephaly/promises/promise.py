@@ -129,21 +129,6 @@ class Handle:
         return self
 
 
-class ReleasableHandle(Handle):
-    """A handle that is released by `release`, or by the end of its ``with`` block."""
-
-    __slots__ = ()
-
-    def release(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-
 class NeedsPlaceholder(TypeError):
     """A call contains a handle that can be pickled only with a placeholder among its arguments."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self, TypeVar
 
-from ..promises.promise import ReleasableHandle
 from ..wire.placeholders import ValueOwner, current_store, known_owners
+from .handle import StoredHandle
 
 T = TypeVar("T")
 
 
-class Kept(ReleasableHandle, Generic[T]):
+class Kept(StoredHandle[ValueOwner], Generic[T]):
     """A handle of a value that one of a pool's drones keeps.
 
     ``pool.promise(..., keep=True)`` returns the promise of such a handle. Among the arguments of
@@ -54,7 +54,9 @@ class Kept(ReleasableHandle, Generic[T]):
     'abcxyz'
     """
 
-    __slots__ = ("__weakref__", "_owner")
+    __slots__ = ("__weakref__",)
+
+    _how = "kept"
 
     def __init__(self, value: T) -> None:
         store = current_store()
@@ -63,13 +65,13 @@ class Kept(ReleasableHandle, Generic[T]):
                 "Kept(value) was called in a process that is no drone: a value can be kept only by "
                 "the drone whose task calls it; use pool.share(value) for shared memory"
             )
-        self._owner: ValueOwner | None = store.make(value)
+        self._content = store.make(value)
 
     @classmethod
     def _from_owner(cls, owner: ValueOwner) -> Self:
         """Return another handle of a value that is kept already."""
         handle = object.__new__(cls)
-        handle._owner = owner
+        handle._content = owner
         return handle
 
     @property
@@ -88,7 +90,7 @@ class Kept(ReleasableHandle, Generic[T]):
         Exception
             The errors of the value's own pickling.
         """
-        value: T = self._get_owner().fetch_value()
+        value: T = self._get_content().fetch_value()
         return value
 
     @property
@@ -102,7 +104,7 @@ class Kept(ReleasableHandle, Generic[T]):
         ValueError
             If the handle was released.
         """
-        return self._get_owner().nbytes
+        return self._get_content().nbytes
 
     @property
     def drone(self) -> str | None:
@@ -115,27 +117,13 @@ class Kept(ReleasableHandle, Generic[T]):
         ValueError
             If the handle was released.
         """
-        return self._get_owner().holder_name
+        return self._get_content().holder_name
 
-    def release(self) -> None:
-        """Give up this handle.
-
-        Calls that received the handle still get the value. A second call does nothing.
-        """
-        self._owner = None
-
-    def _get_owner(self) -> ValueOwner:
-        owner = self._owner
-        if owner is None:
-            raise ValueError("this kept value was released")
-        return owner
+    def _state(self, content: ValueOwner) -> str:
+        return content.state
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[int]]:
-        return self._get_owner().make_placeholder()
-
-    def __repr__(self) -> str:
-        owner = self._owner
-        return f"<Kept {'released' if owner is None else owner.state} at {id(self):#x}>"
+        return self._get_content().make_placeholder()
 
 
 def restore_handle(number: int) -> Kept[Any]:

@@ -15,14 +15,15 @@ from typing import Any, Generic, TypeVar
 from ..memory.arena import Full, view
 from ..memory.blocks import Store, pristine_view
 from ..memory.references import Serialized, load_with_buffers
-from ..promises.promise import ReleasableHandle, pickling_state
+from ..promises.promise import pickling_state
 from ..wire.main_names import MainSnapshot
 from ..wire.pickling import pack_strictly
+from .handle import StoredHandle
 
 T = TypeVar("T")
 
 
-class Shared(ReleasableHandle, Generic[T]):
+class Shared(StoredHandle[tuple[bytes, list[Any], list[Any]]], Generic[T]):
     """A handle of a value that was put into shared memory once; made by `Pool.share`.
 
     In a call, the handle arrives as the value, wherever the handle stands: as an argument, inside
@@ -60,8 +61,10 @@ class Shared(ReleasableHandle, Generic[T]):
 
         `snapshot` is the one that the value was pickled against, if its pickle depends on that.
         """
-        self._content: tuple[bytes, list[Any]] | None = (pickled, views)
-        self._writable_views = views if writable_views is None else writable_views
+        nbytes = len(pickled) + sum(len(each) for each in views)
+        super().__init__(
+            (pickled, views, views if writable_views is None else writable_views), nbytes
+        )
         self._snapshot = snapshot
 
     @property
@@ -76,30 +79,9 @@ class Shared(ReleasableHandle, Generic[T]):
         ValueError
             If the handle was released.
         """
-        pickled, _ = self._get_content()
-        value: T = load_with_buffers(pickled, self._writable_views)
+        pickled, _, writable_views = self._get_content()
+        value: T = load_with_buffers(pickled, writable_views)
         return value
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the value as stored, in bytes.
-
-        Raises
-        ------
-        ValueError
-            If the handle was released.
-        """
-        pickled, views = self._get_content()
-        return len(pickled) + sum(len(each) for each in views)
-
-    def release(self) -> None:
-        """Free the memory as soon as no process uses it. A second call does nothing."""
-        self._content, self._writable_views = None, []
-
-    def _get_content(self) -> tuple[bytes, list[Any]]:
-        if self._content is None:
-            raise ValueError("this shared value was released")
-        return self._content
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
         context = pickling_state.context
@@ -108,13 +90,9 @@ class Shared(ReleasableHandle, Generic[T]):
             if self._snapshot not in (None, context.snapshot):
                 return _same, (self.value,)
             rebuild = _rebuild_value
-        pickled, views = self._get_content()
+        pickled, views, _ = self._get_content()
         wrap: Any = bytes if protocol < 5 else PickleBuffer
         return rebuild, (pickled, *map(wrap, views))
-
-    def __repr__(self) -> str:
-        state = "released" if self._content is None else f"{self.nbytes:,} bytes"
-        return f"<Shared {state} at {id(self):#x}>"
 
 
 def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
@@ -129,7 +107,7 @@ def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
     if not isinstance(serialized, Serialized):
         return Shared(serialized, [], snapshot=_needed(snapshot, serialized))
     handle: Shared[T] = _make_handle(serialized, snapshot)
-    pickled, views = handle._get_content()
+    pickled, views, _ = handle._get_content()
     # A large pickle is the first of the views itself.
     handle._snapshot = _needed(snapshot, pickled or views[0])
     return handle

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 from ...memory.references import Serialized, load_with_buffers
-from ...promises.promise import FINISHED, Promise, ReleasableHandle, misplaced_error, pickling_state
+from ...promises.promise import FINISHED, Promise, misplaced_error, pickling_state
+from ...store.handle import StoredHandle
 from ...wire.functions import FunctionRegistry
 from ...wire.main_names import MainSnapshot
 from ...wire.pickling import pack_strictly
@@ -14,7 +15,7 @@ from .buffers import LazyBuffers, RayStore
 T = TypeVar("T")
 
 
-class RayShared(ReleasableHandle, Generic[T]):
+class RayShared(StoredHandle["_SettledRef"], Generic[T]):
     """The handle of a value that was put into a cluster's object store once; made by `Pool.share`.
 
     In a call, the handle arrives as the value, wherever the handle stands. The value lives until
@@ -28,7 +29,7 @@ class RayShared(ReleasableHandle, Generic[T]):
     """
 
     def __init__(self, packed: Serialized) -> None:
-        self._promise: _SettledRef | None = _SettledRef(packed)
+        super().__init__(_SettledRef(packed), len(packed))
 
     @property
     def value(self) -> T:
@@ -41,29 +42,8 @@ class RayShared(ReleasableHandle, Generic[T]):
         Lost
             If the node or the Ray session that had the value is gone.
         """
-        value: T = self._require_promise().result()
+        value: T = self._get_content().result()
         return value
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the value as stored, in bytes.
-
-        Raises
-        ------
-        ValueError
-            If the handle was released.
-        """
-        return len(self._require_promise().serialized)
-
-    def release(self) -> None:
-        """Free the memory as soon as no process uses it. A second call does nothing."""
-        self._promise = None
-
-    def _require_promise(self) -> _SettledRef:
-        promise = self._promise
-        if promise is None:
-            raise ValueError("this shared value was released")
-        return promise
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         context = pickling_state.context
@@ -71,12 +51,8 @@ class RayShared(ReleasableHandle, Generic[T]):
             raise misplaced_error(
                 "a value shared on Ray can be pickled only for calls of its own pool"
             )
-        placeholder: tuple[Any, tuple[Any, ...]] = context.add_input(self._require_promise())
+        placeholder: tuple[Any, tuple[Any, ...]] = context.add_input(self._get_content())
         return placeholder
-
-    def __repr__(self) -> str:
-        state = "released" if self._promise is None else f"{self.nbytes:,} bytes"
-        return f"<RayShared {state} at {id(self):#x}>"
 
 
 class _SettledRef(Promise[Any]):

@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from ...drone.forwarded import shared_value
 from ...pool.base import ExecutorBase
-from ...promises.promise import ReleasableHandle, misplaced_error
+from ...promises.promise import misplaced_error
+from ...store.handle import StoredHandle
 from .messages import RELEASE, pack_numbers
 from .server_connection import ServerConnection
 
@@ -47,7 +48,7 @@ class SharedRef:
         self.connection.post(self.connection.send, pack_numbers(RELEASE, [self.number]))
 
 
-class RemoteShared(ReleasableHandle, Generic[T]):
+class RemoteShared(StoredHandle[SharedRef], Generic[T]):
     """The handle of a value in a served pool's shared memory; made by `RemotePool.share`.
 
     In a call of that pool, the handle arrives as the value, wherever the handle stands. Large
@@ -67,45 +68,24 @@ class RemoteShared(ReleasableHandle, Generic[T]):
     """
 
     def __init__(self, pool: ExecutorBase, ref: SharedRef, nbytes: int) -> None:
+        super().__init__(ref, nbytes)
         self._pool = pool
-        self._ref: SharedRef | None = ref
-        self._nbytes = nbytes
 
     @property
     def value(self) -> T:
         """The value, fetched from the pool. Raises `ValueError` after `release`."""
-        self._require_ref()
+        self._get_content()
         value: T = self._pool.doit(_identity, self)
         return value
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the value as stored. Raises `ValueError` after `release`."""
-        self._require_ref()
-        return self._nbytes
-
-    def release(self) -> None:
-        """Free the memory as soon as no call needs the value. May be called more than once."""
-        self._ref = None
-
-    def _require_ref(self) -> SharedRef:
-        ref = self._ref
-        if ref is None:
-            raise ValueError("this shared value was released")
-        return ref
-
     def __reduce__(self) -> tuple[Any, tuple[int]]:
-        ref = self._require_ref()
+        ref = self._get_content()
         if pickling_call.connection is not ref.connection:
             raise misplaced_error(
                 "a remote shared value can be pickled only for calls of its own pool"
             )
         pickling_call.shared_refs.append(ref)
         return shared_value, (len(pickling_call.shared_refs) - 1,)
-
-    def __repr__(self) -> str:
-        state = "released" if self._ref is None else f"{self._nbytes:,} bytes"
-        return f"<RemoteShared {state} at {id(self):#x}>"
 
 
 def _identity(value: T) -> T:
