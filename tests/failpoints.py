@@ -80,11 +80,7 @@ POINTS = {
         ("drone", "opens its console", "engines.local.drone:open_console"),
         ("drone", "sends its logs home", "engines.local.drone:install_log_forwarding"),
         ("drone", "is made", "engines.local.drone:LocalDrone.__init__"),
-        (
-            "drone",
-            "makes its control thread",
-            "engines.local.control_thread:ControlThread.__init__",
-        ),
+        ("drone", "makes its control thread", "engines.local.drone:ControlThread.__init__"),
         ("drone", "serves", "engines.local.drone:LocalDrone.serve"),
         ("drone", "listens", "engines.local.drone:LocalDrone._receive"),
         ("drone", "sleeps", "engines.local.drone:LocalDrone._wait"),

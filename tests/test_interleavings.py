@@ -13,7 +13,7 @@ import polycephaly as poly
 from polycephaly.drone.executor import DroneExecutor
 from polycephaly.drone.overlap import Overlap
 from polycephaly.drone.slices import MAX_MARKED_CALLS, SliceRun
-from polycephaly.engines.local.control_thread import ControlThread
+from polycephaly.engines.local.drone import ControlThread
 from polycephaly.pool import task as work
 from polycephaly.pool.handlers import _handle_special_outcome
 from polycephaly.runtime import fork_guard
@@ -152,7 +152,7 @@ class _BeginsAsTheControlThreadParks:
     def __init__(self):
         self.busy, self.looks = False, 0
         self.socket_lock = threading.Lock()
-        self.epoll_fd = os.eventfd(0)
+        self._epoll = os.eventfd(0)
         self.there, self.heard = threading.Event(), threading.Event()
         self.control_thread = ControlThread(self)
         self.there.set()
@@ -168,15 +168,12 @@ class _BeginsAsTheControlThreadParks:
             self.control_thread.wake()
         return 7 if self.looks > 2 else 0  # it is set a little later
 
-    def set_control_thread_id(self, thread):
-        pass
-
     def beat(self):
         pass
 
     def receive_if_free(self):
         self.heard.set()
-        os.eventfd_write(self.epoll_fd, 1)
+        os.eventfd_write(self._epoll, 1)
 
     def send_requested_values(self):
         pass
@@ -196,7 +193,7 @@ def test_a_task_that_begins_as_the_control_thread_parks_is_listened_for():
         assert not control_thread.is_alive()
     finally:
         fork_guard.remove_thread_lock(control_thread)
-        os.close(drone.epoll_fd)
+        os.close(drone._epoll)
 
 
 def told_to_cancel(number, begin):

@@ -329,7 +329,7 @@ def test_zeromq_is_used_once_a_drones_message_needs_it(tmp_path, fill_first):
         sent = pool.promise(send_by_bulk, str(path), fill_first)
         with pool._dispatcher.reactor._lock:  # so that the controller reads nothing meanwhile
             path.touch()
-            wait_for(handle.status_page.needs_bulk)
+            wait_for(lambda: handle.status_page.bulk)
             assert bulk._router is None
         assert sent.result(30) == "sent"
         wait_for(lambda: handle.bulk_open)

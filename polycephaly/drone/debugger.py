@@ -29,8 +29,8 @@ def open_debugger(frame: FrameType, directory: str, page: StatusPage) -> Debugge
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     address = debug_address(directory, os.getpid())
     with ExitStack() as session:
-        page.set_debugged(True)
-        session.callback(page.set_debugged, False)
+        page.debugged = 1
+        session.callback(setattr, page, "debugged", 0)
         with _listen(address) as listener:
             try:
                 print(

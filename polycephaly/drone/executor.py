@@ -598,17 +598,14 @@ class DroneExecutor:
         return self._current or (-1 if self._calls is not None else 0)
 
     def beat(self) -> None:
-        self._status_page.beat()
+        self._status_page.beats += 1
         has_overlapped = self._overlap is not None and bool(self._overlap.running)
         if has_overlapped or self._main_thread in promise.waiting_threads:
             # None if another thread is importing the module.
             green = getattr(sys.modules.get("polycephaly.green.scheduler"), "scheduler", None)
-            self._status_page.set_steps(1 if green is None else 1 + green.busy_periods)
+            self._status_page.steps = 1 if green is None else 1 + green.busy_periods
         else:
-            self._status_page.set_steps(0)
-
-    def set_control_thread_id(self, thread: int) -> None:
-        self._status_page.set_control_thread(thread)
+            self._status_page.steps = 0
 
 
 _executors: list[DroneExecutor] = []

@@ -8,7 +8,8 @@ had begun:
     answered  number of the last task whose result went to the socket
     kept      bytes of results that are done and might be lost with the drone: they wait to be sent
               with others, or were lately given to ZeroMQ, whose own thread writes them
-    beats     heartbeat: a counter that changes while a task runs
+    beats     heartbeat: a counter that changes while a task runs (of two threads that count at
+              once, one count may get lost)
     control   the kernel's number of the control thread, whose running is no sign of progress
     steps     while the main thread waits for promises, or tasks overlap: one more than the number
               of times that green threads have gone on; else 0
@@ -25,13 +26,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from typing import Any
 
 from ..memory.arena import make_memory, map_range
 
 PAGE_BYTES = 16 * 1024  # most of them for kept results
-_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL_THREAD, _STEPS, _DEBUGGED, _CALL, _BULK, _CELLS = (
-    range(10)
-)
+_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL, _STEPS, _DEBUGGED, _CALL, _BULK, _CELLS = range(10)
 _HEADER_BYTES = _CELLS * 8
 
 
@@ -46,38 +46,31 @@ def map_page(fd: int) -> memoryview:
     return memoryview(map_range(fd, 0, PAGE_BYTES, mmap.MAP_SHARED))
 
 
+def _cell(index: int) -> Any:
+    def get(page: StatusPage) -> int:
+        return page._cells[index]
+
+    def put(page: StatusPage, number: int) -> None:
+        page._cells[index] = number
+
+    return property(get, put)
+
+
 class StatusPage:
+    started: int = _cell(_STARTED)
+    answered: int = _cell(_ANSWERED)
+    beats: int = _cell(_BEATS)
+    control: int = _cell(_CONTROL)
+    steps: int = _cell(_STEPS)
+    debugged: int = _cell(_DEBUGGED)
+    call: int = _cell(_CALL)
+    bulk: int = _cell(_BULK)
+
     def __init__(self, memory: memoryview) -> None:
         self._cells = memory[:_HEADER_BYTES].cast("Q")
         self._buffer = memory[_HEADER_BYTES:]
         self._kept = 0
         self.is_full = False  # the last result had no room beside the kept ones
-
-    # -- for the controller ------------------------------------------------------------------------
-
-    def started(self) -> int:
-        return self._cells[_STARTED]
-
-    def answered(self) -> int:
-        return self._cells[_ANSWERED]
-
-    def beats(self) -> int:
-        return self._cells[_BEATS]
-
-    def control_thread(self) -> int:
-        return self._cells[_CONTROL_THREAD]
-
-    def steps(self) -> int:
-        return self._cells[_STEPS]
-
-    def is_debugged(self) -> bool:
-        return self._cells[_DEBUGGED] != 0
-
-    def calls_begun(self) -> int:
-        return self._cells[_CALL]
-
-    def needs_bulk(self) -> bool:
-        return self._cells[_BULK] != 0
 
     def kept(self) -> bytes:
         """Return the results that were done and are not yet known to be sent."""
@@ -91,25 +84,6 @@ class StatusPage:
     def mark_call(self, count: int) -> None:
         self._cells[_CALL] = count
 
-    def beat(self) -> None:
-        """Count a heartbeat. Any thread of the drone may call this.
-
-        If two threads count at once, one count may get lost. The counter changes all the same.
-        """
-        self._cells[_BEATS] += 1
-
-    def set_control_thread(self, thread: int) -> None:
-        self._cells[_CONTROL_THREAD] = thread
-
-    def set_steps(self, count: int) -> None:
-        self._cells[_STEPS] = count
-
-    def set_debugged(self, debugged: bool) -> None:
-        self._cells[_DEBUGGED] = debugged
-
-    def request_bulk(self) -> None:
-        self._cells[_BULK] = 1
-
     def keep(self, result: bytes) -> bool:
         """Keep a result until `mark_all_answered`; return False if there is no room for it."""
         end = self._kept + len(result)
@@ -119,10 +93,6 @@ class StatusPage:
         self._buffer[self._kept : end] = result
         self._kept = self._cells[_KEPT] = end
         return True
-
-    def mark_answered(self, number: int) -> None:
-        """Note that the result of task `number` will be sent and is not kept."""
-        self._cells[_ANSWERED] = number
 
     def replace_kept(self, results: list[bytes]) -> None:
         """Keep these results, and no others."""

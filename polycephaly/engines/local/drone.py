@@ -18,9 +18,11 @@ import select
 import socket
 import sys
 import threading
+import traceback
 from contextlib import suppress
+from queue import SimpleQueue
 from threading import get_ident
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from ... import _compat
@@ -34,8 +36,7 @@ from ...drone.pdb_import import replace_set_trace
 from ...errors import Malformed
 from ...memory.blocks import Store
 from ...memory.references import RefTable
-from ...runtime import forked, parent_death
-from ...runtime.fork_guard import flush_standard_streams
+from ...runtime import fork_guard, forked, parent_death
 from ...runtime.tuning import tuning
 from ...wire import addresses
 from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
@@ -43,12 +44,16 @@ from ...wire.fast_transport import FastTransport, fits
 from ...wire.main_names import MainSnapshot, shared_snapshots
 from ...wire.messages import HELLO, OPEN, PROTOCOL, pack_numbers  # fmt: skip
 from ...wire.status_page import StatusPage
-from .control_thread import HEARTBEAT_SECONDS, ControlThread
 from .zygote import Order, Zygote
 
 if TYPE_CHECKING:
     from ...drone.debugger import Debugger
     from ...wire.endpoint import Dealer
+
+TAKEOVER_SECONDS = 0.005
+"""Time that a task runs before the control thread begins to receive."""
+HEARTBEAT_SECONDS = 0.1
+"""Time between checks if the same task still runs and no message arrives."""
 
 
 def drone_main(
@@ -129,6 +134,7 @@ class LocalDrone(DroneExecutor):
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
         # Before the HELLO: a drone that cannot start a thread never reports that it is up.
         self._control_thread = ControlThread(self)
+        status_page.control = self._control_thread.thread.native_id or 0
         self._send(self._hello)
 
     # -- the main thread ---------------------------------------------------------------------------
@@ -148,7 +154,7 @@ class LocalDrone(DroneExecutor):
                     return
                 self._receive(wait=not todo)
                 continue
-            self.busy = True  # set before the next line: see control_thread.py
+            self.busy = True  # set before the next line: see `ControlThread`
             self._control_thread.wake()
             self._run_next()
 
@@ -265,7 +271,7 @@ class LocalDrone(DroneExecutor):
         with suppress(BaseException):
             _compat.run_exit_handlers()
         forked.exit_if_forked(generation)
-        flush_standard_streams()
+        fork_guard.flush_standard_streams()
         with self.socket_lock:
             self._waiting = True  # from now on the control thread leaves the sockets alone
             if self._bulk is not None:
@@ -323,7 +329,7 @@ class LocalDrone(DroneExecutor):
         if self._bulk is None:
             from ...wire.endpoint import Dealer
 
-            self._status_page.request_bulk()
+            self._status_page.bulk = 1
             self._fast_transport.send(pack_numbers(OPEN))  # no matter if there is no room
             self._bulk = Dealer(self._directory, self._identity)
             self._bulk.socket.send_multipart(self._hello)
@@ -359,9 +365,66 @@ class LocalDrone(DroneExecutor):
             # outcomes as sent that were taken for the message that failed.
             self.socket_lock.release()
 
-    @property
-    def epoll_fd(self) -> int:
-        return self._epoll.fileno()
+
+class ControlThread:
+    """The thread that receives messages while the main thread runs a long task.
+
+    It begins to receive when one task has run for longer than `TAKEOVER_SECONDS`, and its heartbeat
+    shows that the drone is alive. It ticks while there are tasks and is parked otherwise, so an
+    idle drone has no thread that wakes up.
+
+    No task runs without the control thread. To park, the control thread sets `_parked`, then checks
+    whether the main thread is busy, then waits for a token. Before each task, the main thread sets
+    `busy`, then checks `_parked` and, if that is set, sends a token. So one of the two sees the
+    other, and a token too many costs one tick. (`current` instead of `busy` would not do, because
+    it is set later.)
+    """
+
+    def __init__(self, drone: LocalDrone) -> None:
+        self._drone = drone
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._parked = False
+        self.thread = threading.Thread(target=self._run, name="polycephaly-control", daemon=True)
+        # A drone may fork drones of its own.
+        fork_guard.add_thread_lock(self.thread, drone.socket_lock)
+        self.thread.start()
+
+    def wake(self) -> None:
+        if self._parked:
+            self._parked = False
+            self._tokens.put(None)
+
+    def _run(self) -> None:
+        readable = select.poll()
+        readable.register(self._drone._epoll, select.POLLIN)
+        seen = 0
+        while True:
+            current = self._drone.current
+            if current == 0:
+                self._parked = True
+                if not self._drone.busy:
+                    self._tokens.get()
+                    self._parked = False
+                else:
+                    self._parked = False
+                    sleep(TAKEOVER_SECONDS)
+            elif current == seen:
+                # The descriptor reports new messages only; earlier ones must be looked for.
+                try:
+                    self._drone.beat()
+                    self._drone.receive_if_free()
+                    self._drone.send_requested_values()
+                except BaseException:
+                    # A message or result that was taken would be lost, and a caller would wait for
+                    # ever. So the drone ends: the status page shows which tasks are done, which
+                    # one was running, and which can run elsewhere.
+                    with suppress(BaseException):
+                        os.write(2, traceback.format_exc().encode())
+                    os._exit(1)
+                readable.poll(HEARTBEAT_SECONDS * 1000)
+                continue
+            seen = current
+            sleep(TAKEOVER_SECONDS)
 
 
 def _has_ended(child: int) -> bool:

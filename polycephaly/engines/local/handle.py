@@ -141,23 +141,23 @@ class LocalHandle(DroneHandle):
     # -- state of the drone ------------------------------------------------------------------------
 
     def last_started(self) -> int:
-        return self.status_page.started()
+        return self.status_page.started
 
     def last_answered(self) -> int:
-        return self.status_page.answered()
+        return self.status_page.answered
 
     def calls_begun(self) -> int:
-        return self.status_page.calls_begun()
+        return self.status_page.call
 
     def is_debugged(self) -> bool:
-        return self.status_page.is_debugged()
+        return bool(self.status_page.debugged)
 
     def heartbeat(self) -> tuple[object, Times]:
         assert self.pid is not None
         page, pid = self.status_page, self.pid
         threads = {thread: processor_times(pid, thread) for thread in threads_of(pid)}
         hundredths = int(100 * threads.get(str(pid), (0, 0))[0])
-        return (page.started(), page.answered(), page.beats(), hundredths), threads
+        return (page.started, page.answered, page.beats, hundredths), threads
 
     def is_waiting(self) -> bool:
         assert self.pid is not None
@@ -176,13 +176,9 @@ class LocalHandle(DroneHandle):
         compute. Otherwise each thread counts that the kernel has let run.
         """
         page = self.status_page
-        others = {
-            thread: times
-            for thread, times in threads.items()
-            if thread != str(page.control_thread())
-        }
-        done = page.started(), page.answered(), self.tasks_done
-        steps = page.steps()
+        others = {thread: times for thread, times in threads.items() if thread != str(page.control)}
+        done = page.started, page.answered, self.tasks_done
+        steps = page.steps
         if steps:
             return (*done, steps), others
         return (*done, {thread: ran for thread, (ran, _) in others.items()}), {}
@@ -247,7 +243,7 @@ class LocalHandle(DroneHandle):
             self._on_error(error)
         # The drone sets this before its OPEN. If the socket had no room for an OPEN, it has other
         # packets, well-formed or not, that are read after that.
-        if not self.bulk_open and self.status_page.needs_bulk():
+        if not self.bulk_open and self.status_page.bulk:
             self._bind_bulk()
         return True
 

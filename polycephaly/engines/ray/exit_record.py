@@ -78,7 +78,7 @@ class ExitRecord(StatusPage):
 
     def skip_result(self) -> None:
         """Note that the result of the task begun last will be sent and is not in the page."""
-        self.mark_answered(self.started())
+        self.answered = self.started
 
     def mark_all_answered(self, number: int, delivered: bool) -> None:
         """Do nothing: results are kept until they are acknowledged."""
@@ -212,8 +212,8 @@ def read_exit_record(folder: str, out_from: int, err_from: int) -> FinalState | 
         return None
     try:
         return FinalState(
-            page.started(),
-            page.answered(),
+            page.started,
+            page.answered,
             page.kept(),
             _read_final_output(folder, OUT, out_from),
             _read_final_output(folder, ERR, err_from),
