@@ -6,7 +6,8 @@ ZeroMQ is loaded, and the socket made, when a message first needs it: most progr
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ...runtime import fork_guard
 from ...wire.private_directory import PrivateDirectory
@@ -21,15 +22,6 @@ log = logging.getLogger(__name__)
 MAX_MESSAGES = 100
 
 
-class BulkReceiver(Protocol):
-    """The handle of a drone, which receives the messages of one sender."""
-
-    bulk_open: bool
-
-    def open_bulk(self) -> None: ...
-    def receive_bulk(self, frames: list[bytes]) -> None: ...
-
-
 class BulkSocket:
     """A `pool.event_loop.Source`, once it is bound. After `open` it is used only while holding the
     reactor's lock.
@@ -38,7 +30,8 @@ class BulkSocket:
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
         self._private_directory = PrivateDirectory()
-        self.handles: dict[bytes, BulkReceiver] = {}  # by the identity of the drone's socket
+        self.receivers: dict[bytes, Callable[[list[bytes]], None]] = {}
+        """Called with a message, by the identity of the drone's socket."""
         self._router: Router | None = None
         self._is_open = False
         self.directory = self._private_directory.path
@@ -88,14 +81,12 @@ class BulkSocket:
         while router is not None and max_messages > 0 and (message := router.receive()):
             max_messages -= 1
             identity, *frames = message
-            handle = self.handles.get(identity)
+            receiver = self.receivers.get(identity)
             # A drone that is gone by now, or a stranger: its message is not parsed.
-            if handle is None:
+            if receiver is None:
                 log.info("a message of an unknown sender was dropped")
-                continue
-            if not handle.bulk_open:
-                handle.open_bulk()
-            handle.receive_bulk(frames)
+            else:
+                receiver(frames)
 
     def close(self) -> None:
         if self._router is not None:

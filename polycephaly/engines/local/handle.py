@@ -114,15 +114,6 @@ class LocalHandle(DroneHandle):
             broken = pool_error("messages need ZeroMQ", error)
             self.dispatcher.post(self.dispatcher.break_pool, broken)
 
-    def open_bulk(self) -> None:
-        """Send the waiting messages. The drone's DEALER has sent HELLO: only now does the ROUTER
-        have a route to the drone.
-        """
-        self.bulk_open = True
-        for frames in self._bulk_waiting:
-            self._bulk.send(self.identity, frames)
-        self._bulk_waiting.clear()
-
     def kill(self, kill_reason: str = "") -> None:
         self.kill_reason = self.kill_reason or kill_reason
         self.launcher.kill(self.number)
@@ -221,7 +212,7 @@ class LocalHandle(DroneHandle):
     def open(self) -> None:
         """Receive from now on."""
         assert self.fast_transport is not None
-        self._bulk.handles[self.identity] = self
+        self._bulk.receivers[self.identity] = self._receive_bulk
         self.dispatcher.reactor.watch_fast(self.fast_transport.fileno(), self.receive)
 
     def receive(self) -> bool:
@@ -247,8 +238,17 @@ class LocalHandle(DroneHandle):
             self._bind_bulk()
         return True
 
-    def receive_bulk(self, frames: list[bytes]) -> None:
-        """Handle a message of the bulk transport, after those that were sent before it."""
+    def _receive_bulk(self, frames: list[bytes]) -> None:
+        """Handle a message of the bulk transport, after those that were sent before it.
+
+        The first is the HELLO of the drone's DEALER. Only now does the ROUTER have a route to the
+        drone, for the messages that wait.
+        """
+        if not self.bulk_open:
+            self.bulk_open = True
+            for each in self._bulk_waiting:
+                self._bulk.send(self.identity, each)
+            self._bulk_waiting.clear()
         self.catch_up()
         try:
             handle_message(self.dispatcher, self, frames)
@@ -276,7 +276,7 @@ class LocalHandle(DroneHandle):
 
     def close(self) -> None:
         reactor = self.dispatcher.reactor
-        self._bulk.handles.pop(self.identity, None)
+        self._bulk.receivers.pop(self.identity, None)
         ends: list[OutputSource | FastTransport] = [*self.streams]
         if self.fast_transport is not None:
             reactor.unwatch_fast(self.fast_transport.fileno())
