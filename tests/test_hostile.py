@@ -21,7 +21,7 @@ from polycephaly.runtime.tuning import tuning
 from polycephaly.server import admin
 from polycephaly.server.accepted import Accepted
 from polycephaly.server.fairness import FairOrder
-from polycephaly.server.flow_control import ClientFlow
+from polycephaly.server.flow_control import Client
 from polycephaly.server.server import Server
 from polycephaly.server.session import ClientSession
 from polycephaly.wire.messages import CALL, DEFINE_CODE, FORGET
@@ -67,8 +67,12 @@ def test_a_client_that_reads_nothing_is_put_out_by_what_it_is_owed():
 # -- what bounds it, without processes -------------------------------------------------------------
 
 
+def client_at(now):
+    return Client(b"", "key", "1", bool, now)
+
+
 def test_a_message_in_parts_is_one_and_counts_until_it_is_whole():
-    flow = ClientFlow(0.0)
+    flow = client_at(0.0)
     assert flow.reassemble([frames.PART, b"a"]) is None
     assert flow.reassemble([frames.PART, b"b" * 1000]) is None
     assert flow.held_bytes > 1000
@@ -78,7 +82,7 @@ def test_a_message_in_parts_is_one_and_counts_until_it_is_whole():
 
 
 def test_what_was_sent_before_a_ping_is_read_when_it_comes_back():
-    flow = ClientFlow(0.0)
+    flow = client_at(0.0)
     flow.count_sent([bytes(tuning.unread_bytes)])
     assert flow.unread_bytes > tuning.unread_bytes and not flow.is_probed
     ping = flow.probe()
@@ -93,7 +97,7 @@ def test_what_was_sent_before_a_ping_is_read_when_it_comes_back():
 
 
 def test_calls_questions_and_cancels_are_as_many_as_were_allowed():
-    flow = ClientFlow(0.0)
+    flow = client_at(0.0)
     for number in range(frames.MAX_UNANSWERED_CALLS):
         flow.count_call(number, 10)
     with pytest.raises(Malformed, match="unanswered calls"):
@@ -117,7 +121,7 @@ def test_calls_questions_and_cancels_are_as_many_as_were_allowed():
 
 
 def test_the_pool_has_no_more_calls_of_a_client_than_give_as_much_as_may_lie_unread():
-    flow = ClientFlow(0.0)
+    flow = client_at(0.0)
     assert flow.credit == 256
     flow.record_result_bytes(100)
     assert flow.credit == frames.MAX_UNANSWERED_CALLS
@@ -186,7 +190,7 @@ def test_rare_fields_without_end_are_refused():
 
 
 def test_signs_of_life_come_no_faster_than_the_time():
-    client = ClientFlow(100.0)
+    client = client_at(100.0)
     client.count_alive(100.0)
     later = (
         100.0 + 10 * tuning.client_sign_seconds

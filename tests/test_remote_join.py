@@ -357,18 +357,18 @@ class Hosts(JoinedHosts):
     def __init__(self, **dispatcher):
         self.said, self.posted = [], []
         usual = {"queue": [], "handles": [], "post": lambda act, *args: self.posted.append(act)}
-        super().__init__(
-            SimpleNamespace(**usual | dispatcher),
-            lambda identity, frames: self.said.append(frames[0]),
-            self.posted.append,
-        )
+        super().__init__(SimpleNamespace(**usual | dispatcher), self.posted.append)
+
+    def admit_one(self, **properties):
+        self.admit(b"x", "key", properties, lambda frames: self.said.append(frames[0]))
+        (host,) = self
+        return host
 
 
 def test_a_host_that_gave_nothing_back_is_asked_again_after_its_next_report():
     idle = SimpleNamespace(state=State.READY, in_flight={})
     hosts = Hosts(handles=[idle])
-    hosts.admit(b"x", "key", {})
-    (host,) = hosts
+    host = hosts.admit_one()
     host.drones = [{}]
     host.in_flight = {1: Mock(), 2: Mock()}
     report = messages.pack_json(messages.HOST_STATUS, {"drones": []})
@@ -402,7 +402,5 @@ def test_calls_lent_while_the_server_closes_go_back(closed_first, monkeypatch):
 
 
 def test_the_name_of_a_host_is_short_and_printable():
-    hosts = Hosts()
-    hosts.admit(b"x", "key", {"name": "a\n" * 100, "host": "h"})
-    (host,) = hosts
+    host = Hosts().admit_one(name="a\n" * 100, host="h")
     assert len(host.name) <= 80 and host.name.isprintable()

@@ -25,8 +25,8 @@ from ..runtime.tuning import tuning
 from ..store.shared import Shared, store_pickled
 from ..timeline.plain import pack_timeline
 from ..timeline.timeline import Timeline
-from .client import Client
 from .drone_requests import DRONE_REQUESTS, Reply, reply_thread
+from .flow_control import Client
 from .joined import JoinedHosts
 
 TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines

@@ -1,4 +1,6 @@
-"""Flow control: limits on the memory of the server that one peer may use.
+"""The peers of a server, and flow control: limits on the memory of the server that a peer may use.
+
+    results, lines, replies ── send ──> outbox ── once earlier messages were read ──> the client
 
 Every message that a peer may send is allowed by something, and thereby bounded: a PING by one of
 the server's, a call by the number and bytes of unanswered calls (`MAX_UNANSWERED_CALLS`,
@@ -12,29 +14,44 @@ See docs/decisions/0010-flow-control-and-security-of-served-pools.md.
 
 from __future__ import annotations
 
+import secrets
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..engines.remote.messages import (
+    LINE_OVERHEAD_BYTES,
     MAX_UNANSWERED_BYTES,
     MAX_UNANSWERED_CALLS,
     MAX_UNANSWERED_REQUESTS,
+    OUTPUT,
     PART,
     PING,
+    pack_json,
     pack_numbers,
     read_numbers,
 )
 from ..errors import Malformed
 from ..runtime.tuning import tuning
+from ..wire.output import Line
+from .session import ClientSession
 
 INITIAL_RESULT_BYTES = 256 << 10  # assumed for a client's first results
 MESSAGE_OVERHEAD_BYTES = 128  # counted for each message beside its frames: libzmq's overhead
 
 
-class Flow:
-    """The flow control of any peer, client or joined host."""
+class Peer:
+    """A client or a joined host. `send_now` sends a message to it at once, and returns False if it
+    cannot be sent. Methods are called while holding the lock of the server's loop.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, identity: bytes, key: str, name: str, send_now: Callable[[list[bytes]], bool]
+    ) -> None:
+        self.identity = identity
+        self.key = key
+        self.name = name
+        self.send_now = send_now
         self.silent_checks = 0  # checks of the server since the last message
         self.unfinished_bytes = 0  # bytes of the message that arrives in parts
         self._parts: list[bytes] = []
@@ -86,11 +103,26 @@ class Flow:
         self._read_bytes = self._probes.popleft()
 
 
-class ClientFlow(Flow):
-    """The flow control of a client."""
+class Client(Peer):
+    """A connected client. `name` names its process."""
 
-    def __init__(self, now: float) -> None:
-        super().__init__()
+    session: ClientSession
+
+    def __init__(
+        self,
+        identity: bytes,
+        key: str,
+        name: str,
+        send_now: Callable[[list[bytes]], bool],
+        now: float,
+    ) -> None:
+        super().__init__(identity, key, name, send_now)
+        self.has_left = False  # or was dropped
+        # Marks its tasks and the lines that they print: a secret, and its name for pool/status.py.
+        self.tag = f"{secrets.token_hex(8)} {name}"
+        self.unacknowledged_bytes = 0  # bytes of such lines that the client has not handled yet
+        self.omitted_lines = 0
+        self.long_request_lock = threading.Lock()  # held for a long request: one at a time
         self.unanswered_calls: dict[int, int] = {}  # numbers and bytes
         self.unanswered_bytes = 0
         self._cancellable = 0
@@ -169,3 +201,39 @@ class ClientFlow(Flow):
         self._unanswered_requests -= requests
         for number in numbers:
             self.unanswered_bytes -= self.unanswered_calls.pop(number, 0)
+
+    # -- messages to the client --------------------------------------------------------------------
+
+    def send(self, frames: list[bytes], answers: Sequence[int] = (), requests: int = 0) -> None:
+        """Send a message as soon as the client has read enough of the earlier ones."""
+        self.outbox.append((frames, answers, requests))
+        self.outbox_bytes += sum(map(len, frames))
+        self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Send the messages for which the client has read enough of the earlier ones."""
+        while self.outbox and self.unread_bytes <= tuning.unread_bytes:
+            frames, answers, requests = self.outbox.popleft()
+            self.outbox_bytes -= sum(map(len, frames))
+            self.count_answered(answers, requests)
+            self.count_sent(frames)
+            self.send_now(frames)
+        if self.outbox and not self.is_probed:
+            self.send_now(self.probe())
+
+    def send_lines(self, lines: list[Line]) -> None:
+        """Send lines; omit lines for a client that does not read them, to bound the memory."""
+        packed: list[tuple[str, str, str]] = []
+        for line in lines:
+            if self.unacknowledged_bytes > tuning.unseen_bytes:
+                self.omitted_lines += 1
+                continue
+            if self.omitted_lines:
+                gap = f"[{self.omitted_lines} lines were omitted here]"
+                packed.append((gap, line.drone, line.stream))
+                self.unacknowledged_bytes += len(gap) + LINE_OVERHEAD_BYTES
+                self.omitted_lines = 0
+            packed.append((line.text, line.drone, line.stream))
+            self.unacknowledged_bytes += len(line.text) + LINE_OVERHEAD_BYTES
+        if packed and not self.has_left:
+            self.send(pack_json(OUTPUT, {"lines": packed}))

@@ -44,7 +44,7 @@ from ..timeline.timeline import Timeline
 from ..wire.functions import KnownFunctions
 from ..wire.messages import WITHDRAWN
 from ..wire.output import Line
-from .flow_control import Flow
+from .flow_control import Peer
 from .session import ClientFunction
 
 if TYPE_CHECKING:
@@ -56,17 +56,13 @@ _INDEX_SHIFT = 32
 """Bits of a drone's number at its host. The bits above hold the host's index."""
 
 
-class JoinedHost(Flow):
+class JoinedHost(Peer):
     """One joined host, as the server sees it."""
 
-    def __init__(self, identity: bytes, key: str, index: int, properties: dict[str, Any]) -> None:
-        super().__init__()
-        self.identity = identity
-        self.key = key
+    def __init__(self, index: int, *peer: Any) -> None:
+        super().__init__(*peer)
         self.status_at = monotonic()
         self.index = index
-        name = f"{properties.get('name')} on {properties.get('host')}"
-        self.name = re.sub("[^ -~]", "?", name[:80])  # a host may send anything
         self.window = 0
         self.may_recall = True
         self.in_flight: dict[int, Task] = {}
@@ -83,18 +79,13 @@ class JoinedHost(Flow):
 class JoinedHosts:
     """The joined hosts of a server. Methods need the server's lock, unless stated otherwise.
 
-    `send` sends a message to a host and returns False if it cannot be sent. `post` has the server's
-    loop call a function.
+    `post` has the server's loop call a function.
     """
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        send: Callable[[bytes, list[bytes]], bool],
-        post: Callable[[Callable[[], object]], object],
+        self, dispatcher: Dispatcher, post: Callable[[Callable[[], object]], object]
     ) -> None:
         self._dispatcher = dispatcher
-        self._send = send
         self._post = post
         self._hosts: dict[bytes, JoinedHost] = {}
         self._indices = itertools.count(1)
@@ -112,9 +103,17 @@ class JoinedHosts:
     def get(self, identity: bytes) -> JoinedHost | None:
         return self._hosts.get(identity)
 
-    def admit(self, identity: bytes, key: str, properties: dict[str, Any]) -> None:
-        host = self._hosts[identity] = JoinedHost(identity, key, next(self._indices), properties)
-        log.info("%s has joined", host.name)
+    def admit(
+        self,
+        identity: bytes,
+        key: str,
+        properties: dict[str, Any],
+        send_now: Callable[[list[bytes]], bool],
+    ) -> None:
+        name = f"{properties.get('name')} on {properties.get('host')}"
+        name = re.sub("[^ -~]", "?", name[:80])  # a host may send anything
+        self._hosts[identity] = JoinedHost(next(self._indices), identity, key, name, send_now)
+        log.info("%s has joined", name)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ class JoinedHosts:
         for each in self:
             if each.sent_functions.unused:
                 unused = each.sent_functions.pop_unused()
-                self._send(each.identity, messages.pack_work(messages.forget_items(unused)))
+                each.send_now(messages.pack_work(messages.forget_items(unused)))
         credits = [(each, each.credit) for each in self if each.credit > 0 and each.drones]
         if credits and self._dispatcher.queue and not self._is_lending:
             self._is_lending = True
@@ -189,7 +188,7 @@ class JoinedHosts:
             sent.append(task)
         if not sent:
             return
-        if not self._send(host.identity, messages.pack_work(items)):
+        if not host.send_now(messages.pack_work(items)):
             self._on_not_sent(sent, target)
             return
         for task in sent:
@@ -211,7 +210,7 @@ class JoinedHosts:
 
     def _cancel_at_host(self, host: JoinedHost, number: int) -> None:
         if host.in_flight.pop(number, None) is not None:
-            self._send(host.identity, messages.pack_numbers(messages.CANCEL, [number]))
+            host.send_now(messages.pack_numbers(messages.CANCEL, [number]))
 
     def recall_waiting(self) -> None:
         """Recall calls that wait at one host while drones elsewhere are idle.
@@ -232,7 +231,7 @@ class JoinedHosts:
             recalled = min(waiting, idle + others)
             if recalled > 0 and host.may_recall:
                 host.may_recall = False
-                self._send(host.identity, messages.pack_numbers(messages.RECALL, [recalled]))
+                host.send_now(messages.pack_numbers(messages.RECALL, [recalled]))
 
     # -- messages of a joined host -----------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class JoinedHosts:
         elif kind == messages.WINDOW:
             host.window = sum(messages.read_numbers(frames))  # one number
             if not host.window:
-                self._send(host.identity, [messages.BYE])
+                host.send_now([messages.BYE])
         elif kind == messages.HOST_STATUS:
             host.drones = _check_drones(messages.read_json(frames).get("drones"))
             host.may_recall, host.status_at = True, monotonic()
@@ -315,7 +314,7 @@ class JoinedHosts:
         self._is_closed = True
         self._dispatcher.post(self._requeue_lent)
         for host in self:
-            self._send(host.identity, [messages.BYE])
+            host.send_now([messages.BYE])
             self.remove(host, "the server was closed")
 
     # -- single drones -----------------------------------------------------------------------------
@@ -370,7 +369,7 @@ class JoinedHosts:
         host, request_number = self._host_of(number), next(self._request_numbers)
         host.pending_requests[request_number] = reply
         request = {"id": request_number, "what": kind, "drone": number & (1 << _INDEX_SHIFT) - 1}
-        self._send(host.identity, messages.pack_json(messages.REQUEST, request))
+        host.send_now(messages.pack_json(messages.REQUEST, request))
 
     def timelines(self) -> list[Promise[Timeline]]:
         """Return, for each host, a promise of its drones' timeline, by this machine's clock."""

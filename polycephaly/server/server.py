@@ -56,10 +56,9 @@ from ..wire.messages import CALL, ERROR
 from ..wire.output import Line, Listener
 from .accepted import Accepted
 from .admin import AdminService
-from .client import Client
 from .fairness import FairOrder
-from .flow_control import Flow
-from .joined import JoinedHost, JoinedHosts
+from .flow_control import Client, Peer
+from .joined import JoinedHosts
 from .session import ClientFunction, ClientSession, make_result, submit_call
 
 log = logging.getLogger(__name__)
@@ -107,7 +106,7 @@ class Server:
         self.key, secret = new_key_pair()
         self._allowed = set(map(check_key, allow))
         self._clients: dict[bytes, Client] = {}
-        self._joined_hosts = JoinedHosts(self._dispatcher, self._send, self._post)
+        self._joined_hosts = JoinedHosts(self._dispatcher, self._post)
         self._fair_order = FairOrder(self._dispatcher)
         self._admin = AdminService(
             self, pool, self._joined_hosts, self._post, self._cancel_tasks, on_stop
@@ -395,7 +394,7 @@ class Server:
 
         Its further messages are those of an unknown peer, and thus end its connection.
         """
-        peers: list[Client | JoinedHost] = [*self._clients.values(), *self._joined_hosts]
+        peers: list[Peer] = [*self._clients.values(), *self._joined_hosts]
         if sum(each.held_bytes for each in peers) > self._max_held_bytes:
             for client in self._clients.values():  # calls were answered since the last definition
                 client.definition_bytes = client.session.function_bytes()
@@ -409,7 +408,7 @@ class Server:
 
     def _handle_message(self, identity: bytes, key: str, frames: list[bytes]) -> None:
         client, joined_host = self._clients.get(identity), self._joined_hosts.get(identity)
-        peer: Flow | None = client or joined_host
+        peer: Peer | None = client or joined_host
         if peer is not None:
             peer.silent_checks = 0
             message = peer.reassemble(frames)
@@ -492,13 +491,13 @@ class Server:
         client.session.submit_waiting(limit)
 
     def _admit(self, identity: bytes, key: str, properties: dict[str, Any]) -> None:
-        size = self._dispatcher.size
+        size, send = self._dispatcher.size, partial(self._send, identity)
         if properties.get("role") == "worker":
-            self._joined_hosts.admit(identity, key, properties)
+            self._joined_hosts.admit(identity, key, properties, send)
             self._send(identity, pack_hello(size, name=self.name))
             return
-        now, send = self._loop.timers.now(), partial(self._send, identity)
-        client = Client(identity, key, _process_name(properties), now, send)
+        now = self._loop.timers.now()
+        client = Client(identity, key, _process_name(properties), send, now)
         add_outcome = partial(self._add_outcome, client)
         client.session = ClientSession(self._submit_call, add_outcome, client.tag)
         wants_output = properties.get("output")
@@ -590,7 +589,7 @@ class Server:
                 reason = f"the server received no message for {max_silence:g} s"
                 self._drop_peer(peer.identity, reason)
             else:
-                self._send(peer.identity, peer.probe())
+                peer.send_now(peer.probe())
 
     def _drop_peer(self, identity: bytes, reason: str) -> None:
         """Drop a client or a joined host."""
