@@ -207,14 +207,11 @@ def told_to_cancel(number, begin):
             return super().__ior__(others)
 
     runner = SimpleNamespace(
-        _todo=deque(), _calls=None, _overlap=Overlap(), _current=0, _interrupt_target=0,
+        _todo=deque(), _calls=None, _overlap=Overlap(bool), _current=0, _interrupt_target=0,
         _pending_interrupts=Missed(), _main_thread=threading.get_ident(),
     )  # fmt: skip
     runner._claim_interrupt = lambda number: DroneExecutor._claim_interrupt(runner, number)
-    try:
-        DroneExecutor._on_cancel(runner, pack_numbers(CANCEL, (number,)))
-    finally:
-        os.close(runner._overlap.wakeup_fd)
+    DroneExecutor._on_cancel(runner, pack_numbers(CANCEL, (number,)))
     return runner
 
 

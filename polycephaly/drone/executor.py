@@ -161,10 +161,6 @@ class DroneExecutor:
     def _wake_main_thread(self) -> None:
         """Wake the main thread, if it waits, to send or check something. Any thread may call it."""
 
-    def _watch_overlap(self, overlap: Overlap) -> None:
-        """Prepare for tasks that run beside others. Called once, before the first."""
-        raise NotImplementedError
-
     # -- a child that a task has forked ------------------------------------------------------------
 
     def disable(self) -> None:
@@ -371,8 +367,7 @@ class DroneExecutor:
         """Start a task that runs beside others."""
         overlap = self._overlap
         if overlap is None:
-            overlap = self._overlap = Overlap()
-            self._watch_overlap(overlap)
+            overlap = self._overlap = Overlap(self._wake_main_thread)
         self._status_page.mark_started(task.number)
         started = monotonic()
         try:

@@ -1,16 +1,15 @@
 """Overlapped tasks of a drone (``Pool(n, width=k)``): each coroutine runs as a green thread.
 
-    main thread ──begin──> green threads ──end──> `_ended`, eventfd ──> main thread: sends results
+    main thread ──begin──> green threads ──end──> `ended`, `wake` ──> main thread: sends results
 
-The main thread receives, begins and sends. Between these steps it waits for the eventfd as well as
-for its sockets.
+The main thread receives, begins and sends. Between these steps it waits for messages, or until
+`wake` is called.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +26,11 @@ class Overlap:
     Only the main thread may use it, except where noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], object]) -> None:
+        """`wake` is called, in any thread, after a task was added to `ended`."""
         self.running: dict[int, GreenThread[Any]] = {}  # in the order in which they began
-        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._ended: deque[EndedTask] = deque()
+        self.ended: deque[EndedTask] = deque()
+        self._wake = wake
 
     def begin(self, number: int, coro: Any, keeps: bool) -> None:
         """Run a coroutine, or another object that `green.spawn` takes."""
@@ -41,21 +41,16 @@ class Overlap:
         self.running[number] = thread
 
         def on_end(_: object) -> None:  # called by the scheduler
-            self._ended.append((number, thread, keeps, started, monotonic()))
-            os.eventfd_write(self.wakeup_fd, 1)
+            self.ended.append((number, thread, keeps, started, monotonic()))
+            self._wake()
 
         thread.add_done_callback(on_end)
 
     def take_ended(self) -> list[EndedTask]:
-        """Return the tasks that have ended since the last call.
-
-        The eventfd is cleared first, so a task that ends after that sets it again.
-        """
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.wakeup_fd)
+        """Return the tasks that have ended since the last call."""
         taken = []
-        while self._ended:
-            taken.append(self._ended.popleft())
+        while self.ended:
+            taken.append(self.ended.popleft())
             del self.running[taken[-1][0]]
         return taken
 

@@ -31,7 +31,6 @@ from ...drone.console import open_console
 from ...drone.executor import DroneExecutor, log_malformed
 from ...drone.logs import install_log_forwarding
 from ...drone.notebook import replace_kernel_input
-from ...drone.overlap import Overlap
 from ...drone.pdb_import import replace_set_trace
 from ...errors import Malformed
 from ...memory.blocks import Store
@@ -209,13 +208,9 @@ class LocalDrone(DroneExecutor):
         super().disable()
         self._waiting = False  # no thread waits in this child
 
-    def _watch_overlap(self, overlap: Overlap) -> None:
-        self._epoll.register(overlap.wakeup_fd, select.EPOLLIN)
-
     def _wake_main_thread(self) -> None:
-        """In any thread: an object reference was returned, so wake the main thread if it waits.
-
-        Otherwise the main thread checks before it waits.
+        """Wake the main thread if it waits: a reference was returned, or an overlapped task has
+        ended. Otherwise the main thread checks before it waits.
         """
         if self._waiting:
             self._woken = True
@@ -238,7 +233,8 @@ class LocalDrone(DroneExecutor):
                 self._pending_interrupts.clear()  # no call is between queue and start now
                 self._waiting = True
             # Checked after `_waiting` was set: see `_wake_main_thread`.
-            if not self._ref_table.returned:
+            overlap = self._overlap
+            if not (self._ref_table.returned or (overlap is not None and overlap.ended)):
                 self._wait()
         with self.socket_lock:
             self._waiting = False

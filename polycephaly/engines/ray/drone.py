@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import select
 import shutil
 import signal
 import sys
@@ -36,7 +35,6 @@ from ... import _compat
 from ...drone.console import open_console
 from ...drone.executor import DroneExecutor
 from ...drone.logs import install_log_forwarding
-from ...drone.overlap import Overlap
 from ...drone.result_buffer import ResultBuffer
 from ...runtime.procfs import boot_id, memory_of
 from ...wire.main_snapshot import Snapshot, restore_snapshot
@@ -213,8 +211,8 @@ class RayDrone(DroneExecutor):
         """Receive nothing here, because messages come by the control thread."""
         self._return_tasks_if_large_result()
 
-    def _watch_overlap(self, overlap: Overlap) -> None:
-        self._control_thread.watch(overlap.wakeup_fd)
+    def _wake_main_thread(self) -> None:
+        self._control_thread.wakeup.set()  # does the work of a main thread that is in no call
 
     def end(self, last_read: int) -> ReportWithBuffers:
         with suppress(BaseException):
@@ -268,12 +266,16 @@ class RayDrone(DroneExecutor):
                 self._handle_message(frames)
 
     def collect_ended_tasks(self) -> None:
-        """Collect ended overlapped tasks, unless the main thread is in a call and will do so."""
-        if self._overlap is not None and self.call_lock.acquire(blocking=False):
-            try:
-                self._collect_ended(self._overlap)
-            finally:
-                self.call_lock.release()
+        """Collect ended overlapped tasks, as soon as the main thread is in no call."""
+        overlap = self._overlap
+        if overlap is not None and overlap.ended:
+            if self.call_lock.acquire(blocking=False):
+                try:
+                    self._collect_ended(overlap)
+                finally:
+                    self.call_lock.release()
+            else:
+                self._wake_main_thread()  # try again: that thread may be past doing so
 
     def make_report_if_due(self, heartbeat: bool) -> ReportWithBuffers | None:
         """Return a report if there is news, or as a `heartbeat`."""
@@ -293,9 +295,7 @@ class _ControlThread:
     def __init__(self, drone: RayDrone) -> None:
         self._drone = drone
         self._orders: list[list[bytes]] = []
-        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll = select.epoll()
-        self._epoll.register(self._wakeup_fd, select.EPOLLIN)
+        self.wakeup = threading.Event()
         self._parked = False
         self._ended = False
         self._sent_report: Any = None
@@ -317,22 +317,19 @@ class _ControlThread:
         if not ray.is_initialized() or not orders:  # no orders: the driver takes it for dead
             return
         self._orders += orders
-        os.eventfd_write(self._wakeup_fd, 1)
+        self.wakeup.set()
         self._request_orders()
 
     def wake(self) -> None:
         """Wake the control thread, because a task begins. Called in the main thread."""
         if self._parked:
             self._parked = False
-            os.eventfd_write(self._wakeup_fd, 1)
-
-    def watch(self, fd: int) -> None:
-        self._epoll.register(fd, select.EPOLLIN)
+            self.wakeup.set()
 
     def end(self) -> None:
         """End the thread; each report that it has begun to send is then on its way."""
         self._ended = True
-        os.eventfd_write(self._wakeup_fd, 1)
+        self.wakeup.set()
         self._thread.join()
 
     def _run(self) -> None:
@@ -341,14 +338,13 @@ class _ControlThread:
         while not self._ended:
             self._parked = drone.current == 0
             busy = not self._parked
-            self._epoll.poll(
+            self.wakeup.wait(
                 (REPORT_INTERVAL_SECONDS if drone.current == last_seen else LISTEN_DELAY_SECONDS)
                 if busy or more
                 else IDLE_CHECK_INTERVAL_SECONDS
             )
             self._parked = False
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wakeup_fd)
+            self.wakeup.clear()
             orders, self._orders = self._orders, []
             if orders:
                 drone.handle_orders(orders)
