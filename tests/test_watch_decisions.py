@@ -947,7 +947,7 @@ def test_where_it_is_not_known_what_was_begun_last_the_first_is_told(reactor, mo
 FATAL = """Fatal Python error: Aborted
 
 Thread 0x1 (most recent call first):
-  File "/x/polycephaly/engines/local/control_thread.py", line 73 in _run
+  File "/x/polycephaly/engines/local/drone.py", line 73 in _run
   File "/x/threading.py", line 982 in run
 
 Current thread 0x2 (most recent call first):

@@ -14,9 +14,8 @@ from typing import Any, TextIO, cast
 from ..errors import is_own_frame
 from ..runtime import fork_guard
 from ..wire import addresses
-from ..wire.cell import ASK, hanging_up
 from ..wire.chunks import DEBUG
-from ..wire.debugging import CELL, MAX_TEXT_BYTES, RELEASE, debug_address, greeting
+from ..wire.debugging import ASK, CELL, MAX_TEXT_BYTES, RELEASE, debug_address, greeting, hanging_up
 from ..wire.status_page import StatusPage
 from .console import STDERR, write_record
 

@@ -14,24 +14,31 @@ listens.
 
 from __future__ import annotations
 
+import builtins
+import codecs
 import os
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
-from .._compat import renew_in_child
+from .._compat import allows_input, renew_in_child
 from ..promises.promise import main_thread_calls, waiting_threads
 from ..runtime.fork_guard import OwnThread
-from .cell import can_ask_in_cell, hanging_up, talk
 
 RELEASE = "release"
 """In place of a terminal's path: the frames of a failed task are not needed any more."""
 
 CELL = "cell"
-"""Sent instead of a terminal's path: the session goes over the connection (see cell.py)."""
+"""In place of a terminal's path: the session goes over the connection, as text, to the running cell
+of a notebook.
+"""
+ASK = "\x05"
+"""Marks in that text where the debugger waits for a line. The text since the last newline is its
+prompt.
+"""
 
 MAX_KEPT_FRAMES = 8
 """Failed tasks whose frames one drone keeps at a time. Each takes a process, which keeps copies of
@@ -149,10 +156,10 @@ def _debug_here(address: str) -> bool:
 
     Called in the thread that reads from these.
     """
-    if can_ask_in_cell():
+    if allows_input(builtins.input):  # a kernel runs a cell that may ask its user
         with hanging_up(WaitingDebugger.connect(address).connection) as connection:
             connection.sendall(CELL.encode())
-            talk(connection)
+            _talk(connection)
         return True
     terminal = _own_terminal(at_prompt=True)
     if terminal is None:
@@ -161,6 +168,39 @@ def _debug_here(address: str) -> bool:
     with _terminal_lock:
         lend_terminal(connection, terminal)
     return True
+
+
+def _talk(connection: socket.socket) -> None:
+    """Run a session in the running cell until the debugger closes the connection. After the end of
+    the input, what the debugger still says is shown.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text, may_ask = "", True
+    with suppress(OSError):
+        while data := connection.recv(MAX_TEXT_BYTES):
+            text += decoder.decode(data)
+            *asked, text = text.split(ASK)
+            for each in asked:
+                lines, newline, prompt = each.rpartition("\n")
+                print(lines, end=newline, flush=True)
+                try:
+                    if may_ask:
+                        connection.sendall(f"{input(prompt)}\n".encode())
+                except EOFError:
+                    connection.shutdown(socket.SHUT_WR)
+                    may_ask = False
+        print(text, end="", flush=True)
+
+
+@contextmanager
+def hanging_up(connection: socket.socket) -> Iterator[socket.socket]:
+    """Close the connection at the end of the block, also for a process that was forked in it."""
+    try:
+        yield connection
+    finally:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
 
 
 def _own_terminal(at_prompt: bool = False) -> str | None:
