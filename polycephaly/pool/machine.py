@@ -42,17 +42,10 @@ _OPTION_NAMES_HERE = {
 }
 """Options of other libraries, and their names here."""
 
-_RAY_OPTIONS = {
-    "accelerator_type",
-    "address",
-    "label_selector",
-    "memory",
-    "num_cpus",
-    "num_gpus",
-    "resources",
-    "runtime_env",
-    "scheduling_strategy",
-}
+RAY_OPTIONS = (
+    "address", "num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env",
+    "scheduling_strategy", "label_selector",
+)  # fmt: skip
 
 
 _MACHINES = {
@@ -79,7 +72,7 @@ def find_machine(name: str, options: dict[str, Any]) -> Machine:
     if name not in list(_MACHINES):  # a list, because `name` may be unhashable
         raise ValueError(f"unknown engine {name!r}: use {', '.join(map(repr, _MACHINES))}")
     if options and name != "ray":
-        hint = " (engine='ray' has)" if options.keys() <= _RAY_OPTIONS else ""
+        hint = " (engine='ray' has)" if options.keys() <= set(RAY_OPTIONS) else ""
         raise TypeError(f"{unexpected}: the {name} engine has no such option{hint}")
     module, _, attribute = _MACHINES[name].partition(":")
     machine: Machine = getattr(import_module(module), attribute)(**options)

@@ -12,15 +12,13 @@ import ray
 import ray.util.client
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ...pool.machine import RAY_OPTIONS
+
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
     from ...pool.engine import Engine
 
 CONNECT_TIMEOUT_SECONDS = 8.0
-_PLACEMENT_OPTIONS = (
-    "num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env",
-    "scheduling_strategy", "label_selector",
-)  # fmt: skip
 _RESOURCE_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 """Resources that Ray takes as options of their own, and refuses among `resources`."""
 _LOCAL_ADDRESSES = ("auto", "local")
@@ -54,14 +52,13 @@ class Cluster:
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        options = dict(options)
-        self.address: str | None = options.pop("address", None)
-        unknown = sorted(set(options) - set(_PLACEMENT_OPTIONS))
+        unknown = sorted(set(options) - set(RAY_OPTIONS))
         if unknown:
             raise TypeError(
-                f"unexpected {', '.join(unknown)}: the Ray engine has address, "
-                f"{', '.join(_PLACEMENT_OPTIONS)}"
+                f"unexpected {', '.join(unknown)}: the Ray engine has {', '.join(RAY_OPTIONS)}"
             )
+        options = dict(options)
+        self.address: str | None = options.pop("address", None)
         for name in ("resources", "runtime_env", "label_selector"):
             if options.get(name) is not None and not isinstance(options[name], Mapping):
                 raise TypeError(f"{name} is a mapping, not {options[name]!r}")
