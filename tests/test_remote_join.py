@@ -5,7 +5,7 @@ import itertools
 import os
 import signal
 import socket
-from collections import Counter
+from collections import Counter, deque
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -17,8 +17,10 @@ import polycephaly as poly
 from polycephaly.engines.remote import messages
 from polycephaly.pool.interfaces import State
 from polycephaly.runtime.tuning import tuning
-from polycephaly.server.join import join
+from polycephaly.server.join import Joined, join
 from polycephaly.server.joined import JoinedHosts
+from polycephaly.wire.messages import VALUE
+from polycephaly.wire.output import Line
 
 SOON = 30.0
 
@@ -399,6 +401,29 @@ def test_calls_lent_while_the_server_closes_go_back(closed_first, monkeypatch):
         if act != hosts._send_lent:  # the server's loop has ended
             act()
     leases.requeue_unstarted.assert_called_once_with(hosts._dispatcher, ["a call"])
+
+
+def test_what_a_call_prints_is_sent_before_its_result_if_both_come_at_once():
+    class Lines(deque):
+        def __len__(self):
+            count = super().__len__()
+            if coming:  # just after the host has looked
+                self.append(coming.pop())
+                host._outcomes.append((7, promise))
+            return count
+
+    sent, coming, promise = [], [Line("printed", "d", "stdout")], poly.Promise()
+    promise.set_result((VALUE, b""))
+    host = object.__new__(Joined)
+    host._session, host._outcomes, host._lines = (
+        SimpleNamespace(tasks={7: promise}),
+        deque(),
+        Lines(),
+    )
+    host.send = lambda frames: sent.append(frames[0])
+    host._send_outcomes()
+    host._send_outcomes()
+    assert sent == [messages.OUTPUT, messages.RESULTS]
 
 
 def test_the_name_of_a_host_is_short_and_printable():

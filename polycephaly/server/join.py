@@ -267,13 +267,14 @@ class Joined(ServerConnection):
     # -- reports -----------------------------------------------------------------------------------
 
     def _send_outcomes(self) -> None:
+        settled = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        # Taken after these, so that what a call has printed is sent before its result.
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         if lines:
             packed = [(line.text, line.drone, line.stream, line.tag) for line in lines]
             self.send(messages.pack_json(messages.OUTPUT, {"lines": packed}))
         results = []
-        for _ in range(len(self._outcomes)):
-            number, promise = self._outcomes.popleft()
+        for number, promise in settled:
             if self._session.tasks.pop(number, None) is None:
                 continue
             results.append(make_result(number, promise))
