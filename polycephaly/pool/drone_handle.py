@@ -42,6 +42,7 @@ from ..wire.messages import (
 )
 from ..wire.output import Line, OutputItems, OutputRecord, deliver
 from ..wire.placeholders import PayloadWithRefs
+from ..wire.status_page import NO_PAGE
 from .interfaces import State
 from .reactor import Tenant
 from .task import Sending, Task
@@ -90,6 +91,7 @@ class DroneHandle:
     """References to bytes that travel outside the messages, in both directions."""
     spawner: Spawner | None = None
     """The process that starts the drone and reports its end; None if no process does."""
+    status_page = NO_PAGE
 
     def __init__(self, dispatcher: Tenant, number: int, name: str) -> None:
         self.dispatcher = dispatcher
@@ -171,15 +173,15 @@ class DroneHandle:
         """Return the number of the task begun last, as far as known, or 0. Any thread may call
         it.
         """
-        raise NotImplementedError
+        return self.status_page.started
 
     def last_answered(self) -> int:
         """Return the number of the last task whose answer was sent and may still arrive, or 0."""
-        return 0
+        return self.status_page.answered
 
     def calls_begun(self) -> int:
         """Return how many calls of the slice begun last have begun, or 0 if that is not known."""
-        return 0
+        return self.status_page.call
 
     def heartbeat(self) -> tuple[object, Times]:
         """Return a value that changes while the drone lives, and the processor times of its
@@ -275,7 +277,7 @@ class DroneHandle:
 
     def is_debugged(self) -> bool:
         """Return whether the drone waits at a `breakpoint()`, or a debugger has stopped it."""
-        return False
+        return bool(self.status_page.debugged)
 
     def running_task(self) -> Task | None:
         """Return the task that runs, as far as known: the one that has begun last, else the first

@@ -23,9 +23,7 @@ MAX_MESSAGES = 100
 
 
 class BulkSocket:
-    """A `pool.event_loop.Source`, once it is bound. After `open` it is used only while holding the
-    reactor's lock.
-    """
+    """After `open` it is used only while holding the reactor's lock."""
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
@@ -54,11 +52,11 @@ class BulkSocket:
         if self._router is None:
             # No fork of this package falls into this import, because a fork needs the reactor's
             # lock, which this thread holds.
-            from ...wire.endpoint import Router
+            from ...wire.endpoint import Router, SocketSource
 
             self._router = Router(self.directory)
             try:
-                self._reactor.add_source(self)
+                self._reactor.add_source(SocketSource(self._router.socket, self.receive))
             except BaseException:
                 self._router.close()
                 self._router = None
@@ -67,13 +65,6 @@ class BulkSocket:
 
     def send(self, identity: bytes, frames: list[bytes]) -> None:
         self.bind().socket.send_multipart([identity, *frames])
-
-    def fileno(self) -> int:
-        assert self._router is not None
-        return self._router.fileno()
-
-    def has_input(self) -> bool:
-        return self._router is not None and self._router.has_input()
 
     def receive(self, max_messages: int = MAX_MESSAGES) -> None:
         """Handle messages that drones have sent, `max_messages` at most."""

@@ -54,7 +54,6 @@ _GIL_REASON = "the process holds its interpreter (the GIL) in C code"
 
 class LocalHandle(DroneHandle):
     dispatcher: Dispatcher
-    status_page = NO_PAGE
 
     def __init__(
         self, dispatcher: Dispatcher, number: int, name: str, launcher: Launcher, bulk: BulkSocket
@@ -130,18 +129,6 @@ class LocalHandle(DroneHandle):
         return self.alive and self.fast_transport is not None
 
     # -- state of the drone ------------------------------------------------------------------------
-
-    def last_started(self) -> int:
-        return self.status_page.started
-
-    def last_answered(self) -> int:
-        return self.status_page.answered
-
-    def calls_begun(self) -> int:
-        return self.status_page.call
-
-    def is_debugged(self) -> bool:
-        return bool(self.status_page.debugged)
 
     def heartbeat(self) -> tuple[object, Times]:
         assert self.pid is not None
