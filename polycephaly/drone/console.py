@@ -11,12 +11,15 @@ the pipes (engines/ray/exit_record.py).
 
 from __future__ import annotations
 
+import builtins
 import io
 import itertools
 import os
 import select
 import sys
+import types
 from collections.abc import Iterator
+from typing import Any
 
 from ..runtime.fork_guard import flush_standard_streams
 from ..wire.chunks import END, LOG, ORDER, TAG, chunk
@@ -103,7 +106,39 @@ def open_console() -> OutputTail:
     _inherited.extend((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
     sys.stdout = sys.__stdout__ = Console(1, tail)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = Console(2, tail)  # type: ignore[misc]
+    _replace_kernel_input()
     return tail
+
+
+def _replace_kernel_input() -> None:
+    """In a drone of a notebook, undo ipykernel's changes of functions that ask its user.
+
+    The kernel's `input` and `getpass` write to its sockets and wait there for an answer. Only the
+    kernel may do so, because two processes at one ZeroMQ socket harm each other. A drone's standard
+    input is empty. Displayed objects are printed, as in plain Python.
+    """
+    # An imported ipykernel alone makes no kernel, and each drone would import IPython in vain.
+    if not {"ipykernel", "IPython.core.interactiveshell"} <= sys.modules.keys():
+        return
+    if not isinstance(builtins.input, types.BuiltinFunctionType):
+        builtins.input = _read_line
+    getpass: Any = sys.modules.get("getpass")
+    if getpass is not None:
+        getpass.getpass = getpass.unix_getpass
+    from IPython.core.displaypub import DisplayPublisher
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    if shell is not None:
+        shell.display_pub = DisplayPublisher(shell=shell)  # type: ignore[no-untyped-call]
+
+
+def _read_line(prompt: object = "", /) -> str:
+    print(prompt, end="", flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError("a drone's standard input is empty")
+    return line.removesuffix("\n")
 
 
 _inherited: list[object] = []  # the streams before, kept from being closed

@@ -30,7 +30,6 @@ from ...drone.child import prepare_child
 from ...drone.console import open_console
 from ...drone.executor import DroneExecutor, log_malformed
 from ...drone.logs import install_log_forwarding
-from ...drone.notebook import replace_kernel_input
 from ...drone.pdb_import import replace_set_trace
 from ...errors import Malformed
 from ...memory.blocks import Store
@@ -97,7 +96,6 @@ class LocalDrone(DroneExecutor):
     ) -> None:
         tail = open_console()
         install_log_forwarding()
-        replace_kernel_input()
         faulthandler.enable(file=2)
         if not os.environ.get("PYTHONBREAKPOINT"):
             sys.breakpointhook = self._open_debugger
