@@ -116,7 +116,7 @@ class Arena:
         # Prevents closing from here on: see `close_if_unused`.
         self.range_refs[id(marker)] = (0, 0)
         if self._open_fds and os.getpid() == self.pid:
-            _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, offset, _whole_pages(length))
+            free_pages(self.fd, offset, _whole_pages(length))
         self.close_if_unused(id(marker))
 
     def clear(self, start: int, end: int) -> None:
@@ -210,6 +210,14 @@ class RangeRef:
     def _release(self) -> None:
         """Return the range: a `Segment` to its `Store`, an `ObjectRef` to the lender."""
         raise NotImplementedError
+
+
+def free_pages(fd: int, offset: int, length: int) -> None:
+    """Free a range of a file, which keeps its size. Does nothing if the file system has no holes.
+
+    Both numbers are multiples of the page size.
+    """
+    _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length)
 
 
 def _whole_pages(length: int) -> int:

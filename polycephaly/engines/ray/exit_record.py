@@ -19,7 +19,6 @@ first one that finds it, because the driver may be about to read it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import shutil
@@ -32,6 +31,7 @@ from io import FileIO
 from typing import NamedTuple
 
 from ..._compat import ray_session_dir
+from ...memory.arena import free_pages
 from ...runtime.procfs import start_time_of
 from ...wire.status_page import PAGE_BYTES, StatusPage, map_page
 
@@ -41,10 +41,6 @@ UNREAD_FOLDER_SECONDS = 120.0
 EXIT_TIMEOUT_SECONDS = 1.0  # for a killed process to end
 MAX_FINAL_OUTPUT_BYTES = 1 << 20  # of each output stream that are read after a death
 KEPT_OUTPUT_BYTES = 4 << 20  # of each output stream that are kept after reading; whole pages
-
-_PUNCH_HOLE, _KEEP_SIZE = 2, 1
-_libc = ctypes.CDLL(None)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class FinalState(NamedTuple):
@@ -126,7 +122,7 @@ class OutputFile:
         stale = self._read_bytes - self._freed_bytes - KEPT_OUTPUT_BYTES
         if stale >= KEPT_OUTPUT_BYTES:  # if the file system has no holes, the output stays on disk
             stale -= stale % KEPT_OUTPUT_BYTES
-            _libc.fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, self._freed_bytes, stale)
+            free_pages(self._file.fileno(), self._freed_bytes, stale)
             self._freed_bytes += stale
         return data
 
