@@ -454,26 +454,30 @@ def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
 
 def test_many_questions_of_one_client_delay_it_alone(tmp_path, monkeypatch):
     """Of one client, no more than one is being answered, or waits for those of others."""
+    going, gate, real = [], threading.Event(), Server.status
+
+    def status(self):
+        going.append(1)
+        assert gate.wait(60)
+        return real(self)
+
+    monkeypatch.setattr(Server, "status", status)
     card = str(tmp_path / "card")
-    with poly.Pool(1) as pool, poly.serve(pool, file=card) as server:
-        going, gate, real = [], threading.Event(), Server.status
-
-        def status(self):
-            going.append(1)
-            assert gate.wait(60)
-            return real(self)
-
-        monkeypatch.setattr(Server, "status", status)
-        with poly.connect(card) as many, poly.connect(card) as one:
-            asked = [many._dispatcher.request("status") for _ in range(10)]
-            wait_for(lambda: going)
-            mine = one._dispatcher.request("status")
-            wait_for(lambda: len(server._admin._reply_threads) == 11)
-            clients = server._clients
-            wait_for(lambda: all(each.long_request_lock.locked() for each in clients.values()))
-            assert len(going) == 1
-            gate.set()
-            assert {each.result(60)["name"] for each in [*asked, mine]} == {server.name}
+    with (
+        poly.Pool(1) as pool,
+        poly.serve(pool, file=card) as server,
+        poly.connect(card) as many,
+        poly.connect(card) as one,
+    ):
+        asked = [many._dispatcher.request("status") for _ in range(10)]
+        wait_for(lambda: going)
+        mine = one._dispatcher.request("status")
+        wait_for(lambda: len(server._admin._reply_threads) == 11)
+        clients = server._clients
+        wait_for(lambda: all(each.long_request_lock.locked() for each in clients.values()))
+        assert len(going) == 1
+        gate.set()
+        assert {each.result(60)["name"] for each in [*asked, mine]} == {server.name}
 
 
 def test_a_long_answer_is_packed_outside_of_the_servers_turn(tmp_path, monkeypatch):

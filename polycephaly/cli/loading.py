@@ -1,7 +1,7 @@
 """Loading modules and a file into a fresh `__main__`, from which a command's drones are forked.
 
     start: modules, file ── Setup.read ──> load     join: the server's setup, by REQUEST ──┐
-                               └── Server.setup           its own modules, file ───────────┴──> load
+                               └── serve(_setup=)         its own modules, file ───────────┴──> load
 
 The fresh `__main__` contains none of the command's own names.
 """

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ..engines.remote.messages import REPLY, pack_json
 from ..errors import Malformed
@@ -32,38 +32,30 @@ from .joined import JoinedHosts
 TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines
 
 
-class AdministeredServer(Protocol):
-    """The interface of a `Server` for admin requests."""
-
-    setup: dict[str, Any] | None
-
-    @property
-    def name(self) -> str: ...
-    def status(self) -> dict[str, Any]: ...
-
-
 class AdminService:
     """The replies to the admin requests of one server's clients, and the values that they share.
 
-    `post` has the server's loop call a function.
+    `post` has the server's loop call a function. `setup` is what `setup` replies.
     """
 
     def __init__(
         self,
-        server: AdministeredServer,
         pool: Pool,
         joined_hosts: JoinedHosts,
         post: Callable[[Callable[[], object]], object],
+        status: Callable[[], dict[str, Any]],
         cancel_tasks: Callable[[Sequence[str], Client], list[str]],
-        on_stop: Callable[[bool], object] | None,
+        on_stop: Callable[[bool], object],
+        setup: dict[str, Any] | None,
     ) -> None:
-        self._server = server
         self._pool = pool
         self._dispatcher = dispatcher_of(pool)
         self._joined_hosts = joined_hosts
         self._post = post
+        self._status = status
         self._cancel_tasks = cancel_tasks
         self._on_stop = on_stop
+        self._setup = setup
         # Held while a status or a timeline is computed. `Client.long_request_lock` queues such
         # requests of one client.
         self._long_requests = threading.Lock()
@@ -95,7 +87,7 @@ class AdminService:
                 else:
                     DRONE_REQUESTS[kind](self._dispatcher, drone, reply)
             elif kind == "status":
-                run(partial(compute, self._server.status))
+                run(partial(compute, self._status))
             elif kind == "drones":
                 own = [describe_identity(each) for each in self._dispatcher.current_drones()]
                 joined = [
@@ -103,7 +95,7 @@ class AdminService:
                 ]
                 reply(value=own + joined)
             elif kind == "setup":
-                reply(value=self._server.setup)
+                reply(value=self._setup)
             elif kind == "timeline":
                 run(partial(self._timeline, client, joined_hosts.timelines()))
             elif kind == "news":
@@ -152,14 +144,8 @@ class AdminService:
             return None if client.has_left else compute()
 
     def _stop(self, reply: Reply, now: bool) -> None:
-        if self._on_stop is None:
-            raise RuntimeError(
-                f"the owner of {self._server.name} does not let clients stop the pool"
-            )
-        on_stop = self._on_stop
-
         def stop() -> None:  # without the result, which may be any object
-            on_stop(now)
+            self._on_stop(now)
 
         self._run_in_thread(reply, stop)
 

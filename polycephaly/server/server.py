@@ -97,8 +97,6 @@ class Server:
         on_stop: Callable[[bool], object] | None = None,
         setup: dict[str, Any] | None = None,
     ) -> None:
-        # Modules and the file that were loaded before the drones were forked, for joining hosts.
-        self.setup = setup
         self._pool = pool
         self._dispatcher = dispatcher_of(pool)
         self._dispatcher.checks_width = False  # calls of clients never overlap in a drone
@@ -108,9 +106,12 @@ class Server:
         self._clients: dict[bytes, Client] = {}
         self._joined_hosts = JoinedHosts(self._dispatcher, self._post)
         self._fair_order = FairOrder(self._dispatcher)
+        # `setup`: modules and the file that were loaded before the drones were forked, for joining
+        # hosts.
         self._admin = AdminService(
-            self, pool, self._joined_hosts, self._post, self._cancel_tasks, on_stop
-        )
+            pool, self._joined_hosts, self._post, self.status, self._cancel_tasks,
+            on_stop or self._refuse_to_stop, setup,
+        )  # fmt: skip
         self._unreachable: set[bytes] = set()  # peers that cannot be sent to any more
         self._muted: set[bytes] = set()  # disconnected peers, whose messages are dropped
         self._outcomes: deque[tuple[Client, int, Promise[Any] | Line]] = deque()
@@ -239,6 +240,9 @@ class Server:
         self._loop.post(callback)
         if self._is_closed:  # no turn follows: drop the objects that `callback` refers to
             self._loop.clear()
+
+    def _refuse_to_stop(self, now: bool) -> None:
+        raise RuntimeError(f"the owner of {self.name} does not let clients stop the pool")
 
     def status(self) -> dict[str, Any]:
         """Return the dict of `RemotePool.status`. See `Pool.status`."""

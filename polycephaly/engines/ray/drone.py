@@ -235,9 +235,6 @@ class RayDrone(DroneExecutor):
         self._outbox.append(frames)
         return True
 
-    def _send_by_bulk(self, frames: list[bytes]) -> None:
-        self._outbox.append(frames)
-
     def _make_report(self, entries: int, all_output: bool = False) -> ReportWithBuffers:
         """Make a report, with or before which `entries` of the exit record have gone.
 
