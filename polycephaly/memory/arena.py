@@ -213,10 +213,7 @@ class RangeRef:
 
 
 def free_pages(fd: int, offset: int, length: int) -> None:
-    """Free a range of a file, which keeps its size. Does nothing if the file system has no holes.
-
-    Both numbers are multiples of the page size.
-    """
+    """Free a range of whole pages of a file, if its file system has holes."""
     _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length)
 
 
