@@ -190,9 +190,10 @@ class Joined(ServerConnection):
         elif kind == messages.REQUEST:
             self._handle_request(messages.read_json(frames))
         elif kind == messages.HELLO:
-            incompatibility, _, properties = messages.read_hello(frames, "the server", "this host")
-            if incompatibility is not None:
-                self.lose(incompatibility)
+            try:
+                _, properties = messages.read_hello(frames, "the server", "this host")
+            except Malformed as error:
+                self.lose(str(error))
                 return
             self.name = str(properties.get("name"))
             self.on_connected()

@@ -423,9 +423,7 @@ class Server:
         if kind == messages.HELLO:
             if peer is not None:
                 raise Malformed("a second HELLO message")
-            incompatibility, _, properties = messages.read_hello(frames, "the client", "the server")
-            if incompatibility is not None:
-                raise Malformed(incompatibility)
+            _, properties = messages.read_hello(frames, "the client", "the server")
             self._admit(identity, key, properties)
             self._start_ticking()
             return

@@ -326,11 +326,7 @@ class Connection(ServerConnection, TaskRunner):
                         else partial(settle, [task])
                     )
         elif kind == messages.HELLO:
-            incompatibility, self.size, properties = messages.read_hello(
-                frames, "the server", "this client"
-            )
-            if incompatibility is not None:
-                raise Malformed(incompatibility)
+            self.size, properties = messages.read_hello(frames, "the server", "this client")
             self.name = str(properties.get("name"))
             self.resource_sizes = messages.read_sizes(properties.get("resources"))
             self.describes_items = properties.get("describe_items") is True

@@ -129,33 +129,27 @@ def pack_hello(drones: int = 0, **properties: Any) -> list[bytes]:
     return [HELLO, version, json.dumps(properties).encode()]
 
 
-def read_hello(
-    frames: Sequence[bytes], peer: str, this_side: str
-) -> tuple[str | None, int, dict[str, Any]]:
-    """Parse a HELLO. Raise `Malformed`.
-
-    Return why the two sides are incompatible (or None), the peer's number of drones, and its
-    properties. `peer` and `this_side` name the two sides in messages.
+def read_hello(frames: Sequence[bytes], peer: str, this_side: str) -> tuple[int, dict[str, Any]]:
+    """Return the peer's number of drones and its properties. Raise `Malformed`, also if the two
+    sides are incompatible. `peer` and `this_side` name them in messages.
     """
     if len(frames) != 3 or len(frames[1]) != _HELLO.size:
         raise Malformed("a malformed HELLO message")
     protocol, major, minor, drones = _HELLO.unpack(frames[1])
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    properties = {} if protocol != PROTOCOL else read_json(frames[1:])
-    incompatibility = None
     if protocol != PROTOCOL:
         older, newer = (peer, this_side) if protocol < PROTOCOL else (this_side, peer)
-        incompatibility = (
+        raise Malformed(
             f"{peer} speaks protocol {protocol} and {this_side} protocol {PROTOCOL}: "
             f"the polycephaly of {older} is older than that of {newer}; "
             "use the same version for both"
         )
-    elif f"{major}.{minor}" != python:
-        incompatibility = (
+    if f"{major}.{minor}" != python:
+        raise Malformed(
             f"{peer} runs Python {major}.{minor} and {this_side} Python {python}: functions cannot "
             "be sent between them; use the same version for both"
         )
-    return incompatibility, drones, properties
+    return drones, read_json(frames[1:])
 
 
 def pack_json(kind: bytes, fields: dict[str, Any]) -> list[bytes]:
