@@ -15,7 +15,6 @@ from importlib import import_module
 from types import ModuleType
 
 from ..errors import ChannelClosed, Deadlock, ItemLost
-from . import channel as channels
 from .aio import aio
 from .batch import Batch, call
 from .call import call_long
@@ -44,12 +43,3 @@ def __getattr__(name: str) -> ModuleType:
     if name == "testing":
         return import_module(".testing", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _import_distributed() -> channels.Distribution:
-    from . import distributed
-
-    return distributed
-
-
-channels.import_distributed = _import_distributed

@@ -28,8 +28,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from types import coroutine
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from ..errors import ChannelClosed, DroneDied
 from ..promises.promise import Promise
@@ -329,7 +330,8 @@ class Channel(ChannelQueues, Generic[T]):
         [0, 1, 2]
         """
         self.convert_inherited()
-        return import_distributed().new_sender(self)
+        end: Sender[T] = import_distributed().new_sender(self)
+        return end
 
     def receiver(self) -> Receiver[T]:
         """Return a new receiving end; the channel is closed when its last receiver is gone.
@@ -345,7 +347,8 @@ class Channel(ChannelQueues, Generic[T]):
             If the channel lives in another process.
         """
         self.convert_inherited()
-        return import_distributed().new_receiver(self)
+        end: Receiver[T] = import_distributed().new_receiver(self)
+        return end
 
     # -- for select --------------------------------------------------------------------------------
 
@@ -656,22 +659,11 @@ class Receiver(End[T]):
         yield from self._open_channel()
 
 
-class Distribution(Protocol):
-    """The interface of green/distributed/, which imports this module, for channels."""
-
-    def convert_inherited(self, channel: Channel[Any]) -> None: ...
-    def get_transport(self) -> object: ...
-    def new_receiver(self, channel: Channel[T]) -> Receiver[T]: ...
-    def new_sender(self, channel: Channel[T]) -> Sender[T]: ...
-    def reduce_channel(self, channel: Channel[Any]) -> Any: ...
-
-
-def import_distributed() -> Distribution:
-    """Import green/distributed/, which a program with local channels only never needs.
-
-    Replaced by green/__init__.py, which is above both and always imported with this module.
+def import_distributed() -> Any:
+    """Import green/distributed/, which imports this module, and which a program with local channels
+    only never needs.
     """
-    raise NotImplementedError("polycephaly.green is not imported yet")
+    return import_module(".distributed", __package__)
 
 
 def _open_transport() -> None:
