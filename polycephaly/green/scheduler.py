@@ -31,7 +31,7 @@ from contextvars import Context
 from inspect import CORO_CREATED, GEN_CREATED, getcoroutinestate, getgeneratorstate
 from time import monotonic, pthread_getcpuclockid
 from types import CoroutineType
-from typing import Any, Protocol
+from typing import Any
 
 from ..promises import promise
 from ..runtime import fork_guard, forked
@@ -66,31 +66,6 @@ LOST: Any = _Marker("LOST")  # yielded: the native thread of this step is no lon
 IN_CALL: Any = _Marker("IN_CALL")  # the `next_send` of a thread that is in a foreign call
 YIELDED: Any = _Marker("YIELDED")  # the `next_send` of a thread that only let others go first
 PARKED: Any = _Marker("PARKED")  # the `next_send` of a thread that is not in `ready`
-
-
-class Schedulable(Protocol):
-    """The interface of a `GreenThread` (thread.py) for the scheduler and for reports."""
-
-    coro: Any
-    next_send: Any
-    cancel_count: int
-
-    @property
-    def name(self) -> str: ...
-    def done(self) -> bool: ...
-    def finish(self, value: Any) -> None: ...
-    def fail(self, error: BaseException) -> None: ...
-    def interrupt(self, error: BaseException) -> None: ...
-
-
-class MessageTransport(Protocol):
-    """The interface of a `ChannelTransport` (distributed/transport.py) for the scheduler."""
-
-    def acquire(self, timeout: float = -1) -> bool: ...
-    def release(self) -> None: ...
-    def poll(self) -> None: ...
-    def receive_all(self) -> None: ...
-    def flush_during_step(self) -> None: ...
 
 
 class _PostedCallback:
@@ -132,8 +107,8 @@ class Driver:
         # gave up the ownership (`step_aside`).
         self.began = 0.0
         self.fn: Any = None  # the function of the foreign call, and the green thread that calls
-        self.thread: Schedulable | None = None
-        self.returned: Schedulable | None = None  # after LOST: the thread whose step it was
+        self.thread: Any = None
+        self.returned: Any = None  # after LOST: the thread whose step it was
         self.lock = allocate_lock()
         self.lock.acquire()
 
@@ -159,11 +134,11 @@ class Scheduler:
     """
 
     def __init__(self) -> None:
-        self.ready: deque[Schedulable | _PostedCallback] = deque()
+        self.ready: deque[Any] = deque()  # of green threads and posted callbacks
         self.timers = Timers()
         self.workers = NativeThreadPool(MAX_NATIVE_THREADS)
         self.bell: list[Callable[[], object]] = [self._start_owner]
-        self.live: set[Schedulable] = set()
+        self.live: set[Any] = set()  # the green threads (thread.py) that have not ended
         self.current: Any = None  # the green thread whose step runs
         # The ident of the native thread that runs steps; 0 if none, or in a foreign call.
         self.owner = 0
@@ -173,8 +148,9 @@ class Scheduler:
         self.busy_periods = 0  # how often the owner has gone to sleep after running something
         self.native_calls = 0  # plain functions and foreign calls that run on other native threads
         self.external_waits = 0  # green threads that wait for something from outside the scheduler
-        # Set once channels go to other processes: the owner sleeps in its epoll and polls it.
-        self.transport: MessageTransport | None = None
+        # A `ChannelTransport` (distributed/transport.py), set once channels go to other processes:
+        # the owner sleeps in its epoll and polls it.
+        self.transport: Any = None
         # Called by an owner that begins, or has slept.
         self.on_busy: Callable[[], object] = lambda: None
         # Called by an owner that has had nothing to do for DEADLOCK_GRACE_SECONDS.
@@ -289,7 +265,6 @@ class Scheduler:
                 continue
             thread, driver.returned = driver.returned, None
             driver.fn = driver.thread = None
-            assert thread is not None
             if base:
                 _assign_context(thread, base)
             # A foreign call that lost the ownership has returned. Its green thread joins the queue.
@@ -516,7 +491,7 @@ class Interrupted(CoroutineWrapper):
 
     __slots__ = ("errors", "thread")
 
-    def __init__(self, thread: Schedulable, error: BaseException) -> None:
+    def __init__(self, thread: Any, error: BaseException) -> None:
         self.thread = thread
         self.coro = thread.coro
         self.errors = [error]
