@@ -52,26 +52,11 @@ async def run_all(fns: Sequence[Any]) -> list[Any]:
     return [thread.value for thread in threads]
 
 
-def make_apply(
-    fn: Callable[[Any], Any], progress: Progress | None
-) -> tuple[Callable[[Any], Any], bool]:
-    """Return the function to apply, and whether `fn` is a coroutine function. If so, the caller
-    logs its calls; all others are foreign calls, which put themselves into the event log.
-    """
+def awaiting(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `fn` if it is a coroutine function, else one that makes foreign calls of `fn`."""
 
     async def call(item: Any) -> Any:
         value = await call_long(fn, item)
         return await value if is_awaitable(value) else value
 
-    awaits = is_coroutine_function(fn)
-    apply = fn if awaits else call
-    if progress is None:
-        return apply, awaits
-
-    async def apply_and_count(item: Any) -> Any:
-        try:
-            return await apply(item)
-        finally:
-            progress.step()
-
-    return apply_and_count, awaits
+    return fn if is_coroutine_function(fn) else call

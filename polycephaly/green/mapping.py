@@ -17,9 +17,9 @@ from typing import Any, TypeVar, overload
 from ..errors import ChannelClosed
 from ..promises.promise import Promise
 from ..runtime.progress import Progress, total_of
-from ..timeline.event_log import MIN_EVENT_SECONDS, event_log
+from ..timeline.event_log import event_log
 from .channel import Channel
-from .collected import Collected, make_apply, run_all
+from .collected import Collected, awaiting, run_all
 from .group import Group
 from .over import Spread, par_over
 from .run import in_asyncio, run
@@ -175,23 +175,36 @@ async def _spawn_and_await(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 class Mapped(Collected):
     """The result of `map` in a coroutine. The workers share the iterator of the items."""
 
+    def _make_apply(self) -> Callable[[Any], Any]:
+        """Return what applies the function, and logs and counts the call."""
+        fn, progress = self._fn, self._progress
+        call = awaiting(fn)
+
+        async def apply(item: Any) -> Any:
+            began, failed = monotonic(), True
+            try:
+                value = await call(item)
+                failed = False
+                return value
+            finally:
+                if call is fn:  # foreign calls put themselves into the event log
+                    event_log.add_call(scheduler.current, fn, (item,), began, failed)
+                if progress is not None:
+                    progress.step()
+
+        return apply
+
     async def collect(self) -> list[Any]:
+        apply = self._make_apply()
         slots: list[list[Any]] = []
         scheduler.current.spawned_at = None  # not a thread of the user's: not in the event log
 
         async def task() -> None:
-            apply, awaits = make_apply(self._fn, self._progress)
-            thread = scheduler.current
-            event_log.number_of(thread)  # number the threads in order of starting
+            event_log.number_of(scheduler.current)  # number the threads in order of starting
             for item in self._items:
                 slot: list[Any] = []
                 slots.append(slot)
-                began = monotonic()
-                try:
-                    slot.append(await apply(item))
-                finally:
-                    if awaits and monotonic() - began >= MIN_EVENT_SECONDS:
-                        event_log.add_call(thread, self._fn, (item,), began, not slot)
+                slot.append(await apply(item))
 
         try:
             async with Group() as group:
@@ -210,24 +223,20 @@ class Mapped(Collected):
         """Start workers, each of which takes an item and puts a slot for its value into the
         channel.
         """
+        apply = self._make_apply()
         slots: Channel[_Slot] = Channel(self._width * MAX_UNREAD_PER_WORKER)
         busy_workers = self._width
 
         async def work() -> None:
             nonlocal busy_workers
-            apply, awaits = make_apply(self._fn, self._progress)
-            thread = scheduler.current
-            event_log.number_of(thread)
+            event_log.number_of(scheduler.current)
             try:
                 for item in self._items:
                     slot = _Slot()
                     # In the step that took the item, so that slots are in the order of the items.
                     await slots.send(slot)
-                    began = monotonic()
                     try:
                         slot.set_result(await apply(item))
-                        if awaits and monotonic() - began >= MIN_EVENT_SECONDS:
-                            event_log.add_call(thread, self._fn, (item,), began)
                     except BaseException as error:
                         slot.set_exception(error)
                         if not isinstance(error, Exception):

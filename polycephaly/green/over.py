@@ -25,11 +25,12 @@ from ..errors import ChannelClosed, Deadlock, ItemLost, copy_error
 from ..promises.promise import Promise
 from ..runtime.coroutines import is_coroutine
 from .channel import Channel
-from .collected import Collected, make_apply, run_all
+from .collected import Collected, awaiting, run_all
 from .group import Group
 from .locks import Semaphore
 from .scheduler import scheduler
 from .spawning import spawn
+from .thread import as_coroutine
 
 MAX_PENDING_PER_WORKER = 4  # items per green thread in progress, or done before an earlier one
 
@@ -58,46 +59,24 @@ async def par_over(fns: Sequence[Any], pool: Any) -> list[Any]:
     size, remainder = divmod(len(fns), len(drones))
     shares: list[Promise[list[Any]]] = []
     start = 0
-    for index, drone in enumerate(drones):
-        end = start + size + (index < remainder)
-        if end > start:
-            try:
+    try:
+        for index, drone in enumerate(drones):
+            end = start + size + (index < remainder)
+            if end > start:
                 shares.append(drone.promise(run_all, list(fns[start:end])))
-            except BaseException:
-                # If a drone has just died, for example, the other shares would wait for its
-                # functions.
-                for share in shares:
-                    share.cancel()
-                raise
-        start = end
-    values: list[Any] = []
-    for share in await _all(shares):
-        values += share
-    return values
-
-
-async def _all(shares: Sequence[Promise[Any]]) -> list[Any]:
-    """Return the values of `shares`. The first failure cancels the others; then all errors are
-    raised in one group.
-    """
-    failed: list[BaseException] = []
-
-    async def one(share: Promise[Any]) -> Any:
-        try:
-            return await share
-        except Exception as error:
-            if isinstance(error, CancelledError) and failed:
-                return None
-            failed.extend(error.exceptions if isinstance(error, BaseExceptionGroup) else [error])
-            for other in shares:
-                other.cancel()
-            return None
-
-    async with Group() as group:
-        threads = [group.spawn(one(share)) for share in shares]
-    if failed:
-        raise BaseExceptionGroup(f"{len(failed)} of the functions failed", failed)
-    return [thread.value for thread in threads]
+            start = end
+        values = await run_all([as_coroutine(share, "a share of par") for share in shares])
+    except BaseException as error:
+        # They would wait for the functions of a share that has failed, or could not be sent.
+        for share in shares:
+            share.cancel()
+        if not isinstance(error, BaseExceptionGroup):
+            raise
+        failed: list[BaseException] = []
+        for each in error.exceptions:
+            failed += each.exceptions if isinstance(each, BaseExceptionGroup) else [each]
+        raise BaseExceptionGroup(f"{len(failed)} of the functions failed", failed) from None
+    return [value for each in values for value in each]
 
 
 class Spread(Collected):
@@ -189,7 +168,7 @@ async def share_of_map(
     """In a drone: take items from `jobs` in `width` green threads, until none is left."""
     from ..wire.functions import label
 
-    apply, _ = make_apply(fn, None)
+    apply = awaiting(fn)
 
     async def task() -> None:
         async for index, item in jobs:
