@@ -13,6 +13,7 @@ their name and module or class. Any other callable is its own key.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -27,10 +28,11 @@ MAX_RECORDS = 1000  # at this size the record is cleared; functions that matter 
 
 
 class _Record:
-    __slots__ = ("calls_until_probe", "function", "interval", "points")
+    __slots__ = ("calls_until_probe", "interval", "points", "subject")
 
-    def __init__(self, function: object) -> None:
-        self.function = function  # kept, so that the id in the key is not used again
+    def __init__(self, subject: object) -> None:
+        # The subject, or a weak reference that removes the record, so that the key stays valid.
+        self.subject = subject
         self.points = 0
         self.calls_until_probe = self.interval = PROBE_FACTOR
 
@@ -46,7 +48,7 @@ class History:
 
         None: calls have been long, but this one should be tried in place.
         """
-        record = self.records.get(_key(fn))
+        record = self.records.get(_key(_subject(fn)))
         if record is None or record.points < LONG_POINTS:
             return False
         record.calls_until_probe -= 1
@@ -57,18 +59,19 @@ class History:
         return None
 
     def record_long(self, fn: Callable[..., Any]) -> None:
-        key = _key(fn)
+        subject = _subject(fn)
+        key = _key(subject)
         record = self.records.get(key)
         if record is None:
             if len(self.records) >= MAX_RECORDS:
                 self.records.clear()
-            record = self.records[key] = _Record(
-                _key_referent(fn, lambda _: self.records.pop(key, None))
-            )
+            with suppress(TypeError):  # no reference is possible to functions of ctypes, say
+                subject = ref(subject, lambda _: self.records.pop(key, None))
+            record = self.records[key] = _Record(subject)
         record.points = min(record.points + 1, MAX_POINTS)
 
     def record_short(self, fn: Callable[..., Any]) -> None:
-        key = _key(fn)
+        key = _key(_subject(fn))
         record = self.records.get(key)
         if record is not None:
             record.points -= 1
@@ -77,38 +80,24 @@ class History:
                 self.records.pop(key, None)
 
 
-def _key(fn: Any) -> Hashable:
-    kind = type(fn)  # not `__class__`: that may be code of a user
-    if kind is FunctionType:
-        return id(fn.__code__)
-    if kind is MethodType:
-        return _key(fn.__func__)
-    if kind is BuiltinFunctionType:
-        return fn.__module__ or type(fn.__self__), fn.__name__
-    if kind is partial:
-        return _key(fn.func)
-    return id(fn)
-
-
-def _key_referent(fn: Any, forget: Callable[[object], object]) -> object:
-    """Return what a record keeps so that the key of `fn` stays valid.
-
-    For a function this is its code. For other callables it is a weak reference, which calls
-    `forget` when the callable is destroyed. Built-in functions need nothing.
+def _subject(fn: Any) -> Any:
+    """Return what a record is about: the code of a function, the names of a built-in function, or
+    else the callable itself.
     """
-    kind = type(fn)
+    kind = type(fn)  # not `__class__`: that may be code of a user
     if kind is FunctionType:
         return fn.__code__
     if kind is MethodType:
-        return _key_referent(fn.__func__, forget)
-    if kind is partial:
-        return _key_referent(fn.func, forget)
+        return _subject(fn.__func__)
     if kind is BuiltinFunctionType:
-        return None
-    try:
-        return ref(fn, forget)
-    except TypeError:  # no weak reference is possible, for instance to functions of ctypes
-        return fn
+        return fn.__module__ or type(fn.__self__), fn.__name__
+    if kind is partial:
+        return _subject(fn.func)
+    return fn
+
+
+def _key(subject: Any) -> Hashable:
+    return subject if type(subject) is tuple else id(subject)
 
 
 history = History()
