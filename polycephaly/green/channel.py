@@ -150,7 +150,7 @@ class Channel(ChannelQueues, Generic[T]):
                 scheduler.ring()
             return
         if get_ident() != scheduler.owner:
-            yield from self._run_in_proxy_thread(self._send_here, item)
+            yield from self._run_in_proxy_thread(Channel.send, item)
             return
         if receiver is None and self.generation >= oldest_generation:
             buffer = self.buffer
@@ -172,7 +172,6 @@ class Channel(ChannelQueues, Generic[T]):
                 if refused is not None:
                     raise refused.error
                 return
-        # As `_send_here`, whose frame would cost each parked thread 200 bytes.
         self.convert_inherited()
         thread = scheduler.current
         if not self.attempt_send(thread, item):
@@ -202,7 +201,7 @@ class Channel(ChannelQueues, Generic[T]):
                 scheduler.ring()
             return item
         if get_ident() != scheduler.owner:
-            item = yield from self._run_in_proxy_thread(self._receive_here)
+            item = yield from self._run_in_proxy_thread(Channel.receive)
             return item
         if sender is None and self.generation >= oldest_generation:
             if self.buffer:  # so no receiver waits
@@ -398,7 +397,8 @@ class Channel(ChannelQueues, Generic[T]):
             In a coroutine, which must use ``await send`` instead.
         """
         forbid_in_step("Channel.put", "await channel.send(item)")
-        wait_in_proxy(self._send_here, (item,), "Channel.put", timeout, "no receiver took the item")
+        args = self, item
+        wait_in_proxy(Channel.send, args, "Channel.put", timeout, "no receiver took the item")
 
     def get(self, timeout: float | None = None) -> T:
         """Receive an item in plain code, blocking only the calling native thread.
@@ -424,7 +424,7 @@ class Channel(ChannelQueues, Generic[T]):
         """
         forbid_in_step("Channel.get", "await channel.receive()")
         item: T = wait_in_proxy(
-            self._receive_here, (), "Channel.get", timeout, "no item came", self._return_item
+            Channel.receive, (self,), "Channel.get", timeout, "no item came", self._return_item
         )
         return item
 
@@ -480,29 +480,6 @@ class Channel(ChannelQueues, Generic[T]):
         kind = f"Channel of {self.capacity}" if self.capacity else "Channel"
         return f"<{kind}{state} at {id(self):#x}>"
 
-    # -- for the owner thread ----------------------------------------------------------------------
-
-    @coroutine
-    def _send_here(self, item: Any) -> Generator[Any, Any, None]:
-        self.convert_inherited()
-        thread = scheduler.current
-        if not self.attempt_send(thread, item):
-            yield from QueuedOperation(thread, self, "send", item)
-
-    @coroutine
-    def _receive_here(self) -> Generator[Any, Any, Any]:
-        self.convert_inherited()
-        thread = scheduler.current
-        got = self.attempt_receive(thread)
-        return (yield from QueuedOperation(thread, self, "receive")) if got is NOTHING else got
-
-    def _return_item(self, receiving: Promise[Any]) -> None:
-        """Give back the item of a receiver that is gone. The next receiver gets it before all
-        others.
-        """
-        if not receiving.cancelled() and receiving.exception() is None:
-            scheduler.post(partial(self.return_item_here, receiving.result()))
-
     # -- other processes ---------------------------------------------------------------------------
 
     # Returns True if the channel came with a fork. It has then just become a proxy, or a channel of
@@ -523,7 +500,7 @@ class Channel(ChannelQueues, Generic[T]):
                 "channels can be awaited only in green threads and asyncio: use put and get in "
                 "plain code"
             )
-        proxy = spawning.start(op, args, name=f"Channel.{op.__name__.strip('_')}")
+        proxy = spawning.start(op, (self, *args), name=f"Channel.{op.__name__}")
         try:
             return (yield from proxy.__await__())
         except BaseException:
@@ -532,6 +509,13 @@ class Channel(ChannelQueues, Generic[T]):
             if not args:
                 proxy.add_done_callback(self._return_item)
             raise
+
+    def _return_item(self, receiving: Promise[Any]) -> None:
+        """Give back the item of a receiver that is gone. The next receiver gets it before all
+        others.
+        """
+        if not receiving.cancelled() and receiving.exception() is None:
+            scheduler.post(partial(self.return_item_here, receiving.result()))
 
 
 def _closed_by_death(closed: ChannelClosed) -> bool:
