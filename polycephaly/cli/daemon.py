@@ -18,21 +18,16 @@ import sys
 import traceback
 from collections.abc import Callable
 from io import TextIOWrapper
-from typing import Protocol
 
 from .reach import error_text
 
-
-class ReportStart(Protocol):
-    """Report the outcome of the start, once. Status 0: the command is up.
-
-    Later text goes to the log.
-    """
-
-    def __call__(self, text: str, status: int = 0) -> None: ...
+ReportStart = Callable[[str, int], object]
+"""Reports the outcome of the start, once: a text and a status. Status 0: the command is up. Later
+text goes to the log.
+"""
 
 
-def print_report(text: str, status: int = 0) -> None:
+def print_report(text: str, status: int) -> None:
     """Report the outcome of the start to the terminal."""
     print(text, file=sys.stderr if status else sys.stdout, flush=True)
 
@@ -91,7 +86,7 @@ def _run_daemon(serve: Callable[[ReportStart], int], writing: int) -> None:
     # A drone's copy would keep the reader waiting.
     answer = parent_death.close_in_child(os.fdopen(3, "w"))
 
-    def report_start(text: str, status: int = 0) -> None:
+    def report_start(text: str, status: int) -> None:
         if not answer.closed:
             answer.write(json.dumps((text, status)) + "\n")
             answer.flush()  # raises BrokenPipeError if the reader is gone

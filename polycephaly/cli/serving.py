@@ -110,7 +110,8 @@ def serve_pool(
             dispatcher.ended.add_done_callback(
                 lambda _: ending.request(f"its drones have ended: {dispatcher.refusal}")
             )
-            report_start(_startup_text(server, dispatcher.config.size, journal.path, in_background))
+            text = _startup_text(server, dispatcher.config.size, journal.path, in_background)
+            report_start(text, 0)
             log.info("%s serves %d drones at %s", name, dispatcher.config.size, server.address)
             ending.wait()
             broken = dispatcher.ended.done()

@@ -19,7 +19,6 @@ from .aio import aio
 from .batch import Batch, call
 from .call import call_long
 from .channel import Channel, Receiver, Sender
-from .configure import configure
 from .group import Group
 from .locks import Barrier, Event, Lock, Semaphore
 from .mapping import map, par
@@ -29,6 +28,7 @@ from .select import Chosen, Guard, after, select, settled, skip
 from .sleeping import current, sleep, timeout
 from .spawning import spawn
 from .thread import Cancelled, GreenThread
+from .watchdog import configure
 
 __all__ = [
     "Barrier", "Batch", "Cancelled", "Channel", "ChannelClosed", "Chosen", "Deadlock", "Event",

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..runtime import forked
 from .scheduler import CoroutineWrapper, Driver, InContext, scheduler
-from .thread import GreenThread, ThreadGroup
+from .thread import GreenThread
 
 
 class BoundThread(GreenThread[Any]):
@@ -25,7 +25,7 @@ class BoundThread(GreenThread[Any]):
 
     __slots__ = ("_own",)
 
-    def __init__(self, coro: Any, group: ThreadGroup | None = None) -> None:
+    def __init__(self, coro: Any, group: Any = None) -> None:
         if not isinstance(coro, InContext):
             coro = InContext(coro, copy_context())
         self._own = _OwnThread(coro)

@@ -51,21 +51,11 @@ STEPS_PER_CLOCK_CHECK = range(32)  # steps between two looks at the clock
 log = logging.getLogger("polycephaly.green")
 
 
-class _Marker:
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return f"<{self._name}>"
-
-
-PARK: Any = _Marker("PARK")  # yielded: this green thread has parked, or is in `ready` already
-LOST: Any = _Marker("LOST")  # yielded: the native thread of this step is no longer the owner
-IN_CALL: Any = _Marker("IN_CALL")  # the `next_send` of a thread that is in a foreign call
-YIELDED: Any = _Marker("YIELDED")  # the `next_send` of a thread that only let others go first
-PARKED: Any = _Marker("PARKED")  # the `next_send` of a thread that is not in `ready`
+PARK: Any = object()  # yielded: this green thread has parked, or is in `ready` already
+LOST: Any = object()  # yielded: the native thread of this step is no longer the owner
+IN_CALL: Any = object()  # the `next_send` of a thread that is in a foreign call
+YIELDED: Any = object()  # the `next_send` of a thread that only let others go first
+PARKED: Any = object()  # the `next_send` of a thread that is not in `ready`
 
 
 class _PostedCallback:

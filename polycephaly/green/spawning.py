@@ -12,7 +12,7 @@ from ..runtime.coroutines import is_coroutine, is_coroutine_function
 from ..timeline.event_log import MAX_LIVES_LOGGED
 from .bound import BoundThread
 from .scheduler import InContext, scheduler
-from .thread import GreenThread, NativeThread, ThreadGroup, as_coroutine, qualname
+from .thread import GreenThread, NativeThread, as_coroutine, qualname
 
 T = TypeVar("T")
 
@@ -91,11 +91,7 @@ def spawn(fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) 
 
 
 def start(
-    fn: Any,
-    args: tuple[Any, ...],
-    group: ThreadGroup | None = None,
-    name: str | None = None,
-    bound: bool = False,
+    fn: Any, args: tuple[Any, ...], group: Any = None, name: str | None = None, bound: bool = False
 ) -> GreenThread[Any]:
     coro: Any = None
     if is_coroutine(fn):

@@ -23,7 +23,7 @@ from concurrent.futures import CancelledError
 from contextvars import copy_context
 from time import monotonic, thread_time
 from types import CoroutineType, GeneratorType, coroutine
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from ..errors import is_own_frame
@@ -67,14 +67,6 @@ class Cancelled(AsyncioCancelled):
     """True if the error is no longer wanted. The error is dropped unless already raised."""
 
 
-class ThreadGroup(Protocol):
-    """The interface of a `Group` for its green threads."""
-
-    children: set[GreenThread[Any]]
-
-    def on_child_end(self, child: GreenThread[Any], error: BaseException | None) -> None: ...
-
-
 class GreenThread(Promise[T]):
     """A green thread, which is also the promise of its value.
 
@@ -95,12 +87,12 @@ class GreenThread(Promise[T]):
     spawned_at: float | None = None  # when the thread was spawned, if its life is logged
     log_number = 0  # in the event log
 
-    _group: ThreadGroup | None
+    _group: Any  # the `Group` that the thread is in, or None
     _qualname: str | None = None  # set when there is no coroutine left to ask
     _unseen: UnseenErrorReport | None = None
     _owned: WeakSet[Any] | None = None
 
-    def __init__(self, coro: Any, group: ThreadGroup | None = None) -> None:
+    def __init__(self, coro: Any, group: Any = None) -> None:
         self._unclaimed = None
         self.coro = coro
         self.next_send = None
@@ -323,7 +315,7 @@ class NativeThread(GreenThread[T]):
 
     __slots__ = ("end_delivered", "end_requested", "native_ident")
 
-    def __init__(self, fn: Callable[..., Any], group: ThreadGroup | None) -> None:
+    def __init__(self, fn: Callable[..., Any], group: Any) -> None:
         super().__init__(None, group)
         self.native_ident = 0  # of the native thread that runs the function; 0 if none does
         self.end_requested = self.end_delivered = False
