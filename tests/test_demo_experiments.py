@@ -31,8 +31,8 @@ from polycephaly.demos.securities.files import FUNDS
 from polycephaly.demos.securities.indicators import indicators
 from polycephaly.demos.securities.model import LISTS, PAGES, Lists, Security
 from polycephaly.demos.securities.parse import Document, SourceError
+from polycephaly.demos.securities.server import loopback
 from polycephaly.demos.securities.site import LiveSite, Site
-from polycephaly.demos.securities.source import loopback
 
 NOWHERE = Site("http://127.0.0.1:9")
 

@@ -26,9 +26,8 @@ from polycephaly.demos.securities.experiments import sequential
 from polycephaly.demos.securities.files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
 from polycephaly.demos.securities.model import LISTS, PAGES
 from polycephaly.demos.securities.parse import SourceError
-from polycephaly.demos.securities.server import FixtureServer
+from polycephaly.demos.securities.server import FixtureServer, loopback
 from polycephaly.demos.securities.site import LiveSite, Site
-from polycephaly.demos.securities.source import loopback
 
 ROOT = Path(__file__).parents[1]
 
@@ -133,7 +132,6 @@ def test_the_server_ends_when_its_block_raises() -> None:
 def test_the_server_ends_with_its_owner_however_that_ends(last_words: str) -> None:
     program = f"""
 import os, sys
-from polycephaly.demos.securities.source import loopback
 with loopback(latency=60):
     print(flush=True)
     sys.stdin.readline()

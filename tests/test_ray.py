@@ -826,7 +826,7 @@ def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(
         from benchmarks.scale import cluster, processes
         from faults import answer
         from polycephaly.demos.securities import experiments
-        from polycephaly.demos.securities.source import loopback
+        from polycephaly.demos.securities.server import loopback
 
         killed = []
 

@@ -20,7 +20,7 @@ from polycephaly.demos.securities.experiments import (
     ExperimentOutcome,
     drones_and_threads,
 )
-from polycephaly.demos.securities.source import loopback
+from polycephaly.demos.securities.server import loopback
 from polycephaly.timeline import Span, files
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -18,7 +18,6 @@ import click
 from ..runtime.version import __version__
 from .attach import attach
 from .bench import bench
-from .completion import completion
 from .control import cancel, interrupt, refresh, resize
 from .dashboard import dashboard
 from .demo import demo
@@ -64,6 +63,25 @@ From Python: polycephaly.connect("lab")
 @click.version_option(__version__, prog_name="polycephaly", message="%(prog)s %(version)s")
 def main() -> None:
     """Run Python functions and code in forked copies of a process, called drones."""
+
+
+@click.command(
+    epilog="""\b
+Put one of these where your shell begins:
+  eval "$(polycephaly completion bash)"          ~/.bashrc
+  eval "$(polycephaly completion zsh)"           ~/.zshrc, after compinit
+  polycephaly completion fish | source           ~/.config/fish/config.fish
+"""
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script for SHELL."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(ctx.find_root().command, {}, "polycephaly", "_POLYCEPHALY_COMPLETE").source())
 
 
 for command in (

@@ -156,8 +156,8 @@ def securities(
 
     from ..demos.securities import experiments, report
     from ..demos.securities.parse import SourceError
+    from ..demos.securities.server import loopback
     from ..demos.securities.site import LiveSite
-    from ..demos.securities.source import loopback
     from ..runtime.system_limits import usable_processors
     from ..timeline import files
 

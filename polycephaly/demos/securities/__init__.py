@@ -7,6 +7,4 @@ of the time, so several drones or threads load sooner.
     generate / DIR --> server (own process) --HTTP--> site --parse--> model
                                                         ^
                                  experiments: sequential, I, II, III, combined --> report
-
-This file imports nothing, because the server process starts through it.
 """

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from ...pool.drone import Drone
 from . import files, parse
 from .generate import symbol_directory
 from .model import PAGES, page_of
 from .parse import Document
+from .site import Site
 
 
 def contents(documents: Mapping[str, Document]) -> dict[str, bytes]:
@@ -85,3 +88,22 @@ def serve(data: Path | None, latency: float, host: str) -> int:
     server = FixtureServer(answers, latency, host)
     Thread(target=server.serve_forever, daemon=True).start()
     return server.server_port
+
+
+@contextmanager
+def loopback(
+    data: Path | None = None, latency: float = 0.0, host: str = "127.0.0.1"
+) -> Iterator[Site]:
+    """Start a site on the loopback, or at the address `host`, in a drone.
+
+    The site ends with the block, serves the symbol-directory files in `data`, or generated ones,
+    and answers each request after `latency` seconds. Raises `SourceError`, which names the file, if
+    a file in `data` is missing or invalid.
+
+    >>> with loopback() as site:
+    ...     len(site.load_amex()) < len(site.load_nyse())
+    True
+    """
+    # "fork": the site uses no library whose threads a fork does not copy.
+    with Drone(name="site", start="fork", detached=True) as drone:
+        yield Site(f"http://{host}:{drone.doit(serve, data, latency, host)}")
