@@ -3,7 +3,6 @@
 import random
 from itertools import permutations
 from types import SimpleNamespace
-from weakref import WeakSet
 
 import pytest
 
@@ -20,7 +19,6 @@ HERE = None  # the process that owns the channel
 class Peer:
     def __init__(self, name):
         self.name = name
-        self.ends = WeakSet()
         self.ending = PeerEnding("was killed", None)
 
     def __str__(self):

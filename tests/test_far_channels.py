@@ -687,12 +687,12 @@ def test_nothing_is_kept_of_channels_and_ends_that_are_closed(pool):
         await nothing_more_than(before)
 
     def kept():
+        from polycephaly.green.distributed.ends import _open_ends
         from polycephaly.green.distributed.transport import get_transport
 
-        return sum(
-            len(each.credits) + len(each.accounts) + len(each.ends)
-            for each in get_transport().peers.values()
-        )
+        peers = get_transport().peers.values()
+        held = sum(len(end.holders) for ends in _open_ends.values() for end in ends.values())
+        return held + sum(len(each.credits) + len(each.accounts) for each in peers)
 
     async def nothing_more_than(before):
         while kept() > before:

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakSet
 
 from ...errors import DroneDied, describe_exit
 from ...wire import addresses
@@ -69,7 +68,6 @@ class PeerConnection:
         self.hold_callbacks: dict[int, Callable[[bool], object]] = {}
         self.awaiting_take: dict[int, Any] = {}  # transactions that await TAKE or PASS
         self.accounts: dict[int, Any] = {}  # places in the buffers here, granted to them
-        self.ends: WeakSet[Any] = WeakSet()  # channels of which they hold Senders or Receivers
 
     def put(self, kind: int, channel: int = 0, number: int = 0, payload: bytes = b"") -> int:
         """Queue a message, which is sent soon. Return its position in the stream of all bytes

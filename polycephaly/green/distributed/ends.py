@@ -340,7 +340,7 @@ def _on_dropped(channel: Any, number: int, _: object, report: _Report) -> None:
     end = _find_end(channel, number)
     if end is None or report.token not in end.holders:
         return
-    _forget_holder(channel, end.holders.pop(report.token))
+    del end.holders[report.token]
     end.loss = _NO_LOSS
     _check_abandoned_later(channel, number, end)
 
@@ -350,8 +350,6 @@ def _remove_end(channel: Any, number: int, loss: _Loss = _NO_LOSS) -> None:
     end = ends.pop(number, None)
     if end is None:
         return
-    for holder in end.holders.values():
-        _forget_holder(channel, holder)
     if not channel.closed and all(each.kind != end.kind for each in [*ends.values()]):
         if loss.description:
             reason = ChannelClosed(f"the last end that could {end.kind} was {loss.description}")
@@ -368,18 +366,9 @@ def _on_opened(channel: Any, number: int, holder: PeerConnection | None, report:
             for old_token in [each for each, owner in end.holders.items() if owner is holder]:
                 del end.holders[old_token]
             end.holders[report.token] = holder
-            if holder is not None:
-                holder.ends.add(channel)
-        _forget_holder(channel, end.holders.pop(report.previous, None))
+        end.holders.pop(report.previous, None)
         # The next holder may have reported before this one, and be gone already.
         _check_abandoned_later(channel, number, end)
-
-
-def _forget_holder(channel: Any, holder: PeerConnection | None) -> None:
-    if holder is not None and not any(
-        holder in each.holders.values() for each in [*_open_ends[channel].values()]
-    ):
-        holder.ends.discard(channel)
 
 
 def _on_misplaced(channel: Any, number: int, _: object, report: _Report) -> None:
@@ -394,7 +383,7 @@ def _drop_misplaced(channel: Any, number: int, report: _Report) -> None:
     end = _find_end(channel, number)
     if end is None or report.token in end.past_tokens:
         return
-    _forget_holder(channel, end.holders.pop(report.token, None))
+    end.holders.pop(report.token, None)
     end.loss = _Loss(f"lost with its call: {report.reason}", report.cause)
     if not end.holders:
         _remove_end(channel, number, end.loss)
@@ -431,7 +420,10 @@ def _count_calls(channel: Any, number: int, change: int) -> None:
 
 
 def on_loss(peer: PeerConnection) -> None:
-    for channel in list(peer.ends):
+    for reference in _open_ends.keyrefs():  # a copy, as said above
+        channel = reference()
+        if channel is None:
+            continue
         for number, end in list(_open_ends[channel].items()):
             tokens = [token for token, holder in end.holders.items() if holder is peer]
             for token in tokens:
