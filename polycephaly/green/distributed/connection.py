@@ -64,9 +64,6 @@ class PeerConnection:
         self.credits: dict[int, Any] = {}  # places in their buffers, granted to this process
         # For proxies there of channels here.
         self.operations: dict[int, Any] = {}  # operations that are not over
-        # callbacks for HELD or PASS
-        self.hold_callbacks: dict[int, Callable[[bool], object]] = {}
-        self.awaiting_take: dict[int, Any] = {}  # transactions that await TAKE or PASS
         self.accounts: dict[int, Any] = {}  # places in the buffers here, granted to them
 
     def put(self, kind: int, channel: int = 0, number: int = 0, payload: bytes = b"") -> int:

@@ -56,18 +56,10 @@ def _on_withdraw(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
         waiter.channel.on_withdraw(waiter)
 
 
-def _on_take(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    transaction = peer.awaiting_take.pop(op, None)
-    if transaction is not None:
-        transaction.receiver.drop()
-        transaction.receiver.location = None
-        transaction.commit()
-
-
-def _on_pass(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
+def _on_answer(accepted: bool, peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     waiter = peer.operations.get(op)
     if waiter is not None:
-        waiter.decline()
+        waiter.answer(accepted)
 
 
 def _on_return(peer: PeerConnection, number: int, _: int, payload: bytes) -> None:
@@ -78,12 +70,6 @@ def _on_return(peer: PeerConnection, number: int, _: int, payload: bytes) -> Non
         log.warning(
             "an item that %s returned to a channel is lost, because the channel is closed", peer
         )
-
-
-def _on_held(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
-    on_answer = peer.hold_callbacks.pop(op, None)
-    if on_answer is not None:
-        on_answer(True)
 
 
 def _on_credit_returned(peer: PeerConnection, number: int, places: int, _: bytes) -> None:
@@ -105,13 +91,8 @@ def on_loss(peer: PeerConnection) -> None:
     operations, peer.operations = peer.operations, {}
     for op in operations.values():
         op.channel.withdraw_waiter(op)
-    transactions, peer.awaiting_take = peer.awaiting_take, {}
-    # Reversed, so that returned items keep the order of sending.
-    for transaction in reversed(transactions.values()):
-        transaction.receiver_lost()
-    callbacks, peer.hold_callbacks = peer.hold_callbacks, {}
-    for on_answer in callbacks.values():
-        on_answer(False)
+    for op in reversed(operations.values()):  # so that returned items keep the order of sending
+        op.answer(False)
     accounts, peer.accounts = peer.accounts, {}
     for account in accounts.values():
         # Not by number: the transport may have closed, and then knows none.
@@ -124,10 +105,10 @@ HANDLERS |= {
     opcodes.DEMAND: partial(_on_operation, "on_demand"),
     opcodes.ITEM: _on_item,
     opcodes.WITHDRAW: _on_withdraw,
-    opcodes.TAKE: _on_take,
-    opcodes.PASS: _on_pass,
+    opcodes.TAKE: partial(_on_answer, True),
+    opcodes.PASS: partial(_on_answer, False),
     opcodes.RETURN: _on_return,
-    opcodes.HELD: _on_held,
+    opcodes.HELD: partial(_on_answer, True),
     opcodes.REFUND: _on_credit_returned,
     opcodes.CLOSE: _on_close,
 }

@@ -19,6 +19,7 @@ given nothing in advance: if a process dies, its unused items could not be told 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...errors import ChannelClosed
@@ -34,7 +35,7 @@ from .transport import ChannelTransport
 class PendingOperation(Waiter):
     """A send or receive of another process, which waits for the answer of this one."""
 
-    __slots__ = ("channel", "number", "peer", "select", "withdrawn")
+    __slots__ = ("channel", "number", "on_answer", "peer", "select", "withdrawn")
 
     is_remote = True
 
@@ -48,6 +49,8 @@ class PendingOperation(Waiter):
         # All operations of a select have equal threads, because a select must not meet itself.
         super().__init__((peer.address, select) if select else self, item)  # type: ignore[arg-type]
         self.withdrawn = False
+        # Called with True for HELD or TAKE, with False for PASS or the end of the process.
+        self.on_answer: Callable[[bool], object] | None = None
         peer.operations[number] = self
 
     @property
@@ -55,21 +58,20 @@ class PendingOperation(Waiter):
         """True for a plain send, which its process cannot take back on its own."""
         return self.select is None and self.item is not None
 
-    def decline(self) -> None:
-        """Handle PASS, or a message that means the same."""
-        transaction = self.peer.awaiting_take.pop(self.number, None)
-        on_answer = self.peer.hold_callbacks.pop(self.number, None)
-        if transaction is not None:
-            transaction.abort(self)
-        elif on_answer is not None:
-            on_answer(False)
+    def answer(self, accepted: bool) -> None:
+        """Handle the answer to HOLD or GIVE, or a message that means the same."""
+        on_answer, self.on_answer = self.on_answer, None
+        if on_answer is not None:
+            on_answer(accepted)
 
-    def request_hold(self, on_answer: Any) -> None:
-        self.peer.hold_callbacks[self.number] = on_answer
+    def request_hold(self, on_answer: Callable[[bool], object]) -> None:
+        self.on_answer = on_answer
         self.peer.put(opcodes.HOLD, 0, self.number)
 
-    def deliver(self, transaction: Transaction, content: bytes) -> int:
-        self.peer.awaiting_take[self.number] = transaction
+    def deliver(self, on_answer: Callable[[bool], object], content: bytes) -> int:
+        self.on_answer = on_answer
+        operations = self.peer.operations
+        operations[self.number] = operations.pop(self.number)  # at the end: in the order of giving
         return self.peer.put(opcodes.GIVE, 0, self.number, content)
 
     def serve(self, value: Any) -> None:
@@ -323,7 +325,7 @@ class OwnedChannel(Channel[Any]):
         if isinstance(op.location, Transaction):
             op.withdrawn = True
             if not is_binding:
-                op.decline()  # crosses GIVE or HOLD, and is as good as PASS
+                op.answer(False)  # crosses GIVE or HOLD, and is as good as PASS
         elif self.withdraw_waiter(op):
             op.drop()
             if is_binding:

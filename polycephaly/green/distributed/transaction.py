@@ -98,7 +98,7 @@ class Transaction:
                 )
                 self._refuse_item(error)
                 return
-            self.item_offset = receiver.deliver(self, content)
+            self.item_offset = receiver.deliver(self._on_take_answer, content)
             return
         if receiver is None:
             self.channel.buffer.append(self.item)
@@ -111,6 +111,31 @@ class Transaction:
             else:
                 receiver.complete(value)
         self.commit()
+
+    def _on_take_answer(self, taken: bool) -> None:
+        """Handle the receiver's answer, or the death of its process while the item was in transit,
+        or already there.
+        """
+        receiver = self.receiver
+        if taken:
+            receiver.drop()
+            receiver.location = None
+            self.commit()
+            return
+        if not receiver.peer.lost or receiver.peer.sent <= self.item_offset:
+            self.abort(receiver)
+            return
+        text = (
+            f"{receiver.peer} {receiver.peer.ending.description} before the process confirmed "
+            "the item that it was sent"
+        )
+        if self.sender is None:
+            log.warning("%s from the buffer of %r: the item may be lost", text, self.channel)
+            self._finish()
+        else:
+            error = ItemLost(text)
+            error.__cause__ = receiver.peer.ending.death
+            self._refuse_item(error)
 
     def commit(self) -> None:
         """Complete the transaction: the receiver has the item."""
@@ -133,26 +158,6 @@ class Transaction:
         if self.sender is None:
             self.channel.rare_state.returned_items.appendleft(self.item)  # before all others
         self._finish()
-
-    def receiver_lost(self) -> None:
-        """Handle the death of the receiver's process while the item was in transit, or already
-        there.
-        """
-        receiver = self.receiver
-        if receiver.peer.sent <= self.item_offset:
-            self.abort(receiver)
-            return
-        text = (
-            f"{receiver.peer} {receiver.peer.ending.description} before the process confirmed "
-            "the item that it was sent"
-        )
-        if self.sender is None:
-            log.warning("%s from the buffer of %r: the item may be lost", text, self.channel)
-            self._finish()
-        else:
-            error = ItemLost(text)
-            error.__cause__ = receiver.peer.ending.death
-            self._refuse_item(error)
 
     def _requeue(self, end: str, one: Any) -> None:
         """Put a waiter back into its queue, and release it if it is held."""
