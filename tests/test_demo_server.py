@@ -132,6 +132,7 @@ def test_the_server_ends_when_its_block_raises() -> None:
 def test_the_server_ends_with_its_owner_however_that_ends(last_words: str) -> None:
     program = f"""
 import os, sys
+from polycephaly.demos.securities.server import loopback
 with loopback(latency=60):
     print(flush=True)
     sys.stdin.readline()
