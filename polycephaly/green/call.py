@@ -108,7 +108,6 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
         else:
             driver.token = NO_CALL
             event_log.add_call(thread, fn, args, driver.began, value is LOST)
-            driver.returned = thread
             long = False  # not to be recorded as short
             yield LOST
     if long is None:

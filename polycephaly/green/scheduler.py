@@ -86,7 +86,7 @@ class _PostedCallback:
 class Driver:
     """A native thread that runs green threads, or is in a foreign call that began while it did."""
 
-    __slots__ = ("began", "clock", "fn", "ident", "lock", "returned", "thread", "token")
+    __slots__ = ("began", "clock", "fn", "ident", "lock", "thread", "token")
 
     def __init__(self) -> None:
         self.ident = get_ident()
@@ -98,7 +98,6 @@ class Driver:
         self.began = 0.0
         self.fn: Any = None  # the function of the foreign call, and the green thread that calls
         self.thread: Any = None
-        self.returned: Any = None  # after LOST: the thread whose step it was
         self.lock = allocate_lock()
         self.lock.acquire()
 
@@ -253,8 +252,7 @@ class Scheduler:
             if yielded is not LOST:
                 _assign_context(yielded, base)
                 continue
-            thread, driver.returned = driver.returned, None
-            driver.fn = driver.thread = None
+            thread, driver.fn, driver.thread = driver.thread, None, None
             if base:
                 _assign_context(thread, base)
             # A foreign call that lost the ownership has returned. Its green thread joins the queue.
