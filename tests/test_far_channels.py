@@ -19,6 +19,7 @@ from functools import partial
 from itertools import pairwise, product
 from time import monotonic
 
+import psutil
 import pytest
 from faults import append, hold_until, lines, wait_for
 from greens import run, turns
@@ -1005,6 +1006,39 @@ def test_the_death_of_the_last_sender_closes_the_channel_with_the_cause(pool):
         await green.par(lambda: p.exception())
 
     run(main)
+
+
+@pytest.mark.guarantee("channel-1")
+def test_what_a_process_was_not_sent_before_it_was_killed_keeps_its_order():
+    async def take(ch, ready):
+        receivers = [green.spawn(ch.receive) for _ in range(40)]
+        await green.sleep(0)
+        await ready.send(os.getpid())  # behind the demands
+        os.kill(os.getpid(), signal.SIGSTOP)
+        await receivers[0]
+
+    async def main(pool):
+        ch, ready = Channel(), Channel()
+        pool.promise(take, ch, ready)
+        pid = await ready.receive()
+        wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        senders = [green.spawn(ch.send, (i, bytes(100_000))) for i in range(40)]
+        here = [green.spawn(ch.receive) for _ in range(40)]
+        await testing.all_waiting()
+        os.kill(pid, signal.SIGKILL)
+        kept = []
+        for i, sender in enumerate(senders):
+            with suppress(ItemLost):  # most did not fit into the socket
+                await sender
+                kept.append(i)
+        got = [(await here[k])[0] for k in range(len(kept))]
+        for each in here:
+            each.cancel()
+        return kept, got
+
+    with poly.Pool(1, output="discard") as pool:
+        kept, got = run(lambda: main(pool))
+    assert kept and got == kept
 
 
 def produce_and_die(end):

@@ -91,8 +91,16 @@ def on_loss(peer: PeerConnection) -> None:
     operations, peer.operations = peer.operations, {}
     for op in operations.values():
         op.channel.withdraw_waiter(op)
-    for op in reversed(operations.values()):  # so that returned items keep the order of sending
+    channels = {op.channel for op in operations.values()}
+    # Nobody gets a returned item before all are back. They come back in reverse, so that they are
+    # in the order of sending then.
+    for channel in channels:
+        channel.rare_state.is_matching = True
+    for op in reversed(operations.values()):
         op.answer(False)
+    for channel in channels:
+        channel.rare_state.is_matching = False
+        channel.match()
     accounts, peer.accounts = peer.accounts, {}
     for account in accounts.values():
         # Not by number: the transport may have closed, and then knows none.
