@@ -16,8 +16,9 @@ from typing import Any, TypeVar, overload
 
 from ..errors import ChannelClosed
 from ..promises.promise import Promise
+from ..runtime.coroutines import is_coroutine_function
 from ..runtime.progress import Progress, total_of
-from ..timeline.event_log import event_log
+from ..timeline.event_log import MIN_EVENT_SECONDS, event_log
 from .channel import Channel
 from .collected import Collected, awaiting, run_all
 from .group import Group
@@ -175,27 +176,15 @@ async def _spawn_and_await(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 class Mapped(Collected):
     """The result of `map` in a coroutine. The workers share the iterator of the items."""
 
-    def _make_apply(self) -> Callable[[Any], Any]:
-        """Return what applies the function, and logs and counts the call."""
-        fn, progress = self._fn, self._progress
-        call = awaiting(fn)
-
-        async def apply(item: Any) -> Any:
-            began, failed = monotonic(), True
-            try:
-                value = await call(item)
-                failed = False
-                return value
-            finally:
-                if call is fn:  # foreign calls put themselves into the event log
-                    event_log.add_call(scheduler.current, fn, (item,), began, failed)
-                if progress is not None:
-                    progress.step()
-
-        return apply
+    def _on_call_end(self, item: Any, began: float, failed: bool) -> None:
+        # Foreign calls put themselves into the event log.
+        if monotonic() - began >= MIN_EVENT_SECONDS and is_coroutine_function(self._fn):
+            event_log.add_call(scheduler.current, self._fn, (item,), began, failed)
+        if self._progress is not None:
+            self._progress.step()
 
     async def collect(self) -> list[Any]:
-        apply = self._make_apply()
+        apply = awaiting(self._fn)
         slots: list[list[Any]] = []
         scheduler.current.spawned_at = None  # not a thread of the user's: not in the event log
 
@@ -204,7 +193,11 @@ class Mapped(Collected):
             for item in self._items:
                 slot: list[Any] = []
                 slots.append(slot)
-                slot.append(await apply(item))
+                began = monotonic()
+                try:
+                    slot.append(await apply(item))
+                finally:
+                    self._on_call_end(item, began, not slot)
 
         try:
             async with Group() as group:
@@ -223,7 +216,7 @@ class Mapped(Collected):
         """Start workers, each of which takes an item and puts a slot for its value into the
         channel.
         """
-        apply = self._make_apply()
+        apply = awaiting(self._fn)
         slots: Channel[_Slot] = Channel(self._width * MAX_UNREAD_PER_WORKER)
         busy_workers = self._width
 
@@ -235,12 +228,15 @@ class Mapped(Collected):
                     slot = _Slot()
                     # In the step that took the item, so that slots are in the order of the items.
                     await slots.send(slot)
+                    began = monotonic()
                     try:
                         slot.set_result(await apply(item))
                     except BaseException as error:
                         slot.set_exception(error)
                         if not isinstance(error, Exception):
                             raise
+                    finally:
+                        self._on_call_end(item, began, slot.exception() is not None)
             except Exception as error:  # raised by the items' iterator
                 slot = _Slot()
                 slot.set_exception(error)
