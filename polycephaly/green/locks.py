@@ -8,6 +8,7 @@ supports it, or ``green.run(lock.acquire)``. Any thread may call the methods tha
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from functools import partial
 from typing import Any
 
 from ..promises.promise import Promise
@@ -18,23 +19,12 @@ from .thread import check_count
 from .waiting import WaitQueue
 
 
-class _ThreadQueue(WaitQueue[Parking]):
-    """A queue of waiting green threads."""
-
-    __slots__ = ()
-
-    def wake_first(self, value: Any = None) -> None:
-        """Wake the first thread in the queue; its await returns `value`."""
-        thread: Any = self.popleft().thread
-        thread.next_send = value
-        scheduler.ready.append(thread)
-
-    def wake_all(self) -> None:
-        while self:
-            self.wake_first()
+def _wake_all(queue: WaitQueue[Parking]) -> None:
+    while queue:
+        queue.popleft().wake()
 
 
-def _describe_waiting(queue: _ThreadQueue) -> str:
+def _describe_waiting(queue: WaitQueue[Parking]) -> str:
     return f", {len(queue)} waiting" if queue else ""
 
 
@@ -44,7 +34,7 @@ class _QueuedWait(Parking):
     """
 
     __slots__ = ("primitive", "queue")
-    queue: _ThreadQueue
+    queue: WaitQueue[Parking]
 
     def __init__(self, primitive: Any) -> None:
         super().__init__()
@@ -98,7 +88,7 @@ class Semaphore:
     def __init__(self, value: int = 1) -> None:
         check_count("a semaphore lets in", "green thread", value, 0)
         self._value = value
-        self._queue = _ThreadQueue()
+        self._queue: WaitQueue[Parking] = WaitQueue()
 
     @property
     def value(self) -> int:
@@ -125,7 +115,7 @@ class Semaphore:
 
     def _release(self) -> None:
         if self._queue:
-            self._queue.wake_first()
+            self._queue.popleft().wake()
         else:
             self._value += 1
 
@@ -244,7 +234,7 @@ class Event:
 
     def __init__(self) -> None:
         self._set = False
-        self._queue = _ThreadQueue()
+        self._queue: WaitQueue[Parking] = WaitQueue()
 
     def is_set(self) -> bool:
         return self._set
@@ -256,13 +246,13 @@ class Event:
 
     def set(self) -> None:
         """Set the event and wake all its waiters. Any thread may call this."""
-        fresh = _ThreadQueue()
+        fresh: WaitQueue[Parking] = WaitQueue()
         # No call from here to the flag: a later waiter finds the event set or, after `clear`, the
         # new queue.
         queue = self._queue
         self._queue = fresh
         self._set = True
-        scheduler.call_or_post(queue.wake_all)
+        scheduler.call_or_post(partial(_wake_all, queue))
 
     def clear(self) -> None:
         self._set = False
@@ -320,7 +310,7 @@ class Barrier:
     def __init__(self, n: int) -> None:
         check_count("a barrier is for", "green thread", n)
         self._enrolled = n
-        self._queue = _ThreadQueue()
+        self._queue: WaitQueue[Parking] = WaitQueue()
 
     @property
     def enrolled(self) -> int:
@@ -393,4 +383,4 @@ class Barrier:
 
     def _release_all(self) -> None:
         for place in range(self.waiting):
-            self._queue.wake_first(place)
+            self._queue.popleft().wake(place)

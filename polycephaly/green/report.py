@@ -21,7 +21,7 @@ from ..errors import Deadlock, is_own_frame
 from ..promises import promise
 from ..runtime import fork_guard
 from ..timeline import Timeline
-from ..timeline.event_log import event_log, unfinished_lives
+from ..timeline.event_log import event_log
 from .parking import Parking
 from .scheduler import IN_CALL, PARKED, scheduler, unwrap
 from .thread import GreenThread, NativeThread
@@ -127,7 +127,7 @@ def timeline() -> Timeline:
     {'sleep'}
     """
     process = "this process"
-    events = [*event_log.events, *unfinished_lives(event_log, list(scheduler.live))]
+    events = [*event_log.events, *event_log.unfinished_lives(list(scheduler.live))]
     return Timeline([each._replace(drone=process) for each in events], [process])
 
 

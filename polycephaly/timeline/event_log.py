@@ -70,6 +70,14 @@ class EventLog:
         label = f"{_thread_name(thread)} #{self.number_of(thread)}"
         return Span(name, "", started, monotonic(), status=status, thread=label, **details)
 
+    def unfinished_lives(self, threads: Iterable[Any]) -> list[Span]:
+        """Return the lives of green threads that have not ended."""
+        return [
+            self.span(each, _thread_name(each), each.spawned_at, RUNNING, whole=True)
+            for each in threads
+            if each.spawned_at is not None
+        ]
+
     def number_of(self, thread: Any) -> int:
         """Return the number that distinguishes a green thread from others of the same name."""
         if not thread.log_number:
@@ -144,15 +152,6 @@ def _seconds(microseconds: Any) -> float:
     if not 0.0 <= seconds <= monotonic() + 1.0:
         raise ValueError(f"a time of {seconds} s is out of range")
     return seconds
-
-
-def unfinished_lives(event_log: EventLog, threads: Iterable[Any]) -> list[Span]:
-    """Return the lives of green threads that have not ended."""
-    return [
-        event_log.span(each, _thread_name(each), each.spawned_at, RUNNING, whole=True)
-        for each in threads
-        if each.spawned_at is not None
-    ]
 
 
 # Users choose names. Reading them must never fail, because a caller waits for the result.
