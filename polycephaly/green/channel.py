@@ -532,7 +532,7 @@ class Claim(Generic[T]):
     def __init__(self, channel: Channel[T], end: str | None) -> None:
         self._channel = channel
         self._requested_end = end
-        self._held_ends: list[str] = []
+        self._held_end: str | None = None
 
     async def __aenter__(self) -> Claim[T]:
         if self._requested_end is not None:
@@ -540,9 +540,9 @@ class Claim(Generic[T]):
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for end in self._held_ends:
-            self._channel.end_claim(end)
-        self._held_ends.clear()
+        if self._held_end is not None:
+            self._channel.end_claim(self._held_end)
+            self._held_end = None
 
     async def send(self, item: T) -> None:
         """Send `item` as `Channel.send` does, holding the end."""
@@ -555,9 +555,9 @@ class Claim(Generic[T]):
         return await self._channel.receive()
 
     async def _acquire_end(self, end: str) -> None:
-        if end in self._held_ends:
+        if end == self._held_end:
             return
-        claimed_end = self._held_ends[0] if self._held_ends else self._requested_end
+        claimed_end = self._held_end or self._requested_end
         if claimed_end not in (None, end):
             raise RuntimeError(f"this claim is for the end {claimed_end!r}, not for {end!r}")
         if get_ident() != scheduler.owner:
@@ -567,7 +567,7 @@ class Claim(Generic[T]):
             raise RuntimeError(f"this green thread holds the end {end!r} by another claim already")
         await state.locks.setdefault(end, Lock()).acquire()
         state.holder[end] = me
-        self._held_ends.append(end)
+        self._held_end = end
 
 
 class End(Generic[T]):

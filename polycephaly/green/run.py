@@ -13,7 +13,6 @@ from ..runtime.coroutines import is_coroutine
 from ..runtime.deferred_sigint import DeferredSigint
 from .scheduler import scheduler
 from .spawning import start
-from .thread import GreenThread
 
 T = TypeVar("T")
 
@@ -104,39 +103,33 @@ def wait_in_proxy(
 ) -> Any:
     """Run `op` in a proxy green thread for plain code, and wait for its result.
 
-    If the wait is broken off, the proxy is cancelled, and `undo` gets the promise of its end.
+    If the timeout is over but the proxy has its item all the same, return that. If the wait is
+    broken off, the proxy is cancelled, and `undo` gets the promise of its end.
     """
     proxy = None
     try:
         with DeferredSigint():
             # Ctrl-C comes before the start, or when the proxy can be cancelled.
             proxy = start(op, args, name=name)
-        return _result_of(proxy, timeout, failure)
+        try:
+            return proxy.result(timeout)
+        except TimeoutError:
+            if not failure:  # no time limit: raised by a signal handler
+                raise
+            proxy.cancel()
+        try:
+            return proxy.result()
+        except CancelledError as error:
+            # This thread has itself been cancelled meanwhile, as the error reports.
+            if error.waiter_cancelled:  # type: ignore[attr-defined]
+                raise
+            raise TimeoutError(f"{failure} within {timeout} s") from None
     except BaseException:
         if proxy is not None:
             proxy.cancel()
             if undo is not None:
                 proxy.add_done_callback(undo)
         raise
-
-
-def _result_of(proxy: GreenThread[Any], timeout: float | None, failure: str) -> Any:
-    """Return the proxy's result. If the timeout is over but the proxy has its item all the same,
-    return that.
-    """
-    try:
-        return proxy.result(timeout)
-    except TimeoutError:
-        if not failure:  # no time limit: raised by a signal handler
-            raise
-        proxy.cancel()
-    try:
-        return proxy.result()
-    except CancelledError as error:
-        # This thread has itself been cancelled meanwhile, as the error reports.
-        if error.waiter_cancelled:  # type: ignore[attr-defined]
-            raise
-        raise TimeoutError(f"{failure} within {timeout} s") from None
 
 
 def forbid_in_step(operation: str, alternative: str) -> None:
