@@ -20,6 +20,7 @@ from polycephaly.demos.securities.experiments import (
     Experiment,
     ExperimentOutcome,
     compare_computing,
+    indicators,
     load_funds,
     parse_symbols,
     plan,
@@ -28,7 +29,6 @@ from polycephaly.demos.securities.experiments import (
     threads_drain,
 )
 from polycephaly.demos.securities.files import FUNDS
-from polycephaly.demos.securities.indicators import indicators
 from polycephaly.demos.securities.model import LISTS, PAGES, Lists, Security
 from polycephaly.demos.securities.parse import Document, SourceError
 from polycephaly.demos.securities.server import loopback

@@ -19,14 +19,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from operator import call
+from random import Random
+from statistics import fmean, stdev
 from time import perf_counter
 from typing import Any
 
 import polycephaly as poly
 
 from ... import green
-from .indicators import Indicators, indicators
 from .model import LISTS, PAGES, Fund, Lists
 from .site import Page, Site
 
@@ -34,6 +36,15 @@ MAX_COMPUTED = 5000
 """Securities whose indicators are computed, at most: two seconds of work."""
 FUND_THREADS = 13
 """The green threads that load funds in experiment *combined*: the best number in the talk's III."""
+DAYS = 250
+"""Days of trading in a year."""
+WINDOW_DAYS = 20
+"""Days of a moving average."""
+
+Indicators = tuple[float, float, float]
+"""Volatility of a day, greatest fall from a previous maximum, and share of the days whose price is
+above the moving average.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +238,26 @@ def _drones_compute(
 ) -> list[Indicators]:
     with poly.Pool(drones, **pool_options) as pool:
         return _compute(pool.map, pages)
+
+
+def indicators(symbol: str) -> Indicators:
+    """Return the indicators of the security with this symbol.
+
+    The prices are simulated, the same for a symbol at every run, because price histories are not
+    free.
+    """
+    random = Random(symbol)
+    prices = [100.0]
+    for _ in range(DAYS):
+        prices.append(prices[-1] * random.gauss(1.0003, 0.015))
+    changes = [after / before - 1 for before, after in pairwise(prices)]
+    highest, fall = prices[0], 0.0
+    for price in prices:
+        highest = max(highest, price)
+        fall = max(fall, 1 - price / highest)
+    averages = [fmean(prices[day - WINDOW_DAYS : day]) for day in range(WINDOW_DAYS, len(prices))]
+    above = sum(map(float.__gt__, prices[WINDOW_DAYS:], averages))
+    return stdev(changes), fall, above / len(averages)
 
 
 def parse_symbols(page: Page) -> list[str]:
