@@ -99,7 +99,7 @@ class Watchdog:
                 sleep(min(self.window, SLOW_INTERVAL_SECONDS))
             now, driver, transport = monotonic(), scheduler.driver, scheduler.transport
             if transport is not None:
-                transport.flush_during_step()
+                transport.flush(by_owner=False)
             if scheduler.bell:
                 idle_checks += 1
                 if idle_checks > 1 and self._may_end():

@@ -298,7 +298,7 @@ def _report_arrival_at_once(
     try:
         _tell(channel, opcodes.OPENED, number, _Report(token, previous))
         if scheduler.transport is not None:
-            scheduler.transport.flush_during_step()
+            scheduler.transport.flush(by_owner=False)
     finally:
         sent.release()
 

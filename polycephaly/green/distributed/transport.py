@@ -181,7 +181,7 @@ class ChannelTransport:
         if timeout < 0:
             self._wakeup_poll.poll()
         while self._dirty:  # once, unless finalizers queue messages meanwhile
-            self._flush()
+            self.flush()
         events = self._epoll.poll(timeout)
         for fd, _ in events:
             if fd == self._wakeup.fd:
@@ -202,7 +202,7 @@ class ChannelTransport:
                 return
             self._last_poll_at = now
             if self._dirty:
-                self._flush()
+                self.flush()
             events = self._epoll.poll(0)
         scheduler.current = None
         for fd, event in events:
@@ -226,15 +226,13 @@ class ChannelTransport:
                 return
             self.poll()
 
-    def _flush(self, by_owner: bool = True) -> None:
+    def flush(self, by_owner: bool = True) -> None:
+        """Send the queued messages. Without `by_owner`, any thread may call this, also during a
+        step.
+        """
         with suppress(IndexError):  # another thread was quicker
             for _ in range(len(self._dirty)):
                 self._dirty.popleft().flush(by_owner)
-
-    def flush_during_step(self) -> None:
-        """Send the messages of a step that is not over yet. Any thread may call this."""
-        if self._dirty:
-            self._flush(by_owner=False)
 
     # -- connections -------------------------------------------------------------------------------
 
@@ -322,7 +320,7 @@ class ChannelTransport:
             # Just after a poll or a write, more messages follow, or the owner thread polls soon.
             if time - max(self._last_poll_at, self._last_write_at) >= POLL_INTERVAL_SECONDS:
                 self._last_write_at = time
-                self._flush(by_owner=False)
+                self.flush(by_owner=False)
 
     def watch_writable(self, peer: PeerConnection, writing: bool) -> None:
         self._epoll.modify(peer.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if writing else 0))
