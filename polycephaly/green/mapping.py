@@ -176,10 +176,10 @@ async def _spawn_and_await(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 class Mapped(Collected):
     """The result of `map` in a coroutine. The workers share the iterator of the items."""
 
-    def _on_call_end(self, item: Any, began: float, failed: bool) -> None:
+    def _on_call_end(self, thread: Any, item: Any, began: float, failed: bool) -> None:
         # Foreign calls put themselves into the event log.
         if monotonic() - began >= MIN_EVENT_SECONDS and is_coroutine_function(self._fn):
-            event_log.add_call(scheduler.current, self._fn, (item,), began, failed)
+            event_log.add_call(thread, self._fn, (item,), began, failed)
         if self._progress is not None:
             self._progress.step()
 
@@ -189,7 +189,8 @@ class Mapped(Collected):
         scheduler.current.spawned_at = None  # not a thread of the user's: not in the event log
 
         async def task() -> None:
-            event_log.number_of(scheduler.current)  # number the threads in order of starting
+            thread = scheduler.current
+            event_log.number_of(thread)  # number the threads in order of starting
             for item in self._items:
                 slot: list[Any] = []
                 slots.append(slot)
@@ -197,7 +198,7 @@ class Mapped(Collected):
                 try:
                     slot.append(await apply(item))
                 finally:
-                    self._on_call_end(item, began, not slot)
+                    self._on_call_end(thread, item, began, not slot)
 
         try:
             async with Group() as group:
@@ -222,7 +223,8 @@ class Mapped(Collected):
 
         async def work() -> None:
             nonlocal busy_workers
-            event_log.number_of(scheduler.current)
+            thread = scheduler.current
+            event_log.number_of(thread)
             try:
                 for item in self._items:
                     slot = _Slot()
@@ -236,7 +238,7 @@ class Mapped(Collected):
                         if not isinstance(error, Exception):
                             raise
                     finally:
-                        self._on_call_end(item, began, slot.exception() is not None)
+                        self._on_call_end(thread, item, began, slot.exception() is not None)
             except Exception as error:  # raised by the items' iterator
                 slot = _Slot()
                 slot.set_exception(error)
