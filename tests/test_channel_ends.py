@@ -36,7 +36,7 @@ def after_reports(reports):
     enough time has gone by.
     """
     ch = Channel()
-    number = ends._count_end(ch, "send")
+    number = ends.new_end(ch, "send")._number
     peers = {HERE: HERE} | {name: Peer(name) for name in "ABC"}
 
     def arrive():

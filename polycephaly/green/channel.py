@@ -329,7 +329,7 @@ class Channel(ChannelQueues, Generic[T]):
         [0, 1, 2]
         """
         self.convert_inherited()
-        end: Sender[T] = import_distributed().new_sender(self)
+        end: Sender[T] = import_distributed().new_end(self, "send")
         return end
 
     def receiver(self) -> Receiver[T]:
@@ -346,7 +346,7 @@ class Channel(ChannelQueues, Generic[T]):
             If the channel lives in another process.
         """
         self.convert_inherited()
-        end: Receiver[T] = import_distributed().new_receiver(self)
+        end: Receiver[T] = import_distributed().new_end(self, "receive")
         return end
 
     # -- for select --------------------------------------------------------------------------------

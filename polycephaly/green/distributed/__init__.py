@@ -23,13 +23,13 @@ from ..channel import Channel
 from ..scheduler import scheduler
 from . import ends, handlers, proxy
 from .connection import LOSS_CALLBACKS
-from .ends import new_receiver, new_sender
+from .ends import new_end
 from .inherited import convert_inherited
 from .owner import OwnedChannel, make_owned
 from .proxy import unpickle_channel
 from .transport import get_transport
 
-__all__ = ["convert_inherited", "get_transport", "new_receiver", "new_sender", "reduce_channel"]
+__all__ = ["convert_inherited", "get_transport", "new_end", "reduce_channel"]
 
 # The owner side first, so that its outcomes come before errors of the proxies.
 LOSS_CALLBACKS += [handlers.on_loss, ends.on_loss, proxy.on_loss]

@@ -222,17 +222,9 @@ def _find_end(channel: Channel[Any], number: int) -> _OpenEnd | None:
     return _open_ends.get(channel, {}).get(number)
 
 
-def new_sender(channel: Channel[T]) -> Sender[T]:
-    return CountedSender(channel, _count_end(channel, "send"))
-
-
-def new_receiver(channel: Channel[T]) -> Receiver[T]:
-    return CountedReceiver(channel, _count_end(channel, "receive"))
-
-
-def _count_end(channel: Channel[Any], kind: Literal["send", "receive"]) -> int:
-    """Count a new end, and return its number. Any thread may call this, because no other code can
-    know the end yet.
+def new_end(channel: Channel[T], kind: Literal["send", "receive"]) -> _CountedEnd[T]:
+    """Return a new end, counted. Any thread may call this, because no other code can know the end
+    yet.
     """
     if channel.is_remote:
         raise RuntimeError(
@@ -240,7 +232,7 @@ def _count_end(channel: Channel[Any], kind: Literal["send", "receive"]) -> int:
         )
     number = next(_numbers)
     _open_ends.setdefault(channel, {})[number] = _OpenEnd(kind)
-    return number
+    return CountedSender(channel, number) if kind == "send" else CountedReceiver(channel, number)
 
 
 _arrived_ends: WeakValueDictionary[tuple[int, int], _CountedEnd[Any]] = WeakValueDictionary()
