@@ -439,7 +439,7 @@ class Channel(ChannelQueues, Generic[T]):
             return
         self._closed = True
         self.generation = -abs(self.generation)
-        if get_ident() == scheduler.owner and scheduler.in_step():
+        if scheduler.in_step():
             self._close_here()
             return
         # Until the owner calls `_close_here`, other threads could still serve a waiter in a slot on

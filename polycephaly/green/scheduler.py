@@ -191,8 +191,9 @@ class Scheduler:
 
     def in_step(self) -> bool:
         """Return True if the caller is code of a green thread between two awaits."""
-        driver = self.drivers.get(get_ident())
-        return driver is not None and driver.token == NO_CALL
+        # True only if the caller has the ownership: its ident is written there when it takes or
+        # keeps that, and 0 before a foreign call begins, from which the ownership may be taken.
+        return get_ident() == self.owner
 
     def step_aside(self) -> None:
         """Give up the ownership if the caller is in a foreign call.
