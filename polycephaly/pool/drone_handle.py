@@ -65,7 +65,7 @@ _MAX_STDERR_LINES = 20
 _MAX_STACK_LINES = 200
 _frame_requests = itertools.count(1)
 _FATAL_ERROR = "Fatal Python error: "
-# Patterns that few programs need are compiled when first used: that takes as long as a small import.
+# Rarely needed patterns are compiled when first used, which takes as long as a small import.
 _STACK_LINE = r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime state:"
 """The beginnings of the lines that the interpreter and `faulthandler` write after
 `_FATAL_ERROR`."""
