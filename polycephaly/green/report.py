@@ -23,7 +23,7 @@ from ..runtime import fork_guard
 from ..timeline import Timeline
 from ..timeline.event_log import event_log
 from .parking import Parking
-from .scheduler import IN_CALL, PARKED, scheduler, unwrap
+from .scheduler import IN_CALL, PARKED, Schedulable, scheduler, unwrap
 from .thread import GreenThread, NativeThread
 from .waiting import QueuedOperation
 from .watchdog import watchdog
@@ -131,7 +131,7 @@ def timeline() -> Timeline:
     return Timeline([each._replace(drone=process) for each in events], [process])
 
 
-def _info(thread: GreenThread[Any], frames: Mapping[int, FrameType]) -> ThreadInfo:
+def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
     coro = unwrap(thread.coro)
     chain: list[FrameType | Parking | QueuedOperation] = list(_chain(coro))
     # The last of these is shown: that of the user's code or, in a coroutine, else the outermost.

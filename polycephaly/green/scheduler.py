@@ -31,7 +31,7 @@ from contextvars import Context
 from inspect import CORO_CREATED, GEN_CREATED, getcoroutinestate, getgeneratorstate
 from time import monotonic, pthread_getcpuclockid
 from types import CoroutineType
-from typing import Any
+from typing import Any, Protocol
 
 from ..promises import promise
 from ..runtime import fork_guard, forked
@@ -56,6 +56,31 @@ LOST: Any = object()  # yielded: the native thread of this step is no longer the
 IN_CALL: Any = object()  # the `next_send` of a thread that is in a foreign call
 YIELDED: Any = object()  # the `next_send` of a thread that only let others go first
 PARKED: Any = object()  # the `next_send` of a thread that is not in `ready`
+
+
+class Schedulable(Protocol):
+    """The interface of a `GreenThread` (thread.py) for the scheduler and for reports."""
+
+    coro: Any
+    next_send: Any
+    cancel_count: int
+
+    @property
+    def name(self) -> str: ...
+    def done(self) -> bool: ...
+    def finish(self, value: Any) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    def interrupt(self, error: BaseException) -> None: ...
+
+
+class MessageTransport(Protocol):
+    """The interface of a `ChannelTransport` (distributed/transport.py) for the scheduler."""
+
+    def acquire(self, timeout: float = -1) -> bool: ...
+    def release(self) -> None: ...
+    def poll(self) -> None: ...
+    def receive_all(self) -> None: ...
+    def flush(self, by_owner: bool = True) -> None: ...
 
 
 class _PostedCallback:
@@ -97,7 +122,7 @@ class Driver:
         # gave up the ownership (`step_aside`).
         self.began = 0.0
         self.fn: Any = None  # the function of the foreign call, and the green thread that calls
-        self.thread: Any = None
+        self.thread: Schedulable | None = None
         self.lock = allocate_lock()
         self.lock.acquire()
 
@@ -123,11 +148,11 @@ class Scheduler:
     """
 
     def __init__(self) -> None:
-        self.ready: deque[Any] = deque()  # of green threads and posted callbacks
+        self.ready: deque[Schedulable | _PostedCallback] = deque()
         self.timers = Timers()
         self.workers = NativeThreadPool(MAX_NATIVE_THREADS)
         self.bell: list[Callable[[], object]] = [self._start_owner]
-        self.live: set[Any] = set()  # the green threads (thread.py) that have not ended
+        self.live: set[Schedulable] = set()
         self.current: Any = None  # the green thread whose step runs
         # The ident of the native thread that runs steps; 0 if none, or in a foreign call.
         self.owner = 0
@@ -137,9 +162,8 @@ class Scheduler:
         self.busy_periods = 0  # how often the owner has gone to sleep after running something
         self.native_calls = 0  # plain functions and foreign calls that run on other native threads
         self.external_waits = 0  # green threads that wait for something from outside the scheduler
-        # A `ChannelTransport` (distributed/transport.py), set once channels go to other processes:
-        # the owner sleeps in its epoll and polls it.
-        self.transport: Any = None
+        # Set once channels go to other processes: the owner sleeps in its epoll and polls it.
+        self.transport: MessageTransport | None = None
         # Called by an owner that begins, or has slept.
         self.on_busy: Callable[[], object] = lambda: None
         # Called by an owner that has had nothing to do for DEADLOCK_GRACE_SECONDS.
@@ -254,6 +278,7 @@ class Scheduler:
                 _assign_context(yielded, base)
                 continue
             thread, driver.fn, driver.thread = driver.thread, None, None
+            assert thread is not None
             if base:
                 _assign_context(thread, base)
             # A foreign call that lost the ownership has returned. Its green thread joins the queue.
@@ -480,7 +505,7 @@ class Interrupted(CoroutineWrapper):
 
     __slots__ = ("errors", "thread")
 
-    def __init__(self, thread: Any, error: BaseException) -> None:
+    def __init__(self, thread: Schedulable, error: BaseException) -> None:
         self.thread = thread
         self.coro = thread.coro
         self.errors = [error]

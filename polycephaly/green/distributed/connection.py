@@ -20,10 +20,11 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ...errors import DroneDied, describe_exit
 from ...wire import addresses
+from ..channel import Channel
 from .opcodes import BYE, HEADER, HELLO, NAMES
 
 K = TypeVar("K")
@@ -41,11 +42,28 @@ MAX_KEPT_ENTRIES = 1000  # entries remembered about channels, ends and processes
 _read_buffer = memoryview(bytearray(READ_CHUNK_BYTES))
 
 
+class Transport(Protocol):
+    """The interface of a `ChannelTransport` for connections and for channels of this process."""
+
+    channels: dict[int, Channel[Any]]
+    close_reasons: dict[int, BaseException]
+    aliases: dict[int, int]
+    peers: dict[str, PeerConnection]
+    endings: dict[str, PeerEnding]
+
+    def number_of(self, channel: Channel[Any]) -> int: ...
+    def forget_channel(self, number: int, reason: BaseException | None) -> None: ...
+    def schedule_write(self, peer: PeerConnection, now: bool = True) -> None: ...
+    def watch_writable(self, peer: PeerConnection, writing: bool) -> None: ...
+    def disconnect(self, peer: PeerConnection) -> None: ...
+    def find_ending(self, peer: PeerConnection) -> None: ...
+
+
 class PeerConnection:
     """A connection to another process. Either may have proxies of channels of the other."""
 
-    def __init__(self, transport: Any, sock: socket.socket, address: str, pid: int) -> None:
-        self.transport = transport  # a `ChannelTransport`
+    def __init__(self, transport: Transport, sock: socket.socket, address: str, pid: int) -> None:
+        self.transport = transport
         self.sock = sock
         self.address = address  # the other process's; if that has dialled, from its HELLO
         self.name = f"process {pid}"
