@@ -359,7 +359,7 @@ def scribble_over_the_running_page():
     from polycephaly.drone import executor
 
     (drone,) = executor._executors
-    drone._status_page._cells[2] = 500
+    drone._status_page.cells[2] = 500
     os._exit(1)
 
 

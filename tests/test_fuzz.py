@@ -513,5 +513,5 @@ def leave(seed, number):
         )
     drone._status_page.keep((bodies or [b""])[0][:8000])
     if dice.random() < 0.3:
-        drone._status_page._cells[2] = dice.choice(fuzz.EXTREMES)
+        drone._status_page.cells[2] = dice.choice(fuzz.EXTREMES)
     os.kill(os.getpid(), signal.SIGKILL)

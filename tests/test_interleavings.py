@@ -193,7 +193,7 @@ def test_a_task_that_begins_as_the_control_thread_parks_is_listened_for():
         assert not control_thread.is_alive()
     finally:
         fork_guard.remove_thread_lock(control_thread)
-        os.close(drone._epoll)
+        os.close(drone.epoll)
 
 
 def told_to_cancel(number, begin):

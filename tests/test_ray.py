@@ -501,7 +501,7 @@ def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
         page.acknowledge(3)
         assert page.kept() == b""
     finally:
-        page._cells.release()
+        page.cells.release()
         page._buffer.release()
 
 

@@ -48,10 +48,10 @@ def map_page(fd: int) -> memoryview:
 
 def _cell(index: int) -> Any:
     def get(page: StatusPage) -> int:
-        return page._cells[index]
+        return page.cells[index]
 
     def put(page: StatusPage, number: int) -> None:
-        page._cells[index] = number
+        page.cells[index] = number
 
     return property(get, put)
 
@@ -67,22 +67,22 @@ class StatusPage:
     bulk: int = _cell(_BULK)
 
     def __init__(self, memory: memoryview) -> None:
-        self._cells = memory[:_HEADER_BYTES].cast("Q")
+        self.cells = memory[:_HEADER_BYTES].cast("Q")
         self._buffer = memory[_HEADER_BYTES:]
         self._kept = 0
         self.is_full = False  # the last result had no room beside the kept ones
 
     def kept(self) -> bytes:
         """Return the results that were done and are not yet known to be sent."""
-        return bytes(self._buffer[: self._cells[_KEPT]])
+        return bytes(self._buffer[: self.cells[_KEPT]])
 
     # -- for the drone -----------------------------------------------------------------------------
 
     def mark_started(self, number: int) -> None:
-        self._cells[_STARTED] = number
+        self.cells[_STARTED] = number
 
     def mark_call(self, count: int) -> None:
-        self._cells[_CALL] = count
+        self.cells[_CALL] = count
 
     def keep(self, result: bytes) -> bool:
         """Keep a result until `mark_all_answered`; return False if there is no room for it."""
@@ -91,12 +91,12 @@ class StatusPage:
             self.is_full = len(result) <= len(self._buffer)
             return False
         self._buffer[self._kept : end] = result
-        self._kept = self._cells[_KEPT] = end
+        self._kept = self.cells[_KEPT] = end
         return True
 
     def replace_kept(self, results: list[bytes]) -> None:
         """Keep these results, and no others."""
-        self._kept = self._cells[_KEPT] = 0
+        self._kept = self.cells[_KEPT] = 0
         for each in results:
             StatusPage.keep(self, each)
 
@@ -106,9 +106,9 @@ class StatusPage:
         With `delivered`, they reach the controller even if this drone dies. If the page is full,
         the kept results are forgotten in any case, to make room for the next ones.
         """
-        self._cells[_ANSWERED] = number
+        self.cells[_ANSWERED] = number
         if delivered or self.is_full:
-            self._kept = self._cells[_KEPT] = 0
+            self._kept = self.cells[_KEPT] = 0
             self.is_full = False
 
 

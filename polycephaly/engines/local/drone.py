@@ -122,12 +122,12 @@ class LocalDrone(DroneExecutor):
         self._memory_checked_at = monotonic()
         self.busy = False
         """True if the main thread has a task to run, or is about to look for one."""
-        self._epoll = parent_death.close_in_child(select.epoll())
-        self._epoll.register(self._fast_transport.fileno(), select.EPOLLIN)
+        self.epoll = parent_death.close_in_child(select.epoll())
+        self.epoll.register(self._fast_transport.fileno(), select.EPOLLIN)
         self._wakeup = parent_death.close_in_child(
             parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         )
-        self._epoll.register(self._wakeup.fd, select.EPOLLIN)
+        self.epoll.register(self._wakeup.fd, select.EPOLLIN)
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
         # Before the HELLO: a drone that cannot start a thread never reports that it is up.
         self._control_thread = ControlThread(self)
@@ -249,13 +249,13 @@ class LocalDrone(DroneExecutor):
             (has_overlapped := overlap is not None and bool(overlap.running))
             or self._store.has_idle_memory()
         ):
-            events = self._epoll.poll(HEARTBEAT_SECONDS if has_overlapped else tuning.warm_seconds)
+            events = self.epoll.poll(HEARTBEAT_SECONDS if has_overlapped else tuning.warm_seconds)
             self.beat()
             # Also if there are events, because messages may come more often than that.
             if not events or monotonic() - self._memory_checked_at > tuning.warm_seconds:
                 self._memory_checked_at = monotonic()
                 self._store.free_idle_memory()
-        for fd, _ in events or self._epoll.poll():
+        for fd, _ in events or self.epoll.poll():
             if fd == self._wakeup.fd:
                 os.eventfd_read(fd)
 
@@ -329,7 +329,7 @@ class LocalDrone(DroneExecutor):
             self._bulk.socket.send_multipart(self._hello)
             self._last_bulk_send = monotonic()
             self._bulk_may_have_messages = True
-            self._epoll.register(self._bulk.fileno(), select.EPOLLIN)
+            self.epoll.register(self._bulk.fileno(), select.EPOLLIN)
         return self._bulk
 
     def _is_bulk_delivered(self, sent: float) -> bool:
@@ -390,7 +390,7 @@ class ControlThread:
 
     def _run(self) -> None:
         readable = select.poll()
-        readable.register(self._drone._epoll, select.POLLIN)
+        readable.register(self._drone.epoll, select.POLLIN)
         seen = 0
         while True:
             current = self._drone.current
