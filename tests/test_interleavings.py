@@ -152,7 +152,7 @@ class _BeginsAsTheControlThreadParks:
     def __init__(self):
         self.busy, self.looks = False, 0
         self.socket_lock = threading.Lock()
-        self._epoll = os.eventfd(0)
+        self.epoll = os.eventfd(0)
         self.there, self.heard = threading.Event(), threading.Event()
         self.control_thread = ControlThread(self)
         self.there.set()
@@ -173,7 +173,7 @@ class _BeginsAsTheControlThreadParks:
 
     def receive_if_free(self):
         self.heard.set()
-        os.eventfd_write(self._epoll, 1)
+        os.eventfd_write(self.epoll, 1)
 
     def send_requested_values(self):
         pass
