@@ -186,3 +186,14 @@ def test_a_task_for_one_drone_gets_the_error_of_the_pool_that_broke_meanwhile(re
     handle.dedicated.append(late)  # by a thread that has seen the drone ready just before
     handle.dies()
     assert isinstance(late.exception(), ValueError)
+
+
+def test_a_task_that_is_queued_just_after_its_pool_broke_gets_the_error(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    dispatcher.break_pool(ValueError("no disk"))
+    late = Task(dispatcher)
+    late.definition, late.args = dispatcher.registry.define(brief), (1,)
+    dispatcher.inbound.append(late)  # by a thread that has seen the pool whole just before
+    dispatcher.queue_inbound()
+    reactor.turn()
+    assert isinstance(late.exception(), ValueError)

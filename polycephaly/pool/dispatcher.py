@@ -562,7 +562,9 @@ class Dispatcher(DispatcherBase):
         """Queue `task` behind the tasks of its priority; if `first`, before them. Reject or cancel
         it if its drone or the pool has ended.
         """
-        if self.abandoned:
+        if self.broken is not None:
+            self.reject_later(task, partial(copy_error, self.broken))
+        elif self.abandoned:
             self.reactor.deliver(task.cancel)
         elif task.target is not None and task.target.state is State.DEAD:
             self.reject_later(task, task.target.closed_error)
