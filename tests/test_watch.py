@@ -777,7 +777,7 @@ def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
     dying = SimpleNamespace(
         kill_reason="it held too much", memory=lambda enough: 0, state=State.READY
     )
-    health.HealthMonitor(dispatcher, supervisor, None)._check_memory(dying, 100)
+    health.HealthMonitor(dispatcher, supervisor)._check_memory(dying, 100)
     assert supervisor.too_large_in_a_row == 1
 
 
