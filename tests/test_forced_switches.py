@@ -211,7 +211,7 @@ def test_what_cancels_a_group_as_its_block_ends_hits_nothing_after_the_block():
     def pair():
         owner.__init__()
         group = groups.Group()
-        group._owner = owner
+        group.owner = owner
         leaving = group.__aexit__(None, None, None)
 
         def leave():

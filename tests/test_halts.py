@@ -5,6 +5,7 @@ That a drone heeds an interrupt, and that it can be killed, is shown by test_can
 test_options.py."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from in_time import dispatcher_of, give
@@ -359,6 +360,17 @@ def test_the_hung_one_is_killed_when_all_beside_it_are_done(how, killed, reactor
             task.cancel()
     reactor.pass_(GRACE)
     assert wide.kills[:1] == about(killed)
+
+
+def test_the_hung_one_is_killed_with_those_beside_it_that_it_keeps_from_running(reactor, wide):
+    hung, wanted = run(wide, None, overlapped), run(wide, None, overlapped)
+    hung.cancel()
+    wide.status_page = SimpleNamespace(holder=wanted.number)  # which may end soon
+    reactor.pass_(GRACE + STEP / 2)
+    assert not wide.kills
+    wide.status_page.holder = hung.number
+    reactor.pass_(GRACE)
+    assert wide.kills == about(2 * GRACE) and "overlapped was told to stop" in wide.kill_reason
 
 
 def test_the_hung_one_may_still_come_back(reactor, wide):

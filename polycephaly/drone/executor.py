@@ -595,6 +595,8 @@ class DroneExecutor:
     def beat(self) -> None:
         self._status_page.beats += 1
         has_overlapped = self._overlap is not None and bool(self._overlap.running)
+        if has_overlapped:
+            self._status_page.holder = self._overlap.holder()  # type: ignore[union-attr]
         if has_overlapped or self._main_thread in promise.waiting_threads:
             # None if another thread is importing the module.
             green = getattr(sys.modules.get("polycephaly.green.scheduler"), "scheduler", None)

@@ -54,6 +54,18 @@ class Overlap:
             del self.running[taken[-1][0]]
         return taken
 
+    def holder(self) -> int:
+        """Return the number of the task that does not await and so lets no other run, or 0."""
+        from ..green.watchdog import watchdog
+
+        thread = watchdog.holder()
+        while thread is not None:
+            for number, each in list(self.running.items()):
+                if each is thread:
+                    return number
+            thread = thread.parent
+        return 0
+
     def interrupt(self, numbers: set[int]) -> None:
         """Interrupt these tasks, or all if 0 is among the numbers. Any thread may call it."""
         for number, thread in list(self.running.items()):

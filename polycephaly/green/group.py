@@ -39,13 +39,13 @@ class Group:
     """
 
     __slots__ = (
-        "_cancelling", "_errors", "_interruption", "_is_over", "_owner", "_wake", "children",
+        "_cancelling", "_errors", "_interruption", "_is_over", "_wake", "children", "owner",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.children: set[GreenThread[Any]] = set()
         self._errors: list[BaseException] = []
-        self._owner: GreenThread[Any] | None = None
+        self.owner: GreenThread[Any] | None = None
         self._wake: Wake | None = None
         self._cancelling = self._is_over = False
         self._interruption: Cancelled | None = None
@@ -88,7 +88,7 @@ class Group:
         RuntimeError
             Outside of the group's block.
         """
-        if self._owner is None or self._is_over:
+        if self.owner is None or self._is_over:
             raise RuntimeError("a group takes green threads only inside its `async with` block")
         child = start(fn, args, self, name, bound)
         if self._cancelling:
@@ -99,7 +99,7 @@ class Group:
         """Cancel all members and the block, which then ends without an error. Any thread may call
         this.
         """
-        if self._cancelling or self._owner is None or self._is_over:
+        if self._cancelling or self.owner is None or self._is_over:
             return
         self._cancel_children()
         # Store the interruption before the look at `_wake`: if another thread calls this, the block
@@ -107,7 +107,7 @@ class Group:
         # this code sees that the block has ended, or `__aexit__` calls the interruption off.
         self._interruption = Cancelled("the group of this green thread was cancelled")
         if self._wake is None:
-            self._owner.interrupt(self._interruption)
+            self.owner.interrupt(self._interruption)
 
     # Removes a member that has ended. Called by the scheduler's owner thread.
     def on_child_end(self, child: GreenThread[Any], error: BaseException | None) -> None:
@@ -119,11 +119,11 @@ class Group:
             self._wake.now()
 
     async def __aenter__(self) -> Group:
-        if self._owner is not None:
+        if self.owner is not None:
             raise RuntimeError("a group can be used for one block only: make another group")
         if get_ident() != scheduler.owner:
             raise outside_error("green.Group")
-        self._owner = scheduler.current
+        self.owner = scheduler.current
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, at: object) -> bool:
@@ -154,8 +154,8 @@ class Group:
         self._is_over = True
         try:
             if self._errors:
-                if cancelled is not None and self._owner is not None:
-                    self._owner.interrupt(cancelled)  # not lost: raised at the next await
+                if cancelled is not None and self.owner is not None:
+                    self.owner.interrupt(cancelled)  # not lost: raised at the next await
                 raise BaseExceptionGroup(
                     "errors in a group of green threads", self._errors
                 ) from None

@@ -103,6 +103,11 @@ class GreenThread(Promise[T]):
         """The name given to `spawn`, or else the qualified name of the function."""
         return self.given_name or self._qualname or qualname(self.coro)
 
+    # The green thread in whose group this one is, if any.
+    @property
+    def parent(self) -> GreenThread[Any] | None:
+        return None if self._group is None else cast("GreenThread[Any] | None", self._group.owner)
+
     # -- the end of the thread, called by the owner ------------------------------------------------
 
     def finish(self, value: T) -> None:

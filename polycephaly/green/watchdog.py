@@ -190,6 +190,17 @@ class Watchdog:
                 thread.name, held, where,
             )  # fmt: skip
 
+    def holder(self) -> Any:
+        """Return the green thread that has not awaited for `MAX_STEP_SECONDS`, or None. Any thread
+        may call it.
+
+        `_check_step` writes the time, then the thread, and this reads them the other way round. So
+        a thread that has just begun is never returned with the time of the one before.
+        """
+        suspect, seen_at = self._suspect, self._step_seen_at
+        held = seen_at is not None and monotonic() - seen_at >= MAX_STEP_SECONDS
+        return suspect if held else None
+
     def _on_step_end(self) -> None:
         self._step_seen_at = self._suspect = None
 

@@ -125,6 +125,9 @@ class Cancellation:
             other.done() or other.overrun for other in handle.in_flight.values()
         ):
             handle.kill()
+        elif handle.status_page.holder == number:  # the other tasks cannot go on either
+            label = handle.in_flight[number].definition.label
+            handle.kill(f"{label} was told to stop, does not await, and lets no other task run")
         else:  # other live tasks run beside it and would die too, so they finish first
             handle.hung.add(number)
             self._schedule_check(handle, number, GRACE_STEPS)

@@ -16,6 +16,7 @@ had begun:
     debugged  1 while the drone is at a `breakpoint()`; else 0
     call      of a slice: how many of its calls have begun; 0 if that is not told
     bulk      1 once the drone has a message that needs ZeroMQ; else 0
+    holder    number of the overlapped task that lets no other run, because it does not await
 
 Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn, and the count of
 kept bytes is written after the bytes. See docs/decisions/0012-status-page-for-exactly-once.md.
@@ -31,8 +32,8 @@ from typing import Any
 from ..memory.arena import make_memory, map_range
 
 PAGE_BYTES = 16 * 1024  # most of them for kept results
-_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL, _STEPS, _DEBUGGED, _CALL, _BULK, _CELLS = range(10)
-_HEADER_BYTES = _CELLS * 8
+_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL, _STEPS, _DEBUGGED, _CALL, _BULK, _HOLDER = range(10)
+_HEADER_BYTES = 10 * 8
 
 
 def make_status_file() -> int:
@@ -65,6 +66,7 @@ class StatusPage:
     debugged: int = _cell(_DEBUGGED)
     call: int = _cell(_CALL)
     bulk: int = _cell(_BULK)
+    holder: int = _cell(_HOLDER)
 
     def __init__(self, memory: memoryview) -> None:
         self.cells = memory[:_HEADER_BYTES].cast("Q")
