@@ -31,8 +31,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from time import monotonic
+from types import FrameType
 from typing import Any, TypeVar
 
+from ..errors import is_own_frame
 from ..promises import promise as promises
 from ..promises.promise import Promise, Signal, main_thread_calls, settling_threads
 from ..runtime import fork_guard, parent_death
@@ -164,6 +166,22 @@ def _end_with_interpreter() -> None:
         reactor.thread.join(timeout=5.0)
 
 
+_CALLERS = ("Promise._run_hooks", "Promise._run_all_hooks", "Promise.then.<locals>.on_settled")
+"""The functions that call callbacks of users, and are prepared for any error of these."""
+
+
+def _is_in_callback(frame: FrameType | None) -> bool:
+    """Return whether `frame` is of a callback of users, which may block for ever."""
+    module = ""
+    while frame is not None and not is_own_frame(frame):
+        module = str(frame.f_globals.get("__name__"))
+        frame = frame.f_back
+    # Logging: of the error of an earlier callback, by one of the callers.
+    return (
+        frame is not None and module not in ("", "logging") and frame.f_code.co_qualname in _CALLERS
+    )
+
+
 class Reactor(EventLoop):
     def __init__(self) -> None:
         super().__init__("polycephaly-reactor")
@@ -263,7 +281,7 @@ class Reactor(EventLoop):
             )
         if not (self.can_wait() and is_safe_from_signals()):
             return
-        with DeferredSigint(self._nudge) as deferred_sigint:
+        with DeferredSigint(self._nudge, _is_in_callback) as deferred_sigint:
             # A finalizer in a drive of this thread: no other thread would drive.
             nested = self._driver_id == get_ident()
             if not nested and not self._driver_lock.acquire(blocking=False):

@@ -47,13 +47,19 @@ class DeferredSigint:
     """A context manager that defers SIGINT in the main thread, and does nothing in other threads.
 
     ``with DeferredSigint(on_trip):`` sets `tripped` if a SIGINT arrives, and then calls `on_trip`,
-    which ends a wait. The deferred handler runs on exit.
+    which ends a wait. The deferred handler runs on exit. A second SIGINT is not deferred where
+    `may_raise`, which gets the interrupted frame, returns True.
     """
 
-    __slots__ = ("_frame", "_handler", "_on_trip", "tripped")
+    __slots__ = ("_frame", "_handler", "_may_raise", "_on_trip", "tripped")
 
-    def __init__(self, on_trip: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        on_trip: Callable[[], object] | None = None,
+        may_raise: Callable[[FrameType | None], bool] | None = None,
+    ) -> None:
         self._on_trip = on_trip
+        self._may_raise = may_raise
         self._handler: Callable[[int, FrameType | None], object] | None = None
         self._frame: FrameType | None = None
         self.tripped = False
@@ -67,6 +73,9 @@ class DeferredSigint:
         return self
 
     def _record(self, signum: int, frame: FrameType | None) -> None:
+        handler = self._handler
+        if self.tripped and handler and self._may_raise and self._may_raise(frame):
+            handler(signum, frame)
         self.tripped, self._frame = True, frame
         if self._on_trip is not None:
             self._on_trip()
