@@ -1,6 +1,7 @@
 """Semaphore, Lock, Event and Barrier: fair, exact when somebody is cancelled, and of use to plain
 threads."""
 
+import pickle
 import random
 import threading
 from concurrent.futures import CancelledError
@@ -631,3 +632,11 @@ def test_a_number_that_is_none_is_refused(wrong):
             change(wrong)
         with pytest.raises(ValueError, match="number"):
             change(-1)
+
+
+@pytest.mark.parametrize(
+    "made", [Lock(), Semaphore(2), Event(), Barrier(2)], ids=lambda made: type(made).__name__
+)
+def test_they_do_not_leave_their_process(made):
+    with pytest.raises(TypeError, match=f"green.{type(made).__name__} is for .* one process"):
+        pickle.dumps(made)

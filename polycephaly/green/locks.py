@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from ..promises.promise import Promise
 from .parking import Parking, parks
@@ -49,7 +49,17 @@ class _QueuedWait(Parking):
         self.queue.remove(self)
 
 
-class Semaphore:
+class _OfOneProcess:
+    """An object whose waiters are all in this process."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a green.{type(self).__name__} is for the green threads of one process: make it where "
+            "it is used, or use a green.Channel between processes"
+        )
+
+
+class Semaphore(_OfOneProcess):
     """A semaphore, which lets in a limited number of holders at a time.
 
     Green threads use ``async with``, plain code uses ``with``.
@@ -201,7 +211,7 @@ class Lock(Semaphore):
         super().release()
 
 
-class Event:
+class Event(_OfOneProcess):
     """An event that happens once, until `clear`, and then lets all its waiters go on.
 
     Examples
@@ -268,7 +278,7 @@ def _check_count(n: int) -> int:
     return n
 
 
-class Barrier:
+class Barrier(_OfOneProcess):
     """A barrier, which holds each of `n` enrolled green threads at `sync` until all have arrived.
 
     After that, the barrier can be used again.
