@@ -24,6 +24,7 @@ import polycephaly.pool.map
 from polycephaly.pool.items import add_note, describe
 from polycephaly.pool.map_source import MAX_CALLS_AHEAD
 from polycephaly.pool.task import MAX_ITEM_BYTES, Task
+from polycephaly.promises.promise import waiting_threads
 
 pytestmark = on_each_engine
 
@@ -776,3 +777,24 @@ def test_an_answer_in_two_parts_arrives_in_order_by_either_transport(monkeypatch
             results = pool.map(value, range(29_900, 30_200))
             hold_interpreter(120_000)
             assert len(list(results)) == 300
+
+
+@local_only
+def test_two_threads_that_read_at_once_get_an_error_both(pool, tmp_path):
+    """The results would be missing in one of them, which would take that for the end."""
+    gate = str(tmp_path / "gate")
+    results = pool.map(hold_until, [gate])
+    errors = []
+
+    def read():
+        with pytest.raises(RuntimeError, match="two threads read the results of map") as error:
+            next(results)
+        errors.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_for(lambda: reader.ident in waiting_threads)
+    read()
+    append(gate, "open")
+    reader.join(60)
+    assert len(errors) == 2

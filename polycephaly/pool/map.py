@@ -21,7 +21,7 @@ from itertools import chain
 from math import inf
 from threading import Lock
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..promises.promise import Promise, fulfill
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
@@ -75,9 +75,39 @@ def start_map(stream: Ordered) -> Results[Any]:
     """Send the first calls, and return an iterator over the results of all calls."""
     generator = _generate(stream)
     next(generator)
-    results = Results.from_iterable(generator)
+    results = Results.from_iterable(_OneConsumer(generator, stream.source.label))
     results._generator, results._stream = generator, stream  # type: ignore[attr-defined]
     return results  # type: ignore[return-value]  # made by `Results`
+
+
+class _OneConsumer:
+    """The batches of `_generate`, for one thread at a time. `chain` ends with the first error, so
+    without this the thread that waits for a batch would take the error of another for the end.
+    """
+
+    def __init__(self, batches: Iterator[Iterable[Any]], label: str) -> None:
+        self._batches = batches
+        self._label = label
+        self._lock = Lock()
+        self._is_shared = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Iterable[Any]:
+        if self._lock.acquire(blocking=False):
+            try:
+                batch = next(self._batches)
+            finally:
+                self._lock.release()
+        else:
+            self._is_shared = True
+        if self._is_shared:
+            raise RuntimeError(
+                f"two threads read the results of map({self._label}, ...) at once: read them in "
+                "one, and pass them on by a queue"
+            )
+        return batch
 
 
 def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
