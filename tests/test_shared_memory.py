@@ -1237,6 +1237,11 @@ def test_a_handle_can_be_pickled_as_anything():
                 assert protocol < 5
                 continue
             assert is_full(copy.value["a"], 4)
+        buffers = []
+        apart = pickle.loads(
+            pickle.dumps(shared, 5, buffer_callback=buffers.append), buffers=buffers
+        )
+        assert buffers and is_full(apart.value["a"], 4) and apart.nbytes == shared.nbytes
     assert is_full(copy.value["a"], 4)
 
 

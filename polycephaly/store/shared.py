@@ -61,7 +61,7 @@ class Shared(StoredHandle[tuple[bytes, list[Any], list[Any]]], Generic[T]):
 
         `snapshot` is the one that the value was pickled against, if its pickle depends on that.
         """
-        nbytes = len(pickled) + sum(len(each) for each in views)
+        nbytes = len(pickled) + sum(memoryview(each).nbytes for each in views)
         super().__init__(
             (pickled, views, views if writable_views is None else writable_views), nbytes
         )
