@@ -1,6 +1,7 @@
 """Who comes first: priorities, and resources that are scarce."""
 
 import time
+from unittest.mock import Mock
 
 import pytest
 from faults import append, hold_until, lines, wait_for
@@ -11,7 +12,7 @@ import polycephaly as poly
 from polycephaly.errors import DroneDied, Lost
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.retry import Retry
-from polycephaly.pool.task import LazyTask
+from polycephaly.pool.task import LazyTask, Task
 from polycephaly.promises.promise import Promise
 from polycephaly.server.fairness import FairOrder
 from polycephaly.wire.functions import RemoteFunction
@@ -448,3 +449,30 @@ def test_clients_have_priorities_and_share_the_resources_of_a_served_pool(tmp_pa
         pool.resize(1)
         append(gate, "")
     assert lines(path + "2") == ["high", "usual", "low"]
+
+
+def test_an_error_while_a_task_is_queued_rejects_it(reactor, monkeypatch):
+    dispatcher = dispatcher_of(reactor, 1)
+    task = Task(dispatcher)
+    task.definition, task.args = dispatcher.registry.define(brief), (1,)
+    monkeypatch.setattr(dispatcher, "insert", Mock(side_effect=MemoryError))
+    dispatcher.inbound.append(task)
+    with pytest.raises(MemoryError):
+        dispatcher.queue_inbound()
+    monkeypatch.undo()
+    dispatcher.break_pool(ValueError("no memory"))  # as the reactor does then
+    reactor.turn()
+    assert isinstance(task.exception(), ValueError)
+
+
+def test_a_task_that_ctrl_c_left_before_the_queue_does_not_keep_its_pool(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    task = Task(dispatcher)
+    task.definition, task.args = dispatcher.registry.define(brief), (1,)
+    dispatcher.inbound.append(task)  # Ctrl-C came after this
+    dispatcher.close()
+    reactor.turn()
+    task.cancel()  # as `submit` does then
+    reactor.turn()
+    dispatcher.handles[0].dies()
+    assert dispatcher.has_ended

@@ -5,10 +5,12 @@
                               └─────────────────────┘
 
 A task with a `target` waits in that drone's `dedicated` queue, one that needs resources in
-resources.py, and one whose kept values a drone has in locality.py. All others wait in `queue`. A
-drone receives up to `tuning.batch_seconds` of known short tasks at once, but only one task at a
-time if the task is long or its length is not known yet. If a drone turns out to be busy with tasks
-behind the running one while another drone is idle, the tasks that have not begun are recalled.
+resources.py, and one whose kept values a drone has in locality.py. All others wait in `queue`. From
+the first task with a priority or resources on, all come by `inbound`, whence `dispatch` queues them
+in order. A drone receives up to `tuning.batch_seconds` of known short tasks at once, but only one
+task at a time if the task is long or its length is not known yet. If a drone turns out to be busy
+with tasks behind the running one while another drone is idle, the tasks that have not begun are
+recalled.
 
 The supervisor (supervisor.py) decides which drones exist, and starts and ends them. The supervisor
 and the other parts of the dispatcher share the state in dispatcher_base.py.
@@ -440,7 +442,7 @@ class Dispatcher(DispatcherBase):
         """Note whether more tasks could be sent at once, and move tasks that wait behind a busy
         drone. Called at the end of each critical section.
         """
-        if self.closing:
+        if self.closing and not self.has_ended:
             self._end_if_done()
         if self.backpressure:
             self.backpressure.wake_waiters()
@@ -527,9 +529,10 @@ class Dispatcher(DispatcherBase):
                 self.reactor.deliver(each.cancel)
 
     def queue_inbound(self) -> None:
-        """Queue the inbound tasks in order. After the end, they are rejected by who adds them."""
+        """Queue the inbound tasks in order. After the end, who adds them rejects them."""
         while self.inbound and not self.has_ended:
-            self._queue_in_order(self.inbound.popleft())
+            self._queue_in_order(self.inbound[0])
+            self.inbound.popleft()  # only now, so that an error leaves it to `break_pool`
 
     def _queue_in_order(self, task: Task) -> None:
         payload = task.payload
@@ -632,8 +635,10 @@ class Dispatcher(DispatcherBase):
         self.awaiting_inputs.discard(task)
         self.parked.discard(task)
         self._cancel_delay(task)
-        if task.resources:
-            self.needs_dispatch = True  # others may have waited for what it claimed
+        if task.resources or self.inbound:
+            # Others may have waited for what it claimed; a Ctrl-C in `_enqueue` may have left it in
+            # `inbound` without this flag.
+            self.needs_dispatch = True
         if not task.is_withdrawn:
             task.is_withdrawn = True
             self.tasks_cancelled += task.count
@@ -813,7 +818,7 @@ class Dispatcher(DispatcherBase):
                 self.supervisor.retire(handle)
             else:  # the task that the drone waited for may have been cancelled
                 self.stop_if_retired(handle)
-        if not self.handles and not self.has_ended:
+        if not self.handles:
             self._end()
 
     def _was_used(self) -> bool:
