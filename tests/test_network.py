@@ -1013,3 +1013,13 @@ def test_a_server_that_ends_right_after_its_hello_is_lost(monkeypatch):
         assert frames == [messages.HELLO] and not end.loss_reason
         end.hello_received = True
     assert "has ended" in end.loss_reason
+
+
+def test_a_loss_behind_as_many_messages_as_a_turn_reads_is_noticed(monkeypatch):
+    arrived = [[messages.HELLO]] * server_connection.MAX_MESSAGES_PER_TURN
+    monkeypatch.setattr(server_connection, "has_input", lambda _: bool(arrived))
+    end = object.__new__(server_connection.ServerConnection)
+    end._socket = Mock(recv_multipart=lambda *_: arrived.pop())
+    end.hello_received, end._end_reason = True, "the server has ended"
+    assert sum(1 for _ in end._received_messages()) == server_connection.MAX_MESSAGES_PER_TURN
+    assert end.loss_reason == "the server has ended"

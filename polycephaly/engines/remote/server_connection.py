@@ -196,16 +196,18 @@ class ServerConnection(EventLoop):
 
     def _received_messages(self) -> Iterator[list[bytes]]:
         """Yield messages that have arrived, also those from before a loss of the connection."""
-        for _ in range(MAX_MESSAGES_PER_TURN):
-            if self.loss_reason or not has_input(self._socket):
-                if self.hello_received:
-                    self.loss_reason = self.loss_reason or self._end_reason
+        left = MAX_MESSAGES_PER_TURN
+        while not self.loss_reason and has_input(self._socket):
+            left -= 1
+            if left < 0:
                 return
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
             if frames[0] == PING:  # tells the server that all earlier messages were read
                 self.send(frames)
             else:
                 yield frames
+        if self.hello_received:
+            self.loss_reason = self.loss_reason or self._end_reason
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Send a message without blocking.
