@@ -3,12 +3,13 @@
 import random
 from itertools import permutations
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from polycephaly.errors import ChannelClosed
 from polycephaly.green import Channel, run, testing
-from polycephaly.green.distributed import ends
+from polycephaly.green.distributed import ends, handlers
 from polycephaly.green.distributed.connection import PeerEnding
 from polycephaly.green.distributed.owner import make_owned
 from polycephaly.runtime.tuning import tuning
@@ -101,3 +102,11 @@ def test_an_end_that_goes_about_is_counted_where_it_is():
             assert list(end.holders) == [token] and not ch.closed, seed
         else:
             assert end is None and ch.closed, seed
+
+
+def test_an_error_in_one_answer_at_a_loss_leaves_the_channels_in_use():
+    channel = Mock(rare_state=Mock(is_matching=False))
+    fails = Mock(channel=channel, answer=Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        handlers.on_loss(Mock(operations={1: fails}, accounts={}))
+    assert not channel.rare_state.is_matching

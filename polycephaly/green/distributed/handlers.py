@@ -96,10 +96,13 @@ def on_loss(peer: PeerConnection) -> None:
     # in the order of sending then.
     for channel in channels:
         channel.rare_state.is_matching = True
-    for op in reversed(operations.values()):
-        op.answer(False)
+    try:
+        for op in reversed(operations.values()):
+            op.answer(False)
+    finally:
+        for channel in channels:
+            channel.rare_state.is_matching = False
     for channel in channels:
-        channel.rare_state.is_matching = False
         channel.match()
     accounts, peer.accounts = peer.accounts, {}
     for account in accounts.values():
