@@ -75,6 +75,8 @@ async def par_over(fns: Sequence[Any], pool: Any) -> list[Any]:
         failed: list[BaseException] = []
         for each in error.exceptions:
             failed += each.exceptions if isinstance(each, BaseExceptionGroup) else [each]
+        # Not those of the shares that were cancelled because others have failed.
+        failed = [each for each in failed if not isinstance(each, CancelledError)] or failed[:1]
         raise BaseExceptionGroup(f"{len(failed)} of the functions failed", failed) from None
     return [value for each in values for value in each]
 
