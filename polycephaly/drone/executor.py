@@ -151,7 +151,9 @@ class DroneExecutor:
         raise NotImplementedError
 
     def _send_by_bulk(self, frames: list[bytes]) -> None:
-        """Send a message as `_send` does, behind all bulk messages before."""
+        """Send a message as `_send` does, behind all bulk messages before. Needed only if `_send`
+        may return False.
+        """
         raise NotImplementedError
 
     def _receive(self, wait: bool) -> None:

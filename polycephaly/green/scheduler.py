@@ -215,8 +215,9 @@ class Scheduler:
 
     def in_step(self) -> bool:
         """Return True if the caller is code of a green thread between two awaits."""
-        # True only if the caller has the ownership: its ident is written there when it takes or
-        # keeps that, and 0 before a foreign call begins, from which the ownership may be taken.
+        # `owner` is the caller's ident only while it has the ownership: the ident is stored when a
+        # thread takes that or gets it back, and 0 before a foreign call, from which another thread
+        # may take the ownership.
         return get_ident() == self.owner
 
     def step_aside(self) -> None:

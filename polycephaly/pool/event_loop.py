@@ -86,7 +86,10 @@ class EventLoop:
         self._asleep = False
 
     def stop(self) -> None:
-        """Have the thread, which calls this, end when its inbox is empty, and do nothing else."""
+        """Drop timers, sources and watched descriptors, and end when the inbox is empty.
+
+        Called by the loop's thread.
+        """
         self.timers.clear()
         self._sources = []
         self._watched.clear()
@@ -286,8 +289,8 @@ class EventLoop:
 
 
 _loops: set[EventLoop] = set()
-"""Those that run. A forked child keeps its parent's, as they are: libzmq's state, for example,
-belongs to threads that do not exist there.
+"""Those that run. A forked child disables its parent's, and keeps them for ever: libzmq's state,
+for example, belongs to threads that do not exist there.
 """
 
 

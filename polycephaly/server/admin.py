@@ -35,7 +35,7 @@ TIMELINE_TIMEOUT_SECONDS = 5.0  # for joined hosts to send their timelines
 class AdminService:
     """The replies to the admin requests of one server's clients, and the values that they share.
 
-    `post` has the server's loop call a function. `setup` is what `setup` replies.
+    `post` has the server's loop call a function. `setup` is the reply to the request of that name.
     """
 
     def __init__(
