@@ -58,7 +58,7 @@ POINTS = {
         ("controller", "hears", "engines.local.handle:handle_message"),
         ("controller", "splits a slice", "pool.dispatcher:Dispatcher.split"),
         ("controller", "receives by bulk", "engines.local.bulk:BulkSocket.receive"),
-        ("controller", "delivers", "pool.event_loop:EventLoop._deliver"),
+        ("controller", "delivers", "promises.event_loop:EventLoop._deliver"),
         ("controller", "writes into shared memory", "memory.blocks:Store.put"),
         ("controller", "takes a loan", "memory.references:RefTable.receive"),
         ("controller", "is asked to end", "pool.dispatcher:Dispatcher._close"),

@@ -20,9 +20,9 @@ from polycephaly.memory.references import RefTable
 from polycephaly.pool.config import PoolConfig
 from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
 from polycephaly.pool.engine import Engine
-from polycephaly.pool.event_loop import EventLoop
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
+from polycephaly.promises.event_loop import EventLoop
 from polycephaly.runtime.timers import Timers
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.main_names import MainSnapshot

@@ -13,8 +13,9 @@ from polycephaly import Promise
 from polycephaly.green import group as groups
 from polycephaly.green import native
 from polycephaly.memory.references import Received
-from polycephaly.pool import event_loop, handlers
+from polycephaly.pool import handlers
 from polycephaly.pool import task as work
+from polycephaly.promises import event_loop
 from polycephaly.promises import promise as promises
 from polycephaly.promises.promise import FINISHED
 from polycephaly.wire.messages import VALUE

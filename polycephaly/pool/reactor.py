@@ -36,13 +36,13 @@ from typing import Any, TypeVar
 
 from ..errors import is_own_frame
 from ..promises import promise as promises
+from ..promises.event_loop import EventLoop
 from ..promises.promise import Promise, Signal, main_thread_calls, settling_threads
 from ..runtime import fork_guard, parent_death
 from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
 from ..runtime.timers import Timer
 from ..runtime.tuning import tuning
 from ..wire.output import Line, Listener
-from .event_loop import EventLoop
 
 log = logging.getLogger(__name__)
 

@@ -44,8 +44,8 @@ from ..engines.remote.forks import listening_ports
 from ..engines.remote.keys import Card, check_address, check_key, new_key_pair, wants_ipv6
 from ..engines.remote.messages import Item, Result, pack_hello
 from ..errors import Malformed
-from ..pool.event_loop import EventLoop
 from ..pool.pool import Pool, dispatcher_of
+from ..promises.event_loop import EventLoop
 from ..promises.promise import Promise, settling_threads
 from ..runtime.procfs import start_time_of
 from ..runtime.system_limits import shared_memory_ceiling

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ...errors import Malformed
-from ...pool.event_loop import EventLoop
+from ...promises.event_loop import EventLoop
 from ...promises.promise import Promise, Signal, fulfill, reject, settling_threads
 from ...wire.endpoint import SocketSource, has_input, new_context
 from .forks import Endpoints, connections, endpoints_of

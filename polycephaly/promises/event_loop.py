@@ -26,9 +26,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from ..promises.promise import callbacks, settling_threads
 from ..runtime import fork_guard, forked, parent_death
 from ..runtime.timers import Timer, Timers
+from .promise import callbacks, settling_threads
 
 log = logging.getLogger(__name__)
 
