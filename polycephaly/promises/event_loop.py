@@ -18,11 +18,10 @@ from __future__ import annotations
 import logging
 import os
 import select
-import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Protocol
 
@@ -52,7 +51,7 @@ class EventLoop:
     def __init__(self, name: str, after_turn: Callable[[], object] | None = None) -> None:
         self.has_ended = self.belongs_to_parent = False
         self._after_turn = after_turn  # called at the end of each turn, holding the lock
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread = fork_guard.OwnThread(name, self._run)
         self.timers = Timers()
         """Set while holding the lock. Its `now` is the time of limits, grace periods and checks."""
         self._lock = fork_guard.GuardedLock()
@@ -63,11 +62,17 @@ class EventLoop:
         self._deliveries: list[Callable[[], object]] = []
         self._deliverer: int | None = None  # the thread that runs deliveries, if any
         self._stopping = self._asleep = self._turn_requested = False
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with ExitStack() as undo:
+            self._epoll = parent_death.close_in_child(select.epoll())
+            undo.callback(parent_death.close, self._epoll)
+            self._wakeup = parent_death.close_in_child(
+                parent_death.Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+            )
+            undo.callback(parent_death.close, self._wakeup)
+            self._epoll.register(self._wakeup.fd, select.EPOLLIN)
+            self._files = undo.pop_all()
         self._wake_poller = select.poll()  # not select(): no descriptors from 1024 on
-        self._wake_poller.register(self._wake_fd, select.POLLIN)
-        self._epoll = parent_death.close_in_child(select.epoll())
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._wake_poller.register(self._wakeup.fd, select.POLLIN)
 
     def start(self) -> None:
         _loops.add(self)
@@ -123,13 +128,14 @@ class EventLoop:
                 del self._wakeup_token
             except AttributeError:  # another thread wakes the loop
                 return
-            os.eventfd_write(self._wake_fd, 1)
+            os.eventfd_write(self._wakeup.fd, 1)
 
     # -- holding the lock --------------------------------------------------------------------------
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
-        self._watched[fd] = callback
+        """Have `callback` called while `fd` is readable. Raises `OSError` if the system refuses."""
         self._epoll.register(fd, select.EPOLLIN)
+        self._watched[fd] = callback
 
     def unwatch(self, fd: int) -> None:
         if self._watched.pop(fd, None) is not None:
@@ -173,13 +179,16 @@ class EventLoop:
     def _run_once(self) -> None:
         self._turn_requested = False  # before `after_turn` looks for work
         inbox = self._inbox
-        with suppress(IndexError):  # `clear` was quicker
+        try:
             while inbox:
                 callback = inbox.popleft()
                 self._call_guarded(callback)
+        except IndexError:  # `clear` was quicker
+            pass
         for source in self._sources:
             self._call_guarded(source.receive)
-        self.timers.fire_due()
+        if self.timers.heap:
+            self.timers.fire_due()
         if self._after_turn is not None:
             self._call_guarded(self._after_turn)
 
@@ -196,8 +205,7 @@ class EventLoop:
             self.has_ended = True
             _loops.discard(self)
             fork_guard.remove_thread_lock(self.thread)
-            parent_death.close(self._epoll)
-            os.close(self._wake_fd)
+            self._files.close()
 
     def _call_guarded(self, callback: Callable[[], object]) -> None:
         try:
@@ -266,7 +274,7 @@ class EventLoop:
             # If `_wakeup_token` is gone, a caller has taken it: the eventfd has been written or is
             # about to be. Its write is awaited, so that it does not come later.
             self._wake_poller.poll()
-            os.eventfd_read(self._wake_fd)
+            os.eventfd_read(self._wakeup.fd)
         if events:
             with self._lock:
                 for fd, _ in events:
@@ -284,7 +292,7 @@ class EventLoop:
             or (self._deliveries and self._deliverer is None)
             or self._jobs_outside_lock
             or self._stopping
-            or any(source.has_input() for source in self._sources)
+            or (self._sources and any(source.has_input() for source in self._sources))
         )
 
 

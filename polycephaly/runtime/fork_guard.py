@@ -7,7 +7,7 @@ Each such thread runs under a lock of its own, which `add_thread_lock` registers
 all these locks first. Afterwards the parent releases them. In the child, hooks make everything
 anew.
 
-An `OwnThread` never leaves inconsistent state and needs no such lock. The thread of green threads
+An `OwnThread` without such a lock never leaves inconsistent state. The thread of green threads
 runs code of users all the time and cannot hold a lock for so long. Instead it registers a context
 manager (`pauses`) in which it stands still, if it can do so soon.
 
@@ -57,7 +57,7 @@ pauses: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 class OwnThread(threading.Thread):
-    """A daemon thread of this package that needs no lock."""
+    """A daemon thread of this package, safe to fork beside: see the module's docstring."""
 
     def __init__(self, name: str, target: Callable[[], object] | None = None) -> None:
         super().__init__(name=name, target=target, daemon=True)
