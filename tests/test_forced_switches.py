@@ -2,6 +2,7 @@
 lost or doubled."""
 
 import concurrent.futures
+import threading
 from concurrent.futures import CancelledError, InvalidStateError, _base
 from pickle import dumps
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from switches import every_meeting, telling_locks
 
+import polycephaly as poly
 from polycephaly import Promise
 from polycephaly.green import group as groups
 from polycephaly.green import native
@@ -18,6 +20,7 @@ from polycephaly.pool import task as work
 from polycephaly.promises import event_loop
 from polycephaly.promises import promise as promises
 from polycephaly.promises.promise import FINISHED
+from polycephaly.store.pores import io_thread as pore_io
 from polycephaly.wire.messages import VALUE
 
 pytestmark = pytest.mark.usefixtures("telling_locks")
@@ -264,3 +267,29 @@ def test_what_is_given_to_a_loop_while_it_runs_others_is_run_once():
         ran.clear()
         made.pop().release_resources()
     made.pop().release_resources()
+
+
+def test_a_pore_that_is_made_while_the_thread_of_others_ends_is_served(monkeypatch):
+    def pair():
+        monkeypatch.setattr(pore_io, "_lock", threading.RLock())
+        ending[:] = [pore_io.PoreIOThread()]
+        monkeypatch.setattr(pore_io, "io_thread", ending[0])
+        return ending[0]._end_if_over, lambda: pores.append(poly.Pore(1))
+
+    def is_served(place):
+        pore = pores.pop()
+        thread = pore._inbox.io_thread
+        assert pore_io.io_thread is thread, place
+        if thread is ending[0]:  # it goes on
+            thread.start()
+        pore.tell(1)
+        assert pore.get(30).value == 1, place
+        pore.close()
+        thread.thread.join(30)
+        assert pore_io.io_thread is None, place
+
+    ending, pores = [], []
+    for make in (pair, lambda: pair()[::-1]):
+        for *_, place in every_meeting(make, pore_io):
+            is_served(place)
+        is_served("the end")

@@ -28,9 +28,9 @@ from scripts import output_of, run_script
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.store.pores import Message
+from polycephaly.store.pores import io_thread as io
 from polycephaly.store.pores.frames import HEAD, MAX_MESSAGE_BYTES, TOLD
 from polycephaly.store.pores.inbox import Inbox
-from polycephaly.store.pores.io_thread import io_thread
 
 np = pytest.importorskip("numpy")
 
@@ -39,10 +39,9 @@ np = pytest.importorskip("numpy")
 def no_pore_is_left():
     yield
     gc.collect()
-    thread = io_thread._thread
-    if thread is not None:
-        thread.join(30)
-    assert io_thread._thread is None
+    if io.io_thread is not None:
+        io.io_thread.thread.join(30)
+    assert io.io_thread is None
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def told_by(pore):
 
 
 def until_no_pore_is_here():
-    wait_for(lambda: io_thread._thread is None)
+    wait_for(lambda: io.io_thread is None)
 
 
 def error_of(fn, *args):
@@ -519,9 +518,8 @@ def test_the_loss_of_the_owners_last_reference_closes_it(pool):
     keep.result()
     del pore
     gc.collect()
-    thread = io_thread._thread
-    if thread is not None:
-        thread.join(30)
+    if io.io_thread is not None:
+        io.io_thread.thread.join(30)
     said = [each.value for each in pool.everywhere(let_go)]
     assert sorted(said) == [[], [True]]
 
@@ -1080,8 +1078,8 @@ def test_who_finds_no_descriptor_left_with_the_owner_waits_until_there_is_one():
             taken = [os.dup(0) for _ in range(64)]
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
             telling = drone.promise(pore.tell, "late")
-            from polycephaly.store.pores.io_thread import io_thread
-            while not io_thread._unwatched:
+            from polycephaly.store.pores import io_thread as io
+            while not io.io_thread.unwatched:
                 os.sched_yield()
             os.close(taken.pop())
             print(pore.get(30).value, telling.value)
@@ -1236,6 +1234,22 @@ def test_whenever_the_owner_is_killed_all_its_holders_hear_of_it():
             assert not here.is_alive() and pore.closed
             owner.kill()
             assert not alive(owner.pid)
+
+
+def test_a_finalizer_may_make_one_while_the_first_is_made(monkeypatch):
+    def start(thread):
+        if not made:
+            made.append(None)
+            made[0] = poly.Pore(1)
+        begin(thread)
+
+    made, begin = [], io.PoreIOThread.start
+    monkeypatch.setattr(io.PoreIOThread, "start", start)
+    with poly.Pore(1) as pore, made[0] as other:
+        for each in (pore, other, poly.Pore(1)):
+            each.tell("here")
+            assert each.get(30).value == "here"
+    other._inbox.io_thread.thread.join(30)
 
 
 def test_a_finalizer_may_close_it_at_the_end_of_the_interpreter():

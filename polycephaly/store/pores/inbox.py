@@ -90,19 +90,18 @@ class ConnectedHolder:
 class IOThread(Protocol):
     """The thread that serves inboxes."""
 
-    def request(self, kind: str, inbox: Inbox, /) -> None: ...
+    def resume(self, inbox: Inbox, /) -> None: ...
+    def close(self, inbox: Inbox, /) -> None: ...
     def is_this_thread(self) -> bool: ...
 
 
 class Inbox:
     """The inbox of one pore, made and closed by its owner."""
 
+    io_thread: IOThread
+
     def __init__(
-        self,
-        io_thread: IOThread,
-        secret: bytes,
-        content: parent_death.Descriptor,
-        listener: socket.socket,
+        self, secret: bytes, content: parent_death.Descriptor, listener: socket.socket
     ) -> None:
         self.pid = os.getpid()
         self.secret = secret
@@ -119,7 +118,6 @@ class Inbox:
         self._frames: deque[tuple[str, Frame]] = deque()
         self._split_lock = threading.Lock()
         self._open_token = [None]
-        self._io_thread = io_thread
 
     # -- any thread of the owner -------------------------------------------------------------------
 
@@ -139,12 +137,12 @@ class Inbox:
                 self._open_token.pop()
             except IndexError:
                 return
-            self._io_thread.request("close", self)
+            self.io_thread.close(self)
 
     def wait_until_ended(self) -> None:
         """Wait, after `close`, until the I/O thread has closed the pore."""
         # At the end of the interpreter, the I/O thread runs no more.
-        if not (self._io_thread.is_this_thread() or sys.is_finalizing()):
+        if not (self.io_thread.is_this_thread() or sys.is_finalizing()):
             self._ended_signal.result()
 
     def take_frame(self) -> tuple[str, Frame] | None:
@@ -186,7 +184,7 @@ class Inbox:
             self._frames.extend((name, frame) for frame in frames)
             self.bytes_split += len(chunk)
         if self.is_paused and self.bytes_read - self.bytes_split < MAX_UNRECEIVED_BYTES:
-            self._io_thread.request("resume", self)
+            self.io_thread.resume(self)
         return True
 
     @contextmanager

@@ -29,7 +29,7 @@ from ...wire import main_names, pickling
 from .frames import HEAD, MAX_MESSAGE_BYTES, TOLD, WROTE, Message, message_of
 from .holder import Content, Holder, PoreIdentity, machine_id, process_name
 from .inbox import Inbox
-from .io_thread import io_thread
+from .io_thread import add_inbox
 
 if TYPE_CHECKING:
     import numpy
@@ -133,8 +133,8 @@ class Pore:
             listener.setblocking(False)
             listener.bind("\0" + address)
             listener.listen(socket.SOMAXCONN)
-            inbox = Inbox(io_thread, identity.secret, descriptor, listener)
-            io_thread.add_inbox(inbox)
+            inbox = Inbox(identity.secret, descriptor, listener)
+            add_inbox(inbox)
             made.pop_all()
             self._set(identity, sides, dtype, size, content, inbox)
 
