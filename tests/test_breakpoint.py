@@ -2,18 +2,24 @@
 
 import glob
 import os
+import pathlib
 import pdb
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from threading import get_ident
+from types import SimpleNamespace
 
 import pytest
 from faults import wait_for
 from terminal import Terminal
 
 import polycephaly as poly
+from polycephaly.drone import debugger as debugging
 from polycephaly.drone.pdb_import import replace_set_trace
 from polycephaly.wire.debugging import MAX_KEPT_FRAMES, MAX_TEXT_BYTES, waiting_debuggers
 
@@ -192,6 +198,82 @@ def test_a_set_trace_of_a_loaded_pdb_is_replaced(monkeypatch):
     monkeypatch.setattr(pdb, "set_trace", pdb.set_trace)
     replace_set_trace(print)
     assert pdb.set_trace is print
+
+
+class Lender:
+    """Lends terminals, one after the other, to the debugger of this process."""
+
+    def __init__(self, monkeypatch, terminals):
+        self.page = SimpleNamespace(debugged=0)
+        self._terminals = [*terminals]
+        self.peers = []
+        monkeypatch.setattr(debugging, "write_record", lambda *record: None)
+        monkeypatch.setattr(debugging, "_listen", self._listen)
+
+    def _listen(self, address):
+        pathlib.Path(address).touch()
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def accept(self):
+        its, peer = socket.socketpair()
+        peer.send(self._terminals.pop(0).encode())
+        self.peers.append(peer)
+        return its, None
+
+    def leave(self):
+        for each in self.peers:
+            each.close()
+
+
+def sum_in_debugger(debugger, *, line=""):
+    debugger.cmdqueue += [line] if line else []
+    debugger.set_trace(sys._getframe())
+    total = 0
+    for number in range(3):
+        total += number
+    return total
+
+
+@pytest.mark.parametrize("line", ["", "b sum_in_debugger"])
+@pytest.mark.parametrize("gone", ["terminal", "lender"])
+def test_a_task_goes_on_when_its_terminal_is_gone(gone, line, monkeypatch, tmp_path):
+    (keys, its), trace = os.openpty(), sys.gettrace()
+    lender = Lender(monkeypatch, [str(tmp_path / "none"), os.ttyname(its)])
+    debugger = debugging.open_debugger(sys._getframe(), str(tmp_path), lender.page)
+    assert lender.page.debugged and debugger.takes(get_ident())
+    if gone == "terminal":
+        os.close(keys)
+    else:
+        lender.leave()
+    try:
+        assert sum_in_debugger(debugger, line=line) == 3
+        assert sys.gettrace() is None
+    finally:
+        sys.settrace(trace)
+    assert not (lender.page.debugged or debugger.takes(get_ident()) or debugger.breaks)
+    lender.leave()
+    os.close(its)
+    if gone == "lender":
+        os.close(keys)
+
+
+def test_the_next_breakpoint_waits_for_a_new_terminal():
+    with poly.Pool(1, name="lab", output="discard") as pool:
+        limited = pool.options(timeout=0.1)
+        for answer in (1, 2):
+            promise = pool.promise(f"breakpoint(); {answer}")
+            wait_for(lambda: close_all(waiting_debuggers()))
+            with Terminal(tempfile.gettempdir(), *ATTACH) as terminal:
+                terminal.read_until("(Pdb) ")
+                terminal.process.send_signal(signal.SIGKILL)
+                assert promise.result(30) == answer
+        assert isinstance(limited.promise(time.sleep, 60).exception(), TimeoutError)
 
 
 @pytest.mark.parametrize("attached", [False, True])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pdb
+import select
 import socket
 import sys
 from contextlib import ExitStack, suppress
 from threading import get_ident
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from ..errors import is_own_frame
 from ..runtime import fork_guard
@@ -40,7 +42,6 @@ def open_debugger(frame: FrameType, directory: str, page: StatusPage) -> Debugge
                 keyboard, screen = _accept(listener, where, session)
             finally:
                 os.unlink(address)
-        print(f"{addresses.own_name}: {where}", file=screen)
         return Debugger(keyboard, screen, session.pop_all())
 
 
@@ -63,21 +64,25 @@ def _accept(listener: socket.socket, where: str, session: ExitStack) -> tuple[Te
     Raises `EOFError` if a process releases the frames.
     """
     while True:
-        connection = session.enter_context(hanging_up(listener.accept()[0]))
-        with suppress(OSError):  # that process has ended, or has no such terminal
+        connection = listener.accept()[0]
+        # An error: that process has ended, or has no such terminal.
+        with suppress(OSError), ExitStack() as lent:
+            lent.enter_context(hanging_up(connection))
             connection.sendall(greeting(addresses.own_name, where))
             path = connection.recv(MAX_TEXT_BYTES).decode()
             if path == RELEASE:
                 raise EOFError
+            keyboard: Any
             if path == CELL:
-                screen = session.enter_context(connection.makefile("w", encoding="utf-8"))
-                lines = session.enter_context(connection.makefile("r", encoding="utf-8"))
-                return cast(TextIO, _CellKeyboard(lines, screen)), screen
-            return (
-                session.enter_context(open(path, opener=_open_terminal)),
-                session.enter_context(open(path, "w", 1, opener=_open_terminal)),
-            )
-        connection.close()
+                screen = lent.enter_context(connection.makefile("w", encoding="utf-8"))
+                lines = lent.enter_context(connection.makefile("r", encoding="utf-8"))
+                keyboard = _CellKeyboard(lines, screen)
+            else:
+                keyboard = lent.enter_context(_TerminalKeyboard(path, connection))
+                screen = lent.enter_context(open(path, "w", 1, opener=_open_terminal))
+            print(f"{addresses.own_name}: {where}", file=screen)
+            session.enter_context(lent.pop_all())
+            return keyboard, screen
 
 
 class _CellKeyboard:
@@ -91,6 +96,24 @@ class _CellKeyboard:
         self._screen.write(ASK)
         self._screen.flush()
         return self._lines.readline()
+
+
+class _TerminalKeyboard(io.TextIOWrapper):
+    """The lines of a lent terminal, until the process that has lent it is gone: the terminal may
+    then have another reader, such as a shell.
+    """
+
+    def __init__(self, path: str, connection: socket.socket) -> None:
+        super().__init__(io.BufferedReader(io.FileIO(path, opener=_open_terminal)))
+        self._connection = connection
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]  # as in typeshed
+        poll = select.poll()
+        for file in (self, self._connection):
+            poll.register(file, select.POLLIN)
+        if self._connection.fileno() in dict(poll.poll()):
+            raise ConnectionResetError("the process that has lent its terminal is gone")
+        return super().readline(size)
 
 
 def _open_terminal(path: str, flags: int) -> int:
@@ -114,7 +137,6 @@ def keep_frames(error: BaseException, address: str) -> int:
                 finally:  # before the peer is told: then the drone may keep the next frames
                     os.unlink(address)
                     listener.close()
-                print(f"{addresses.own_name}: {error!r}", file=screen)
                 debugger = Debugger(keyboard, screen, session)
                 debugger.reset()
                 debugger.interaction(None, error.__traceback__)
@@ -123,7 +145,7 @@ def keep_frames(error: BaseException, address: str) -> int:
 
 
 class Debugger(pdb.Pdb):
-    """A session ends with `continue` without breakpoints, `quit`, or the task.
+    """A session ends with `continue` without breakpoints, `quit`, the task, or the terminal.
 
     For a coroutine, it ends at an `await` that suspends, because another thread may resume that.
     """
@@ -142,7 +164,21 @@ class Debugger(pdb.Pdb):
 
     def end(self) -> None:
         self.is_open = False
-        self._session.close()
+        with suppress(OSError):  # the terminal does not take what was still to be written
+            self._session.close()
+
+    def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:
+        try:
+            return super().trace_dispatch(frame, event, arg)
+        except OSError:  # the terminal is gone
+            self.forget()
+            self._leave()
+            return None
+
+    def _leave(self) -> None:
+        """Let the task run on: no breakpoint of this session must stop it, or a later task."""
+        self.clear_all_breaks()
+        self.set_continue()
 
     def interaction(self, *args: Any, **kwargs: Any) -> None:
         super().interaction(*args, **kwargs)
@@ -154,8 +190,7 @@ class Debugger(pdb.Pdb):
             super().cmdloop(intro)
         except KeyboardInterrupt:  # the task was cancelled; pdb would prompt again
             self._is_interrupted = True
-            self.set_continue()
-            self.end()
+            self._leave()
 
     def set_continue(self) -> None:
         super().set_continue()
@@ -177,6 +212,5 @@ class Debugger(pdb.Pdb):
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
         trace = super().dispatch_return(frame, arg)
         if frame.f_back is None or is_own_frame(frame.f_back):
-            self.clear_all_breaks()
-            self.set_continue()
+            self._leave()
         return trace
