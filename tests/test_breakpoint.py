@@ -263,6 +263,21 @@ def test_a_task_goes_on_when_its_terminal_is_gone(gone, line, monkeypatch, tmp_p
         os.close(keys)
 
 
+def test_a_session_leaves_the_handler_by_which_tasks_are_cancelled(monkeypatch, tmp_path):
+    (keys, its), trace, before = os.openpty(), sys.gettrace(), signal.getsignal(signal.SIGINT)
+    lender = Lender(monkeypatch, [os.ttyname(its)])
+    debugger = debugging.open_debugger(sys._getframe(), str(tmp_path), lender.page)
+    try:
+        assert sum_in_debugger(debugger, line="continue") == 3
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.settrace(trace)
+    lender.leave()
+    for fd in (keys, its):
+        os.close(fd)
+
+
 def test_the_next_breakpoint_waits_for_a_new_terminal():
     with poly.Pool(1, name="lab", output="discard") as pool:
         limited = pool.options(timeout=0.1)

@@ -152,7 +152,9 @@ class Debugger(pdb.Pdb):
 
     def __init__(self, keyboard: TextIO, screen: TextIO, session: ExitStack) -> None:
         # In bdb and pdb, CPython 3.13 would stop at a further `breakpoint()` of the task.
-        super().__init__(stdin=keyboard, stdout=screen, skip=["polycephaly.*", "bdb", "pdb"])
+        skip = ["polycephaly.*", "bdb", "pdb"]
+        # Upon `continue`, pdb would replace the handler of SIGINT, by which tasks are cancelled.
+        super().__init__(stdin=keyboard, stdout=screen, skip=skip, nosigint=True)
         self._session = session
         self._thread = get_ident()
         self._is_interrupted = False
