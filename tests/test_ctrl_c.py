@@ -151,6 +151,32 @@ def test_at_the_end_of_a_pool_the_first_one_cancels_what_is_left(ends, tmp_path)
         assert not script.left()
 
 
+@pytest.mark.parametrize("ends", ["pass", "sys.exit(3)"])
+def test_one_in_the_wait_at_the_end_of_a_script_ends_it_by_the_signal(ends, tmp_path):
+    done = run_script(f"""
+        import atexit, signal, sys
+        import polycephaly as poly
+        from faults import block_for_ever
+
+        atexit.register(print, "handler")
+        sys.stdout = open(sys.argv[1], "w")  # with a buffer
+        pool = poly.Pool(1)
+        promises = [pool.submit(block_for_ever, sys.argv[2]) for _ in range(3)]
+        dispatcher, wait_ended = pool._dispatcher, pool._dispatcher.wait_ended
+        def interrupted():
+            dispatcher.wait_ended = wait_ended
+            signal.raise_signal(signal.SIGINT)
+        dispatcher.wait_ended = interrupted
+        left_open = open(sys.argv[2] + "-", "w")
+        left_open.write("end\\n")
+        print("said")
+        {ends}
+    """, str(tmp_path / "out"), str(tmp_path / "up"))  # fmt: skip
+    assert done.stderr == "" and done.returncode == -signal.SIGINT
+    assert lines(tmp_path / "out") == ["said", "handler"]
+    assert lines(tmp_path / "up-") == ["end"]
+
+
 @pytest.mark.guarantee("promise-5")
 @pytest.mark.parametrize("ends", ["the end of a with block", "pool.shutdown()", "drone.release()"])
 def test_a_second_one_ends_everything_at_once(ends, tmp_path):

@@ -39,7 +39,7 @@ from ..promises import promise as promises
 from ..promises.event_loop import EventLoop
 from ..promises.promise import Promise, Signal, main_thread_calls, settling_threads
 from ..runtime import fork_guard, parent_death
-from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
+from ..runtime.deferred_sigint import DeferredSigint, end_by_sigint, is_safe_from_signals
 from ..runtime.timers import Timer
 from ..runtime.tuning import tuning
 from ..wire.output import Line, Listener
@@ -150,20 +150,23 @@ def _end_with_interpreter() -> None:
     """Finish submitted tasks as the end of a ``with`` block does, and then end the reactor.
 
     The standard library does so, too. After an error that ended the program, tasks are not
-    finished.
+    finished. A Ctrl-C, which cancels them, ends the process as it does elsewhere.
     """
     reactor = _reactor
     if reactor is None:
         return
     try:
-        # At an interactive prompt, an error does not end the program.
-        if hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None:
-            for tenant in list(reactor.tenants):
-                if tenant.finishes_at_exit:
-                    tenant.finish()
-    finally:
-        reactor.post(reactor.abandon_all)
-        reactor.thread.join(timeout=5.0)
+        try:
+            # At an interactive prompt, an error does not end the program.
+            if hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None:
+                for tenant in list(reactor.tenants):
+                    if tenant.finishes_at_exit:
+                        tenant.finish()
+        finally:
+            reactor.post(reactor.abandon_all)
+            reactor.thread.join(timeout=5.0)
+    except KeyboardInterrupt:
+        end_by_sigint()
 
 
 _CALLERS = ("Promise._run_hooks", "Promise._run_all_hooks", "Promise.then.<locals>.on_settled")

@@ -13,6 +13,7 @@ SIGINT is not deferred: the task is left to the reactor's thread, where no handl
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -41,6 +42,18 @@ def is_safe_from_signals() -> bool:
         if callable(getsignal(number)):
             return False
     return True
+
+
+def end_by_sigint() -> None:
+    """Have this process, which is exiting, end by SIGINT: a shell then sees that it was Ctrl-C.
+
+    CPython does so after an unhandled `KeyboardInterrupt`, but not after one in an exit handler.
+    The signal comes after the interpreter's end, which has run all other exit handlers, written
+    what was buffered, and restored the default action of signals.
+    """
+    libc = ctypes.CDLL(None)
+    for function, argument in (libc["raise"], _SIGINT), (libc["fflush"], None):  # called in reverse
+        libc["__cxa_atexit"](function, argument, None)
 
 
 class DeferredSigint:
