@@ -4,11 +4,13 @@ does."""
 import os
 import sys
 from subprocess import run
+from types import ModuleType
 
 import pytest
 from scripts import output_of, run_script
 
 import polycephaly as poly
+from polycephaly.engines.local.bare import main_and_settings
 
 
 @pytest.mark.guarantee("wire-7")
@@ -53,6 +55,16 @@ def test_a_spawned_drone_keeps_its_namespace_is_replaced_and_tells_its_death():
                 print(pool.doit(abs, -1))
     """)
     assert done.stdout == "42 True\n3 b\n1\n", done.stderr
+
+
+def test_a_main_module_may_lack_a_spec(monkeypatch):
+    """As under `python -m pdb`, in CPython 3.11."""
+    main = ModuleType("__main__")
+    del main.__spec__
+    main.__file__ = "/folder/script.py"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert main_and_settings()["init_main_from_path"] == "/folder/script.py"
+    assert not hasattr(main, "__spec__")
 
 
 def test_work_finds_the_globals_that_an_initializer_of_the_main_module_has_set():

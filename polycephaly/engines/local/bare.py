@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import sys
 from multiprocessing import reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -87,7 +88,7 @@ def start_bare_zygote(
     the pool's `initargs` if these cannot be pickled, and `RuntimeError` if this process is itself
     a spawned one that is still importing its main module.
     """
-    preparation_data = spawn.get_preparation_data("polycephaly-zygote")
+    preparation_data = main_and_settings()
     module = {
         key: preparation_data.pop(key) for key in _MAIN_MODULE_KEYS if key in preparation_data
     }
@@ -115,6 +116,18 @@ def start_bare_zygote(
         return util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, inherited_fds)
     finally:
         os.close(pickle_fd)
+
+
+def main_and_settings() -> dict[str, Any]:
+    """Return what `multiprocessing` tells a child about this process and its main module."""
+    main = vars(sys.modules["__main__"])
+    has_spec = "__spec__" in main  # not in CPython 3.11 under `python -m pdb`
+    main.setdefault("__spec__", None)
+    try:
+        return spawn.get_preparation_data("polycephaly-zygote")
+    finally:
+        if not has_spec:
+            del main["__spec__"]
 
 
 def _pickled(inherited_args: Any) -> bytes:
