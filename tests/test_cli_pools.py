@@ -320,6 +320,12 @@ def test_what_cannot_be_loaded_shows_its_traceback_from_the_first_line_of_ones_o
     )
 
 
+def test_of_a_start_that_ends_the_process_the_log_is_named(shell: Shell) -> None:
+    (shell.folder / "bad.py").write_text("import os\n\nos._exit(3)\n")
+    line = shell.complaint("start", "lab", "-d", "--file", "bad.py")
+    assert line.endswith("ended during its start; see its log (polycephaly logs lab)")
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [

@@ -32,10 +32,10 @@ def print_report(text: str, status: int) -> None:
     print(text, file=sys.stderr if status else sys.stdout, flush=True)
 
 
-def run_in_background(serve: Callable[[ReportStart], int]) -> int:
+def run_in_background(serve: Callable[[ReportStart], int], name: str) -> int:
     """Run `serve` in a daemon. Return the status after the daemon has reported its start.
 
-    The daemon itself never returns.
+    The daemon itself never returns. `name` is that of its log.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if it was closed before the start
@@ -61,7 +61,8 @@ def run_in_background(serve: Callable[[ReportStart], int]) -> int:
         report = answer.readline()
     if not report:
         print(
-            "Error: the pool's process ended during its start; see its log (polycephaly logs NAME)",
+            "Error: the pool's process ended during its start; "
+            f"see its log (polycephaly logs {name})",
             file=sys.stderr,
         )
         return 1

@@ -155,4 +155,4 @@ def start(
         return serve_pool(name, drones, tcp, modules, file, options, daemonize, report_start)
 
     with one_line_errors():
-        sys.exit(daemon.run_in_background(serve) if daemonize else serve(daemon.print_report))
+        sys.exit(daemon.run_in_background(serve, name) if daemonize else serve(daemon.print_report))
