@@ -18,7 +18,7 @@ from polycephaly.pool import health
 from polycephaly.pool.health import BUSY_FRACTION, MEMORY_CHECK_SECONDS, NEAR_LIMIT_FRACTION
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.items import with_item
-from polycephaly.pool.supervisor import MAX_FAILED_STARTS
+from polycephaly.pool.supervisor import MAX_FAILED_STARTS, pool_error
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP
 from polycephaly.wire.output import Line
@@ -1144,3 +1144,8 @@ def test_what_is_retried_keeps_its_order_and_goes_before_what_was_queued_later(r
     later = handle.dispatcher.submit(sleep, (1,), {}, task_options=TaskOptions(None, 0))
     handle.dies()
     assert [*handle.dispatcher.queue] == [*begun, later]
+
+
+def test_the_reason_of_a_broken_pool_ends_with_the_type_of_an_error_without_text():
+    assert str(pool_error("it failed", KeyboardInterrupt())) == "it failed: KeyboardInterrupt"
+    assert str(pool_error("it failed", ValueError("why"))) == "it failed: ValueError: why"

@@ -435,6 +435,7 @@ def _tell_frames(error: DroneDied, lines: list[str]) -> None:
 
 
 def pool_error(event: str, cause: BaseException) -> BrokenProcessPool:
-    error = BrokenProcessPool(f"{event}: {type(cause).__name__}: {message_of(cause)}")
+    reason = filter(None, (event, type(cause).__name__, message_of(cause)))
+    error = BrokenProcessPool(": ".join(reason))
     error.__cause__ = cause
     return error
