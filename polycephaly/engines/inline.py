@@ -37,7 +37,6 @@ from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.main_names import MainSnapshot
 from ..wire.messages import CANCEL, FRAMES, RECALL, STOP, message_type, unpack_numbers
 from ..wire.pickling import capture
-from ..wire.placeholders import drone_thread
 
 _nothing: Any = None  # no store, no memory to lend: nothing leaves this process
 _every_number: Any = range(1 << 64)
@@ -63,7 +62,6 @@ class InlineEngine(Engine):
         if config.start is not None or config.cwd is not None or any(config.env):
             raise ValueError("engine='inline' runs tasks in this process: no start, cwd or env")
         self.dispatcher = dispatcher
-        self.supervisor = dispatcher.supervisor
         self.turns: SimpleQueue[tuple[InlineDrone, list[bytes]] | None] = SimpleQueue()
         """Messages for the thread, with their drones; None: the end."""
         self.adopt(self.snapshot())
@@ -74,10 +72,9 @@ class InlineEngine(Engine):
         self.thread.start()
 
     def _run(self) -> None:
-        me = threading.current_thread()
-        while self.thread is me:
+        while self.thread is threading.current_thread():
             turn = self.turns.get()
-            if self.thread is not me:  # another one has taken over meanwhile
+            if self.thread is not threading.current_thread():  # another one has taken over meanwhile
                 self.turns.put(turn)
             elif turn is None:
                 return
@@ -89,9 +86,9 @@ class InlineEngine(Engine):
 
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         handle = InlineHandle(self, number, name)
-        post = self.dispatcher.post
-        post(self.supervisor.on_started, handle, os.getpid())
-        post(self.supervisor.on_hello, handle)
+        post, supervisor = self.dispatcher.post, self.dispatcher.supervisor
+        post(supervisor.on_started, handle, os.getpid())
+        post(supervisor.on_hello, handle)
         return handle
 
     def snapshot(self) -> MainSnapshot:
@@ -207,14 +204,15 @@ class InlineDrone(DroneExecutor):
 
     def _end(self, exitcode: int | None) -> None:
         self.ended = True
-        self._handle.dispatcher.post(self._engine.supervisor.on_died, self._handle, exitcode)
+        dispatcher = self._handle.dispatcher
+        dispatcher.post(dispatcher.supervisor.on_died, self._handle, exitcode)
 
     # -- the engine's thread -----------------------------------------------------------------------
 
     def take_turn(self, frames: list[bytes]) -> None:
         """Handle a message, and run the tasks that it brought."""
         self._main_thread = threading.get_ident()
-        drone_thread.store = placeholders.inline_store = self._drone_store
+        placeholders.drone_thread.store = placeholders.inline_store = self._drone_store
         self._handle_message(frames)
         while not self.ended and self._run_next():
             self._flush()
@@ -230,6 +228,5 @@ class InlineDrone(DroneExecutor):
         return True
 
     def _on_answer(self, frames: list[bytes]) -> None:
-        dispatcher = self._engine.dispatcher
-        handle_message(dispatcher, self._handle, frames)
-        dispatcher.needs_dispatch = True  # of other drones, whose turn it may be
+        handle_message(self._handle.dispatcher, self._handle, frames)
+        self._handle.dispatcher.needs_dispatch = True  # of other drones, whose turn it may be
