@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from threading import get_ident
@@ -21,7 +22,12 @@ from terminal import Terminal
 import polycephaly as poly
 from polycephaly.drone import debugger as debugging
 from polycephaly.drone.pdb_import import replace_set_trace
-from polycephaly.wire.debugging import MAX_KEPT_FRAMES, MAX_TEXT_BYTES, waiting_debuggers
+from polycephaly.wire.debugging import (
+    MAX_KEPT_FRAMES,
+    MAX_TEXT_BYTES,
+    release_frames,
+    waiting_debuggers,
+)
 
 
 def write(folder, text):
@@ -434,6 +440,21 @@ def inverse(n):
     if n % 10 == 0:
         raise ValueError(n)
     return 1 / n
+
+
+def test_frames_are_gone_when_their_release_is_over(tmp_path):
+    address = str(tmp_path / "frames.d")
+    with debugging._listen(address) as listener, ExitStack() as session:
+        released = threading.Thread(target=release_frames, args=[address])
+        released.start()
+        with pytest.raises(EOFError):
+            debugging._accept(listener, "an error", session)
+        os.unlink(address)  # as its keeper does
+        released.join(0.2)
+        assert released.is_alive()
+        session.close()
+        released.join(30)
+        assert not released.is_alive()
 
 
 def test_frames_of_a_map_are_kept_up_to_a_limit():

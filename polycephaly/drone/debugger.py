@@ -71,6 +71,7 @@ def _accept(listener: socket.socket, where: str, session: ExitStack) -> tuple[Te
             connection.sendall(greeting(addresses.own_name, where))
             path = connection.recv(MAX_TEXT_BYTES).decode()
             if path == RELEASE:
+                session.enter_context(lent.pop_all())  # told at the end, as of a session
                 raise EOFError
             keyboard: Any
             if path == CELL:
