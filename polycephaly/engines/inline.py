@@ -74,7 +74,7 @@ class InlineEngine(Engine):
     def _run(self) -> None:
         while self.thread is threading.current_thread():
             turn = self.turns.get()
-            if self.thread is not threading.current_thread():  # another one has taken over meanwhile
+            if self.thread is not threading.current_thread():  # another has taken over meanwhile
                 self.turns.put(turn)
             elif turn is None:
                 return
