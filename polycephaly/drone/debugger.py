@@ -167,7 +167,7 @@ class Debugger(pdb.Pdb):
 
     def end(self) -> None:
         self.is_open = False
-        with suppress(OSError):  # the terminal does not take what was still to be written
+        with suppress(OSError):  # the terminal does not take the rest of the output
             self._session.close()
 
     def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:

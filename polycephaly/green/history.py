@@ -81,7 +81,7 @@ class History:
 
 
 def _subject(fn: Any) -> Any:
-    """Return what a record is about: the code of a function, the names of a built-in function, or
+    """Return the subject of a record: the code of a function, the names of a built-in function, or
     else the callable itself.
     """
     kind = type(fn)  # not `__class__`: that may be code of a user

@@ -529,7 +529,7 @@ class Dispatcher(DispatcherBase):
                 self.reactor.deliver(each.cancel)
 
     def queue_inbound(self) -> None:
-        """Queue the inbound tasks in order. After the end, who adds them rejects them."""
+        """Queue the inbound tasks in order. After the end, a thread that adds one rejects it."""
         while self.inbound and not self.has_ended:
             self._queue_in_order(self.inbound[0])
             self.inbound.popleft()  # only now, so that an error leaves it to `break_pool`
@@ -636,8 +636,8 @@ class Dispatcher(DispatcherBase):
         self.parked.discard(task)
         self._cancel_delay(task)
         if task.resources or self.inbound:
-            # Others may have waited for what it claimed; a Ctrl-C in `_enqueue` may have left it in
-            # `inbound` without this flag.
+            # Others may have waited for its resources, or a Ctrl-C in `_enqueue` may have left it
+            # in `inbound` without this flag.
             self.needs_dispatch = True
         if not task.is_withdrawn:
             task.is_withdrawn = True
@@ -766,7 +766,7 @@ class Dispatcher(DispatcherBase):
         return 0 if self.abandoned or (self.closing and not self._unfinished()) else self.size
 
     def _close(self, cancel: bool, running: bool) -> None:
-        # A Ctrl-C in `_enqueue` may have left a dedicated task without this flag.
+        # A Ctrl-C in `_enqueue` may have left an inbound or dedicated task without this flag.
         self.closing = self.needs_dispatch = True
         if cancel:
             self.has_cancelled = True

@@ -48,8 +48,8 @@ def end_by_sigint() -> None:
     """Have this process, which is exiting, end by SIGINT: a shell then sees that it was Ctrl-C.
 
     CPython does so after an unhandled `KeyboardInterrupt`, but not after one in an exit handler.
-    The signal comes after the interpreter's end, which has run all other exit handlers, written
-    what was buffered, and restored the default action of signals.
+    The signal comes after the interpreter's end, which has run all other exit handlers, flushed the
+    streams, and restored the default action of signals.
     """
     libc = ctypes.CDLL(None)
     for function, argument in (libc["raise"], _SIGINT), (libc["fflush"], None):  # called in reverse

@@ -269,7 +269,7 @@ class Joined(ServerConnection):
 
     def _send_outcomes(self) -> None:
         settled = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
-        # Taken after these, so that what a call has printed is sent before its result.
+        # Taken after the outcomes, so that the output of a call is sent before its result.
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         if lines:
             packed = [(line.text, line.drone, line.stream, line.tag) for line in lines]

@@ -172,7 +172,7 @@ def _debug_here(address: str) -> bool:
 
 def _talk(connection: socket.socket) -> None:
     """Run a session in the running cell until the debugger closes the connection. After the end of
-    the input, what the debugger still says is shown.
+    the input, the rest of the debugger's output is shown.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text, may_ask = "", True

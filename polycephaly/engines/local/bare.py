@@ -119,7 +119,7 @@ def start_bare_zygote(
 
 
 def main_and_settings() -> dict[str, Any]:
-    """Return what `multiprocessing` tells a child about this process and its main module."""
+    """Return the data of this process and its main module that `multiprocessing` gives a child."""
     main = vars(sys.modules["__main__"])
     has_spec = "__spec__" in main  # not in CPython 3.11 under `python -m pdb`
     main.setdefault("__spec__", None)

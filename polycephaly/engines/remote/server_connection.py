@@ -152,7 +152,7 @@ class ServerConnection(EventLoop):
         self._receive()
 
     def _check_connection(self) -> None:
-        """Note what the monitor tells. Called when its descriptor becomes readable."""
+        """Handle the events of the monitor, whose descriptor has become readable."""
         while has_input(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             kind = event["event"]

@@ -92,8 +92,8 @@ def on_loss(peer: PeerConnection) -> None:
     for op in operations.values():
         op.channel.withdraw_waiter(op)
     channels = {op.channel for op in operations.values()}
-    # Nobody gets a returned item before all are back. They come back in reverse, so that they are
-    # in the order of sending then.
+    # No receiver gets a returned item before all items are back. They come back in reverse, and are
+    # then in the order of sending.
     for channel in channels:
         channel.rare_state.is_matching = True
     try:
