@@ -596,9 +596,10 @@ class DroneExecutor:
 
     def beat(self) -> None:
         self._status_page.beats += 1
-        has_overlapped = self._overlap is not None and bool(self._overlap.running)
-        if has_overlapped:
-            self._status_page.holder = self._overlap.holder()  # type: ignore[union-attr]
+        overlap = self._overlap
+        if overlap is not None:
+            self._status_page.holder = overlap.holder()
+        has_overlapped = overlap is not None and bool(overlap.running)
         if has_overlapped or self._main_thread in promise.waiting_threads:
             # None if another thread is importing the module.
             green = getattr(sys.modules.get("polycephaly.green.scheduler"), "scheduler", None)
