@@ -21,6 +21,8 @@ from typing import Any
 current_frames = sys._current_frames
 """The frame in which each native thread is, by its identity."""
 
+get_frame = sys._getframe
+
 _FILE_NAME_INDEX = 10  # among the arguments of `CodeType`
 
 
@@ -166,7 +168,7 @@ def caller_stacklevel() -> int:
 
     From Python 3.12 on, `skip_file_prefixes` of `warnings.warn` finds it.
     """
-    frame, level = sys._getframe(1), 1
+    frame, level = get_frame(1), 1
     package = __name__.partition(".")[0] + "."
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
         frame, level = frame.f_back, level + 1

@@ -169,10 +169,6 @@ def _end_with_interpreter() -> None:
         end_by_sigint()
 
 
-_CALLERS = ("Promise._run_hooks", "Promise._run_all_hooks", "Promise.then.<locals>.on_settled")
-"""The functions that call callbacks of users, and are prepared for any error of these."""
-
-
 def _is_in_callback(frame: FrameType | None) -> bool:
     """Return whether `frame` is of a callback of users, which may block for ever."""
     module = ""
@@ -181,7 +177,9 @@ def _is_in_callback(frame: FrameType | None) -> bool:
         frame = frame.f_back
     # Logging: of the error of an earlier callback, by one of the callers.
     return (
-        frame is not None and module not in ("", "logging") and frame.f_code.co_qualname in _CALLERS
+        frame is not None
+        and module not in ("", "logging")
+        and frame.f_code in Promise._callback_callers
     )
 
 

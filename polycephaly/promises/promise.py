@@ -381,7 +381,7 @@ class Promise(Future[T], Handle, Generic[T]):
                 follow(done)
                 return
             try:
-                value = fn(done.result())
+                value = done._apply(fn)
                 if isinstance(value, Promise):
                     _check_no_cycle(value, after)
             except BaseException as error:
@@ -637,6 +637,14 @@ class Promise(Future[T], Handle, Generic[T]):
                 raise worst
             finally:
                 worst = None
+
+    def _apply(self, fn: Callable[[T], U]) -> U:
+        return fn(self.result())
+
+    _callback_callers = frozenset(
+        function.__code__ for function in (_run_hooks, _run_all_hooks, _apply)
+    )
+    """The code that calls callbacks of users, and is prepared for any error of these."""
 
     def _wait(self, timeout: float | None) -> None:
         if not self.done():

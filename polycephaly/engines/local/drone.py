@@ -177,7 +177,7 @@ class LocalDrone(DroneExecutor):
     def _open_debugger(self, *args: Any, **kwargs: Any) -> None:
         from ...drone.debugger import open_debugger
 
-        frame = sys._getframe(1)
+        frame = _compat.get_frame(1)
         with self._debugger_lock:
             debugger = self._debugger
             if debugger is None or not debugger.takes(get_ident()):
