@@ -29,12 +29,15 @@ _SCRIPTS = {
 }
 
 
-def _first_answer(peer: str) -> tuple[float, int]:
-    """Milliseconds until it came, and the memory of all processes then."""
+def _first_answer(peer: str, settle: float = 0.0) -> tuple[float, int]:
+    """Milliseconds until it came, and the memory of all processes `settle` seconds later: other
+    workers may still be being forked.
+    """
     began = time.perf_counter()
     with PEERS[peer].start(WORKERS) as workers:
         assert workers.result(workers.submit(noop, 7)) == 7
         took = time.perf_counter() - began
+        time.sleep(settle)
         return took * 1e3, pss_of_all()
 
 
@@ -64,7 +67,7 @@ def image(peer: str, sizes: Sizes) -> Figures:
     held = bytearray(size)
     held[::4096] = b"\1" * len(range(0, size, 4096))
     before = pss_of_all()
-    took, after = _first_answer(peer)
+    took, after = _first_answer(peer, settle=1.0)
     return {"ms": took, "growth_mib": (after - before) / (1 << 20), "image_mib": size / (1 << 20)}
 
 

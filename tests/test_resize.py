@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from engines import poly as any_poly
@@ -390,6 +391,31 @@ def test_a_drone_reserved_for_resources_does_not_keep_the_pool_busy():
     pool.submit(abs, (-1,), {}, task_options=TaskOptions(None, 0, 0, (("r", 1),)))
     give(pool, wait)
     assert pool.queue and not pool.wants_tasks
+
+
+def test_a_pool_has_begun_when_its_first_drone_has_started(reactor):
+    dispatcher = dispatcher_of(reactor, 3, ready=False)
+    assert not dispatcher.begun.done()
+    dispatcher.handles[0].starts()
+    assert dispatcher.begun.done()
+    dispatcher.handles[0].says_hello()
+    given = give(dispatcher, task)
+    dispatcher.handles[0].answers(given, 5)
+    assert given.result() == 5
+
+
+def test_a_pool_too_large_for_a_limit_breaks_with_the_limits_name(reactor):
+    dispatcher = dispatcher_of(reactor, 3, ready=False)
+    first, second, _ = dispatcher.handles
+    first.starts()
+    first.says_hello()
+    given = give(dispatcher, task)
+    dispatcher.supervisor.on_not_started(second, OSError(errno.EAGAIN, "no more processes"))
+    reactor.turn()
+    with pytest.raises(BrokenProcessPool, match=r"not all drones .* no more processes"):
+        given.result()
+    with pytest.raises(BrokenProcessPool, match="no more processes"):
+        dispatcher.submit(task, (), {})
 
 
 def test_drones_that_cannot_be_forked_are_tried_again_once_a_second():

@@ -744,11 +744,11 @@ class Dispatcher(DispatcherBase):
         self.abandon()
 
     def give_up_starting(self, error: BaseException) -> None:
-        """Break the pool because no drone can start. If the pool has not begun, its constructor
+        """Break the pool because drones cannot start. If the pool has not begun, its constructor
         raises `error` as it is.
         """
         self.break_pool(
-            pool_error("no drone can be started", error) if self.begun.done() else error
+            pool_error("not all drones can be started", error) if self.begun.done() else error
         )
 
     # -- holding the reactor's lock: size and end --------------------------------------------------

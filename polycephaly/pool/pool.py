@@ -120,8 +120,9 @@ class Pool(ExecutorBase):
     ValueError
         If a number or name is out of range, or the cluster lacks the resources.
     OSError
-        If the machine's limits do not allow so many drones (those already started are ended), or no
-        cluster is reached.
+        If the machine's limits do not allow the first drone, or descriptors for all, or no cluster
+        is reached. If a limit stops a later drone, after the pool has begun, the pool breaks with
+        this error as the cause.
     ImportError
         If the engine is not installed.
 

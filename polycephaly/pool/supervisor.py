@@ -62,6 +62,7 @@ class Supervisor:
         self._config = dispatcher.config
         self._numbers = itertools.count(1)
         self.first: DroneHandle | None = None
+        self._was_complete = False  # as many drones as wanted have started
         self._failed_starts = 0
         self._retry: Timer | None = None  # tries a failed start again
         self.too_large_in_a_row = 0  # drones in a row that were too large before their first task
@@ -122,8 +123,10 @@ class Supervisor:
         return True
 
     def on_start_error(self, error: BaseException) -> None:
-        """Handle a drone that could not be started. If other drones are ready, try again later."""
-        if self._dispatcher.begun.done() and any(
+        """Handle a drone that could not be started. If other drones are ready, try again later,
+        unless the pool was never complete: its size is too large for a limit, then.
+        """
+        if self._was_complete and any(
             each.state is State.READY for each in self._dispatcher.handles
         ):
             text = "a drone of %s could not be started, and will be tried again: %s"
@@ -138,20 +141,21 @@ class Supervisor:
         # A drone that no zygote starts could not be observed before.
         self._dispatcher.schedule_health_check()
         self._dispatcher.settle_signal(handle.pid_known)
-        if all(each.pid for each in self._dispatcher.handles):
-            self._dispatcher.settle_signal(self._dispatcher.begun)
-        self._settle_refreshes()
+        # The first drone can work while the others are forked.
+        self._dispatcher.settle_signal(self._dispatcher.begun)
+        self._check_complete()
 
-    def _settle_refreshes(self) -> None:
+    def _check_complete(self) -> None:
         """Settle the `refresh` calls if all drones have started."""
         if self._dispatcher.handles and all(each.pid for each in self._dispatcher.handles):
+            self._was_complete = True
             while self._pending_refreshes:
                 self._dispatcher.settle_signal(self._pending_refreshes.pop())
 
     def on_not_started(self, handle: DroneHandle, error: BaseException) -> None:
         self._remove(handle)
         self.on_start_error(error)
-        self._settle_refreshes()
+        self._check_complete()
 
     def on_hello(self, handle: DroneHandle) -> None:
         """Handle the first message of a drone: send its initializer, if there is one."""
@@ -344,7 +348,7 @@ class Supervisor:
         self._dispatcher.stack_requests.on_drone_died(handle)
         self._dispatcher.release_preferred(handle)
         self.start_missing()
-        self._settle_refreshes()  # the drone may have been the last that had not started
+        self._check_complete()  # the drone may have been the last that had not started
 
     def _on_unexpected_death(self, handle: DroneHandle, error: DroneDied, before: State) -> None:
         on_death = self._config.on_death
