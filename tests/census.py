@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from polycephaly.engines.local import native_threads as native
+from polycephaly.pool import reactor
 
 MARKER = "POLYCEPHALY_TEST_RUN"
 MARKER_FD = 700
@@ -204,6 +205,14 @@ _RAYS_OWN = re.compile(
 def ray_is_up() -> bool:
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
+
+
+def wait_for_drones() -> None:
+    """Wait until all drones of this process have been forked. A pool of a module's fixture is made
+    before the first census, and does not wait for the drones after the first."""
+    for tenant in reactor._reactor.tenants[:] if reactor._reactor else ():
+        for handle in tenant.handles[:]:
+            handle.pid_known.result()
 
 
 def wait_for_actors() -> None:

@@ -287,6 +287,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     census.wait_for_actors()
+    census.wait_for_drones()
     faults.bind_zeromq()
     before = census.Census.take()
     _set_hard_deadline(request.node)

@@ -16,6 +16,7 @@ from test_promises_within import *  # noqa: F403 - run again, on this engine
 import polycephaly as poly
 from polycephaly import DroneDied, Kept
 from polycephaly.runtime.tuning import tuning
+from polycephaly.wire import placeholders
 
 ran = []
 pool_at_hand = []
@@ -265,6 +266,7 @@ def test_values_are_kept_in_their_pool_only(pool):
         assert pool.doit(lambda a, b: a + b, first, second) == "ab"
         with pytest.raises(TypeError, match="kept"):
             other.doit(len, first)
+    wait_for(lambda: placeholders.inline_store is None)  # the last turn ends after its answer
     with pytest.raises(RuntimeError, match="no drone"):
         Kept(1)
 

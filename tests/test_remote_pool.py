@@ -53,6 +53,8 @@ def test_the_items_of_a_clients_map_are_told(remote, tmp_path):
     results = remote.map(hold_until, [gate] * 5)  # not known as short, so each is sent alone
     try:
         wait_for(lambda: {each["item"] for each in remote.status()["drones"]} == {0, 1})
+        # A task that was sent to a drone counts as running: it may be about to begin.
+        wait_for(lambda: all(stack.task for stack in remote.stacks()))
         for stack in remote.stacks():
             assert f"hold_until #{stack.number}, item {stack.item}, for" in str(stack)
     finally:

@@ -10,14 +10,15 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from engines import poly as any_poly
 from faults import append, hold_until, lines, wait_for
-from in_time import FakeReactor, dispatcher_of, give, make_ready
+from in_time import PID, FakeReactor, dispatcher_of, give, make_ready
 
 import polycephaly as poly
 from polycephaly import Promise
+from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.map_source import Source
 from polycephaly.pool.supervisor import surplus
-from polycephaly.wire.messages import RECALL, STOP
+from polycephaly.wire.messages import HELLO, PROTOCOL, RECALL, STOP, Malformed, pack_numbers
 
 
 def task(*inputs):
@@ -431,3 +432,17 @@ def test_drones_that_cannot_be_forked_are_tried_again_once_a_second():
             pool.supervisor.on_not_started(handle, OSError(errno.EAGAIN, "no more processes"))
             reactor.pass_(0.1)
     assert tries <= 7 * 8 and replaced.done()  # five seconds have passed
+
+
+def test_the_pid_of_a_drone_is_known_once_it_takes_tasks(reactor):
+    """The zygote's report of it may be read after the drone's first message."""
+    dispatcher = dispatcher_of(reactor, 1, ready=False)
+    (handle,) = dispatcher.handles
+    for wrong in ((), (PROTOCOL,), (PROTOCOL, 1, 2), (PROTOCOL + 1, 1)):
+        with pytest.raises(Malformed, match="speaks protocol"):
+            handle_message(dispatcher, handle, pack_numbers(HELLO, wrong))
+    handle_message(dispatcher, handle, pack_numbers(HELLO, (PROTOCOL, PID)))
+    assert handle.state is State.READY and handle.pid == PID
+    assert not dispatcher.begun.done()
+    handle.starts()
+    assert dispatcher.begun.done() and handle.pid == PID + handle.number  # the zygote is believed

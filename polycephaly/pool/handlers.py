@@ -70,9 +70,10 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         ):
             dispatcher.reactor.deliver(handle.warn_of_no_room)
     elif kind == HELLO:
-        versions = unpack_numbers(frames)
-        if versions[:1] != (PROTOCOL,):
-            raise Malformed(f"drone {handle.name} speaks protocol {versions[:1]}, not {PROTOCOL}")
+        protocol, *pids = unpack_numbers(frames) or (0,)
+        if protocol != PROTOCOL or len(pids) != 1:
+            raise Malformed(f"drone {handle.name} speaks protocol {protocol}, not {PROTOCOL}")
+        handle.pid = handle.pid or pids[0]  # the zygote's report may be read later
         dispatcher.supervisor.on_hello(handle)
     elif kind == RETURNED:
         dispatcher.requeue_returned(handle, unpack_numbers(frames))
