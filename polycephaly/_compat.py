@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import sys
+import tempfile
 import threading
 from _signal import getsignal as getsignal  # type: ignore[import-not-found]
 from _signal import signal as signal  # `signal.signal` takes five times as long
@@ -22,6 +23,8 @@ current_frames = sys._current_frames
 """The frame in which each native thread is, by its identity."""
 
 get_frame = sys._getframe
+
+TemporaryFile = tempfile._TemporaryFileWrapper
 
 _FILE_NAME_INDEX = 10  # among the arguments of `CodeType`
 

@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import subprocess
+import tempfile
 
 import pytest
 
@@ -180,3 +181,29 @@ def test_an_epoll_of_the_main_image_is_not_a_drones():
             pool.doit(use)
             pair[1].send(b"x")
             assert epoll.poll(30)
+
+
+def test_a_connection_of_multiprocessing_is_refused_in_both_directions():
+    """Its number would arrive, and its end would close another's file."""
+    mine, other = multiprocessing.Pipe()
+    with mine, other, poly.Pool(1) as pool:
+        for work, *args in [(len, mine), (len, [mine, lambda: 0]), (multiprocessing.Pipe,)]:
+            with pytest.raises(TypeError, match="initargs"):
+                pool.promise(work, *args).result()
+        assert pool.doit(abs, -1) == 1
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "w+b"])
+def test_a_temporary_file_is_refused_and_stays(mode):
+    with tempfile.NamedTemporaryFile(mode) as file, poly.Pool(1) as pool:
+        with pytest.raises(TypeError, match="temporary file"):
+            pool.doit(len, file)
+        assert os.path.exists(file.name)
+
+
+def test_the_environment_is_the_drones_own():
+    with poly.Pool(1, initializer=os.environ.update, initargs=({"POLY_A": "1"},)) as pool:
+        assert pool.doit(os.environ.get, "POLY_A") == "1"
+        pool.doit(os.environb.__setitem__, b"POLY_B", b"2")
+        assert pool.doit("import os; os.getenv('POLY_B')") == "2"
+    assert "POLY_A" not in os.environ

@@ -6,13 +6,18 @@ Both picklers of this package use them. The first attempt, by `pickle.dumps`, do
 from __future__ import annotations
 
 import array
+import copyreg
 import functools
+import os
 import threading
 from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, NoReturn
+
+from .. import _compat
 
 
 def _reduce_memoryview(view: memoryview) -> tuple[Any, tuple[Any, ...]]:
@@ -60,6 +65,32 @@ def _reduce_partial_method(method: Any) -> tuple[Any, ...]:
     return type(method), (method.func, *method.args), vars(method)
 
 
+def _reduce_environment(environment: Any) -> Any:
+    """By name: a drone has its own, and `os.environ.update` is a task or an initializer there."""
+    for name in ("environ", "environb"):
+        if environment is getattr(os, name):
+            return getattr, (os, name)
+    return object.__reduce_ex__(environment, 5)
+
+
+def _refuse_temporary_file(file: Any) -> NoReturn:
+    raise TypeError(
+        f"{file.name} is a temporary file, which its last copy would delete: pass its name"
+    )
+
+
+def _refuse_connection(connection: Connection) -> NoReturn:
+    raise TypeError(
+        "a connection of multiprocessing is open in its own process only: pass it as one of the "
+        "`initargs`, or use a green.Channel"
+    )
+
+
+# For all picklers but that of `multiprocessing`, which has its own way. The plain pickler would
+# copy the number of the descriptor, and the copy's finalizer would close another's file.
+copyreg.pickle(Connection, _refuse_connection)
+
+
 _MADE_BY_INIT = ("lock", "_method_cache")
 """Unpicklable attributes in CPython 3.11 (cached_property), 3.13.0 (singledispatchmethod)."""
 
@@ -71,6 +102,8 @@ REDUCERS: dict[Any, Any] = {
     functools.cached_property: _reduce_descriptor,
     functools.partialmethod: _reduce_partial_method,
     functools.singledispatchmethod: _reduce_descriptor,
+    type(os.environ): _reduce_environment,
+    _compat.TemporaryFile: _refuse_temporary_file,
 }
 
 

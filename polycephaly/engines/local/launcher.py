@@ -187,7 +187,7 @@ class Launcher:
         """Send a signal to the zygote. After SIGKILL, the kernel ends its drones."""
         if self._reaped:
             return
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # the zygote has ended, or other code has closed the descriptor
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, number)
             else:  # the pid is another process's only if other code has reaped the zygote
