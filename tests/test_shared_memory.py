@@ -1425,6 +1425,15 @@ def test_a_limit_of_the_kernels_own_for_the_size_of_files():
     assert done.stderr.count("RuntimeWarning") == 1
 
 
+def test_a_long_list_of_places_in_shared_memory_is_no_large_value():
+    """Each array adds 16 bytes: together they are longer than the least that goes there."""
+    with warnings.catch_warnings(record=True) as warned, poly.Pool(1) as pool:
+        got = pool.doit(lambda: [np.zeros(8192) for _ in range(4200)])
+        assert len(got) == 4200 and pool.status()["shared_memory"]
+        del got
+    assert not warned
+
+
 # -- many ------------------------------------------------------------------------------------------
 
 

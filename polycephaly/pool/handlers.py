@@ -66,7 +66,8 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         outcomes = unpack_outcomes(frames)
         _handle_results(dispatcher, handle, outcomes)
         if len(frames) > 2 and any(
-            len(each[4]) >= MIN_LARGE_BYTES and each[1] & ~SHARED != ERROR for each in outcomes
+            len(each[4]) >= MIN_LARGE_BYTES and each[1] != ERROR and not each[1] & SHARED
+            for each in outcomes
         ):
             dispatcher.reactor.deliver(handle.warn_of_no_room)
     elif kind == HELLO:
