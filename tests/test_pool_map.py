@@ -797,4 +797,26 @@ def test_two_threads_that_read_at_once_get_an_error_both(pool, tmp_path):
     read()
     append(gate, "open")
     reader.join(60)
-    assert len(errors) == 2
+    read()  # a third one, too, and all later ones
+    read()
+    assert len(errors) == 4
+
+
+@pytest.mark.parametrize("ends_by", ["close", "an error of a call"])
+def test_the_input_is_dropped_with_the_results(pool, ends_by):
+    ended = []
+
+    def items():
+        try:
+            yield from itertools.count()
+        finally:
+            ended.append(True)
+
+    results = pool.map(lambda n: 1 // (3 - n), items())
+    assert next(results) == 0
+    if ends_by == "close":
+        results.close()
+    else:
+        with pytest.raises(ZeroDivisionError):
+            list(results)
+    assert ended == [True]

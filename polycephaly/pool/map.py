@@ -81,8 +81,8 @@ def start_map(stream: Ordered) -> Results[Any]:
 
 
 class _OneConsumer:
-    """The batches of `_generate`, for one thread at a time. `chain` ends with the first error, so
-    without this the thread that waits for a batch would take the error of another for the end.
+    """The batches of `_generate`, for one thread at a time. `chain` ends with the first error of
+    this, so a thread would take the error of another for the end. The error is a batch's, instead.
     """
 
     def __init__(self, batches: Iterator[Iterable[Any]], label: str) -> None:
@@ -95,19 +95,22 @@ class _OneConsumer:
         return self
 
     def __next__(self) -> Iterable[Any]:
-        if self._lock.acquire(blocking=False):
+        if not self._is_shared and self._lock.acquire(blocking=False):
             try:
                 batch = next(self._batches)
             finally:
                 self._lock.release()
         else:
             self._is_shared = True
-        if self._is_shared:
-            raise RuntimeError(
-                f"two threads read the results of map({self._label}, ...) at once: read them in "
-                "one, and pass them on by a queue"
-            )
-        return batch
+        return _refuse_threads(self._label) if self._is_shared else batch
+
+
+def _refuse_threads(label: str) -> Iterator[Any]:
+    raise RuntimeError(
+        f"two threads read the results of map({label}, ...) at once: read them in one, and pass "
+        "them on by a queue"
+    )
+    yield
 
 
 def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
@@ -361,6 +364,7 @@ class Ordered:
             self.pool = None
             # An error of the map refers to this by its traceback, and must not keep the results.
             self._tasks.clear()
+            self.source.drop_input()
 
     def _add(self, task: Task) -> None:
         self._tasks.append(task)

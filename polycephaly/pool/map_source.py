@@ -196,6 +196,11 @@ class Source:
         if self.error is not None:  # an iterator may go on after its error
             self._rows = iter(rows)
 
+    def drop_input(self) -> None:
+        """Take no more of the input. A generator, say, is closed if no other code refers to it."""
+        self.exhausted, self._range = True, None
+        self._rows = self._sized_rows = iter(())
+
     def best_size(self) -> int:
         """Return the best number of calls in a task."""
         definition, seconds = self._definition, self._definition.seconds
