@@ -25,6 +25,7 @@ from faults import (
     segfault,
     wait_for,
 )  # fmt: skip
+from scripts import run_script
 
 from polycephaly.runtime.tuning import tuning
 
@@ -471,3 +472,17 @@ def test_whatever_is_submitted_while_a_pool_breaks_is_settled():
         for p in (p for promises in made for p in promises):
             with contextlib.suppress(CancelledError):
                 assert isinstance(p.exception(30), poly.DroneDied | RuntimeError | None)
+
+
+@local_only
+def test_a_task_that_is_lost_at_the_programs_end_gives_that_as_the_reason():
+    done = run_script("""
+        import threading, time
+        import polycephaly as poly
+        pool = poly.Pool(1)
+        task = pool.promise(time.sleep, 1000)
+        while not task.running():
+            time.sleep(0.01)
+        threading.Thread(target=lambda: print(task.exception()), daemon=True).start()
+    """)
+    assert "because the program ends, while running sleep" in done.stdout, done.stderr

@@ -106,7 +106,7 @@ class Tenant:
         except Exception as error:
             self.fail(error)
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str = "") -> None:
         """End now."""
 
     def finish(self) -> None:
@@ -263,8 +263,9 @@ class Reactor(EventLoop):
                 # thread has.
                 if self._lock.acquire(timeout=TICK_SECONDS):
                     try:
-                        self._read_fast(self._fast_epoll.poll(0))
-                        self._run_tenants(self.timers.now())
+                        if not self.has_ended:
+                            self._read_fast(self._fast_epoll.poll(0))
+                            self._run_tenants(self.timers.now())
                     finally:
                         self._lock.release()
                 if self._deliveries or self._can_send():
@@ -373,7 +374,7 @@ class Reactor(EventLoop):
 
     def abandon_all(self) -> None:
         for tenant in list(self.tenants):
-            tenant.abandon()
+            tenant.abandon("the program ends")
 
     # -- the reactor's thread ----------------------------------------------------------------------
 
