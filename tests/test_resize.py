@@ -13,7 +13,7 @@ from faults import append, hold_until, lines, wait_for
 from in_time import PID, FakeReactor, dispatcher_of, give, make_ready
 
 import polycephaly as poly
-from polycephaly import Promise
+from polycephaly import DroneDied, Promise
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.map_source import Source
@@ -357,6 +357,22 @@ def test_a_drone_that_the_zygote_could_not_fork_is_tried_again():
     assert not pool.broken and len(pool.handles) == 1
     reactor.pass_(1.0)
     assert len(pool.handles) == 2
+
+
+def test_a_limit_that_passes_does_not_break_a_pool_without_a_drone():
+    reactor = FakeReactor()
+    pool = dispatcher_of(reactor, 1)
+    given = give(pool, task)
+    pool.handles[0].dies()
+    assert isinstance(given.exception(), DroneDied)
+    waits = give(pool, task)
+    for _ in range(5):
+        pool.supervisor.on_not_started(pool.handles[-1], OSError(errno.EMFILE, "too many files"))
+        assert not pool.handles
+        reactor.pass_(1.0)
+    make_ready(pool)
+    pool.handles[0].answers(waits, 5)
+    assert waits.result() == 5
 
 
 @pytest.mark.parametrize("retries", [0, 3])

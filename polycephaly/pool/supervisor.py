@@ -14,6 +14,7 @@ Methods are called while holding the reactor's lock, unless their docstrings say
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import signal
@@ -45,7 +46,8 @@ STOP_GRACE_SECONDS = 5.0  # seconds for a drone's exit handlers
 LATE_RESULTS_SECONDS = 0.25  # seconds to wait for results that a drone had sent before its death
 MAX_FAILED_STARTS = 3
 MAX_KILLED_STARTS = 100  # in a row, if the drones were killed from outside this package
-START_RETRY_SECONDS = 1.0  # seconds after a failed start, if other drones are there
+START_RETRY_SECONDS = 1.0  # seconds after a failed start of a pool that was complete
+PASSING_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Supervisor:
@@ -123,11 +125,13 @@ class Supervisor:
         return True
 
     def on_start_error(self, error: BaseException) -> None:
-        """Handle a drone that could not be started. If other drones are ready, try again later,
-        unless the pool was never complete: its size is too large for a limit, then.
+        """Handle a drone that could not be started. If other drones are ready, or the process has
+        reached a limit, try again later; unless the pool was never complete: its size is too large
+        for the limit, then.
         """
-        if self._was_complete and any(
-            each.state is State.READY for each in self._dispatcher.handles
+        if self._was_complete and (
+            getattr(error, "errno", None) in PASSING_ERRORS
+            or any(each.state is State.READY for each in self._dispatcher.handles)
         ):
             text = "a drone of %s could not be started, and will be tried again: %s"
             log.warning(text, self._config.name, error)
