@@ -246,7 +246,8 @@ class Zygote:
                     # 0 does not hold for a program that takes core files from the kernel.
                     with suppress(OSError):
                         resource.prlimit(pid, resource.RLIMIT_CORE, (1, 1))
-                os.kill(pid, with_signal)
+                with suppress(PermissionError):  # the drone has become another user's, as of `sudo`
+                    os.kill(pid, with_signal)
 
     def _drone_main(self, order: Order, stream_fds: list[int], zygote: int) -> NoReturn:
         """Run a drone to its end, in the forked child."""

@@ -23,7 +23,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,11 @@ _DEATH_ERRORS = (
     NodeDiedError,
     WorkerCrashedError,
 )  # after each of these the actor counts as dead, and `on_call_failed` kills the actor to be sure
+
+
+@cache  # because Ray keeps each remote function that is made
+def _remote(act: Callable[..., Any]) -> Any:
+    return ray.remote(act)
 
 
 class RayEngine(Engine):
@@ -232,7 +237,7 @@ class RayEngine(Engine):
 
     def _remote_on_node(self, node: str, act: Callable[..., Any]) -> Any:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(act).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+        return _remote(act).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
 
     def forget(self, handle: RayHandle) -> None:
         if not self._ended and self.is_connected():
