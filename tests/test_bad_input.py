@@ -174,6 +174,20 @@ def test_a_file_descriptor_limit_is_named_and_everything_started_ended():
 
 
 @local_only
+def test_a_file_size_limit_too_low_for_a_drone_is_named():
+    done = run_script("""
+        import resource
+        import polycephaly as poly
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+        try:
+            poly.Pool(1)
+        except OSError as error:
+            print("file size limit" in str(error) and "RLIMIT_FSIZE" in str(error))
+    """)
+    assert done.stdout == "True\n", done.stderr
+
+
+@local_only
 def test_descriptors_that_run_out_while_drones_start_are_named_too():
     done = run_script("""
         import os, resource

@@ -102,6 +102,7 @@ def name_limit(error: Exception) -> BaseException:
         return error
     limits = {
         errno.EAGAIN: ("process limit", "RLIMIT_NPROC; see ulimit -u"),
+        errno.EFBIG: ("file size limit", "RLIMIT_FSIZE; see ulimit -f"),
         errno.EMFILE: ("file descriptor limit", "RLIMIT_NOFILE; see ulimit -n"),
         errno.ENFILE: ("the system's file descriptor limit", "fs.file-max"),
         errno.ENOMEM: ("memory limit", "RLIMIT_AS, or the machine's memory"),

@@ -122,6 +122,9 @@ class Card:
         try:
             data: dict[str, Any] = json.loads(text)
             known = {each.name for each in fields(cls)}
+            missing = {"address", "server", "public", "secret"}.difference(data)
+            if missing:
+                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
             card = cls(**{name: data[name] for name in data if name in known})
             check_address(card.address)
             for key in (card.server, card.public, card.secret):
