@@ -802,7 +802,7 @@ def test_top_puts_first_the_drones_that_use_most() -> None:
         rates.update(status, now[0])
         console = Console(width=100, height=24, file=io.StringIO())
         drones = _sort(status["drones"], rates, order)
-        console.print(_render(status, drones, rates, None, console.size))
+        console.print(_render(status, drones, rates, None))
         lines = [line.split() for line in console.file.getvalue().splitlines() if "lab." in line]
         return [f"{line[0]} {line[7]}" if "%" in line[7] else line[0] for line in lines]
 

@@ -1,4 +1,4 @@
-"""Tables for people: `rich` on a terminal, aligned text elsewhere. Programs request JSON.
+"""Tables for people, by `rich`; aligned text without colours in a pipe. Programs request JSON.
 
 Text from a pool is untrusted: none is treated as markup, and control characters are replaced.
 """
@@ -15,6 +15,7 @@ import click
 from .reach import one_line_errors
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
     from rich.table import Table
 
 _COLOURS = {
@@ -25,8 +26,7 @@ _COLOURS = {
     "unresponsive": "bold red",
 }
 
-COLUMN_GAP = 3  # characters between two columns
-MIN_CUT_WIDTH = 10  # of a column that is cut
+MAX_PIPE_WIDTH = 1_000_000  # characters of a line
 
 
 class Column(NamedTuple):
@@ -64,50 +64,40 @@ def as_json(value: Any) -> None:
 
 @one_line_errors()
 def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
-    if is_terminal(sys.stdout):
-        from rich.console import Console
+    from rich.console import Console
 
-        console = Console()
-        console.print(grid(columns, rows, console.width))
-        return
-    cells = [
-        [column.title for column in columns],
-        *([printable(cell) for cell in row] for row in rows),
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        padded = [
-            cell.rjust(width) if column.right else cell.ljust(width)
-            for cell, width, column in zip(row, widths, columns, strict=True)
-        ]
-        click.echo("  ".join(padded).rstrip())
+    # In a pipe no cell is cut.
+    console = Console() if is_terminal(sys.stdout) else Console(width=MAX_PIPE_WIDTH)
+    with console.capture() as captured:
+        console.print(grid(columns, rows, plain=not is_terminal(sys.stdout)))
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip())
 
 
-def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], width: int) -> Table:
-    """Return a table for a terminal of that width; columns marked `cut` lose excess text."""
+def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], plain: bool = False) -> Table:
+    """Return a table; columns marked `cut` lose the text that is too much for the console."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widest = [
-        max(map(len, (column.title, *texts)))
-        for column, *texts in zip(columns, *cells, strict=True)
-    ]
-    fixed_width = sum(size for size, column in zip(widest, columns, strict=True) if not column.cut)
-    remaining = max(MIN_CUT_WIDTH, width - fixed_width - COLUMN_GAP * (len(columns) - 1))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(
+        box=None if plain else box.SIMPLE_HEAD,
+        padding=(0, 2, 0, 0) if plain else (0, 1),
+        pad_edge=False,
+        show_edge=False,
+    )
     for column in columns:
-        table.add_column(
-            column.title,
-            justify="right" if column.right else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            max_width=remaining if column.cut else None,
-        )
-    for row in cells:
-        table.add_row(*(Text(word, _COLOURS.get(word.partition(":")[0], "")) for word in row))
+        # Only where a column may wrap, it is made narrower; its cells do not wrap, and are cut.
+        justify: JustifyMethod = "right" if column.right else "left"
+        table.add_column(column.title, justify=justify, no_wrap=not column.cut, overflow="ellipsis")
+    for row in rows:
+        texts = map(printable, row)
+        table.add_row(*(Text(each, _style(each), no_wrap=True) for each in texts))
     return table
+
+
+def _style(cell: str) -> str:
+    return _COLOURS.get(cell.partition(":")[0], "")
 
 
 def printable(cell: object) -> str:

@@ -28,7 +28,7 @@ from .reach import POOL_NAME, connect_to
 from .tables import Column, duration, grid, is_terminal, mebibytes
 
 if TYPE_CHECKING:
-    from rich.console import ConsoleDimensions, RenderableType
+    from rich.console import RenderableType
 
     from ..engines.remote.client import RemotePool
 
@@ -42,6 +42,7 @@ MIN_PROCESSOR_SECONDS = 0.9
 """The shortest time over which the use of processors is computed: the kernel counts hundredths of
 a second, and joined hosts report once a second.
 """
+OTHER_LINES = 6  # on the screen, beside those of drones
 _CPU = 5
 _COLUMNS = (*DRONES[:_CPU], Column("CPU", right=True), *DRONES[_CPU:])
 
@@ -88,10 +89,9 @@ def top(name: str, every: float) -> None:
                 status, due = pool.status(), monotonic() + every
                 rates.update(status, monotonic())
                 while True:
-                    drones = _sort(status["drones"], rates, order)[: _rows(console.size)]
-                    live.update(
-                        _render(status, drones, rates, selected, console.size), refresh=True
-                    )
+                    drones = _sort(status["drones"], rates, order)
+                    drones = drones[: max(1, console.height - OTHER_LINES)]
+                    live.update(_render(status, drones, rates, selected), refresh=True)
                     key = keys.next(due - monotonic())
                     if key in _QUIT:
                         return
@@ -132,11 +132,6 @@ class Rates:
                 self._measured[number] = now, used
 
 
-def _rows(size: ConsoleDimensions) -> int:
-    """Return how many drones a terminal of that size shows."""
-    return max(1, size.height - 6)
-
-
 def _sort(drones: list[dict[str, Any]], rates: Rates, order: str) -> list[dict[str, Any]]:
     """Return the drones with their use of processors, in the order of that key."""
     with_cpu = [drone | {"cpu": rates.processor.get(drone["number"])} for drone in drones]
@@ -162,11 +157,7 @@ def _act(pool: RemotePool, key: str, drone: dict[str, Any]) -> None:
 
 
 def _render(
-    status: dict[str, Any],
-    shown: list[dict[str, Any]],
-    rates: Rates,
-    selected: int | None,
-    size: ConsoleDimensions,
+    status: dict[str, Any], shown: list[dict[str, Any]], rates: Rates, selected: int | None
 ) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -185,7 +176,7 @@ def _render(
             f"{rates.tasks:,.0f}/s, {memory}"
         ),
         Text(),
-        grid(_COLUMNS, [_row(drone, status["host"], selected) for drone in shown], size.width),
+        grid(_COLUMNS, [_row(drone, status["host"], selected) for drone in shown]),
         Text(omitted),
     )
 
