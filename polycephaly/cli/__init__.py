@@ -18,16 +18,14 @@ import click
 from ..runtime.version import __version__
 from .attach import attach
 from .bench import bench
-from .control import cancel, interrupt, refresh, resize
-from .dashboard import dashboard
+from .control import cancel, interrupt, refresh, resize, stop
 from .demo import demo
 from .doit import doit
 from .join import join
-from .listing import list_pools, ps
+from .listing import dashboard, list_pools, ps
 from .logs import logs
 from .stacks import stacks
 from .start import start
-from .stop import stop
 from .top import top
 
 INTERRUPTED = 130

@@ -1,8 +1,8 @@
-"""`polycephaly list` and `ps`: the running pools, and the state of one pool's drones."""
+"""`polycephaly list`, `ps` and `dashboard`: the running pools, and one pool's drones."""
 
 from __future__ import annotations
 
-from time import time
+from time import sleep, time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +23,8 @@ DRONES = (
     Column("MEMORY", right=True), Column("DONE", right=True), Column("CLIENT"),
     Column("RUNNING", cut=True),
 )  # fmt: skip
+
+LOOK_SECONDS = 2.0  # between two looks of `dashboard` whether the pool still answers
 
 JSON = click.option(
     "--json", "in_json", is_flag=True, help="Print JSON with all fields, for programs."
@@ -86,6 +88,30 @@ def ps(name: str, in_json: bool) -> None:
         as_json(status)
     else:
         show(DRONES, [drone_row(drone, status["host"]) for drone in status["drones"]])
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  polycephaly dashboard lab
+  polycephaly dashboard lab --port 8800
+
+\b
+The page shows the drones at work. With its first address, which contains a token, one may
+also interrupt tasks and kill drones. /metrics at the same address, with a token, is for
+Prometheus. Needs: pip install 'polycephaly[dashboard]'
+"""
+)
+@POOL_NAME
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0: a free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+def dashboard(name: str, port: int, host: str) -> None:
+    """Serve a live page of pool NAME, until Ctrl-C or the end of the pool."""
+    with connect_to(name) as pool, pool.dashboard(port, host=host) as page:
+        click.echo(f"{page.url}\nto look only: {page.read_only_url}")
+        while True:
+            sleep(LOOK_SECONDS)
+            pool.status()
 
 
 def status_of(name: str) -> dict[str, Any]:
