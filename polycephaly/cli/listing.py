@@ -48,16 +48,12 @@ def list_pools(in_json: bool) -> None:
     from ..engines.remote import pool_registry
 
     with one_line_errors():
-        queried = [(card, *_query(card)) for card in pool_registry.running_cards()]
-    pools = [
-        (card, status, error)
-        for card, status, error in queried
-        if status is not None or card.is_server_alive()
-    ]
+        found = [_pool(card) for card in pool_registry.running_cards()]
+    pools = [pool for pool in found if pool is not None]
     if in_json:
-        as_json([status or _card_fields(card) | {"error": error} for card, status, error in pools])
+        as_json(pools)
     elif pools:
-        show(POOLS, [_pool_row(card, status, error) for card, status, error in pools])
+        show(POOLS, [_pool_row(pool) for pool in pools])
     else:
         click.echo("no pool is running; start one with: polycephaly start NAME", err=True)
 
@@ -148,21 +144,23 @@ def _running(drone: dict[str, Any]) -> str:
     return str(Waiting(**attributes | {"since": time() - fields["seconds"]}))
 
 
-def _query(card: Card) -> tuple[dict[str, Any] | None, str]:
+def _pool(card: Card) -> dict[str, Any] | None:
+    """Return the status of a pool; its card's content if the pool does not answer; None if its
+    process has ended.
+    """
     try:
-        return status_of(card.name), ""
+        return status_of(card.name)
     except click.ClickException as error:
-        return None, error.message
+        known = {"name": card.name, "pid": card.pid, "address": card.address}
+        if not card.is_server_alive():
+            return None
+        return known | {"started": card.started, "error": error.message}
 
 
-def _card_fields(card: Card) -> dict[str, Any]:
-    return {"name": card.name, "pid": card.pid, "address": card.address, "started": card.started}
-
-
-def _pool_row(card: Card, status: dict[str, Any] | None, error: str) -> tuple[object, ...]:
-    up = duration(time() - card.started)
-    if status is None:
-        return card.name, card.pid, "?", "?", "?", "?", up, f"{card.address}: {error}"
-    busy = sum(drone["state"] == "busy" for drone in status["drones"])
-    size = len(status["drones"])
-    return card.name, card.pid, size, busy, status["queued"], status["clients"], up, card.address
+def _pool_row(pool: dict[str, Any]) -> tuple[object, ...]:
+    name, pid, address, up = pool["name"], pool["pid"], pool["address"], time() - pool["started"]
+    if "error" in pool:
+        return name, pid, "?", "?", "?", "?", duration(up), f"{address}: {pool['error']}"
+    busy = sum(drone["state"] == "busy" for drone in pool["drones"])
+    size = len(pool["drones"])
+    return name, pid, size, busy, pool["queued"], pool["clients"], duration(up), address
