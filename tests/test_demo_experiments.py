@@ -16,10 +16,9 @@ from polycephaly import green
 from polycephaly.demos.securities import generate, parse, report, server
 from polycephaly.demos.securities.experiments import (
     FUND_THREADS,
-    Computation,
     Experiment,
     ExperimentOutcome,
-    compare_computing,
+    computing,
     indicators,
     load_funds,
     parse_symbols,
@@ -329,13 +328,15 @@ def test_the_same_pages_are_parsed_and_computed_in_three_ways() -> None:
         (parse.nasdaq_listed, Document("q", "Symbol|Security Name|Test Issue\nA|a|N\nB|b|N")),
         (parse.funds, Document("f", "Fund Symbol|Fund Name\nC|c\nD|d")),
     ]
-    computations = list(compare_computing(pages, 2))
+    planned = computing(pages, 2)
+    computations = list(run(NOWHERE, planned))
     assert [(each.experiment.name, each.experiment.drones) for each in computations] == [
         ("sequential", 0), ("threads", 0), ("drones", 2),
     ]  # fmt: skip
     expected = [indicators(symbol) for symbol in "ABCD"]
     assert len(set(expected)) == 4
-    assert all(each.indicators == expected for each in computations)
+    assert all(each.load(NOWHERE) == {"indicators": expected} for each in planned)
+    assert report.equal(computations)
     result = report.as_json([outcome("sequential", 9.0, 0)], computations)["computing"]
     assert [each["name"] for each in result] == ["sequential", "threads", "drones"]
 
@@ -362,9 +363,6 @@ def test_the_closing_line_says_what_the_run_has_shown(
         outcome("III", waiting, 0, threads=13),
     ]
     seconds = {"sequential": 2.0, "threads": threads, "drones": drones}
-    line = report.conclusion(
-        outcomes,
-        [Computation(outcome(name, 0.0, 0).experiment, seconds[name], []) for name in seconds],
-    )
+    line = report.conclusion(outcomes, [outcome(name, seconds[name], 0) for name in seconds])
     assert said in line
     assert ("does not show" in line) == ("did not win" in said)

@@ -164,28 +164,28 @@ def securities(
     seconds = DEFAULT_LATENCY if latency is None else latency
     pool_options = {} if engine == "local" else {"engine": engine, "address": address, "retries": 3}
     host = _connect_to_ray(address) if engine == "ray" else "127.0.0.1"
-    outcomes: list[experiments.ExperimentOutcome] = []
     timelines: list[Timeline] = []
-    computations: list[experiments.Computation] = []
+
+    def run(planned: list[experiments.Experiment]) -> list[experiments.ExperimentOutcome]:
+        """Run experiments, and print a row for each."""
+        outcomes: list[experiments.ExperimentOutcome] = []
+        click.echo(f"\n{report.HEADER}")
+        for outcome in experiments.run(site, planned):
+            outcomes.append(outcome)
+            click.echo(report.row(outcome, baseline=outcomes[0]))
+        return outcomes
+
     try:
         with nullcontext(LiveSite()) if live else loopback(data, seconds, host) as site:
             wait = "" if live else f", {seconds:g} s before each answer"
-            click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.LEGEND}\n")
-            click.echo(report.HEADER)
-            plan = experiments.plan(drones, threads, timelines, pool_options)
-            for outcome in experiments.run(site, plan):
-                outcomes.append(outcome)
-                click.echo(report.row(outcome, baseline=outcomes[0]))
+            click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.LEGEND}")
+            outcomes = run(experiments.plan(drones, threads, timelines, pool_options))
             pages = site.load_pages()
     except SourceError as error:
         raise click.ClickException(str(error)) from error
     click.echo(report.summary(outcomes))
     click.echo(report.computing_legend(outcomes[0]))
-    click.echo(f"\n{report.HEADER}")
-    drones_for_computing = max(2, usable_processors())
-    for computation in experiments.compare_computing(pages, drones_for_computing, pool_options):
-        computations.append(computation)
-        click.echo(report.row(computation, baseline=computations[0]))
+    computations = run(experiments.computing(pages, max(2, usable_processors()), pool_options))
     click.echo(f"\n{report.conclusion(outcomes, computations)}")
     with one_line_errors():
         if json_file is not None:
@@ -194,7 +194,7 @@ def securities(
         if plot_file is not None:
             click.echo(f"\nThe combined run:\n{timelines[0]}")
             files.write(timelines[0], plot_file, "Five lists of securities", report.bars(outcomes))
-    same = all(each.indicators == computations[0].indicators for each in computations)
+    same = report.equal(computations)
     if not same:
         click.echo("THE INDICATORS DIFFER")
     if not (same and report.equal(outcomes)):

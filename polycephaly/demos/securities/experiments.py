@@ -6,8 +6,8 @@
     III         n green threads of this process do the same
     combined    five drones, one list each; the drone of funds uses 13 green threads
 
-These wait for pages. The second part computes: `compare_computing` parses the same pages, which
-are in memory by then, and computes indicators of their securities, in this process, by green
+These wait for pages. The second part computes: the experiments of `computing` parse the same pages,
+which are in memory by then, and compute indicators of their securities, in this process, by green
 threads, and by drones.
 
 To add an experiment, write a function that loads the lists from a site, and add it to `plan`.
@@ -49,7 +49,7 @@ above the moving average.
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A way to load the five lists, or to compute the indicators.
+    """A way to load the five lists, or to compute the list of indicators.
 
     `drones` is the number of drones, `threads` the number of threads in the process that loads the
     funds, or in this one.
@@ -58,7 +58,7 @@ class Experiment:
     name: str
     drones: int
     threads: int
-    load: Callable[..., Any]
+    load: Callable[[Site], Mapping[str, Sequence[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOut
     The time includes the start of the drones, the transport of the lists to this process, and the
     end of the drones.
     """
-    baseline: Lists | None = None
+    baseline: Mapping[str, Sequence[Any]] | None = None
     for experiment in experiments:
         site.clear_cache()
         start = perf_counter()
@@ -113,10 +113,9 @@ def run(site: Site, experiments: Sequence[Experiment]) -> Iterator[ExperimentOut
         if baseline is None:
             baseline = lists
         # Row for row, order included: the lists must not depend on the number of drones or threads.
-        differing = tuple(name for name in LISTS if lists[name] != baseline[name])
-        yield ExperimentOutcome(
-            experiment, seconds, {name: len(lists[name]) for name in LISTS}, differing
-        )
+        differing = tuple(name for name in baseline if lists[name] != baseline[name])
+        rows = {name: len(lists[name]) for name in baseline}
+        yield ExperimentOutcome(experiment, seconds, rows, differing)
 
 
 def sequential(site: Site) -> Lists:
@@ -204,40 +203,33 @@ def load_funds(threads: int, site: Site) -> list[Fund]:
 # -- the second part -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Computation:
-    """The indicators of the first securities, computed in one way, and the time taken."""
-
-    experiment: Experiment
-    seconds: float
-    indicators: list[Indicators]
-
-
-def compare_computing(
+def computing(
     pages: Sequence[Page], drones: int, pool_options: Mapping[str, Any] | None = None
-) -> Iterator[Computation]:
-    """Compute the same indicators in three ways, the baseline first. Nothing waits."""
-    thread_map = partial(green.map, width=FUND_THREADS)
-    for way in (
-        Experiment("sequential", 0, 1, partial(_compute, map)),
-        Experiment("threads", 0, FUND_THREADS, partial(_compute, thread_map)),
-        Experiment("drones", drones, 1, partial(_drones_compute, drones, pool_options or {})),
-    ):
-        start = perf_counter()
-        computed = way.load(pages)
-        yield Computation(way, perf_counter() - start, computed)
+) -> list[Experiment]:
+    """Return three ways to compute the same indicators, the baseline first. Nothing waits."""
+
+    def alone(site: Site) -> dict[str, list[Indicators]]:
+        return _compute(map, pages)
+
+    def by_threads(site: Site) -> dict[str, list[Indicators]]:
+        return _compute(partial(green.map, width=FUND_THREADS), pages)
+
+    def by_drones(site: Site) -> dict[str, list[Indicators]]:
+        with poly.Pool(drones, **pool_options or {}) as pool:
+            return _compute(pool.map, pages)
+
+    return [
+        Experiment("sequential", drones=0, threads=1, load=alone),
+        Experiment("threads", drones=0, threads=FUND_THREADS, load=by_threads),
+        Experiment("drones", drones=drones, threads=1, load=by_drones),
+    ]
 
 
-def _compute(map_: Callable[..., Iterable[Any]], pages: Sequence[Page]) -> list[Indicators]:
+def _compute(
+    map_: Callable[..., Iterable[Any]], pages: Sequence[Page]
+) -> dict[str, list[Indicators]]:
     symbols = [symbol for page in map_(parse_symbols, pages) for symbol in page]
-    return [*map_(indicators, symbols[:MAX_COMPUTED])]
-
-
-def _drones_compute(
-    drones: int, pool_options: Mapping[str, Any], pages: Sequence[Page]
-) -> list[Indicators]:
-    with poly.Pool(drones, **pool_options) as pool:
-        return _compute(pool.map, pages)
+    return {"indicators": [*map_(indicators, symbols[:MAX_COMPUTED])]}
 
 
 def indicators(symbol: str) -> Indicators:

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...timeline.picture import Bar
-from .experiments import MAX_COMPUTED, Computation, Experiment, ExperimentOutcome
-
-Timed = ExperimentOutcome | Computation
+from .experiments import MAX_COMPUTED, Experiment, ExperimentOutcome
 
 BAR_WIDTH = 50
 
@@ -36,7 +34,7 @@ MIN_SPEED_UP = 1.2
 """The speed-up from which a way is said to have won. Less may be chance."""
 
 
-def row(outcome: Timed, baseline: Timed) -> str:
+def row(outcome: ExperimentOutcome, baseline: ExperimentOutcome) -> str:
     """Return the line of an experiment below `HEADER`, with its speed-up against the baseline.
 
     The bar is relative to the baseline, too.
@@ -51,7 +49,9 @@ def computing_legend(outcome: ExperimentOutcome) -> str:
     return COMPUTING_LEGEND.format(count=min(MAX_COMPUTED, sum(outcome.rows.values())))
 
 
-def conclusion(outcomes: Iterable[ExperimentOutcome], computations: Sequence[Computation]) -> str:
+def conclusion(
+    outcomes: Iterable[ExperimentOutcome], computations: Sequence[ExperimentOutcome]
+) -> str:
     """Return the closing line: the talk's conclusion, or what this run did not show of it."""
     baseline, *others = outcomes
     waiting = max(
@@ -104,7 +104,7 @@ def equal(outcomes: Iterable[ExperimentOutcome]) -> bool:
 
 
 def as_json(
-    outcomes: Sequence[ExperimentOutcome], computations: Sequence[Computation] = ()
+    outcomes: Sequence[ExperimentOutcome], computations: Sequence[ExperimentOutcome] = ()
 ) -> dict[str, Any]:
     """Return the sizes of the lists, whether they are equal, and the time of each experiment."""
     return {
@@ -115,7 +115,7 @@ def as_json(
     }
 
 
-def _timed(outcome: Timed) -> dict[str, Any]:
+def _timed(outcome: ExperimentOutcome) -> dict[str, Any]:
     run, seconds = outcome.experiment, round(outcome.seconds, 6)
     return {"name": run.name, "seconds": seconds, "drones": run.drones, "threads": run.threads}
 
