@@ -32,6 +32,8 @@ from ... import green
 from .model import LISTS, PAGES, Fund, Lists
 from .site import Page, Site
 
+FILE_LISTS = LISTS[:-1]
+"""The lists that are one file each; the last one has a page for each letter."""
 MAX_COMPUTED = 5000
 """Securities whose indicators are computed, at most: two seconds of work."""
 FUND_THREADS = 13
@@ -152,8 +154,7 @@ def _drone_for_each_list(
 def drones_drain(drones: int, site: Site, pool_options: Mapping[str, Any] | None = None) -> Lists:
     """Run experiment II: a pool loads the pages of funds; the other lists are four more tasks."""
     with poly.Pool(drones, **pool_options or {}) as pool:
-        others = [name for name in LISTS if name != "funds"]
-        promises = {name: pool.promise(getattr(site, f"load_{name}")) for name in others}
+        promises = {name: pool.promise(getattr(site, f"load_{name}")) for name in FILE_LISTS}
         funds = [fund for page in pool.map(site.load_letter, PAGES) for fund in page]
         return {name: promise.value for name, promise in promises.items()} | {"funds": funds}
 
@@ -161,17 +162,14 @@ def drones_drain(drones: int, site: Site, pool_options: Mapping[str, Any] | None
 def threads_drain(threads: int, site: Site) -> Lists:
     """Run experiment III: green threads load the pages of funds and the other four lists."""
     loads: list[Callable[[], Sequence[Any]]] = [
-        site.load_nyse,
-        site.load_amex,
-        site.load_nasdaq,
-        site.load_etfs,
+        *(getattr(site, f"load_{name}") for name in FILE_LISTS),
         *(partial(site.load_letter, page) for page in PAGES),
     ]
     # One map for all: so there are never more threads than `threads`, and none is idle while a task
     # is left.
-    nyse, amex, nasdaq, etfs, *pages = green.map(call, loads, width=threads)
-    funds = [fund for page in pages for fund in page]
-    return {"nyse": nyse, "amex": amex, "nasdaq": nasdaq, "etfs": etfs, "funds": funds}
+    rows = iter(green.map(call, loads, width=threads))
+    lists = {name: next(rows) for name in FILE_LISTS}
+    return lists | {"funds": [fund for page in rows for fund in page]}
 
 
 def drones_and_threads(
