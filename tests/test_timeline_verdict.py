@@ -10,7 +10,7 @@ import pytest
 import polycephaly as poly
 from polycephaly.runtime.system_limits import usable_processors
 from polycephaly.timeline import Span
-from polycephaly.timeline.bottleneck import figures, sentence
+from polycephaly.timeline.bottleneck import Figures, sentence
 
 CORES = usable_processors()
 LIMIT = f"the {CORES} cores are" if CORES > 1 else "the one core is"
@@ -113,7 +113,7 @@ def test_each_reason_is_another_sentence():
 
 
 def test_idle_drones_count():
-    some = figures(poly.Timeline(full(2), ["d0", "d1", "idle", "idle too"]))
+    some = Figures(poly.Timeline(full(2), ["d0", "d1", "idle", "idle too"]))
     assert some.drones == 4
     assert some.utilisation == pytest.approx(0.495, abs=0.01)
 
@@ -126,7 +126,7 @@ def test_what_is_not_held_any_more_counts_too():
     timeline.add_record(
         Aggregated({("d0", "load"): Sums(1000, running=100.0)}, 1000, -100.0, 0.0), []
     )
-    found = figures(timeline)
+    found = Figures(timeline)
     assert found.calls == 1030 and found.seconds == pytest.approx(103, abs=0.1)
     assert found.busy["d0"] == pytest.approx(1.0, abs=0.01)
 
@@ -153,4 +153,4 @@ def test_a_real_run_with_one_long_call_names_it(tmp_path):
 
 
 def test_no_figures_no_sentence():
-    assert sentence(figures(poly.Timeline())) == "No tasks have run."
+    assert sentence(Figures(poly.Timeline())) == "No tasks have run."

@@ -10,8 +10,6 @@ drones had no tasks, or tasks did not reach them in time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import inf
 
 from ..runtime.system_limits import usable_processors
 from .contents import Contents
@@ -26,84 +24,58 @@ MIN_CPU_SHARE = 0.3  # of the running time: a task that computes less is waiting
 BULK_BYTES_PER_CALL = 64 * 1024  # from this size on, transport is the main cost
 
 
-@dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures on which the sentence depends. Shares are of the whole time, from 0 to 1."""
+    """The figures of a run on which the sentence depends. Shares are of the whole time, 0 to 1."""
 
-    seconds: float
-    drones: int
-    calls: int
-    tasks: int
-    busy: dict[str, float]  # share, by drone
-    functions: dict[str, str]  # by drone, the function that kept it busy longest
-    longest: float  # share of the longest single task
-    backlog: float  # share in which a task waited for a drone
-    running: float  # seconds a call, where most of the time goes
-    transport: float
-    bytes: float
-    computing: float | None  # processor time as a share of the running time; None: not known
-    busiest_computing: float | None  # the same of the busiest drone
-    threads: int  # of the busiest drone: number of green threads that called something
-    cores: int
+    def __init__(self, timeline: Contents) -> None:
+        tasks = [span for span in timeline.spans if not span.thread]
+        start, end = Contents(tasks).start, Contents(tasks).end
+        busy = {row.drone: row.busy for row in rows(timeline) if not row.thread}
+        sums = timeline.sums()
+        if timeline.folded:  # spans that are no longer kept were busy too
+            start = min(start, timeline.start)
+            for drone in busy:
+                busy[drone] = sum(each.running for (of, _), each in sums.items() if of == drone)
+        self.seconds = max(end - start, 1e-9)
+        self.cores = usable_processors()
+        self.drones = len(busy)
+        self.tasks = len(tasks) + timeline.folded
+        # By drone, the share in which it was busy.
+        self.busy = {drone: min(1.0, each / self.seconds) for drone, each in busy.items()}
+        self.utilisation = sum(self.busy.values()) / max(1, self.drones)
+        # The share of the longest single task, and that in which a task waited for a drone.
+        self.longest = max((span.seconds for span in tasks), default=0.0) / self.seconds
+        self.backlog = _backlog_share(tasks, end)
 
-    @property
-    def utilisation(self) -> float:
-        return sum(self.busy.values()) / max(1, self.drones)
+        # Of an average call. The running time is that of the calls where most of the time goes.
+        calls = self.calls = sum(each.calls for each in sums.values())
+        self.running = _typical_seconds(sums.values())
+        self.transport = sum(each.there + each.back for each in sums.values()) / max(1, calls)
+        moved = sum(each.bytes_sent + each.bytes_received for each in sums.values())
+        self.bytes = moved / max(1, calls)
 
-    @property
-    def busiest(self) -> str:
-        return max(self.busy, key=lambda drone: self.busy[drone])
+        # Of the busiest drone: the function that kept it busy longest, and the number of green
+        # threads that called something.
+        self.busiest = max(self.busy, key=lambda drone: self.busy[drone], default="")
+        running = [(each.running, name) for (of, name), each in sums.items() if of == self.busiest]
+        self.function = max(running, default=(0.0, ""))[1]
+        spans = [span for span in timeline.spans if span.drone == self.busiest and not span.whole]
+        self.threads = len({span.thread for span in spans if span.thread})
 
-
-def figures(timeline: Contents) -> Figures:
-    tasks = [span for span in timeline.spans if not span.thread]
-    of_tasks = Contents(tasks)
-    start, end = of_tasks.start, of_tasks.end
-    backlog_start = start
-    if timeline.folded:
-        start = min(start, timeline.start)
-        backlog_start = min((each.queued for each in tasks if each.queued is not None), default=0.0)
-    duration = max(end - start, 1e-9)
-    busy = {row.drone: row.busy for row in rows(timeline) if not row.thread}
-    functions: dict[str, tuple[float, str]] = {}
-    sums = timeline.sums()
-    for (drone, function), of_function in sums.items():
-        functions[drone] = max(functions.get(drone, (0.0, "")), (of_function.running, function))
-    if timeline.folded:  # spans that are no longer kept were busy too
-        for drone in busy:
-            busy[drone] = sum(each.running for (of, _), each in sums.items() if of == drone)
-    calls = sum(each.calls for each in sums.values())
-    shares = {drone: min(1.0, each / duration) for drone, each in busy.items()}
-    busiest = max(shares, key=lambda drone: shares[drone], default="")
-    of_busiest = [each for each in timeline.spans if each.drone == busiest and not each.whole]
-    return Figures(
-        duration,
-        len(busy),
-        calls,
-        len(tasks) + timeline.folded,
-        shares,
-        {drone: function for drone, (_, function) in functions.items()},
-        max((span.seconds for span in tasks), default=0.0) / duration,
-        _backlog_seconds(tasks) / max(end - backlog_start, 1e-9),
-        _typical_seconds(sums.values()),
-        sum(each.there + each.back for each in sums.values()) / max(1, calls),
-        sum(each.bytes_sent + each.bytes_received for each in sums.values()) / max(1, calls),
-        _computing_share(tasks),
-        _computing_share([span for span in tasks if span.drone == busiest]),
-        len({each.thread for each in of_busiest if each.thread}),
-        usable_processors(),
-    )
+        # Processor time as a share of the running time; None: not known.
+        self.computing = _computing_share(tasks)
+        self.busiest_computing = _computing_share([span for span in spans if not span.thread])
 
 
 def bottleneck_of(timeline: Contents) -> str:
-    return sentence(figures(timeline))
+    return sentence(Figures(timeline))
 
 
 def sentence(f: Figures) -> str:
     """Return the bottleneck that these figures show."""
     if not f.calls:
         return "No tasks have run."
-    used, function = percent(f.utilisation), printable(f.functions.get(f.busiest, ""))
+    used, function = percent(f.utilisation), printable(f.function)
     busiest = printable(f.busiest)
     if f.longest >= SINGLE_CALL_SHARE:
         return _describe_single_call(f, function)
@@ -167,15 +139,14 @@ def _describe_single_call(f: Figures, function: str) -> str:
     return f"{waits} overlap its waiting by green threads (green.map)."
 
 
-def _backlog_seconds(tasks: list[Span]) -> float:
-    """Return the seconds in which a task was queued and not begun."""
+def _backlog_share(tasks: list[Span], end: float) -> float:
+    """Return the share of the time until `end` in which a task was queued and not begun."""
     waits = sorted(
-        (span.queued, inf if span.started is None else span.started)
+        (span.queued, end if span.started is None else span.started)
         for span in tasks
         if span.queued is not None
     )
-    end = max((span.finished for span in tasks if span.finished is not None), default=0.0)
-    return covered((start, min(begun, max(start, end))) for start, begun in waits)
+    return covered(waits) / max(end - waits[0][0], 1e-9) if waits else 0.0
 
 
 def _typical_seconds(sums: Iterable[Sums]) -> float:
