@@ -28,11 +28,10 @@ from ..wire import output
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_WORD = re.compile(r"\s*(\S+)")
-_FLAGS = ("-a", "--async")
-_OPTIONS = {
-    each: name for name in ("pool", "drone", "timeout") for each in (f"-{name[0]}", f"--{name}")
-}
+_OPTIONS = "|".join(
+    rf"(?:-{name[0]}|--{name})(?:=|\s+|$)(?P<{name}>\S*)" for name in ("pool", "drone", "timeout")
+)
+_ARGUMENT = re.compile(rf"\s*(?:(?P<flag>-a|--async)(?!\S)|{_OPTIONS}|(?P<word>[^-\s]\S*))")
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -128,46 +127,32 @@ class _MagicArguments:
     """The arguments of a magic: options, and for a line magic the code after them."""
 
     def __init__(self, line: str, cell: str | None) -> None:
-        self.pool = self.drone = ""
-        self.timeout: float | None = None
-        self.no_wait = False
+        given: dict[str | None, str] = {}
         rest = line
-        while found := _WORD.match(rest):
-            word, equals, value = found[1].partition("=")
-            if word in _FLAGS and not equals:
-                self.no_wait = True
-            elif word in _OPTIONS:
-                if not equals:
-                    following = _WORD.match(rest, found.end())
-                    if following is None:
-                        _fail(f"{word} needs a value")
-                    found, value = following, following[1]
-                self._set(_OPTIONS[word], value)
-            elif cell is not None and not word.startswith("-") and not self.pool:
-                self.pool = found[1]
-            else:
-                break
+        while found := _ARGUMENT.match(rest):
+            option = found.lastgroup
+            if option == "word":
+                if cell is None or "pool" in given:
+                    break
+                option = "pool"
+            given[option] = found[found.lastgroup or 0]
+            if not given[option]:
+                _fail(f"--{option} needs a value")
             rest = rest[found.end() :]
-        if cell is None:
-            self.code = rest.strip()
-        elif rest.strip():
+        if cell is not None and rest.strip():
             _fail(
                 f"unknown argument: {rest.strip()!r}; options are --drone NAME, --timeout SECONDS "
                 "and --async"
             )
-        else:
-            self.code = cell
+        self.code = rest.strip() if cell is None else cell
         if not self.code.strip():
             _fail("there is no code to run")
-
-    def _set(self, option: str, value: str) -> None:
-        if option != "timeout":
-            setattr(self, option, value)
-            return
+        self.pool, self.drone = given.get("pool"), given.get("drone")
+        self.no_wait = "flag" in given
         try:
-            self.timeout = float(value)
+            self.timeout = float(given["timeout"]) if "timeout" in given else None
         except ValueError:
-            _fail(f"--timeout takes seconds, not {value!r}")
+            _fail(f"--timeout takes seconds, not {given['timeout']!r}")
 
     def target(self, targets: dict[str, TaskTarget], magics: PolycephalyMagics) -> TaskTarget:
         """Return the pool or drone that runs the code."""
@@ -184,20 +169,17 @@ class _MagicArguments:
     def _choose(self, targets: dict[str, TaskTarget], last_used: TaskTarget | None) -> TaskTarget:
         if not targets:
             _fail("there is no pool: make one, as in pool = polycephaly.Pool(2)")
-        if not self.pool:
-            if any(each is last_used for each in targets.values()):
-                assert last_used is not None
+        if self.pool is None:
+            if last_used is not None and last_used in targets.values():
                 return last_used
-            candidates = list(targets.values())
+            candidates = [*targets.values()]
             pools = [each for each in candidates if isinstance(each, ExecutorBase)]
             return pools[-1] if pools else candidates[-1]
-        if self.pool in targets:
-            return targets[self.pool]
-        for each in targets.values():
-            if name_of(each) == self.pool:
-                return each
-        names = ", ".join(f"{name} ({name_of(each)})" for name, each in targets.items())
-        _fail(f"no pool {self.pool!r}: there are {names}")
+        by_name = {name_of(each): each for each in targets.values()} | targets
+        if self.pool not in by_name:
+            names = ", ".join(f"{name} ({name_of(each)})" for name, each in targets.items())
+            _fail(f"no pool {self.pool!r}: there are {names}")
+        return by_name[self.pool]
 
 
 def name_of(target: TaskTarget) -> str:
