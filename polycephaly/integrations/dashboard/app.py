@@ -18,12 +18,11 @@ import secrets
 from collections.abc import Awaitable, Callable
 from math import isfinite
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -128,29 +127,21 @@ class _OnlyWithToken:
 
     def _refusal(self, scope: Scope) -> str | None:
         """Return why a request is refused; None if it is not."""
-        given = _tokens_of(scope) if scope["type"] == "http" else []
-        if _contains(given, self._token):
+        connection = HTTPConnection(scope)
+        given = [
+            *connection.query_params.getlist("token"),
+            connection.headers.get("authorization", "").removeprefix("Bearer "),
+        ]
+
+        def has(token: bytes) -> bool:
+            return any(secrets.compare_digest(each.encode(), token) for each in given)
+
+        if has(self._token):
             return None
-        if not _contains(given, self._read_only_token):
+        if not has(self._read_only_token):
             return NO_TOKEN
         scope["read_only"] = True
         return None if scope["method"] in ("GET", "HEAD") else READ_ONLY
-
-
-def _tokens_of(scope: Scope) -> list[bytes]:
-    given = [
-        value.encode()
-        for value in parse_qs(scope["query_string"].decode("latin-1")).get("token", ())
-    ]
-    return given + [
-        value.removeprefix(b"Bearer ")
-        for name, value in scope["headers"]
-        if name == b"authorization"
-    ]
-
-
-def _contains(given: list[bytes], token: bytes) -> bool:
-    return any(secrets.compare_digest(each, token) for each in given)
 
 
 class _Views:
