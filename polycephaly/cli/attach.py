@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..timeline.format import printable
 from .reach import one_line_errors
-from .tables import printable
 
 if TYPE_CHECKING:
     from ..wire.debugging import WaitingDebugger

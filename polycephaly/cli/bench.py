@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..timeline.format import count
 from .tables import Column, as_json, show
 
 if TYPE_CHECKING:
@@ -116,8 +117,7 @@ def bench(
         as_json({"machine": machine, "runs": completed, "failed": failed})
     else:
         click.echo(
-            f"{len(completed)} run{'s' * (len(completed) != 1)}, "
-            f"{workers} worker{'s' * (workers != 1)}, {cores} cores, "
+            f"{count(len(completed), 'run')}, {count(workers, 'worker')}, {cores} cores, "
             f"CPython {machine['python']}, Linux {machine['kernel']}\n"
         )
         show(COLUMNS, _rows(completed, names))

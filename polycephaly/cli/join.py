@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..timeline.format import count
 from .reach import complete_pool, error_text, one_line_errors
 from .start import drone_options
 
@@ -106,11 +107,8 @@ def _work_for(pool: Pool, address: str, reconnect: bool) -> None:
 
     try:
         with join_pool(pool, address) as joined:
-            size = len(pool.drones)
-            click.echo(
-                f"{size} drone{'s' * (size != 1)} of this host joined {joined.name} "
-                f"at {joined.address}"
-            )
+            drones = count(len(pool.drones), "drone")
+            click.echo(f"{drones} of this host joined {joined.name} at {joined.address}")
             joined.run()
     except BrokenPipeError:  # the output was closed
         raise

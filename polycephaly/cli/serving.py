@@ -24,6 +24,7 @@ from typing import Any
 from ..engines.remote import pool_registry
 from ..pool.pool import Pool, dispatcher_of
 from ..server.server import Server, serve
+from ..timeline.format import count
 from .daemon import ReportStart
 from .journal import Journal
 from .loading import CannotLoad, Setup, load
@@ -126,9 +127,7 @@ def serve_pool(
 
 
 def _startup_text(server: Server, size: int, log_path: Path, in_background: bool) -> str:
-    lines = [
-        f"{server.name}: {size} drone{'s' * (size != 1)}, process {os.getpid()}, log {log_path}"
-    ]
+    lines = [f"{server.name}: {count(size, 'drone')}, process {os.getpid()}, log {log_path}"]
     if not server.address.startswith("tcp://127."):
         file = pool_registry.card_path(server.name)
         lines += [

@@ -10,9 +10,10 @@ import sys
 
 import click
 
+from ..timeline.format import printable
 from .listing import JSON
 from .reach import POOL_NAME, connect_to
-from .tables import as_json, printable
+from .tables import as_json
 
 INTERPRETER_DIR = os.path.dirname(sys.executable)  # of a virtual environment that is not activated
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import click
 
+from ..timeline.format import printable
 from .reach import one_line_errors
 
 if TYPE_CHECKING:
@@ -98,10 +99,3 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[object]], plain: boo
 
 def _style(cell: str) -> str:
     return _COLOURS.get(cell.partition(":")[0], "")
-
-
-def printable(cell: object) -> str:
-    """Return the text of `cell` with control characters replaced."""
-    return "".join(
-        each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(cell)
-    )

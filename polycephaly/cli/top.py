@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..timeline.format import count
 from .listing import DRONES, drone_row
 from .reach import POOL_NAME, connect_to
 from .tables import Column, duration, grid, is_terminal, mebibytes
@@ -172,7 +173,7 @@ def _render(
         Text(f"{status['name']}  process {status['pid']} on {status['host']}, up {up}", "bold"),
         Text(
             f"{busy} of {len(drones)} drones busy, {status['queued']} queued, "
-            f"{others} other client{'s' * (others != 1)}, {status['tasks_done']:,} done, "
+            f"{count(others, 'other client')}, {status['tasks_done']:,} done, "
             f"{rates.tasks:,.0f}/s, {memory}"
         ),
         Text(),

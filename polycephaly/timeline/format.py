@@ -23,6 +23,25 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def printable(name: str) -> str:
-    """Replace the characters of a user's name that would move the cursor or change colours."""
-    return "".join(each if each.isprintable() else " " for each in name)
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def printable(name: object) -> str:
+    """Replace the characters that would move the cursor or change colours, and that XML lacks."""
+    return "".join(
+        each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(name)
+    )
+
+
+def shorten(name: str, columns: int) -> str:
+    """Return a name as printable text of at most so many characters."""
+    name = printable(name)
+    if len(name) <= columns:
+        return name
+    # The number of a green thread distinguishes it from others of the same name, so it is kept.
+    name, mark, number = name.rpartition(" #")
+    keep = columns - len(mark + number) - 1
+    if mark and keep > 4:
+        return f"{name[:keep]}…{mark}{number}"
+    return f"{(name + mark + number)[: max(1, columns - 1)]}…"

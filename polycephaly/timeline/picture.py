@@ -12,13 +12,13 @@ which light and dark pages define differently, or the colour of a function as #r
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import floor, log10
 from typing import TYPE_CHECKING, NamedTuple
 
 from .bottleneck import bottleneck_of
-from .format import percent, seconds, size
+from .format import percent, seconds, shorten, size
 from .rows import Row, rows
 from .spans import DONE, RUNNING, Span
 from .text import facts
@@ -39,6 +39,10 @@ DRONE_ROW_HEIGHT, THREAD_ROW_HEIGHT = 24.0, 14.0  # heights of rows
 CHARACTER_WIDTH = 6.6  # approximate width of a character in the small size
 WAITING_OPACITY = 0.45  # opacity of waiting time
 UNMEASURED_OPACITY = 0.75  # opacity if the processor time is not known
+
+
+XOf = Callable[[float | None], float]
+"""From a moment to its position."""
 
 
 class Bar(NamedTuple):
@@ -151,18 +155,21 @@ def _draw_rows(drawing: Drawing, timeline: Contents) -> None:
     )
     left = MARGIN + min(240.0, CHARACTER_WIDTH * longest + 14)
     right = drawing.width - MARGIN - 44
-    scale = (right - left) / duration
     palette = colours(timeline)
+
+    def x_of(moment: float | None) -> float:
+        return left + (0.0 if moment is None else (moment - start) / duration * (right - left))
+
     top = drawing.height + 18
     height = sum(_height(row) for row in all_rows)
     for tick in ticks(duration, 8):
-        x = left + tick * scale
+        x = x_of(start + tick)
         drawing.add(TextLabel(x, top - 6, seconds(tick) if tick else "0", 11, "middle", "soft"))
         drawing.add(Box(x, top, 1, height, "line"))
     drawing.height = top
     for row in all_rows:
         y, row_height = drawing.height, _height(row)
-        name = _shorten(row.thread or row.drone, int((left - MARGIN - 12) / CHARACTER_WIDTH))
+        name = shorten(row.thread or row.drone, int((left - MARGIN - 12) / CHARACTER_WIDTH))
         if row.thread:
             drawing.add(TextLabel(left - 10, y + row_height - 4, name, 10, "end", "soft"))
         else:
@@ -172,7 +179,7 @@ def _draw_rows(drawing: Drawing, timeline: Contents) -> None:
                 TextLabel(left - 10, line, name, 12, "end", bold=True),
                 TextLabel(drawing.width - MARGIN, line, share, 11, "end", "soft"),
             )
-        drawing.add(*_boxes(row, y, row_height, left, scale, start, palette))
+        drawing.add(*_boxes(row, y, row_height, x_of, palette))
         drawing.height += row_height
     drawing.height += 10
     _draw_legend(drawing, palette)
@@ -185,34 +192,26 @@ def _height(row: Row) -> float:
 
 
 def _boxes(
-    row: Row,
-    y: float,
-    row_height: float,
-    left: float,
-    scale: float,
-    start: float,
-    palette: dict[str, str],
+    row: Row, y: float, row_height: float, x_of: XOf, palette: dict[str, str]
 ) -> Iterable[Box]:
     """Yield the boxes of a row. A span narrower than a pixel is merged with its neighbour."""
     available = row_height - 5 if not row.thread else row_height - 4
     for span in row.lives:
-        x = left + ((span.started or start) - start) * scale
-        yield Box(x, y + row_height / 2 - 0.5, span.seconds * scale, 1, "soft", 0.7)
+        x, end = x_of(span.started), x_of(span.finished)
+        yield Box(x, y + row_height / 2 - 0.5, end - x, 1, "soft", 0.7)
     for lane, spans in enumerate(row.lanes):
         lane_height = available / len(row.lanes)
         at = y + 2.5 + lane * lane_height
         drawn = 0.0
         for span in spans:
-            assert span.started is not None and span.finished is not None
-            x, end = left + (span.started - start) * scale, left + (span.finished - start) * scale
+            x, end = x_of(span.started), x_of(span.finished)
             if end < drawn + 0.3:
                 continue
-            if span.sent is not None and (span.started - span.sent) * scale > 1.5:
-                before = max(drawn, left + (span.sent - start) * scale)
+            if span.sent is not None and x - x_of(span.sent) > 1.5:
+                before = max(drawn, x_of(span.sent))
                 yield Box(before, at + lane_height / 2 - 1, max(0.0, x - before), 2, "soft", 0.6)
-            yield from _bar(
-                span, max(x, drawn), at, max(0.8, end - max(x, drawn)), lane_height - 1, palette
-            )
+            x = max(x, drawn)
+            yield from _bar(span, x, at, max(0.8, end - x), lane_height - 1, palette)
             drawn = max(end, x + 0.8)
 
 
@@ -251,7 +250,7 @@ def _draw_legend(drawing: Drawing, palette: dict[str, str]) -> None:
     shown = [*palette.items()][:MAX_LEGEND_ENTRIES]
     rest = len(palette) - len(shown)
     for name, colour in [*shown, *([(f"{rest} more", OTHERS_COLOUR)] if rest > 0 else [])]:
-        name = _shorten(name, 40)
+        name = shorten(name, 40)
         width = CHARACTER_WIDTH * len(name) + 34
         if x + width > drawing.width - MARGIN:
             x, y = MARGIN, y + 20
@@ -272,7 +271,3 @@ def ticks(duration: float, max_count: int) -> list[float]:
     power = 10.0 ** floor(log10(rough))
     step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough * 0.999)
     return [index * step for index in range(int(duration / step + 1e-9) + 1)]
-
-
-def _shorten(text: str, max_length: int) -> str:
-    return text if len(text) <= max_length else f"{text[: max(1, max_length - 1)]}…"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
+from .format import printable
 from .picture import Bar, Box, Drawing, TextLabel, draw, draw_bars
 
 if TYPE_CHECKING:
@@ -73,8 +74,4 @@ def _elements(drawing: Drawing) -> Iterator[str]:
 
 
 def _escape(text: str) -> str:
-    """Return text for XML, which cannot represent most control characters.
-
-    All unprintable characters, line ends included, become U+FFFD.
-    """
-    return escape("".join(each if each.isprintable() else "\ufffd" for each in text))
+    return escape(printable(text))

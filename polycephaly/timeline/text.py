@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 from .bottleneck import bottleneck_of
-from .format import percent, printable, seconds, size
+from .format import count, percent, seconds, shorten, size
 from .rows import Row, rows
 from .spans import Sums
 
@@ -38,15 +38,15 @@ def facts(timeline: Contents) -> list[str]:
     calls = sum(each.calls for each in timeline.sums().values())
     parts = [
         seconds(timeline.end - timeline.start),
-        _count(len(timeline.drones), "drone"),
-        _count(calls, "call"),
+        count(len(timeline.drones), "drone"),
+        count(calls, "call"),
     ]
     if timeline.waiting:
         parts.append(f"{timeline.waiting:,} more in the queue")
     if timeline.folded:
-        parts.append(f"{_count(timeline.folded, 'earlier span')} in the table only")
+        parts.append(f"{count(timeline.folded, 'earlier span')} in the table only")
     if timeline.threads_lost:
-        parts.append(f"{_count(timeline.threads_lost, 'call')} of green threads not kept")
+        parts.append(f"{count(timeline.threads_lost, 'call')} of green threads not kept")
     return parts
 
 
@@ -64,19 +64,19 @@ def _chart(timeline: Contents, width: int) -> list[str]:
         own = list(group)
         shown, hidden = own[: MAX_SHOWN_THREADS + 1], own[MAX_SHOWN_THREADS + 1 :]
         lines += [
-            f"{_shorten(_row_title(row), name):{name}} {_bar(row, start, step, cells)} "
+            f"{shorten(_row_title(row), name):{name}} {_bar(row, start, step, cells)} "
             f"{percent(row.busy / duration):>5}"
             for row in shown
         ]
         if hidden:
             lines.append(
-                f"{'':{name}} ... and {_count(len(hidden), 'more green thread')} of {drone}"
+                f"{'':{name}} ... and {count(len(hidden), 'more green thread')} of {drone}"
             )
     key = (
         f"{BLOCKS[8]} running (its height: how much of the time)   "
         f"{WAITING_MARK} on its way, or parked"
     )
-    return [*lines, _shorten(" " * max(0, min(name + 1, width - len(key))) + key, width)]
+    return [*lines, shorten(" " * max(0, min(name + 1, width - len(key))) + key, width)]
 
 
 def _bar(row: Row, start: float, step: float, cells: int) -> str:
@@ -139,25 +139,22 @@ def table(timeline: Contents) -> list[Sequence[str]]:
         lines.append(_table_line(f"{len(by_function) - MAX_SHOWN_FUNCTIONS} more", rest))
     if len(by_function) > 1:
         lines.append(_table_line("together", total))
-    of_threads = _by_function(timeline.sums(threads=True))
-    lines += [
-        _table_line(f"green: {name}", sums, of_threads=True)
-        for name, sums in of_threads[:MAX_SHOWN_FUNCTIONS]
-    ]
+    for name, sums in _by_function(timeline.sums(threads=True))[:MAX_SHOWN_FUNCTIONS]:
+        lines.append(_table_line(f"green: {name}", sums)[:4])  # nothing is sent
     return [head, *lines]
 
 
 def _table(timeline: Contents, width: int) -> list[str]:
     lines = table(timeline)
-    numbers = [
-        2 + max(len(line[column]) for line in lines if column < len(line))
-        for column in range(1, len(lines[0]))
+    name, *widths = (2 + max(map(len, column)) for column in zip_longest(*lines, fillvalue=""))
+    while width - sum(widths) < MIN_COLUMNS / 3:  # a narrow terminal has the first columns only
+        widths.pop()
+    name = min(name - 2, width - sum(widths))
+    return [
+        f"{shorten(first, name):{name}}"
+        + "".join(f"{each:>{columns}}" for each, columns in zip(cells, widths, strict=False))
+        for first, *cells in lines
     ]
-    while width - sum(numbers) < MIN_COLUMNS / 3:  # a narrow terminal has the first columns only
-        numbers.pop()
-    broad = width - sum(numbers)
-    widths = (min(broad, max(len(line[0]) for line in lines)), *numbers)
-    return [_format_line(line, widths) for line in lines]
 
 
 def _by_function(sums: dict[tuple[str, str], Sums]) -> list[tuple[str, Sums]]:
@@ -168,41 +165,10 @@ def _by_function(sums: dict[tuple[str, str], Sums]) -> list[tuple[str, Sums]]:
     return sorted(found.items(), key=lambda item: -item[1].running)
 
 
-def _table_line(name: str, sums: Sums, of_threads: bool = False) -> Sequence[str]:
+def _table_line(name: str, sums: Sums) -> Sequence[str]:
     calls = max(1, sums.calls)
     failed = f" ({sums.failed:,} failed)" if sums.failed else ""
-    times = (seconds(sums.running), seconds(sums.running / calls))
-    if of_threads:
-        return (name, f"{sums.calls:,}", *times)
-    means = (seconds(each / calls) for each in (sums.queued, sums.there, sums.back))
-    return (
-        f"{name}{failed}",
-        f"{sums.calls:,}",
-        *times,
-        *means,
-        size(sums.bytes_sent),
-        size(sums.bytes_received),
-    )
-
-
-def _format_line(line: Sequence[str], widths: Iterable[int]) -> str:
-    first, *rest = zip(line, widths, strict=False)
-    return f"{_shorten(*first):{first[1]}}" + "".join(
-        f"{each:>{columns}}" for each, columns in rest
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def _shorten(name: str, columns: int) -> str:
-    name = printable(name)
-    if len(name) <= columns:
-        return name
-    # The number of a green thread distinguishes it from others of the same name, so it is kept.
-    name, mark, number = name.rpartition(" #")
-    keep = columns - len(mark + number) - 1
-    if mark and keep > 4:
-        return f"{name[:keep]}…{mark}{number}"
-    return f"{(name + mark + number)[: columns - 1]}…"
+    means = (each / calls for each in (sums.running, sums.queued, sums.there, sums.back))
+    times = map(seconds, (sums.running, *means))
+    sizes = map(size, (sums.bytes_sent, sums.bytes_received))
+    return (f"{name}{failed}", f"{sums.calls:,}", *times, *sizes)

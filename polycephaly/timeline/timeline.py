@@ -116,7 +116,7 @@ class Timeline(Contents):
         return self.text()
 
     def __repr__(self) -> str:
-        drones, spans = len(self.drones), len(self.spans) + self.folded
-        return (
-            f"<Timeline of {drones} drone{'s' * (drones != 1)}, {spans} span{'s' * (spans != 1)}>"
-        )
+        from .format import count
+
+        spans = len(self.spans) + self.folded
+        return f"<Timeline of {count(len(self.drones), 'drone')}, {count(spans, 'span')}>"

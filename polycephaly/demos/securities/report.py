@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ...timeline.format import count
 from ...timeline.picture import Bar
 from .experiments import MAX_COMPUTED, Experiment, ExperimentOutcome
 
@@ -143,12 +144,9 @@ def _best_runs(outcomes: Iterable[ExperimentOutcome]) -> Iterator[str]:
 
 
 def _counts(experiment: Experiment) -> str:
-    drones, threads = experiment.drones, experiment.threads
-    counts = []
-    if drones:
-        counts.append(f"{drones} drone{'s' * (drones > 1)}")
-    if threads > 1 or not drones:
-        counts.append(f"{threads} thread{'s' * (threads > 1)}")
+    counts = [count(experiment.drones, "drone")] if experiment.drones else []
+    if experiment.threads > 1 or not experiment.drones:
+        counts.append(count(experiment.threads, "thread"))
     return " and ".join(counts)
 
 
