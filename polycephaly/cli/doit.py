@@ -9,6 +9,7 @@ thread, the server would treat this client as gone.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,80 +85,56 @@ def doit(
         program = Program(source, None, ["-" if code[0] == "-" else "-c", *code[1:]])
 
     lines: SimpleQueue[Line | None] = SimpleQueue()
-    captured: list[Line] = []
+    captured: defaultdict[tuple[str, str], str] = defaultdict(str)  # by drone and stream
     with connect_to(name, lines.put) as pool:
-        drones = pool.drones if everywhere else []
-        names = [drone.name for drone in drones] if everywhere else [""]
-        targets: list[TaskTarget] = [*drones] if everywhere else [pool]
+        drones: list[tuple[str, TaskTarget]] = [("", pool)]
+        if everywhere:
+            drones = [(each.name, each) for each in pool.drones]
         promises = [
             (each if timeout is None else each.options(timeout=timeout)).promise(program)
-            for each in targets
+            for _, each in drones
         ]
         for promise in promises:
             promise.add_done_callback(lambda _: lines.put(None))
         for _ in promises:
             while (line := lines.get()) is not None:
                 if in_json:
-                    captured.append(line)
+                    captured[line.drone if everywhere else "", line.stream] += f"{line.text}\n"
                 else:
                     click.echo(line if everywhere else line.text, err=line.stream == "stderr")
-        outcomes = [Outcome(drone, promise) for drone, promise in zip(names, promises, strict=True)]
+        outcomes = [_outcome_of(promise) for promise in promises]
+    results = []
+    for (drone, _), (outcome, error_text) in zip(drones, outcomes, strict=True):
+        if in_json:
+            streams = {stream: captured[drone, stream] for stream in ("stdout", "stderr")}
+            results.append(({"drone": drone} if drone else {}) | outcome | streams)
+            continue
+        prefix = f"[{drone}] " if drone else ""
+        if outcome["value"] is not None and file is None:
+            click.echo(prefix + outcome["value"])
+        if error_text:
+            click.echo(prefix + error_text, err=True)
     if in_json:
-        results = [outcome.to_json(captured) for outcome in outcomes]
         as_json(results if everywhere else results[0])
-    else:
-        for outcome in outcomes:
-            outcome.show(with_value=file is None)
-    sys.exit(max((outcome.status for outcome in outcomes), default=0))
+    sys.exit(max((outcome["status"] for outcome, _ in outcomes), default=0))
 
 
-class Outcome:
-    """The outcome of one run. `drone` is empty unless the code ran in each drone."""
-
-    def __init__(self, drone: str, promise: Promise[Any]) -> None:
-        self.drone = drone
-        self.value: str | None = None
-        self.error: BaseException | None = None
-        self.status = 0
-        self.stderr_text = ""
-        try:
-            self.value = promise.result()
-        except SystemExit as end:
-            # As the interpreter does: None is status 0, an integer is the status; anything else is
-            # printed, and the status is 1.
-            self.status = (
-                0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
-            )
-            if end.code is not None and not isinstance(end.code, int):
-                self.stderr_text = str(end.code)
-        except BaseException as error:
-            self.error = error
-            self.status = 1
-            self.stderr_text = traceback_text(error)
-
-    def show(self, with_value: bool) -> None:
-        prefix = f"[{self.drone}] " if self.drone else ""
-        if self.value is not None and with_value:
-            click.echo(prefix + self.value)
-        if self.stderr_text:
-            click.echo(prefix + self.stderr_text, err=True)
-
-    def to_json(self, captured: list[Line]) -> dict[str, Any]:
-        """Return data for JSON, with those lines of `captured` that belong to this outcome."""
-        own_lines = [line for line in captured if not self.drone or line.drone == self.drone]
-        streams = {
-            stream: "".join(f"{line.text}\n" for line in own_lines if line.stream == stream)
-            for stream in ("stdout", "stderr")
-        }
-        error = None
-        if self.error is not None:
-            error = {
-                "type": type(self.error).__name__,
-                "message": str(self.error),
-                "traceback": self.stderr_text,
-            }
-        drone = {"drone": self.drone} if self.drone else {}
-        return {**drone, "value": self.value, "status": self.status, "error": error, **streams}
+def _outcome_of(promise: Promise[Any]) -> tuple[dict[str, Any], str]:
+    """Return the outcome of one run as data for JSON, and the text for stderr."""
+    value, status, error, text = None, 0, None, ""
+    try:
+        value = promise.result()
+    except SystemExit as end:
+        # As the interpreter does: None is status 0, an integer is the status; anything else is
+        # printed, and the status is 1.
+        if isinstance(end.code, int):
+            status = end.code & 0xFF
+        elif end.code is not None:
+            status, text = 1, str(end.code)
+    except BaseException as failure:
+        status, text = 1, traceback_text(failure)
+        error = {"type": type(failure).__name__, "message": str(failure), "traceback": text}
+    return {"value": value, "status": status, "error": error}, text
 
 
 def traceback_text(error: BaseException) -> str:
