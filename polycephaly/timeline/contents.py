@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Self
 
-from .spans import Span, Sums, sums_of
+from .spans import Span, Sums, add_up, sums_of
 
 if TYPE_CHECKING:
     from .entries import Aggregated, Entry
@@ -93,14 +94,14 @@ class Contents:
         if threads:
             return _sums(span for span in self.spans if span.thread and not span.whole)
         if self._sums is None:
-            found = _sums(span for span in self._others if not span.thread)
-            for entry in self._entries:
-                key = entry.drone, entry.name
-                found[key] = entry.sums() + found.get(key, Sums())
-            for folded in self._folded:
-                for key, sums in folded.sums.items():
-                    found[key] = sums + found.get(key, Sums())
-            self._sums = found
+            of_entries = (((each.drone, each.name), each.sums()) for each in self._entries)
+            self._sums = add_up(
+                chain(
+                    _sums(span for span in self._others if not span.thread).items(),
+                    of_entries,
+                    *(folded.sums.items() for folded in self._folded),
+                )
+            )
         return self._sums
 
     def of_drone(self, name: str) -> Self:
@@ -145,8 +146,4 @@ class Contents:
 
 
 def _sums(spans: Iterable[Span]) -> dict[Key, Sums]:
-    found: dict[Key, Sums] = {}
-    for span in spans:
-        key = span.drone, span.name
-        found[key] = sums_of(span) + found.get(key, Sums())
-    return found
+    return add_up(((span.drone, span.name), sums_of(span)) for span in spans)

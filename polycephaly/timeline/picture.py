@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .bottleneck import bottleneck_of
 from .format import percent, seconds, shorten, size
 from .rows import Row, rows
-from .spans import DONE, RUNNING, Span
+from .spans import DONE, RUNNING, Span, add_up
 from .text import facts
 
 if TYPE_CHECKING:
@@ -89,16 +89,12 @@ class Drawing:
 
 def colours(timeline: Contents) -> dict[str, str]:
     """Return a colour for each function, those that ran longest first."""
-    running: dict[str, float] = {}
-    for threads in (False, True):
-        for (_, name), sums in timeline.sums(threads=threads).items():
-            running[name] = running.get(name, 0.0) + sums.running
-    names = sorted(running, key=lambda name: -running[name])
-    names += [
-        name
-        for name in dict.fromkeys(span.name for span in timeline.spans if not span.whole)
-        if name not in running
-    ]
+    running = add_up(
+        (name, sums)
+        for threads in (False, True)
+        for (_, name), sums in timeline.sums(threads=threads).items()
+    )
+    names = sorted(running, key=lambda name: -running[name].running)
     return {
         name: PALETTE[index] if index < len(PALETTE) else OTHERS_COLOUR
         for index, name in enumerate(names)

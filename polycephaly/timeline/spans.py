@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Key = TypeVar("Key")
 
 DONE, ERROR, CANCELLED, TIMEOUT, DIED = "done", "error", "cancelled", "timeout", "died"
 RUNNING, SENT = "running", "sent"  # at the moment when the timeline was taken
@@ -120,6 +123,14 @@ def sums_of(span: Span) -> Sums:
         span.bytes_sent,
         span.bytes_received,
     )
+
+
+def add_up(parts: Iterable[tuple[Key, Sums]]) -> dict[Key, Sums]:
+    """Return the sum of the parts of each key, the keys in the order in which they come."""
+    found: dict[Key, Sums] = {}
+    for key, sums in parts:
+        found[key] = sums + found.get(key, Sums())
+    return found
 
 
 def _between(start: float | None, end: float | None) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .bottleneck import bottleneck_of
 from .format import count, percent, seconds, shorten, size
 from .rows import Row, rows
-from .spans import Sums
+from .spans import Sums, add_up
 
 if TYPE_CHECKING:
     from .contents import Contents
@@ -159,9 +159,7 @@ def _table(timeline: Contents, width: int) -> list[str]:
 
 def _by_function(sums: dict[tuple[str, str], Sums]) -> list[tuple[str, Sums]]:
     """Add up all drones. The function that ran longest comes first."""
-    found: dict[str, Sums] = {}
-    for (_, function), each in sums.items():
-        found[function] = each + found.get(function, Sums())
+    found = add_up((function, each) for (_, function), each in sums.items())
     return sorted(found.items(), key=lambda item: -item[1].running)
 
 
