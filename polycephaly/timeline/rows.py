@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -18,49 +18,49 @@ if TYPE_CHECKING:
     from .contents import Contents
 
 
-@dataclass(slots=True)
 class Row:
     """A row of the chart.
 
-    `thread` is "" for the drone's own row. `lanes` has the spans that have begun, each lane in
-    order of time and without overlap. `sent` has the spans that have not begun, and `lives` the
-    lives of green threads.
+    `thread` is "" for the drone's own row. `spans` has the spans that have begun, in order of time,
+    `sent` those that have not, and `lives` the lives of green threads. `busy` is the number of
+    seconds in which at least one span ran.
     """
 
-    drone: str
-    thread: str = ""
-    lanes: list[list[Span]] = field(default_factory=list)
-    sent: list[Span] = field(default_factory=list)
-    lives: list[Span] = field(default_factory=list)
-    busy: float = 0.0
-    """Seconds in which at least one span ran."""
+    def __init__(self, drone: str, thread: str, spans: list[Span]) -> None:
+        self.drone = drone
+        self.thread = thread
+        self.lives = [span for span in spans if span.whole]
+        self.sent = [span for span in spans if span.started is None]
+        begun = (span for span in spans if span.started is not None and not span.whole)
+        self.spans = sorted(begun, key=_started)
+        first = (*self.lives[:1], *self.spans[:1])
+        self.start = min(map(_started, first), default=inf)
+        self.busy = covered((_started(span), span.finished or 0.0) for span in self.spans)
 
-    @property
-    def spans(self) -> list[Span]:
-        return [span for lane in self.lanes for span in lane]
+    @cached_property
+    def lanes(self) -> list[list[Span]]:
+        """The spans, each lane in order of time and without overlap."""
+        lanes: list[list[Span]] = []
+        free: list[tuple[float, int]] = []  # when each lane is free again
+        for span in self.spans:
+            if free and free[0][0] <= _started(span):
+                _, lane = heapq.heappop(free)
+            else:
+                lane = len(lanes)
+                lanes.append([])
+            lanes[lane].append(span)
+            heapq.heappush(free, (inf if span.finished is None else span.finished, lane))
+        return lanes
 
 
 def rows(timeline: Contents) -> list[Row]:
     """Return the rows in the order of the drones; green threads in the order of their start."""
-    found: dict[tuple[str, str], Row] = {(drone, ""): Row(drone) for drone in timeline.drones}
-    begun: dict[tuple[str, str], list[Span]] = {}
+    spans: dict[tuple[str, str], list[Span]] = {(drone, ""): [] for drone in timeline.drones}
     for span in timeline.spans:
-        key = span.drone, span.thread
-        row = found.get(key)
-        if row is None:
-            row = found[key] = Row(*key)
-        if span.whole:
-            row.lives.append(span)
-        elif span.started is None:
-            row.sent.append(span)
-        else:
-            begun.setdefault(key, []).append(span)
-    for key, spans in begun.items():
-        spans.sort(key=_started)
-        found[key].lanes = _lanes(spans)
-        found[key].busy = covered((span.started or 0.0, span.finished or 0.0) for span in spans)
+        spans.setdefault((span.drone, span.thread), []).append(span)
     place = {drone: index for index, drone in enumerate(timeline.drones)}
-    return sorted(found.values(), key=lambda row: (place[row.drone], row.thread != "", _first(row)))
+    found = (Row(*key, each) for key, each in spans.items())
+    return sorted(found, key=lambda row: (place[row.drone], row.thread != "", row.start))
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -73,25 +73,5 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _lanes(spans: list[Span]) -> list[list[Span]]:
-    lanes: list[list[Span]] = []
-    free: list[tuple[float, int]] = []  # when each lane is free again
-    for span in spans:
-        if free and free[0][0] <= _started(span):
-            _, lane = heapq.heappop(free)
-        else:
-            lane = len(lanes)
-            lanes.append([])
-        lanes[lane].append(span)
-        heapq.heappush(free, (inf if span.finished is None else span.finished, lane))
-    return lanes
-
-
 def _started(span: Span) -> float:
     return span.started or 0.0
-
-
-def _first(row: Row) -> float:
-    return min(
-        (_started(span) for lane in (row.lives, *row.lanes) for span in lane[:1]), default=inf
-    )
