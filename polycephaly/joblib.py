@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from mmap import mmap
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -33,7 +32,7 @@ from .wire.reducers import extra_reducers
 
 try:
     import joblib
-    from joblib._memmapping_reducer import reduce_array_memmap_backward
+    from joblib._memmapping_reducer import _get_backing_memmap, reduce_array_memmap_backward
     from joblib._parallel_backends import (
         AutoBatchingMixin,
         FallbackToBackend,
@@ -292,15 +291,6 @@ def _prepare(
         call_as_imported(initializer, *initargs)
 
 
-def _is_file_backed(array: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    while numpy is not None and isinstance(array, numpy.ndarray):
-        if isinstance(array, numpy.memmap) and isinstance(array.base, mmap):
-            return array.filename is not None
-        array = array.base
-    return False
-
-
 class _SharedArrays:
     """The large arrays in the calls of one `Parallel`, each in shared memory once.
 
@@ -336,7 +326,7 @@ class _SharedArrays:
         raise KeyError(kind)
 
     def _reduce(self, array: Any) -> Any:
-        if _is_file_backed(array):
+        if getattr(_get_backing_memmap(array), "filename", None) is not None:
             return reduce_array_memmap_backward(array)
         return (self._find_or_share(array) or array).__reduce_ex__(5)
 
