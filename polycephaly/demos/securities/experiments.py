@@ -16,7 +16,7 @@ To add an experiment, write a function that loads the lists from a site, and add
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -127,28 +127,33 @@ def sequential(site: Site) -> Lists:
 
 def drone_per_list(site: Site, pool_options: Mapping[str, Any] | None = None) -> Lists:
     """Run experiment I: five drones get a code string each, as the talk's `Security loadNYSE`."""
-    with _drone_for_each_list(pool_options) as drones:
-        # The import defines the names in the drone's __main__; the repr of a site recreates the
-        # site.
-        load = f"from {Site.__module__} import LiveSite, Site; {site!r}.load_"
-        promises = {name: drone.promise(f"{load}{name}()") for name, drone in drones.items()}
-        return {name: promises[name].value for name in LISTS}
+    # The import defines the names in the drone's __main__; the repr of a site recreates the site.
+    load = f"from {Site.__module__} import LiveSite, Site; {site!r}.load_"
+    return _five_drones_load({name: (f"{load}{name}()",) for name in LISTS}, pool_options)
 
 
-@contextmanager
-def _drone_for_each_list(
+def _five_drones_load(
+    tasks: Mapping[str, tuple[Any, ...]],
     pool_options: Mapping[str, Any] | None,
-) -> Iterator[dict[str, poly.Drone | poly.Pool]]:
-    """Start a drone for each list, that of the longest list, funds, first.
+    timelines: list[poly.Timeline] | None = None,
+) -> Lists:
+    """Run one task for each list in a drone of its own, that of the longest list, funds, first.
 
     With options, a pool of as many drones is used, which may run tasks of a lost drone again.
     """
+    drones: dict[str, poly.Drone | poly.Pool]
     with ExitStack() as stack:
         if pool_options:
             pool = stack.enter_context(poly.Pool(len(LISTS), **pool_options))
-            yield dict.fromkeys(reversed(LISTS), pool)
+            drones = dict.fromkeys(reversed(LISTS), pool)
         else:
-            yield {name: stack.enter_context(poly.Drone(name=name)) for name in reversed(LISTS)}
+            drones = {name: stack.enter_context(poly.Drone(name=name)) for name in reversed(LISTS)}
+        promises = {name: drone.promise(*tasks[name]) for name, drone in drones.items()}
+        lists = {name: promises[name].value for name in LISTS}
+    if timelines is not None:
+        each_once = dict.fromkeys(drones.values())
+        timelines.append(sum((drone.timeline for drone in each_once), poly.Timeline()))
+    return lists
 
 
 def drones_drain(drones: int, site: Site, pool_options: Mapping[str, Any] | None = None) -> Lists:
@@ -178,19 +183,9 @@ def drones_and_threads(
     pool_options: Mapping[str, Any] | None = None,
 ) -> Lists:
     """Run experiment *combined*: as I, but green threads load the longest list in its drone."""
-    promises = {}
-    with _drone_for_each_list(pool_options) as drones:
-        for name, drone in drones.items():
-            if name == "funds":
-                promises[name] = drone.promise(load_funds, FUND_THREADS, site)
-            else:
-                promises[name] = drone.promise(getattr(site, f"load_{name}"))
-        lists = {name: promises[name].value for name in LISTS}
-    if timelines is not None:
-        timelines.append(
-            sum((drone.timeline for drone in dict.fromkeys(drones.values())), poly.Timeline())
-        )
-    return lists
+    tasks = {name: (getattr(site, f"load_{name}"),) for name in FILE_LISTS}
+    funds = {"funds": (load_funds, FUND_THREADS, site)}
+    return _five_drones_load(tasks | funds, pool_options, timelines)
 
 
 def load_funds(threads: int, site: Site) -> list[Fund]:
