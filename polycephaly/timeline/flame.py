@@ -32,11 +32,8 @@ def own_samples(samples: Samples) -> Counter[tuple[str, str]]:
 
 def of_drones(processes: Mapping[str, Samples]) -> Samples:
     """Return the samples of all processes but the controller."""
-    together: Samples = Counter()
-    for name, samples in processes.items():
-        if name != CONTROLLER:
-            together.update(samples)
-    return together
+    of_each = (samples for name, samples in processes.items() if name != CONTROLLER)
+    return sum(of_each, Counter())
 
 
 def _shared(

@@ -98,14 +98,8 @@ def _bar(row: Row, start: float, step: float, cells: int) -> str:
 
 def _fill(cells: list[float], begin: float, end: float) -> None:
     """Add to each cell the share of it that lies between `begin` and `end`."""
-    first, last = max(0, int(begin)), min(len(cells) - 1, int(end))
-    if first == last:
-        cells[first] += end - begin
-    elif first < last:
-        cells[first] += first + 1 - begin
-        cells[last] += end - last
-        for index in range(first + 1, last):
-            cells[index] += 1.0
+    for index in range(max(0, int(begin)), min(len(cells), int(end) + 1)):
+        cells[index] += min(end, index + 1) - max(begin, index)
 
 
 def _cell(running: float, waiting: float) -> str:

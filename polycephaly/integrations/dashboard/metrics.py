@@ -5,6 +5,7 @@ See https://prometheus.io/docs/instrumenting/exposition_formats/
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,10 +54,7 @@ def metrics_of(status: dict[str, Any]) -> str:
     for key, text in {"size": "How much there is.", "free": "How much no task holds."}.items():
         of_each = [({"resource": name}, each[key]) for name, each in status["resources"].items()]
         add(f"resource_{key}", "gauge", text, of_each)
-    states: dict[str, int] = {}
-    for drone in status["drones"]:
-        state = drone["state"].partition(":")[0]
-        states[state] = states.get(state, 0) + 1
+    states = Counter(drone["state"].partition(":")[0] for drone in status["drones"])
     by_state = [({"state": state}, count) for state, count in states.items()]
     add("drones", "gauge", "Drones by their state.", by_state)
     for key, (name, text) in _OF_DRONES.items():
