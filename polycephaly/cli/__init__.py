@@ -24,6 +24,7 @@ from .doit import doit
 from .join import join
 from .listing import dashboard, list_pools, ps
 from .logs import logs
+from .reach import ERRORS, error_text
 from .stacks import stacks
 from .start import start
 from .top import top
@@ -32,7 +33,9 @@ INTERRUPTED = 130
 
 
 class PoliteGroup(click.Group):
-    """A group that ends after Ctrl-C without a traceback, with the status 128 + SIGINT."""
+    """A group that reports `ERRORS` in one line, with the status 1. After Ctrl-C it ends without a
+    traceback, with the status 128 + SIGINT.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -40,6 +43,10 @@ class PoliteGroup(click.Group):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
+        except (click.Abort, click.exceptions.Exit, BrokenPipeError):  # click ends quietly
+            raise
+        except ERRORS as error:
+            raise click.ClickException(error_text(error)) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of use, not the alphabet's

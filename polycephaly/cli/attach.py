@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 
 from ..timeline.format import printable
-from .reach import one_line_errors
 
 if TYPE_CHECKING:
     from ..wire.debugging import WaitingDebugger
@@ -32,24 +31,23 @@ def attach(name: str | None, drone: str | None) -> None:
     The PID of the drone will do, too. The drone is one of yours on this machine, of any pool. Only
     one terminal is attached at a time. The command returns when the debugger's session has ended.
     """
-    with one_line_errors():
-        from ..wire import debugging
+    from ..wire import debugging
 
-        if not os.isatty(0):
-            raise click.ClickException("the standard input is no terminal")
-        waiting = list(debugging.waiting_debuggers())
-        chosen = [each for each in waiting if _is_meant(each, name, drone)]
-        for each in waiting:
-            if chosen != [each]:
-                each.connection.close()
-        if len(chosen) != 1:
-            lines = [f"{len(chosen)} drones match. Those that wait for a debugger:"]
-            lines += sorted(f"{each.drone} (pid {each.pid}): {each.where}" for each in waiting)
-            elsewhere = "a breakpoint opens in the terminal of its pool's process, if there is one"
-            lines.append("Give the name or the PID of one." if waiting else f"none ({elsewhere})")
-            raise click.ClickException("\n".join(map(printable, lines)))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends by pdb's own commands
-        debugging.lend_terminal(chosen[0].connection, os.ttyname(0))
+    if not os.isatty(0):
+        raise click.ClickException("the standard input is no terminal")
+    waiting = list(debugging.waiting_debuggers())
+    chosen = [each for each in waiting if _is_meant(each, name, drone)]
+    for each in waiting:
+        if chosen != [each]:
+            each.connection.close()
+    if len(chosen) != 1:
+        lines = [f"{len(chosen)} drones match. Those that wait for a debugger:"]
+        lines += sorted(f"{each.drone} (pid {each.pid}): {each.where}" for each in waiting)
+        elsewhere = "a breakpoint opens in the terminal of its pool's process, if there is one"
+        lines.append("Give the name or the PID of one." if waiting else f"none ({elsewhere})")
+        raise click.ClickException("\n".join(map(printable, lines)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends by pdb's own commands
+    debugging.lend_terminal(chosen[0].connection, os.ttyname(0))
 
 
 def _is_meant(waiting: WaitingDebugger, name: str | None, drone: str | None) -> bool:

@@ -7,7 +7,7 @@ import select
 
 import click
 
-from .reach import POOL_NAME, complete_pool, connect_to, one_line_errors
+from .reach import ERRORS, POOL_NAME, complete_pool, connect_to, error_text
 
 
 @click.command(
@@ -112,11 +112,10 @@ def stop(names: tuple[str, ...], now: bool) -> None:
 
 
 def _stop(name: str, now: bool) -> None:
-    with one_line_errors():
-        from ..engines.remote import pool_registry
+    from ..engines.remote import pool_registry
 
-        card = pool_registry.resolve_card(name)
-        pidfd = os.pidfd_open(card.pid) if card.is_server_alive() else None
+    card = pool_registry.resolve_card(name)
+    pidfd = os.pidfd_open(card.pid) if card.is_server_alive() else None
     try:
         with connect_to(name) as pool:
             pool.stop(now)
@@ -125,11 +124,11 @@ def _stop(name: str, now: bool) -> None:
         else:
             select.select([pidfd], [], [])
             click.echo(f"{name} has ended", err=True)
-    except click.ClickException as error:
+    except ERRORS as error:
         if pidfd is None:
             raise
         raise click.ClickException(
-            f"{error.message} (kill -9 {card.pid} ends the pool and its drones)"
+            f"{error_text(error)} (kill -9 {card.pid} ends the pool and its drones)"
         ) from None
     finally:
         if pidfd is not None:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .reach import one_line_errors
-
 if TYPE_CHECKING:
     from .. import Timeline
 
@@ -187,13 +185,12 @@ def securities(
     click.echo(report.computing_legend(outcomes[0]))
     computations = run(experiments.computing(pages, max(2, usable_processors()), pool_options))
     click.echo(f"\n{report.conclusion(outcomes, computations)}")
-    with one_line_errors():
-        if json_file is not None:
-            result = json.dumps(report.as_json(outcomes, computations), indent=2)
-            json_file.write_text(f"{result}\n", encoding="utf-8")
-        if plot_file is not None:
-            click.echo(f"\nThe combined run:\n{timelines[0]}")
-            files.write(timelines[0], plot_file, "Five lists of securities", report.bars(outcomes))
+    if json_file is not None:
+        result = json.dumps(report.as_json(outcomes, computations), indent=2)
+        json_file.write_text(f"{result}\n", encoding="utf-8")
+    if plot_file is not None:
+        click.echo(f"\nThe combined run:\n{timelines[0]}")
+        files.write(timelines[0], plot_file, "Five lists of securities", report.bars(outcomes))
     same = report.equal(computations)
     if not same:
         click.echo("THE INDICATORS DIFFER")
@@ -205,17 +202,16 @@ def _connect_to_ray(address: str | None) -> str:
     """Connect to Ray before times are measured; return this machine's address for the drones."""
     from ..pool.machine import find_machine
 
-    with one_line_errors():
-        find_machine("ray", {"address": address})
-        from ray.util import get_node_ip_address
+    find_machine("ray", {"address": address})
+    from ray.util import get_node_ip_address
+
     return str(get_node_ip_address())
 
 
 def _check_plot(path: Path) -> None:
     from ..timeline import files
 
-    with one_line_errors():
-        try:
-            files.check(path)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--plot") from error
+    try:
+        files.check(path)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--plot") from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import FILE, complete_pool, connect_to, one_line_errors
+from .reach import FILE, complete_pool, connect_to
 from .tables import as_json
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def doit(
     if code and not is_name(name):
         raise click.UsageError(f"{name!r} is no pool's name. With ARGS, NAME comes first.")
     if file is not None:
-        with one_line_errors():
-            program = Program(file.read_text(encoding="utf-8-sig"), str(file), [str(file), *code])
+        program = Program(file.read_text(encoding="utf-8-sig"), str(file), [str(file), *code])
     elif not code:
         raise click.UsageError("No code: give CODE, - (for the standard input) or --file.")
     elif code[0] == "-" and sys.stdin is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..timeline.format import count
-from .reach import complete_pool, error_text, one_line_errors
+from .reach import complete_pool, error_text
 from .start import drone_options
 
 if TYPE_CHECKING:
@@ -65,28 +65,27 @@ def join(
     from ..pool.pool import Pool
     from .loading import CannotLoad, Setup, load
 
-    with one_line_errors():
-        setup = _setup_of(address)
-        try:
-            load(setup, Setup.read(modules, file))
-        except CannotLoad as error:
-            click.echo(str(error), err=True)
-            sys.exit(1)
-        import socket
+    setup = _setup_of(address)
+    try:
+        load(setup, Setup.read(modules, file))
+    except CannotLoad as error:
+        click.echo(str(error), err=True)
+        sys.exit(1)
+    import socket
 
-        with Pool(drones, name=socket.gethostname(), **options) as pool:
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                    signal.signal(number, signal.default_int_handler)
-            try:
-                while True:
-                    _work_for(pool, address, reconnect)
-                    if not reconnect:
-                        return
-                    time.sleep(RETRY_SECONDS)
-                    _wait_for_pool(address, setup)
-            except KeyboardInterrupt:
-                click.echo("the drones have left", err=True)
+    with Pool(drones, name=socket.gethostname(), **options) as pool:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, signal.default_int_handler)
+        try:
+            while True:
+                _work_for(pool, address, reconnect)
+                if not reconnect:
+                    return
+                time.sleep(RETRY_SECONDS)
+                _wait_for_pool(address, setup)
+        except KeyboardInterrupt:
+            click.echo("the drones have left", err=True)
 
 
 def _setup_of(address: str) -> Setup:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import POOL_NAME, connect_to, one_line_errors
+from .reach import ERRORS, POOL_NAME, connect_to, error_text
 from .tables import Column, as_json, duration, mebibytes, show
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def list_pools(in_json: bool) -> None:
     """
     from ..engines.remote import pool_registry
 
-    with one_line_errors():
-        found = [_pool(card) for card in pool_registry.running_cards()]
+    found = [_pool(card) for card in pool_registry.running_cards()]
     pools = [pool for pool in found if pool is not None]
     if in_json:
         as_json(pools)
@@ -150,11 +149,11 @@ def _pool(card: Card) -> dict[str, Any] | None:
     """
     try:
         return status_of(card.name)
-    except click.ClickException as error:
+    except ERRORS as error:
         known = {"name": card.name, "pid": card.pid, "address": card.address}
         if not card.is_server_alive():
             return None
-        return known | {"started": card.started, "error": error.message}
+        return known | {"started": card.started, "error": error_text(error)}
 
 
 def _pool_row(pool: dict[str, Any]) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from .reach import POOL_NAME, one_line_errors
+from .reach import POOL_NAME
 
 if TYPE_CHECKING:
     from ..engines.remote.keys import Card
@@ -43,26 +43,25 @@ def logs(name: str, lines: int, follow: bool) -> None:
     The log is in $XDG_STATE_HOME/polycephaly (by default ~/.local/state/polycephaly). It has up to
     8 MiB, and so has one older generation. The log stays when the pool has ended.
     """
-    with one_line_errors():
-        from ..engines.remote import pool_registry
-        from .journal import log_path, rotated_path
+    from ..engines.remote import pool_registry
+    from .journal import log_path, rotated_path
 
-        path = log_path(name)
-        if not path.exists():
-            pool_registry.find_card(name)  # if no such pool runs, the error lists those that do
-            raise click.ClickException(
-                f"{name} has no log: the pool was not started by polycephaly start"
-            )
-        card = next((card for card in pool_registry.running_cards() if card.name == name), None)
-        last: deque[str] = deque(maxlen=lines)
-        with suppress(FileNotFoundError), _open(rotated_path(path)) as file:
-            last.extend(file)
-        file = _open(path)
+    path = log_path(name)
+    if not path.exists():
+        pool_registry.find_card(name)  # if no such pool runs, the error lists those that do
+        raise click.ClickException(
+            f"{name} has no log: the pool was not started by polycephaly start"
+        )
+    card = next((card for card in pool_registry.running_cards() if card.name == name), None)
+    last: deque[str] = deque(maxlen=lines)
+    with suppress(FileNotFoundError), _open(rotated_path(path)) as file:
         last.extend(file)
-        for line in last:
-            click.echo(line, nl=False)
-        if follow and card is not None:
-            _follow(file, path, card)
+    file = _open(path)
+    last.extend(file)
+    for line in last:
+        click.echo(line, nl=False)
+    if follow and card is not None:
+        _follow(file, path, card)
 
 
 def _follow(file: IO[str], path: Path, card: Card) -> None:

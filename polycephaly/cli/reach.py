@@ -1,10 +1,9 @@
-"""From command-line arguments to a pool: names, connection files, sizes, and one-line errors."""
+"""From command-line arguments to a pool: names, connection files, sizes, and its errors."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,19 +50,10 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Report an `OSError`, `ValueError`, `RuntimeError` or `ImportError` in one line, and exit 1.
-
-    Such an error means that a pool or file cannot be reached, read or written, or that an optional
-    package is not installed, and is no bug.
-    """
-    try:
-        yield
-    except BrokenPipeError:  # the reader of the output is gone: click ends quietly
-        raise
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise click.ClickException(error_text(error)) from error
+ERRORS = (OSError, ValueError, RuntimeError, ImportError)
+"""What commands report in one line: that a pool or a file cannot be reached, read or written, or
+that an optional package is not installed.
+"""
 
 
 def error_text(error: BaseException) -> str:
@@ -72,13 +62,7 @@ def error_text(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-@contextmanager
-def connect_to(
-    where: str, output: str | Callable[[Line], object] = "discard"
-) -> Iterator[RemotePool]:
-    """Connect to a pool for a ``with`` block, with `one_line_errors`."""
-    with one_line_errors():
-        from ..engines.remote.client import connect
+def connect_to(where: str, output: str | Callable[[Line], object] = "discard") -> RemotePool:
+    from ..engines.remote.client import connect
 
-        with connect(where, output=output) as pool:
-            yield pool
+    return connect(where, output=output)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from .reach import FILE, one_line_errors, parse_size
+from .reach import FILE, parse_size
 
 EXAMPLES = """\b
 Examples:
@@ -154,5 +154,4 @@ def start(
 
         return serve_pool(name, drones, tcp, modules, file, options, daemonize, report_start)
 
-    with one_line_errors():
-        sys.exit(daemon.run_in_background(serve, name) if daemonize else serve(daemon.print_report))
+    sys.exit(daemon.run_in_background(serve, name) if daemonize else serve(daemon.print_report))

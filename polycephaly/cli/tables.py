@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import click
 
 from ..timeline.format import printable
-from .reach import one_line_errors
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
@@ -58,12 +57,10 @@ def mebibytes(size: int | None) -> str:
     return "" if size is None else f"{size / (1 << 20):,.1f} MiB"
 
 
-@one_line_errors()  # the disk may be full
 def as_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-@one_line_errors()
 def show(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
     from rich.console import Console
 
