@@ -25,7 +25,7 @@ from faults import wait_for
 from rich.console import Console
 
 import polycephaly as poly
-from polycephaly.cli.top import Keys, Rates, _move, _render, _sort
+from polycephaly.cli.top import _ORDERS, Keys, Rates, _move, _render, _sort
 from polycephaly.engines.remote.keys import Card
 
 ROOT = Path(__file__).parents[1]
@@ -801,8 +801,8 @@ def test_top_puts_first_the_drones_that_use_most() -> None:
         }  # fmt: skip
         rates.update(status, now[0])
         console = Console(width=100, height=24, file=io.StringIO())
-        drones = _sort(status["drones"], rates, order)
-        console.print(_render(status, drones, rates, None))
+        drones = _sort(status["drones"], _ORDERS[order])
+        console.print(_render(status, drones, rates.tasks, None))
         lines = [line.split() for line in console.file.getvalue().splitlines() if "lab." in line]
         return [f"{line[0]} {line[7]}" if "%" in line[7] else line[0] for line in lines]
 

@@ -90,9 +90,9 @@ def top(name: str, every: float) -> None:
                 status, due = pool.status(), monotonic() + every
                 rates.update(status, monotonic())
                 while True:
-                    drones = _sort(status["drones"], rates, order)
+                    drones = _sort(status["drones"], _ORDERS[order])
                     drones = drones[: max(1, console.height - OTHER_LINES)]
-                    live.update(_render(status, drones, rates, selected), refresh=True)
+                    live.update(_render(status, drones, rates.tasks, selected), refresh=True)
                     key = keys.next(due - monotonic())
                     if key in _QUIT:
                         return
@@ -109,14 +109,14 @@ def top(name: str, every: float) -> None:
 
 
 class Rates:
-    """Tasks done per second, and each drone's use of processors (1.0: one)."""
+    """Tasks done per second, and each drone's use of processors (1.0: one), added as its "cpu"."""
 
     def __init__(self) -> None:
         self._at = 0.0
         self._done: int | None = None
         self._measured: dict[int, tuple[float, float]] = {}  # when, and processor times then
         self.tasks = 0.0
-        self.processor: dict[int, float] = {}  # of the drones, by number
+        self._cpu: dict[int, float] = {}  # of the drones, by number
 
     def update(self, status: dict[str, Any], now: float) -> None:
         done = status["tasks_done"]
@@ -125,19 +125,16 @@ class Rates:
         self._at, self._done = now, done
         for drone in status["drones"]:
             number, used = drone["number"], drone.get("processor")
-            if used is None:
-                continue
-            at, before = self._measured.setdefault(number, (now, used))
-            if now - at >= MIN_PROCESSOR_SECONDS:
-                self.processor[number] = max(0.0, used - before) / (now - at)
-                self._measured[number] = now, used
+            if used is not None:
+                at, before = self._measured.setdefault(number, (now, used))
+                if now - at >= MIN_PROCESSOR_SECONDS:
+                    self._cpu[number] = max(0.0, used - before) / (now - at)
+                    self._measured[number] = now, used
+            drone["cpu"] = self._cpu.get(number)
 
 
-def _sort(drones: list[dict[str, Any]], rates: Rates, order: str) -> list[dict[str, Any]]:
-    """Return the drones with their use of processors, in the order of that key."""
-    with_cpu = [drone | {"cpu": rates.processor.get(drone["number"])} for drone in drones]
-    field = _ORDERS[order]
-    return sorted(with_cpu, key=lambda drone: -(drone[field] or 0)) if field else with_cpu
+def _sort(drones: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
+    return sorted(drones, key=lambda drone: -(drone[field] or 0)) if field else drones
 
 
 def _move(drones: list[dict[str, Any]], selected: int | None, step: int) -> int:
@@ -158,7 +155,7 @@ def _act(pool: RemotePool, key: str, drone: dict[str, Any]) -> None:
 
 
 def _render(
-    status: dict[str, Any], shown: list[dict[str, Any]], rates: Rates, selected: int | None
+    status: dict[str, Any], shown: list[dict[str, Any]], rate: float, selected: int | None
 ) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -174,7 +171,7 @@ def _render(
         Text(
             f"{busy} of {len(drones)} drones busy, {status['queued']} queued, "
             f"{count(others, 'other client')}, {status['tasks_done']:,} done, "
-            f"{rates.tasks:,.0f}/s, {memory}"
+            f"{rate:,.0f}/s, {memory}"
         ),
         Text(),
         grid(_COLUMNS, [_row(drone, status["host"], selected) for drone in shown]),
