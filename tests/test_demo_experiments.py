@@ -27,9 +27,8 @@ from polycephaly.demos.securities.experiments import (
     sequential,
     threads_drain,
 )
-from polycephaly.demos.securities.files import FUNDS
 from polycephaly.demos.securities.model import LISTS, PAGES, Lists, Security
-from polycephaly.demos.securities.parse import Document, SourceError
+from polycephaly.demos.securities.parse import FUNDS, Document, SourceError
 from polycephaly.demos.securities.server import loopback
 from polycephaly.demos.securities.site import LiveSite, Site
 

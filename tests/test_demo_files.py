@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from polycephaly.demos.securities import generate, parse
-from polycephaly.demos.securities.files import (
+from polycephaly.demos.securities.model import page_of
+from polycephaly.demos.securities.parse import (
     FILES,
     FUNDS,
     NASDAQ_LISTED,
     OTHER_LISTED,
+    SourceError,
     read_directory,
 )
-from polycephaly.demos.securities.model import page_of
-from polycephaly.demos.securities.parse import SourceError
 
 
 @pytest.fixture

@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from polycephaly.demos.securities import experiments, parse
-from polycephaly.demos.securities.files import FUNDS, NASDAQ_LISTED, read_directory
 from polycephaly.demos.securities.model import LISTS, PAGES, Fund, page_of
-from polycephaly.demos.securities.parse import Document, SourceError
+from polycephaly.demos.securities.parse import (
+    FUNDS,
+    NASDAQ_LISTED,
+    Document,
+    SourceError,
+    read_directory,
+)
 from polycephaly.demos.securities.server import loopback
 
 DATA = Path(__file__).parents[2] / "shared" / "data"

@@ -23,9 +23,8 @@ from faults import wait_for_ends
 
 from polycephaly.demos.securities import generate, parse, server
 from polycephaly.demos.securities.experiments import sequential
-from polycephaly.demos.securities.files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
 from polycephaly.demos.securities.model import LISTS, PAGES
-from polycephaly.demos.securities.parse import SourceError
+from polycephaly.demos.securities.parse import FUNDS, NASDAQ_LISTED, OTHER_LISTED, SourceError
 from polycephaly.demos.securities.server import FixtureServer, loopback
 from polycephaly.demos.securities.site import LiveSite, Site
 

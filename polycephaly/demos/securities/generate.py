@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import cycle, islice, product
 
-from .files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
-from .parse import Document
+from .parse import FUNDS, NASDAQ_LISTED, OTHER_LISTED, Document
 
 HOUSES = """
     Alder Ashford Avon Birch Beacon Bramley Cedar Corvid Cobalt Dover Drake Dunmore Elm Eastgate

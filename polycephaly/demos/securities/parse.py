@@ -1,4 +1,4 @@
-"""Parse symbol-directory files into securities.
+"""Read symbol-directory files, and parse them into securities.
 
     Document (text, and where it came from) --> Table (header, lines) --> Listing, Fund
 
@@ -10,10 +10,20 @@ content. That includes HTML, which the exchange returns with status 200 for a mi
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .model import NASDAQ, Fund, Listing
+
+NASDAQ_LISTED = "nasdaqlisted.txt"
+OTHER_LISTED = "otherlisted.txt"
+FUNDS = "mfundslist.txt"
+FILES = (NASDAQ_LISTED, OTHER_LISTED, FUNDS)
+
+_GZIP_MAGIC = b"\x1f\x8b"
 
 FOOTER = "File Creation Time"
 
@@ -41,6 +51,36 @@ class Document:
     def decode(cls, where: str, raw: bytes) -> Document:
         """Decode UTF-8. An invalid byte spoils one character, not the row or the file."""
         return cls(where, raw.decode("utf-8-sig", errors="replace"))
+
+
+def read_directory(directory: Path) -> dict[str, Document]:
+    """Return the three files of a directory by plain name.
+
+    Each may be plain or compressed (`nasdaqlisted.txt` or `nasdaqlisted.txt.gz`). If both exist,
+    the plain one is read. Raises `SourceError`, which names the file, if one cannot be read.
+    """
+    if not directory.is_dir():
+        raise SourceError(
+            str(directory), "not a directory" if directory.exists() else "no such directory"
+        )
+    return {name: _read(directory / name) for name in FILES}
+
+
+def _read(plain: Path) -> Document:
+    packed = plain.with_name(plain.name + ".gz")
+    path = packed if packed.exists() and not plain.exists() else plain
+    try:
+        raw = path.read_bytes()
+        # Compression is recognised by content, because downloads lose and gain suffixes.
+        return Document.decode(
+            str(path), gzip.decompress(raw) if raw.startswith(_GZIP_MAGIC) else raw
+        )
+    except FileNotFoundError:
+        raise SourceError(str(path), "no such file, neither plain nor .gz") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise SourceError(str(path), f"broken gzip data: {error}") from error
+    except OSError as error:
+        raise SourceError(str(path), error.strerror or str(error)) from error
 
 
 class Table:

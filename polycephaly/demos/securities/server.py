@@ -18,7 +18,7 @@ from threading import Thread
 from typing import Any
 
 from ...pool.drone import Drone
-from . import files, parse
+from . import parse
 from .generate import symbol_directory
 from .model import PAGES, page_of
 from .parse import Document
@@ -27,9 +27,9 @@ from .site import Site
 
 def contents(documents: Mapping[str, Document]) -> dict[str, bytes]:
     """Return the answer for each path. All documents are parsed, so a bad one is found here."""
-    parse.nasdaq_listed(documents[files.NASDAQ_LISTED])
-    parse.other_listed(documents[files.OTHER_LISTED])
-    table = parse.fund_table(documents[files.FUNDS])
+    parse.nasdaq_listed(documents[parse.NASDAQ_LISTED])
+    parse.other_listed(documents[parse.OTHER_LISTED])
+    table = parse.fund_table(documents[parse.FUNDS])
     pages: dict[str, list[str]] = {page: [table.header] for page in PAGES}
     for line, row in table:
         pages[page_of(row["Fund Name"])].append(line)
@@ -84,7 +84,7 @@ def serve(data: Path | None, latency: float, host: str) -> int:
 
     All files are read and checked before. Raises `SourceError`.
     """
-    answers = contents(files.read_directory(data) if data else symbol_directory())
+    answers = contents(parse.read_directory(data) if data else symbol_directory())
     server = FixtureServer(answers, latency, host)
     Thread(target=server.serve_forever, daemon=True).start()
     return server.server_port

@@ -18,9 +18,8 @@ import httpx
 
 from ... import Promise, green
 from . import parse
-from .files import FUNDS, NASDAQ_LISTED, OTHER_LISTED
 from .model import AMEX, NASDAQ, NYSE, PAGES, Fund, Listing, Security, etfs, page_of, stocks
-from .parse import Document, SourceError
+from .parse import FUNDS, NASDAQ_LISTED, OTHER_LISTED, Document, SourceError
 
 Page = tuple[Callable[[Document], Sequence[Security]], Document]
 """A page that is not parsed yet, with the function that parses it."""
