@@ -67,7 +67,7 @@ def make_app(
         Route("/metrics", _in_own_thread(views.metrics)),
     ]
     errors = dict.fromkeys((ConnectionError, RuntimeError, TimeoutError), _tell_error)
-    return _OnlyWithToken(
+    return _only_with_token(
         Starlette(routes=routes, exception_handlers=errors), token, read_only_token
     )
 
@@ -96,17 +96,12 @@ def _tell_error(request: Request, error: Exception) -> Response:
     return PlainTextResponse(str(error), 410)
 
 
-class _OnlyWithToken:
-    """Refuses requests without a token, before looking at anything else in them. Adds the headers
-    of `POLICY` to all answers.
+def _only_with_token(app: ASGIApp, token: str, read_only_token: str) -> ASGIApp:
+    """Return an application that refuses requests without a token, before looking at anything else
+    in them, and adds the headers of `POLICY` to all answers.
     """
 
-    def __init__(self, app: ASGIApp, token: str, read_only_token: str) -> None:
-        self._app = app
-        self._token = token.encode()
-        self._read_only_token = read_only_token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
 
         async def send_with_policy(message: Message) -> None:
@@ -116,32 +111,33 @@ class _OnlyWithToken:
                 MutableHeaders(scope=message).update(POLICY)
             await send(message)
 
-        refusal = self._refusal(scope)
-        app = self._app if refusal is None else PlainTextResponse(refusal, 403)
+        given = _tokens_of(scope)
+        may_act, may_look = _contains(given, token), _contains(given, read_only_token)
+        if not (may_act or may_look):
+            answer: ASGIApp = PlainTextResponse(NO_TOKEN, 403)
+        elif not may_act and scope["method"] not in ("GET", "HEAD"):
+            answer = PlainTextResponse(READ_ONLY, 403)
+        else:
+            scope["read_only"] = not may_act
+            answer = app
         try:
-            await app(scope, receive, send_with_policy)
+            await answer(scope, receive, send_with_policy)
         except asyncio.CancelledError:
             if not begun:
                 closed = PlainTextResponse("the page is being closed", 503)
                 await closed(scope, receive, send_with_policy)
 
-    def _refusal(self, scope: Scope) -> str | None:
-        """Return why a request is refused; None if it is not."""
-        connection = HTTPConnection(scope)
-        given = [
-            *connection.query_params.getlist("token"),
-            connection.headers.get("authorization", "").removeprefix("Bearer "),
-        ]
+    return guarded
 
-        def has(token: bytes) -> bool:
-            return any(secrets.compare_digest(each.encode(), token) for each in given)
 
-        if has(self._token):
-            return None
-        if not has(self._read_only_token):
-            return NO_TOKEN
-        scope["read_only"] = True
-        return None if scope["method"] in ("GET", "HEAD") else READ_ONLY
+def _tokens_of(scope: Scope) -> list[str]:
+    connection = HTTPConnection(scope)
+    header = connection.headers.get("authorization", "")
+    return [*connection.query_params.getlist("token"), header.removeprefix("Bearer ")]
+
+
+def _contains(given: list[str], token: str) -> bool:
+    return any(secrets.compare_digest(each.encode(), token.encode()) for each in given)
 
 
 class _Views:
