@@ -9,20 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from ..timeline.format import printable
+from .reach import Command
 
 if TYPE_CHECKING:
     from ..wire.debugging import WaitingDebugger
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly attach                  the drone that waits at a breakpoint(), if there is only one
-  polycephaly attach pool-1.0         the drone of that name
-  polycephaly attach lab 2            drone lab.2
-  polycephaly attach 30789            the process with that PID
-"""
-)
+@click.command(cls=Command)
 @click.argument("name", required=False)
 @click.argument("drone", required=False)
 def attach(name: str | None, drone: str | None) -> None:
@@ -30,6 +23,13 @@ def attach(name: str | None, drone: str | None) -> None:
 
     The PID of the drone will do, too. The drone is one of yours on this machine, of any pool. Only
     one terminal is attached at a time. The command returns when the debugger's session has ended.
+
+    Examples
+    --------
+    polycephaly attach                  the drone that waits at a breakpoint(), if there is only one
+    polycephaly attach pool-1.0         the drone of that name
+    polycephaly attach lab 2            drone lab.2
+    polycephaly attach 30789            the process with that PID
     """
     from ..wire import debugging
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..timeline.format import count
+from .reach import Command
 from .tables import Column, as_json, show
 
 if TYPE_CHECKING:
@@ -44,20 +45,7 @@ Run = dict[str, dict[str, float]]
 """Figures of one run, by contender and measurement."""
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly bench                  less than half a minute
-  polycephaly bench --runs 10 -n 8
-  polycephaly bench --json
-
-\b
-The tasks do nothing, so the figures show the cost that a pool adds to a task.
-Figures are medians of all runs, with minimum and maximum; ratios are taken within
-the same run. Slow pools get fewer tasks. loky is measured if it is installed. If
-numpy is installed, an array is sent to a worker, which reads one number per page.
-"""
-)
+@click.command(cls=Command)
 @click.option(
     "--runs",
     type=click.IntRange(1),
@@ -81,6 +69,19 @@ def bench(
     loky.
 
     The exit status is 1 if the measurement of one pool failed.
+
+    Examples
+    --------
+    polycephaly bench                  less than half a minute
+    polycephaly bench --runs 10 -n 8
+    polycephaly bench --json
+
+    Notes
+    -----
+    The tasks do nothing, so the figures show the cost that a pool adds to a task.
+    Figures are medians of all runs, with minimum and maximum; ratios are taken within
+    the same run. Slow pools get fewer tasks. loky is measured if it is installed. If
+    numpy is installed, an array is sent to a worker, which reads one number per page.
     """
     from ..demos.comparison import CONTENDERS, QUICK, SIZES
     from ..runtime.system_limits import usable_processors

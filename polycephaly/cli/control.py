@@ -7,22 +7,21 @@ import select
 
 import click
 
-from .reach import ERRORS, POOL_NAME, complete_pool, connect_to, error_text
+from .reach import ERRORS, POOL_NAME, Command, complete_pool, connect_to, error_text
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly interrupt lab               what all drones run
-  polycephaly interrupt lab lab.0 lab.3   what these run
-"""
-)
+@click.command(cls=Command)
 @click.argument("name", shell_complete=complete_pool)
 @click.argument("drones", nargs=-1, metavar="[DRONE]...")
 def interrupt(name: str, drones: tuple[str, ...]) -> None:
     """Interrupt the running tasks of pool NAME, or those of its DRONEs only.
 
     Each task gets a KeyboardInterrupt, as from Ctrl-C. Whoever submitted it gets that error.
+
+    Examples
+    --------
+    polycephaly interrupt lab               what all drones run
+    polycephaly interrupt lab lab.0 lab.3   what these run
     """
     with connect_to(name) as pool:
         known = pool.drones  # drones of joined hosts may have the same name
@@ -37,14 +36,7 @@ def interrupt(name: str, drones: tuple[str, ...]) -> None:
                 each.interrupt()
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly cancel lab            the tasks of all clients
-  polycephaly cancel lab 4711       those of the process 4711
-  polycephaly cancel lab 62@beta    those of the process 62 of another host
-"""
-)
+@click.command(cls=Command)
 @click.argument("name", shell_complete=complete_pool)
 @click.argument("clients", nargs=-1, metavar="[CLIENT]...")
 def cancel(name: str, clients: tuple[str, ...]) -> None:
@@ -53,52 +45,50 @@ def cancel(name: str, clients: tuple[str, ...]) -> None:
     polycephaly ps shows for which CLIENT a drone works. The promises of cancelled tasks raise
     CancelledError. The clients stay connected, and may submit more tasks. Tasks of the pool's own
     process are left alone.
+
+    Examples
+    --------
+    polycephaly cancel lab            the tasks of all clients
+    polycephaly cancel lab 4711       those of the process 4711
+    polycephaly cancel lab 62@beta    those of the process 62 of another host
     """
     with connect_to(name) as pool:
         cancelled = pool.cancel_tasks(*clients)
     click.echo(f"cancelled the tasks of {', '.join(cancelled) or 'no client'}", err=True)
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly refresh lab           after: polycephaly doit lab --everywhere ...
-"""
-)
+@click.command(cls=Command)
 @POOL_NAME
 def refresh(name: str) -> None:
     """Replace the drones of pool NAME by new ones.
 
     They are forked from the pool's process as that is now. Tasks that run are finished first.
+
+    Examples
+    --------
+    polycephaly refresh lab           after: polycephaly doit lab --everywhere ...
     """
     with connect_to(name) as pool:
         pool.refresh()
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly resize lab 8
-"""
-)
+@click.command(cls=Command)
 @click.argument("name", shell_complete=complete_pool)
 @click.argument("drones", type=click.IntRange(min=1))
 def resize(name: str, drones: int) -> None:
     """Change the number of drones of pool NAME to DRONES.
 
     New drones start in the background. Drones that are too many end after their running tasks.
+
+    Examples
+    --------
+    polycephaly resize lab 8
     """
     with connect_to(name) as pool:
         pool.resize(drones)
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly stop lab              running tasks are finished, waiting tasks are cancelled
-  polycephaly stop lab --now        running tasks are interrupted
-"""
-)
+@click.command(cls=Command)
 @click.argument("names", shell_complete=complete_pool, nargs=-1, metavar="[NAME]...")
 @click.option("--now", is_flag=True, help="Do not wait for running tasks.")
 def stop(names: tuple[str, ...], now: bool) -> None:
@@ -106,6 +96,11 @@ def stop(names: tuple[str, ...], now: bool) -> None:
 
     Processes that the drones have started end too. The command returns when the pools have ended.
     Ctrl-C ends only the command.
+
+    Examples
+    --------
+    polycephaly stop lab              running tasks are finished, waiting tasks are cancelled
+    polycephaly stop lab --now        running tasks are interrupted
     """
     for name in names or ("default",):
         _stop(name, now)

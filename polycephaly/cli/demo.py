@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .reach import Command
+
 if TYPE_CHECKING:
     from .. import Timeline
 
@@ -23,18 +25,6 @@ DEFAULT_THREADS = "1,2,3,5,8,13,20,26"
 LIVE_DRONES = "8"
 RAY_DRONES = "2,5"  # starting one takes seconds
 LIVE_THREADS = "13"
-
-EXAMPLES = """\b
-Examples:
-  polycephaly demo securities                     generated data, less than a minute
-  polycephaly demo securities --drones 1,8,20     II with only these numbers of drones
-  polycephaly demo securities --threads 13        III with only this number of green threads
-  polycephaly demo securities --data ./symdir     real symbol-directory files, plain or .gz
-  polycephaly demo securities --plot run.html     with a page of bars and a Gantt chart
-  polycephaly demo securities --live --drones 8   the exchange's own site
-  polycephaly demo securities --engine ray        with drones that are Ray actors
-"""
-
 
 DEFAULTS = {"drones": (DEFAULT_DRONES, LIVE_DRONES), "threads": (DEFAULT_THREADS, LIVE_THREADS)}
 
@@ -68,7 +58,7 @@ def demo() -> None:
     """Run a demo."""
 
 
-@demo.command(epilog=EXAMPLES)
+@demo.command(cls=Command)
 @click.option(
     "--data", type=click.Path(path_type=Path), metavar="DIR", help="Serve the files in DIR."
 )
@@ -137,6 +127,16 @@ def securities(
 
     The exit status is 0 if all experiments had the same results, and 1 if they did not or if a
     source failed.
+
+    Examples
+    --------
+    polycephaly demo securities                     generated data, less than a minute
+    polycephaly demo securities --drones 1,8,20     II with only these numbers of drones
+    polycephaly demo securities --threads 13        III with only this number of green threads
+    polycephaly demo securities --data ./symdir     real symbol-directory files, plain or .gz
+    polycephaly demo securities --plot run.html     with a page of bars and a Gantt chart
+    polycephaly demo securities --live --drones 8   the exchange's own site
+    polycephaly demo securities --engine ray        with drones that are Ray actors
     """
     if live and (data is not None or latency is not None):
         raise click.UsageError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import FILE, complete_pool, connect_to
+from .reach import FILE, Command, complete_pool, connect_to
 from .tables import as_json
 
 if TYPE_CHECKING:
@@ -23,21 +23,8 @@ if TYPE_CHECKING:
     from ..promises.promise import Promise
     from ..wire.output import Line
 
-EXAMPLES = """\b
-Examples:
-  polycephaly doit lab "sum(range(10))"           prints 45
-  polycephaly doit lab -f report.py -- --year 3   runs a file, with arguments
-  polycephaly doit lab - < report.py              the same from the standard input
-  polycephaly doit lab --everywhere "import numpy"
-  polycephaly doit lab --json "2 ** 100" | jq -r .value
 
-\b
-Exit status: 0 after success; 1 after an error; n after sys.exit(n) in the code;
-130 after Ctrl-C, which interrupts the task.
-"""
-
-
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command)
 @click.argument("name", required=False, shell_complete=complete_pool)
 @click.argument("code", nargs=-1, metavar="[CODE|-] [ARGS]...")
 @click.option("-f", "--file", type=FILE, help="Run this file.")
@@ -62,6 +49,19 @@ def doit(
     The code runs in the __main__ of any free drone, and names that it defines stay there. Its
     output appears here, line by line. The value of a last expression is printed as at Python's
     prompt, but not the value of a file's last expression. ARGS become sys.argv[1:].
+
+    Examples
+    --------
+    polycephaly doit lab "sum(range(10))"           prints 45
+    polycephaly doit lab -f report.py -- --year 3   runs a file, with arguments
+    polycephaly doit lab - < report.py              the same from the standard input
+    polycephaly doit lab --everywhere "import numpy"
+    polycephaly doit lab --json "2 ** 100" | jq -r .value
+
+    Notes
+    -----
+    Exit status: 0 after success; 1 after an error; n after sys.exit(n) in the code;
+    130 after Ctrl-C, which interrupts the task.
     """
     from queue import SimpleQueue
 

@@ -11,34 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..timeline.format import count
-from .reach import complete_pool, error_text
+from .reach import Command, complete_pool, error_text
 from .start import drone_options
 
 if TYPE_CHECKING:
     from ..pool.pool import Pool
     from .loading import Setup
 
-EXAMPLES = """\b
-Examples:
-  polycephaly join ./lab.json -n 4     lends four drones of this host to that pool
-  polycephaly join lab -n 1            one more, on the pool's own host
-  polycephaly join lab --reconnect     joins again each time lab is restarted
-
-\b
-Copy the connection file from the host of the pool, which was started with --tcp:
-the output of start shows its path.
-
-\b
-Ctrl-C or SIGTERM: tasks that these drones have not begun are given back, running
-tasks are finished. Twice: the drones end at once, and their running tasks are lost
-(their callers get DroneDied).
-"""
-
-
 RETRY_SECONDS = 1.0
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command)
 @click.argument("address", shell_complete=complete_pool)
 @click.option(
     "--reconnect",
@@ -61,6 +44,21 @@ def join(
     drones are free. Use the same versions of Python, polycephaly and all modules that the tasks
     need. The modules and the file that the pool was started with are loaded first (the pool sends
     the file), and then those that are named here.
+
+    Examples
+    --------
+    polycephaly join ./lab.json -n 4     lends four drones of this host to that pool
+    polycephaly join lab -n 1            one more, on the pool's own host
+    polycephaly join lab --reconnect     joins again each time lab is restarted
+
+    Notes
+    -----
+    Copy the connection file from the host of the pool, which was started with --tcp:
+    the output of start shows its path.
+
+    Ctrl-C or SIGTERM: tasks that these drones have not begun are given back, running
+    tasks are finished. Twice: the drones end at once, and their running tasks are lost
+    (their callers get DroneDied).
     """
     from ..pool.pool import Pool
     from .loading import CannotLoad, Setup, load

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import ERRORS, POOL_NAME, connect_to, error_text
+from .reach import ERRORS, POOL_NAME, Command, connect_to, error_text
 from .tables import Column, as_json, duration, mebibytes, show
 
 if TYPE_CHECKING:
@@ -31,19 +31,17 @@ JSON = click.option(
 )
 
 
-@click.command(
-    "list",
-    epilog="""\b
-Examples:
-  polycephaly list
-  polycephaly list --json
-""",
-)
+@click.command("list", cls=Command)
 @JSON
 def list_pools(in_json: bool) -> None:
     """List your pools that run on this machine.
 
     CLIENTS does not count this command.
+
+    Examples
+    --------
+    polycephaly list
+    polycephaly list --json
     """
     from ..engines.remote import pool_registry
 
@@ -57,27 +55,28 @@ def list_pools(in_json: bool) -> None:
         click.echo("no pool is running; start one with: polycephaly start NAME", err=True)
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly ps lab
-  polycephaly ps lab --json
-  polycephaly ps ./lab.json         a pool of another host, by its connection file
-
-\b
-STATE is idle, busy, starting, retiring (the drone ends after its running tasks) or
-unresponsive, with the reason. FOR is the time since that state began. RUNNING also
-shows where a drone waits, if it has waited long without processor time (by default,
-for a minute). CLIENT is the process that submitted the task, PID@HOST if that is of
-another host; none for the pool's own tasks. MEMORY is the memory that the drone and
-its own processes hold for themselves, without memory that is shared with the pool's
-process.
-"""
-)
+@click.command(cls=Command)
 @POOL_NAME
 @JSON
 def ps(name: str, in_json: bool) -> None:
-    """Show the state of the drones of pool NAME."""
+    """Show the state of the drones of pool NAME.
+
+    Examples
+    --------
+    polycephaly ps lab
+    polycephaly ps lab --json
+    polycephaly ps ./lab.json         a pool of another host, by its connection file
+
+    Notes
+    -----
+    STATE is idle, busy, starting, retiring (the drone ends after its running tasks) or
+    unresponsive, with the reason. FOR is the time since that state began. RUNNING also
+    shows where a drone waits, if it has waited long without processor time (by default,
+    for a minute). CLIENT is the process that submitted the task, PID@HOST if that is of
+    another host; none for the pool's own tasks. MEMORY is the memory that the drone and
+    its own processes hold for themselves, without memory that is shared with the pool's
+    process.
+    """
     status = status_of(name)
     if in_json:
         as_json(status)
@@ -85,23 +84,24 @@ def ps(name: str, in_json: bool) -> None:
         show(DRONES, [drone_row(drone, status["host"]) for drone in status["drones"]])
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly dashboard lab
-  polycephaly dashboard lab --port 8800
-
-\b
-The page shows the drones at work. With its first address, which contains a token, one may
-also interrupt tasks and kill drones. /metrics at the same address, with a token, is for
-Prometheus. Needs: pip install 'polycephaly[dashboard]'
-"""
-)
+@click.command(cls=Command)
 @POOL_NAME
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0: a free one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 def dashboard(name: str, port: int, host: str) -> None:
-    """Serve a live page of pool NAME, until Ctrl-C or the end of the pool."""
+    """Serve a live page of pool NAME, until Ctrl-C or the end of the pool.
+
+    Examples
+    --------
+    polycephaly dashboard lab
+    polycephaly dashboard lab --port 8800
+
+    Notes
+    -----
+    The page shows the drones at work. With its first address, which contains a token, one may
+    also interrupt tasks and kill drones. /metrics at the same address, with a token, is for
+    Prometheus. Needs: pip install 'polycephaly[dashboard]'
+    """
     with connect_to(name) as pool, pool.dashboard(port, host=host) as page:
         click.echo(f"{page.url}\nto look only: {page.read_only_url}")
         while True:

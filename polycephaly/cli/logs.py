@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from .reach import POOL_NAME
+from .reach import POOL_NAME, Command
 
 if TYPE_CHECKING:
     from ..engines.remote.keys import Card
@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 CHECK_INTERVAL_SECONDS = 0.2  # between checks for new lines
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly logs lab
-  polycephaly logs lab -n 1000 | grep ERROR
-  polycephaly logs lab -f           continues until the pool ends, or Ctrl-C
-"""
-)
+@click.command(cls=Command)
 @POOL_NAME
 @click.option(
     "-n",
@@ -42,6 +35,12 @@ def logs(name: str, lines: int, follow: bool) -> None:
 
     The log is in $XDG_STATE_HOME/polycephaly (by default ~/.local/state/polycephaly). It has up to
     8 MiB, and so has one older generation. The log stays when the pool has ended.
+
+    Examples
+    --------
+    polycephaly logs lab
+    polycephaly logs lab -n 1000 | grep ERROR
+    polycephaly logs lab -f           continues until the pool ends, or Ctrl-C
     """
     from ..engines.remote import pool_registry
     from .journal import log_path, rotated_path

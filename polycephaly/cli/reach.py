@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -13,6 +15,21 @@ from click.shell_completion import CompletionItem
 if TYPE_CHECKING:
     from ..engines.remote.client import RemotePool
     from ..wire.output import Line
+
+
+_SECTION = re.compile(r"\n\n(?:Examples|Notes)\n-+\n")
+
+
+class Command(click.Command):
+    """A command whose help has the examples and notes of its docstring below the options."""
+
+    def __init__(self, name: str | None, *, help: str | None, **options: Any) -> None:
+        text, *sections = _SECTION.split(inspect.cleandoc(help or ""))
+        parts = [part for each in sections for part in each.split("\n\n")]
+        if parts:
+            parts[0] = f"Examples:\n{textwrap.indent(parts[0], '  ')}"
+        epilog = "\n\n".join(f"\b\n{part}" for part in parts)  # \b: click keeps the line ends
+        super().__init__(name, help=text, epilog=epilog, **options)
 
 
 def complete_pool(

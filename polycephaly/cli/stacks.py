@@ -12,29 +12,30 @@ import click
 
 from ..timeline.format import printable
 from .listing import JSON
-from .reach import POOL_NAME, connect_to
+from .reach import POOL_NAME, Command, connect_to
 from .tables import as_json
 
 INTERPRETER_DIR = os.path.dirname(sys.executable)  # of a virtual environment that is not activated
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly stacks lab
-  polycephaly stacks lab --native       with C frames; needs py-spy, and the right to use it
-
-\b
-Each drone is shown with its task, the time since the task was sent, and the Python
-frames of the task and of other threads. No task is stopped. A drone in C code that
-holds its interpreter cannot answer; the C frames, which --native adds, show where it is.
-"""
-)
+@click.command(cls=Command)
 @POOL_NAME
 @click.option("--native", is_flag=True, help="Also print the C frames, by py-spy dump --native.")
 @JSON
 def stacks(name: str, native: bool, in_json: bool) -> None:
-    """Show where the tasks of the drones of pool NAME are."""
+    """Show where the tasks of the drones of pool NAME are.
+
+    Examples
+    --------
+    polycephaly stacks lab
+    polycephaly stacks lab --native       with C frames; needs py-spy, and the right to use it
+
+    Notes
+    -----
+    Each drone is shown with its task, the time since the task was sent, and the Python
+    frames of the task and of other threads. No task is stopped. A drone in C code that
+    holds its interpreter cannot answer; the C frames, which --native adds, show where it is.
+    """
     if native and in_json:
         raise click.UsageError("--native prints the text of py-spy: leave out --json")
     py_spy = _find_py_spy() if native else ""

@@ -10,20 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from .reach import FILE, parse_size
-
-EXAMPLES = """\b
-Examples:
-  polycephaly start                               as many drones as usable cores, named "default"
-  polycephaly start lab -n 4 --daemonize          in the background
-  polycephaly start lab --import numpy            imported once, before the drones are forked
-  polycephaly start lab --file setup.py           every drone has the names of the file
-  polycephaly start lab --max-memory 2G           a drone that holds more is replaced
-  polycephaly start lab --tcp bighost:5555        for other hosts too
-
-\b
-Ctrl-C or SIGTERM: running tasks are finished, then the pool ends. Twice: the pool ends at once.
-"""
+from .reach import FILE, Command, parse_size
 
 
 def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
@@ -105,7 +92,7 @@ def drone_options(command: _Command) -> _Command:
     return command
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command)
 @click.argument("name", default="default")
 @click.option(
     "-d", "--daemonize", is_flag=True, help="Run in the background; return when the pool answers."
@@ -146,6 +133,19 @@ def start(
     need not load these again. The current directory is that of the drones, and is on their
     sys.path. The output of a task goes to the client that submitted the task. All other output goes
     to the log (see `logs`), and to this terminal if the pool runs in the foreground.
+
+    Examples
+    --------
+    polycephaly start                               as many drones as usable cores, named "default"
+    polycephaly start lab -n 4 --daemonize          in the background
+    polycephaly start lab --import numpy            imported once, before the drones are forked
+    polycephaly start lab --file setup.py           every drone has the names of the file
+    polycephaly start lab --max-memory 2G           a drone that holds more is replaced
+    polycephaly start lab --tcp bighost:5555        for other hosts too
+
+    Notes
+    -----
+    Ctrl-C or SIGTERM: running tasks are finished, then the pool ends. Twice: the pool ends at once.
     """
     from . import daemon
 

@@ -25,7 +25,7 @@ import click
 
 from ..timeline.format import count
 from .listing import DRONES, drone_row
-from .reach import POOL_NAME, connect_to
+from .reach import POOL_NAME, Command, connect_to
 from .tables import Column, duration, grid, is_terminal, mebibytes
 
 if TYPE_CHECKING:
@@ -48,22 +48,7 @@ _CPU = 5
 _COLUMNS = (*DRONES[:_CPU], Column("CPU", right=True), *DRONES[_CPU:])
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  polycephaly top lab
-  polycephaly top lab --every 0.2
-
-\b
-CPU is the processor time per second, measured over about a second or --every if that is longer;
-100 % is one processor.
-
-\b
-Keys: c, m and d put the drones with the most CPU, MEMORY and DONE first, n sorts them by number.
-The arrows up and down select a drone; i interrupts its task, k kills it. q or Ctrl-C ends the
-command. For a single report, or for programs, use polycephaly ps.
-"""
-)
+@click.command(cls=Command)
 @POOL_NAME
 @click.option(
     "--every",
@@ -74,7 +59,22 @@ command. For a single report, or for programs, use polycephaly ps.
     help="Time between two updates.",
 )
 def top(name: str, every: float) -> None:
-    """Show the state of the drones of pool NAME, live."""
+    """Show the state of the drones of pool NAME, live.
+
+    Examples
+    --------
+    polycephaly top lab
+    polycephaly top lab --every 0.2
+
+    Notes
+    -----
+    CPU is the processor time per second, measured over about a second or --every if that is longer;
+    100 % is one processor.
+
+    Keys: c, m and d put the drones with the most CPU, MEMORY and DONE first, n sorts them by
+    number. The arrows up and down select a drone; i interrupts its task, k kills it. q or Ctrl-C
+    ends the command. For a single report, or for programs, use polycephaly ps.
+    """
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise click.ClickException(
             f"top needs a terminal; for a single report use: polycephaly ps {name}"
