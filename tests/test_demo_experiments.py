@@ -181,7 +181,7 @@ def test_threads_that_share_a_download_that_fails_all_have_its_error(
         waiting.get()
         raise SourceError(path, "no answer")
 
-    monkeypatch.setattr(LiveSite, "_get", fail)
+    monkeypatch.setattr(LiveSite, "get", fail)
     live = LiveSite("http://nowhere.invalid")
 
     async def main() -> list[BaseException | None]:
@@ -208,7 +208,7 @@ def test_no_more_threads_load_at_once_than_said(counted: tuple[str, list[str]]) 
     counting = Condition()
 
     class Watched(Site):
-        def _get(self, path: str) -> Any:
+        def get(self, path: str) -> Any:
             nonlocal inside, most
             with counting:
                 inside += 1
@@ -218,7 +218,7 @@ def test_no_more_threads_load_at_once_than_said(counted: tuple[str, list[str]]) 
                     lambda: most >= 5, 30
                 )  # the first wait for the fifth; a sixth would show
             try:
-                return Site._get(self, path)
+                return Site.get(self, path)
             finally:
                 with counting:
                     inside -= 1

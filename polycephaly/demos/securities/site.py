@@ -45,24 +45,24 @@ class Site:
 
     def load_nyse(self) -> list[Listing]:
         """Return the stocks of the New York Stock Exchange."""
-        return stocks(parse.other_listed(self._get(OTHER_LISTED)), NYSE)
+        return stocks(parse.other_listed(self.get(OTHER_LISTED)), NYSE)
 
     def load_amex(self) -> list[Listing]:
         """Return the stocks of NYSE American, the former AMEX."""
-        return stocks(parse.other_listed(self._get(OTHER_LISTED)), AMEX)
+        return stocks(parse.other_listed(self.get(OTHER_LISTED)), AMEX)
 
     def load_nasdaq(self) -> list[Listing]:
         """Return the stocks of NASDAQ."""
-        return stocks(parse.nasdaq_listed(self._get(NASDAQ_LISTED)), NASDAQ)
+        return stocks(parse.nasdaq_listed(self.get(NASDAQ_LISTED)), NASDAQ)
 
     def load_etfs(self) -> list[Listing]:
         """Return the exchange-traded funds of all exchanges, those of NASDAQ first."""
-        nasdaq = parse.nasdaq_listed(self._get(NASDAQ_LISTED))
-        return etfs(nasdaq + parse.other_listed(self._get(OTHER_LISTED)))
+        nasdaq = parse.nasdaq_listed(self.get(NASDAQ_LISTED))
+        return etfs(nasdaq + parse.other_listed(self.get(OTHER_LISTED)))
 
     def load_letter(self, letter: str) -> list[Fund]:
         """Return the funds on one of `PAGES`."""
-        return parse.funds(self._get(f"funds/{letter}"))
+        return parse.funds(self.get(f"funds/{letter}"))
 
     def load_funds(self) -> list[Fund]:
         """Return all funds, loaded one page after another."""
@@ -71,15 +71,15 @@ class Site:
     def load_pages(self) -> list[Page]:
         """Return the two files of listings and the pages of funds, for the demo's second part."""
         return [
-            (parse.nasdaq_listed, self._get(NASDAQ_LISTED)),
-            (parse.other_listed, self._get(OTHER_LISTED)),
-            *((parse.funds, page) for page in green.map(self._get, self._fund_pages)),
+            (parse.nasdaq_listed, self.get(NASDAQ_LISTED)),
+            (parse.other_listed, self.get(OTHER_LISTED)),
+            *((parse.funds, page) for page in green.map(self.get, self._fund_pages)),
         ]
 
     def clear_cache(self) -> None:
         """Drop the data that this process keeps of the site, so that experiments start alike."""
 
-    def _get(self, path: str) -> Document:
+    def get(self, path: str) -> Document:
         url = f"{self.url}/{path}"
         try:
             with httpx.Client(timeout=RESPONSE_TIMEOUT_SECONDS, **self._client) as client:
@@ -133,7 +133,7 @@ def _pages(site: LiveSite) -> Pages:
     if promise is own_promise:
         try:
             pages: dict[str, list[Fund]] = {}
-            for fund in parse.funds(site._get(FUNDS)):
+            for fund in parse.funds(site.get(FUNDS)):
                 pages.setdefault(page_of(fund.name), []).append(fund)
         except BaseException as error:
             _page_promises.pop(site.url, None)
