@@ -511,6 +511,8 @@ def test_json_of_a_value_and_of_an_error(lab: Shell) -> None:
         "division by zero",
     )
     assert found["stderr"] == "b\n"
+    found = json.loads(lab.run("doit", "lab", "--json", "import sys; sys.exit('why')").stdout)
+    assert (found["status"], found["error"]["message"]) == (1, "why")
 
 
 def test_what_it_prints_comes_while_it_runs_without_a_prefix(lab: Shell) -> None:

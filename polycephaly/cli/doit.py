@@ -130,6 +130,7 @@ def _outcome_of(promise: Promise[Any]) -> tuple[dict[str, Any], str]:
             status = end.code & 0xFF
         elif end.code is not None:
             status, text = 1, str(end.code)
+            error = {"type": "SystemExit", "message": text, "traceback": text}
     except BaseException as failure:
         status, text = 1, traceback_text(failure)
         error = {"type": type(failure).__name__, "message": str(failure), "traceback": text}
