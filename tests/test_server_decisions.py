@@ -4,6 +4,7 @@
 test_network.py and test_remote_join.py show it on real processes.
 """
 
+import socket
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
@@ -177,3 +178,26 @@ def test_the_end_of_another_connection_is_no_check(server):
         server._check_silence(is_check_due=False)
     server.time.pass_(SILENCE)
     assert peer.is_here()
+
+
+@pytest.mark.guarantee("remote-4")
+@pytest.mark.parametrize("let_in", [False, True])
+def test_the_end_of_a_stranger_has_the_server_ask_nobody(server, let_in):
+    """The end of a peer that was let in has it ask each whether it is still there."""
+    client = Peer(server, "client")
+    with socket.create_connection(("127.0.0.1", server.port)):
+        assert server._monitor.poll(60_000)
+        server._check_monitor()
+        (fd,) = server._accepted._tcps
+        if let_in:
+            server._accepted.record_message(fd)
+    assert server._monitor.poll(60_000)
+    server._check_monitor()
+    assert not len(server._accepted)
+    assert [frames[0] for frames in client.told].count(PING) == let_in
+
+
+def test_a_message_that_is_read_after_its_connection_lets_in_no_later_one(server):
+    server._accepted.record_message(5)
+    server._accepted.add(5)
+    assert not server._accepted.discard(5)

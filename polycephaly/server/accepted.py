@@ -48,12 +48,14 @@ class Accepted:
         self.count = 0
         self._tcps: dict[int, _Tcp] = {}
         self._active_fds: set[int] = set()
+        self._let_in_fds: set[int] = set()  # by which messages have arrived
 
     def __len__(self) -> int:
         return len(self._tcps)
 
     def add(self, fd: int) -> None:
         self.count += 1
+        self._let_in_fds.discard(fd)  # noted late, for an earlier connection
         # The connection may have ended already.
         with suppress(OSError), borrow(fd) as connection:
             self._tcps[fd] = _Tcp(connection, self.count)
@@ -71,12 +73,17 @@ class Accepted:
         if tcp is not None and tcp.number <= max_number and not tcp.checks_to_shutdown:
             tcp.checks_to_shutdown = 2
 
-    def discard(self, fd: int) -> None:
+    def discard(self, fd: int) -> bool:
+        """Forget a connection that has ended. Return False if its peer was never let in."""
         self._tcps.pop(fd, None)
+        was_let_in = fd in self._let_in_fds
+        self._let_in_fds.discard(fd)
+        return was_let_in
 
     def record_message(self, fd: int) -> None:
         """Note that a message arrived by that descriptor."""
         self._active_fds.add(fd)
+        self._let_in_fds.add(fd)
 
     def check(self, max_silence: float, interval: float) -> list[str]:
         """Shut connections that send no messages; return a line with peer and reason for each.

@@ -571,16 +571,15 @@ class Server:
         return True
 
     def _check_monitor(self) -> None:
-        ended = False
+        has_peer_ended = False  # a stranger's end must cost the server nothing
         while has_input(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._accepted.add(event["value"])
                 self._start_ticking()
             else:
-                self._accepted.discard(event["value"])
-                ended = True  # perhaps only a peer that was never let in
-        if ended:
+                has_peer_ended |= self._accepted.discard(event["value"])
+        if has_peer_ended:
             self._check_silence(is_check_due=False)
 
     def _check_silence(self, is_check_due: bool) -> None:
