@@ -183,10 +183,27 @@ def test_the_index_of_an_item_travels(index):
     assert item.map_index == index
 
 
+@pytest.mark.guarantee("remote-4")
 def test_rare_fields_without_end_are_refused():
-    sent = frames.pack_work([frames.Item(1, 0, DEFINE_CODE, extra=b" " * (frames.CHUNK_BYTES + 1))])
+    """The server parses them in its loop, where all clients wait."""
+    largest, larger = (
+        frames.pack_work([frames.Item(1, 0, DEFINE_CODE, extra=b" " * size)])
+        for size in (64 << 10, (64 << 10) + 1)
+    )
+    assert len(list(frames.read_work(largest))) == 1
     with pytest.raises(Malformed, match="rare fields"):
-        list(frames.read_work(sent))
+        list(frames.read_work(larger))
+
+
+@pytest.mark.guarantee("remote-4")
+def test_rare_fields_of_many_calls_are_refused_before_they_take_a_second_to_parse():
+    flow, parsed = client_at(0.0), 0
+    item = frames.Item(1, 1, CALL, extra=b" " * (64 << 10))
+    with pytest.raises(Malformed, match="bytes of unanswered calls"):
+        for number in range(frames.MAX_UNANSWERED_CALLS):
+            flow.count_call(number, item.nbytes)
+            parsed += len(item.extra)
+    assert parsed <= 2 << 20
 
 
 def test_signs_of_life_come_no_faster_than_the_time():

@@ -13,6 +13,7 @@ from faults import append, hold_until, lines, wait_for
 from scripts import Script
 
 import polycephaly as poly
+from polycephaly.engines.remote import messages
 from polycephaly.server.join import join
 
 np = pytest.importorskip("numpy")
@@ -119,6 +120,19 @@ def test_what_is_too_large_is_refused_and_what_cannot_be_pickled_too(remote, mon
     with pytest.raises(TypeError, match="cannot pickle"):
         remote.share(threading.Lock())
     assert remote.doit(abs, -1) == 1
+
+
+def test_a_call_with_more_shared_values_than_it_may_have_is_refused(remote, monkeypatch):
+    monkeypatch.setattr(messages, "MAX_SHARED_VALUES", 2)
+    handles = [remote.share(n) for n in range(3)]
+    with pytest.raises(ValueError, match="at most 2 shared values, not 3"):
+        remote.doit(sum, handles)
+    assert remote.doit(sum, handles[1:]) == 3
+
+
+def test_as_many_shared_values_as_a_call_may_have_fit_into_its_rare_fields():
+    numbers = [10**9] * messages.MAX_SHARED_VALUES
+    assert len(messages.pack_extra({"shared": numbers})) < messages.MAX_EXTRA_BYTES
 
 
 CLIENT = """

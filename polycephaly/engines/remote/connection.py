@@ -115,6 +115,11 @@ class Connection(ServerConnection, TaskRunner):
                 inputs = task.capture(definition, args, kwargs)
             finally:
                 pickling_call.connection, pickling_call.shared_refs = None, []
+            if len(shared_refs) > messages.MAX_SHARED_VALUES:
+                raise ValueError(
+                    f"a call takes at most {messages.MAX_SHARED_VALUES:,} shared values, not "
+                    f"{len(shared_refs):,}: share one list of these values"
+                )
             if shared_refs:
                 task.shared_refs, task.item_payload = shared_refs, b""
         except Exception as error:

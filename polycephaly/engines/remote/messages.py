@@ -80,6 +80,15 @@ MAX_UNANSWERED_CALLS = 2048
 MAX_UNANSWERED_BYTES = 64 << 20
 """Bytes of sent, unanswered calls at which a client stops sending."""
 
+MAX_EXTRA_BYTES = 64 << 10
+"""Maximal bytes of the rare fields of one item."""
+
+EXTRA_BYTE_COST = 32
+"""How many bytes of a call one byte of its rare fields counts for: the server parses these."""
+
+MAX_SHARED_VALUES = 4096
+"""Maximal number of shared values in one call: their numbers fit into `MAX_EXTRA_BYTES`."""
+
 MAX_UNANSWERED_REQUESTS = 16
 """Maximal number of sent, unanswered requests (REQUEST, SHARE) of one client."""
 
@@ -118,7 +127,8 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return len(self.payload) + len(self.extra)
+        """What a call counts for `MAX_UNANSWERED_BYTES`."""
+        return len(self.payload) + EXTRA_BYTE_COST * len(self.extra)
 
     def read_extra(self) -> dict[str, Any]:
         return read_json([b"", self.extra]) if self.extra else {}
@@ -246,7 +256,7 @@ def pack_work(items: Sequence[Item]) -> list[bytes]:
 def read_work(frames: Sequence[bytes]) -> Iterator[Item]:
     for head, payload in _read_items(_ITEM, frames):
         number, definition, kind, target, timeout, retries, priority, index, extra, size = head
-        if extra > min(size, CHUNK_BYTES):
+        if extra > min(size, MAX_EXTRA_BYTES):
             raise Malformed(f"an item of {size} bytes with {extra} bytes of rare fields")
         yield Item(
             number,
