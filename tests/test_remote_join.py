@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import zmq
 from faults import append, block_for_ever, hold_until, lines, note, wait_for
 from scripts import Script
 
@@ -17,7 +18,7 @@ import polycephaly as poly
 from polycephaly.engines.remote import messages
 from polycephaly.pool.interfaces import State
 from polycephaly.runtime.tuning import tuning
-from polycephaly.server.join import Joined, join
+from polycephaly.server.join import LEAVE_LINGER_MS, Joined, join
 from polycephaly.server.joined import JoinedHosts
 from polycephaly.wire.messages import VALUE
 from polycephaly.wire.output import Line
@@ -424,6 +425,25 @@ def test_what_a_call_prints_is_sent_before_its_result_if_both_come_at_once():
     host._send_outcomes()
     host._send_outcomes()
     assert sent == [messages.OUTPUT, messages.RESULTS]
+
+
+@pytest.mark.guarantee("remote-11")
+@pytest.mark.parametrize(
+    ("state", "waits"),
+    [({}, True), ({"_leave_now": True}, False), ({"loss_reason": "a reason"}, False)],
+    ids=["regularly", "at once", "lost"],
+)
+def test_who_leaves_regularly_waits_until_its_results_are_sent(state, waits):
+    """The bytes are libzmq's then, which drops the rest when its time is over."""
+    done = []
+    host = object.__new__(Joined)
+    host.hello_received, host._leave_now = True, False
+    host._socket = Mock(setsockopt=lambda *option: done.append(option))
+    host._resources = SimpleNamespace(close=lambda: done.append("closed"))
+    vars(host).update(state)
+    host._close_socket()
+    long_linger = [(zmq.LINGER, LEAVE_LINGER_MS)] if waits else []
+    assert done == [*long_linger, "closed"] and LEAVE_LINGER_MS >= 10_000
 
 
 def test_the_name_of_a_host_is_short_and_printable():

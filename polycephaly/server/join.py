@@ -21,6 +21,8 @@ from collections import deque
 from math import inf
 from typing import Any, Self
 
+import zmq
+
 from ..engines.remote import messages, pool_registry
 from ..engines.remote.keys import Card
 from ..engines.remote.messages import Item, pack_hello
@@ -46,6 +48,8 @@ PREFETCH_SECONDS = 0.05
 activity.
 """
 MAX_PREFETCHED_CALLS = 500  # that wait here for each drone
+LEAVE_LINGER_MS = 30_000
+"""Time that libzmq has to send the last results, after `leave`."""
 
 
 class Joined(ServerConnection):
@@ -85,8 +89,9 @@ class Joined(ServerConnection):
     def leave(self, now: bool = False) -> None:
         """Leave the server's pool and return when the connection is closed.
 
-        Calls that no drone has begun are given back; the others are finished. May be called more
-        than once.
+        Calls that no drone has begun are given back; the others are finished, and their results
+        sent: a server that does not read them is waited for, at most half a minute. May be called
+        more than once.
 
         Parameters
         ----------
@@ -167,6 +172,11 @@ class Joined(ServerConnection):
             or (self._returns_in_progress and not self._dispatcher.has_ended)
         )
         return self._bye_received and not unfinished
+
+    def _close_socket(self) -> None:
+        if self.hello_received and not (self._leave_now or self.loss_reason):
+            self._socket.setsockopt(zmq.LINGER, LEAVE_LINGER_MS)
+        super()._close_socket()
 
     def on_end(self) -> None:
         self._session.cancel_all()
