@@ -2,14 +2,17 @@
 left."""
 
 import inspect
+import math
 import os
 import resource
+from fractions import Fraction
 
 import pytest
 from engines import local_only, on_each_engine, poly
 from scripts import output_of, run_script
 
 import polycephaly
+from polycephaly.pool.config import check_timeout
 
 pytestmark = on_each_engine
 
@@ -70,6 +73,17 @@ def test_a_number_of_drones_that_is_no_number_is_a_type_error(number):
 def test_options_that_make_no_sense_are_value_errors_with_the_value(how, text):
     with pytest.raises(ValueError, match=text):
         poly.Pool(1, **how)
+
+
+@pytest.mark.guarantee("work-19")
+@pytest.mark.parametrize("name", ["timeout", "hang_timeout", "report_waiting"])
+def test_seconds_that_are_too_many_for_a_clock_are_a_value_error(name):
+    """The clock would refuse them later, in the thread that serves all."""
+    for seconds in (10**400, Fraction(10**400), 10**5000, -(10**400)):
+        with pytest.raises(ValueError, match=f"{name} must be less than 1e308"):
+            poly.Pool(1, **{name: seconds})
+    for allowed in (1e300, math.inf, Fraction(1, 3), 10**9):
+        assert check_timeout(allowed) is allowed
 
 
 @pytest.mark.parametrize("how", [{"env": 5}, {"initializer": 5}, {"env": ["a"]}])

@@ -183,6 +183,12 @@ def test_the_index_of_an_item_travels(index):
     assert item.map_index == index
 
 
+@pytest.mark.parametrize(("retries", "arrive"), [(None, None), (0, 0), (1 << 31, (1 << 31) - 1)])
+def test_retries_travel_and_more_than_a_message_can_tell_are_as_many_as_it_can(retries, arrive):
+    (item,) = frames.read_work(frames.pack_work([frames.Item(2, 1, CALL, b"x", retries=retries)]))
+    assert item.retries == arrive
+
+
 @pytest.mark.guarantee("remote-4")
 def test_rare_fields_without_end_are_refused():
     """The server parses them in its loop, where all clients wait."""

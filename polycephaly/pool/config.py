@@ -5,6 +5,7 @@ Wrong input is refused at the call, with an error that gives the value and the r
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -67,6 +68,16 @@ def check_start(start: str | None) -> str | None:
 def check_seconds(name: str, seconds: float | None) -> None:
     if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, Real)):
         raise TypeError(f"{name} is a number of seconds, not {seconds!r}")
+    if seconds is not None and _overflows(seconds):  # its digits may be thousands: not shown
+        raise ValueError(f"{name} must be less than 1e308 seconds; None means no limit")
+
+
+def _overflows(number: float) -> bool:
+    """Return whether a number that is not infinite is too large for a `float`."""
+    try:
+        return math.isinf(float(number)) and abs(number) != math.inf
+    except OverflowError:
+        return True
 
 
 def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:

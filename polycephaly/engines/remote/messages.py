@@ -95,6 +95,7 @@ MAX_UNANSWERED_REQUESTS = 16
 LINE_OVERHEAD_BYTES = 64
 """Bytes that a line of OUTPUT counts for, in addition to its text."""
 
+_MAX_RETRIES = (1 << 31) - 1  # more are as good as these
 _HELLO = Struct("<HBBI")
 _ITEM = Struct("<QQBQdiiqIQ")
 """Number, definition, kind, target drone (0: any), time limit in seconds (nan: as the pool),
@@ -243,8 +244,8 @@ def pack_work(items: Sequence[Item]) -> list[bytes]:
     head = b"".join(
         _ITEM.pack(
             number, definition, kind, target, math.nan if timeout is None else timeout,
-            -1 if retries is None else retries, priority, -1 if index is None else index,
-            len(extra), len(extra) + len(payload),
+            -1 if retries is None else min(retries, _MAX_RETRIES),
+            priority, -1 if index is None else index, len(extra), len(extra) + len(payload),
         )
         for number, definition, kind, payload, target, timeout, retries, priority, index, extra
         in items
