@@ -16,6 +16,7 @@ from faults import append, hold_until, lines, wait_for
 import polycephaly as poly
 from polycephaly.engines.remote import messages as frames
 from polycephaly.engines.remote.keys import Card
+from polycephaly.engines.remote.server_connection import ServerConnection
 from polycephaly.errors import Malformed
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server import admin
@@ -79,6 +80,29 @@ def test_a_message_in_parts_is_one_and_counts_until_it_is_whole():
     assert flow.reassemble([b"c"]) == [b"a", b"b" * 1000, b"c"]
     assert flow.held_bytes == 0
     assert flow.reassemble([b"d"]) == [b"d"]
+
+
+@pytest.mark.guarantee("remote-4")
+@pytest.mark.parametrize("said", [[], [b""], [b"a", b""], [b""] * 200_000])
+def test_a_part_that_would_hold_more_than_it_counts_is_refused(said):
+    flow = client_at(0.0)
+    with pytest.raises(Malformed, match="part of a message"):
+        flow.reassemble([frames.PART, *said])
+    assert flow.reassemble([b"a"]) == [b"a"] and not flow.held_bytes
+
+
+@pytest.mark.parametrize("size", [frames.CHUNK_BYTES, 3 * frames.CHUNK_BYTES])
+def test_each_part_of_a_long_message_is_one_frame_and_not_empty(size):
+    said = []
+    end = object.__new__(ServerConnection)
+    end._socket = Mock(send_multipart=lambda frames, _: said.append(frames))
+    end.has_ended = False
+    end.send(frames.pack_work([frames.Item(1, 1, CALL, bytes(size))]))
+    *parts, last = said
+    flow = client_at(0.0)
+    assert all(flow.reassemble(part) is None for part in parts)
+    (item,) = frames.read_work(flow.reassemble(last))
+    assert len(item.payload) == size
 
 
 def test_what_was_sent_before_a_ping_is_read_when_it_comes_back():

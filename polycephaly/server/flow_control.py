@@ -60,8 +60,13 @@ class Peer:
         self._probes: deque[int] = deque()
 
     def reassemble(self, frames: list[bytes]) -> list[bytes] | None:
-        """Return the message that ends with `frames`, or None if more of it is to come."""
+        """Return the message that ends with `frames`, or None if more of it is to come.
+
+        Raise `Malformed`.
+        """
         if frames[:1] == [PART]:
+            if len(frames) != 2 or not frames[1]:  # an empty frame takes memory, too
+                raise Malformed("a malformed part of a message")
             self._parts += frames[1:]
             self.unfinished_bytes += sum(map(len, frames)) + MESSAGE_OVERHEAD_BYTES
             return None

@@ -48,7 +48,7 @@ PROTOCOL = 9  # 3, 4 and 8 pickled other names of modules, 7 packed rare fields 
 #       <──    REPLY              JSON: the reply, with the number of the request
 #       <──>   PING               a number that the client returns: proves that the client is there
 #        ──>   ALIVE              every `client_sign_seconds`, also while PINGs wait behind data
-#        ──>   PART               frames that precede those of the next message
+#        ──>   PART               one frame, which precedes those of the next message
 #        ──>   BYE                the client leaves; its remaining calls are cancelled
 #
 # The HELLO of a joined host (server/join.py) declares its role; the host receives tasks:
