@@ -17,6 +17,7 @@ from scripts import Script
 import polycephaly as poly
 from polycephaly.engines.remote import messages
 from polycephaly.pool.interfaces import State
+from polycephaly.runtime.fork_guard import OwnThread
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server.join import LEAVE_LINGER_MS, Joined, join
 from polycephaly.server.joined import JoinedHosts
@@ -444,6 +445,17 @@ def test_who_leaves_regularly_waits_until_its_results_are_sent(state, waits):
     host._close_socket()
     long_linger = [(zmq.LINGER, LEAVE_LINGER_MS)] if waits else []
     assert done == [*long_linger, "closed"] and LEAVE_LINGER_MS >= 10_000
+
+
+@pytest.mark.parametrize("what", ["timeline", "stack"])
+def test_a_host_that_can_start_no_thread_answers_that(what, monkeypatch):
+    monkeypatch.setattr(OwnThread, "start", Mock(side_effect=RuntimeError("no new thread")))
+    answers, drone = [], SimpleNamespace(number=1, state=State.READY)
+    host = object.__new__(Joined)
+    host._dispatcher = SimpleNamespace(handles=[drone])
+    host.post = lambda send, frames: answers.append(messages.read_json(frames))
+    host._handle_request({"id": 7, "what": what, "drone": 1})
+    assert answers == [{"id": 7, "error": "no new thread"}]
 
 
 def test_the_name_of_a_host_is_short_and_printable():

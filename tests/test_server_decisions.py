@@ -7,6 +7,7 @@ test_network.py and test_remote_join.py show it on real processes.
 import socket
 from collections import defaultdict, deque
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from in_time import FakeLoop, FakeReactor, dispatcher_of
@@ -16,11 +17,16 @@ from polycephaly.engines.remote.messages import (
     PART,
     PING,
     REFUSED,
+    REQUEST,
     Item,
     pack_extra,
     pack_hello,
+    pack_json,
+    pack_shared_value,
     pack_work,
+    read_json,
 )
+from polycephaly.runtime.fork_guard import OwnThread
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server import server as server_module
 from polycephaly.server.server import Server
@@ -201,3 +207,14 @@ def test_a_message_that_is_read_after_its_connection_lets_in_no_later_one(server
     server._accepted.record_message(5)
     server._accepted.add(5)
     assert not server._accepted.discard(5)
+
+
+@pytest.mark.parametrize(
+    "request_", [pack_json(REQUEST, {"id": 7, "what": "status"}), pack_shared_value(7, [b"a"])]
+)
+def test_a_request_that_gets_no_thread_is_answered(server, request_, monkeypatch):
+    monkeypatch.setattr(OwnThread, "start", Mock(side_effect=RuntimeError("no new thread")))
+    client = Peer(server, "client")
+    client.says(request_)
+    server.time.turn()
+    assert read_json(client.told[-1]) == {"id": 7, "error": "no new thread"}

@@ -175,7 +175,10 @@ class AdminService:
         """Call `function` in a short-lived thread; send its result or its error as the reply."""
         thread = reply_thread(reply, function)
         self._reply_threads = [each for each in self._reply_threads if each.is_alive()] + [thread]
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread can be started
+            reply(error=str(error))
 
 
 def _read_names(names: Any) -> list[str]:

@@ -335,12 +335,12 @@ class Joined(ServerConnection):
             now = self.timers.now()
             return {"now": now, "timeline": pack_timeline(self._pool.timeline)}
 
-        if request["what"] == "timeline":  # a timeline may be long: pack it in another thread
-            reply_thread(reply, take_timeline).start()
-            return
         try:
-            DRONE_REQUESTS[request["what"]](self._dispatcher, request["drone"], reply)
-        except RuntimeError as error:
+            if request["what"] == "timeline":  # may be long: pack it in another thread
+                reply_thread(reply, take_timeline).start()
+            else:
+                DRONE_REQUESTS[request["what"]](self._dispatcher, request["drone"], reply)
+        except RuntimeError as error:  # the drone has ended, or no thread can be started
             reply(error=str(error))
 
 
