@@ -1,6 +1,8 @@
 """Who comes first: priorities, and resources that are scarce."""
 
 import time
+from collections import deque
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -130,6 +132,25 @@ def test_clients_take_turns_within_a_priority(reactor):
         submit(dispatcher, key, priority).client_tag = key[0]
     FairOrder(dispatcher)._order()  # of calls that have just come, too
     assert end_all(dispatcher) == ["running", "b2", "a1", "b1", "a2", "a3"]
+
+
+def test_the_turns_of_many_calls_take_no_time_for_each_pair_of_them(reactor):
+    """The reactor waits meanwhile. An index into a deque takes the longer the longer that is."""
+
+    class Queue(deque):
+        def __getitem__(self, index):
+            raise AssertionError("an index")
+
+        __setitem__ = __getitem__
+
+    dispatcher = dispatcher_of(reactor, 1)
+    dispatcher.queue = queue = Queue(
+        SimpleNamespace(client_tag=tag, priority=0) for tag in ["a"] * 1_000 + ["b", "c"]
+    )
+    first, *_, b, c = queue
+    FairOrder(dispatcher)._order()
+    assert len(queue) == 1_002 and [queue.popleft() for _ in range(3)] == [first, b, c]
+    queue.clear()
 
 
 def test_a_cancelled_call_and_a_closed_pool_leave_nothing_behind(reactor):

@@ -10,7 +10,6 @@ those of one more client.
 from __future__ import annotations
 
 from collections import deque
-from itertools import zip_longest
 from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -54,13 +53,17 @@ class FairOrder:
 
 
 def _take_turns(queue: deque[Task]) -> None:
-    tasks_by_client: dict[str, list[Task]] = {}
+    tasks_by_client: dict[str, deque[Task]] = {}
     for task in [*queue]:
-        tasks_by_client.setdefault(task.client_tag, []).append(task)
+        tasks_by_client.setdefault(task.client_tag, deque()).append(task)
     if len(tasks_by_client) > 1:
-        rounds = zip_longest(*tasks_by_client.values())
-        ordered = [task for each in rounds for task in each if task is not None]
+        turns, ordered = deque(tasks_by_client.values()), []
+        while turns:
+            tasks = turns.popleft()
+            ordered.append(tasks.popleft())
+            if tasks:
+                turns.append(tasks)
         ordered.sort(key=attrgetter("priority"), reverse=True)  # stable
-        for index, task in enumerate(ordered):
-            if queue[index] is not task:
-                queue[index] = task
+        for _ in ordered:
+            queue.popleft()  # others only append
+        queue.extendleft(reversed(ordered))
