@@ -21,7 +21,8 @@ from polycephaly.runtime.fork_guard import OwnThread
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server.join import LEAVE_LINGER_MS, Joined, join
 from polycephaly.server.joined import JoinedHosts
-from polycephaly.wire.messages import VALUE
+from polycephaly.server.session import ClientFunction
+from polycephaly.wire.messages import CALL, DEFINE_CODE, VALUE
 from polycephaly.wire.output import Line
 
 SOON = 30.0
@@ -388,6 +389,31 @@ def test_a_host_that_gave_nothing_back_is_asked_again_after_its_next_report():
         hosts.recall_waiting()
         hosts.recall_waiting()
         assert hosts.said.count(messages.RECALL) == asked, answer
+
+
+def test_however_many_calls_are_lent_at_once_no_frame_is_larger_than_a_host_takes():
+    hosts, sent = Hosts(), []
+    host = hosts.admit_one()
+    host.window, host.send_now = 1, lambda frames: sent.append(frames) or True
+    tasks = [
+        SimpleNamespace(
+            number=number,
+            client_function=ClientFunction(DEFINE_CODE, "f", b"1", "tag"),
+            captured_args=lambda: (CALL, b""),
+            timeout=None,
+            retries=0,
+            first_item=None,
+            done=lambda: False,
+            add_done_callback=lambda _: None,
+        )
+        for number in range(40_000)
+    ]
+    hosts._lent.append((host, tasks))
+    hosts._send_lent()
+    assert max(len(frame) for frames in sent for frame in frames) <= messages.MAX_FRAME_BYTES
+    items = [item for frames in sent for item in messages.read_work(frames)]
+    assert [item.number for item in items if item.kind == CALL] == list(range(40_000))
+    assert list(host.in_flight) == list(range(40_000))
 
 
 @pytest.mark.parametrize("closed_first", [True, False])

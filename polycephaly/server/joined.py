@@ -55,6 +55,9 @@ log = logging.getLogger("polycephaly")
 _INDEX_SHIFT = 32
 """Bits of a drone's number at its host. The bits above hold the host's index."""
 
+MAX_CALLS_PER_MESSAGE = 8192
+"""The head of their message, with two more items for each, stays within `MAX_FRAME_BYTES`."""
+
 
 class JoinedHost(Peer):
     """One joined host, as the server sees it."""
@@ -141,7 +144,8 @@ class JoinedHosts:
     def _send_lent(self) -> None:
         self._is_lending = False
         for host, tasks in self._take_lent():
-            self._send_calls(host, tasks)
+            for start in range(0, len(tasks), MAX_CALLS_PER_MESSAGE):
+                self._send_calls(host, tasks[start : start + MAX_CALLS_PER_MESSAGE])
 
     def _requeue_lent(self) -> None:
         """Queue tasks again that were not sent, holding the reactor's lock."""
