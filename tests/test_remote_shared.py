@@ -113,6 +113,28 @@ def test_a_handle_goes_nowhere_else(remote, card):
         assert list(remote.map(lambda n: n + len(shared), range(3))) == [1, 2, 3]
 
 
+class Submits:
+    """Its pickling is a call of its own."""
+
+    def __init__(self, submit):
+        self.submit = submit
+
+    def __reduce__(self):
+        self.submit()
+        return int, ()
+
+
+def test_a_call_made_while_another_one_is_pickled_takes_no_handle_from_it(remote, card):
+    inner = []
+    with remote.share([1]) as shared, poly.connect(card) as another:
+        for pool, *args in ((remote, shared), (remote, [2]), (another, [3])):
+            first = Submits(lambda pool=pool, args=args: inner.append(pool.promise(sum, *args)))
+            assert remote.doit(lambda _, b, c: b + c, first, shared, shared) == [1, 1]
+        with pytest.raises(TypeError, match="can be pickled only for calls of its own pool"):
+            pickle.dumps(shared)
+    assert [promise.result(SOON) for promise in inner] == [1, 2, 3]
+
+
 def test_what_is_too_large_is_refused_and_what_cannot_be_pickled_too(remote, monkeypatch, pool):
     monkeypatch.setattr(pool._dispatcher.registry.store.arena, "ceiling", 1 << 20)
     with pytest.raises(MemoryError, match="shared memory is full"):

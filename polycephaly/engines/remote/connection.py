@@ -110,11 +110,14 @@ class Connection(ServerConnection, TaskRunner):
             if definition.takes_function:
                 args = (what, *args)
             shared_refs: list[SharedRef] = []
+            # Not None if this call is made while another one is pickled: by a `__reduce__` of an
+            # argument, or by a finalizer.
+            outer = pickling_call.connection, pickling_call.shared_refs
             pickling_call.connection, pickling_call.shared_refs = self, shared_refs
             try:
                 inputs = task.capture(definition, args, kwargs)
             finally:
-                pickling_call.connection, pickling_call.shared_refs = None, []
+                pickling_call.connection, pickling_call.shared_refs = outer
             if len(shared_refs) > messages.MAX_SHARED_VALUES:
                 raise ValueError(
                     f"a call takes at most {messages.MAX_SHARED_VALUES:,} shared values, not "

@@ -26,8 +26,9 @@ T = TypeVar("T")
 class _PicklingCall(threading.local):
     """The call whose arguments this thread is pickling: its connection and the values it takes."""
 
-    connection: object = None
-    shared_refs: list[SharedRef]
+    def __init__(self) -> None:  # called in each thread
+        self.connection: object = None
+        self.shared_refs: list[SharedRef] = []
 
 
 pickling_call = _PicklingCall()
