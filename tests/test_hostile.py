@@ -236,16 +236,25 @@ def test_rare_fields_of_many_calls_are_refused_before_they_take_a_second_to_pars
     assert parsed <= 2 << 20
 
 
+@pytest.mark.guarantee("remote-4")
 def test_signs_of_life_come_no_faster_than_the_time():
     client = client_at(100.0)
     client.count_alive(100.0)
     later = (
         100.0 + 10 * tuning.client_sign_seconds
     )  # the server stood still: all of these are heard at once
-    for _ in range(20):
+    while_it_slept = int(tuning.client_silence_seconds / tuning.client_sign_seconds)
+    for _ in range(20 + while_it_slept):
         client.count_alive(later)
     with pytest.raises(Malformed, match="heartbeats"):
         client.count_alive(later)
+
+
+def test_a_regular_client_stays_though_the_clock_of_the_server_stood_still():
+    """As while its machine sleeps."""
+    client = client_at(100.0)
+    for _ in range(int(tuning.client_silence_seconds / tuning.client_sign_seconds)):
+        client.count_alive(100.0)
 
 
 @contextmanager

@@ -181,11 +181,14 @@ class Client(Peer):
         """Count a heartbeat (ALIVE). Raise `Malformed` if there are too many.
 
         Twice as many are allowed as a regular client sends. A client's first one follows the
-        server's HELLO, so that all may be late but none can be early.
+        server's HELLO, so that all may be late but none can be early. But the server's clock stands
+        still while its machine sleeps: a client may have sent heartbeats until it gave the server
+        up.
         """
         self._alive_count += 1
         interval = tuning.client_sign_seconds
-        if self._alive_count > 1 + 2 * (now - self._connected_at) / interval:
+        seconds = 2 * (now - self._connected_at) + tuning.client_silence_seconds
+        if self._alive_count > 1 + seconds / interval:
             raise Malformed(f"more heartbeats than one every {interval:g} s")
 
     def count_cancelled(self, numbers: Sequence[int]) -> None:
