@@ -536,6 +536,26 @@ def test_a_key_that_is_refused_at_once_leaves_nobody_waiting(pool, monkeypatch):
             poly.connect(server.address, server_key=server.key, keys=new_key_pair())
 
 
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ([zmq.EVENT_HANDSHAKE_FAILED_AUTH], "does not allow the key"),
+        ([zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL], "does not hold the expected server key"),
+        ([], "the handshake failed"),
+    ],
+)
+def test_a_key_that_is_refused_before_anything_was_sent_is_told_so(told, reason, monkeypatch):
+    """libzmq takes no message then. On a slow machine, even the first one is too late."""
+    events = [{"event": event} for event in told]
+    monkeypatch.setattr(server_connection, "has_input", lambda _: bool(events))
+    monkeypatch.setattr(server_connection, "recv_monitor_message", lambda *_: events.pop())
+    end = object.__new__(server_connection.ServerConnection)
+    end.has_ended, end._monitor = False, "monitor"
+    end._socket = Mock(send_multipart=Mock(side_effect=zmq.Again))
+    end.send(messages.pack_hello())
+    assert reason in end.loss_reason
+
+
 def test_a_server_that_is_another_gets_nothing_of_ours(server, card):
     found = Card.read(card)
     keys = (found.public, found.secret)

@@ -225,6 +225,7 @@ class ServerConnection(EventLoop):
                 frames = [last]
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
+            self._check_connection()  # the monitor may tell why
             self.loss_reason = self.loss_reason or "the handshake failed"
 
     def _call_guarded(self, callback: Callable[[], object]) -> None:
