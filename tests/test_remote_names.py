@@ -165,6 +165,26 @@ def test_what_is_being_written_stays_and_what_a_dead_one_began_goes():
     assert living.exists() and not left.exists()
 
 
+def test_what_a_killed_process_of_the_same_pid_began_is_in_nobodys_way(tmp_path):
+    card, target = a_card("lab"), tmp_path / "lab.json"
+    (tmp_path / f".lab.json.{os.getpid()}").touch()
+    card.write(target)
+    assert Card.read(target) == card
+
+
+def test_what_is_written_bears_the_pid_of_its_writer(monkeypatch, tmp_path):
+    """A test above: for as long as that lives, it stays."""
+    names = []
+    monkeypatch.setattr(os, "replace", lambda new, _: names.append(new))
+    for _ in range(2):
+        a_card("lab").write(tmp_path / "lab.json")
+    assert len({*names}) == 2
+    for name in names:
+        assert os.stat(name).st_mode & 0o777 == 0o600
+        assert os.path.basename(name).startswith(".lab.json.")
+        assert name.endswith(f".{os.getpid()}")
+
+
 RACER = """
     import sys
     from dataclasses import replace

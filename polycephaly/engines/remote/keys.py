@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,9 @@ class Card:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically, never readable by another user. Raise `OSError`."""
         target = Path(path)
-        new = target.with_name(f".{target.name}.{os.getpid()}")
-        fd = os.open(
-            new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        # pool_registry.py reads the pid at the end of the name, and removes what a dead process has
+        # left. The name is unique, since that process may have had this pid.
+        fd, new = tempfile.mkstemp(f".{os.getpid()}", f".{target.name}.", target.parent)
         try:
             with open(fd, "w") as file:
                 json.dump(asdict(self), file, indent=1)
