@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import stat
@@ -611,6 +612,12 @@ def test_a_server_of_another_version_is_told_by_which(server, card, monkeypatch)
 def test_an_address_that_is_none_is_refused(pool, wrong):
     with pytest.raises(ValueError, match="an address is tcp://HOST:PORT"):
         poly.serve(pool, wrong)
+
+
+@pytest.mark.parametrize("wrong", ["tcp://127.0.0.1:*", "tcp://a b:80", "tcp://-:5"])
+def test_an_address_to_which_nothing_can_connect_is_a_value_error_with_it(wrong):
+    with pytest.raises(ValueError, match=re.escape(wrong)):
+        poly.connect(wrong, server_key=new_key_pair()[0], keys=new_key_pair())
 
 
 def test_an_address_that_is_taken_is_an_error_and_leaves_nothing(pool, server):

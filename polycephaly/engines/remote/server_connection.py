@@ -71,7 +71,12 @@ class ServerConnection(EventLoop):
             self._monitor = self._socket.get_monitor_socket(_EVENTS)
             undo.callback(self._monitor.close)
             undo.callback(self._socket.disable_monitor)
-            self._socket.connect(card.address)
+            try:
+                self._socket.connect(card.address)
+            except zmq.ZMQError as error:
+                raise ValueError(
+                    f"an address to connect to is tcp://HOST:PORT, not {card.address!r}"
+                ) from error
             super().__init__(name, self.after_turn)
             self._resources = undo.pop_all()
 
