@@ -209,6 +209,19 @@ def test_a_message_that_is_read_after_its_connection_lets_in_no_later_one(server
     assert not server._accepted.discard(5)
 
 
+@pytest.mark.parametrize("at", ["before", "after"])
+def test_what_is_posted_at_the_end_of_a_server_is_done_or_dropped(server, at):
+    """As a reply, or a shared value, of a thread that ends late."""
+    done = Mock()
+    if at == "before":
+        server._post(done)
+    server._loop.post(server._close)
+    server.time.turn()
+    if at == "after":
+        server._post(done)
+    assert done.called == (at == "before") and not server._loop._inbox
+
+
 @pytest.mark.parametrize(
     "request_", [pack_json(REQUEST, {"id": 7, "what": "status"}), pack_shared_value(7, [b"a"])]
 )

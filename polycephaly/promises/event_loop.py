@@ -81,10 +81,6 @@ class EventLoop:
 
     # -- from any thread ---------------------------------------------------------------------------
 
-    def clear(self) -> None:
-        """Drop the callbacks that were posted after the end."""
-        self._inbox.clear()
-
     def disable_in_child(self) -> None:
         """In a forked child: give up. The thread does not exist here."""
         self.has_ended = self.belongs_to_parent = True
@@ -179,12 +175,8 @@ class EventLoop:
     def _run_once(self) -> None:
         self._turn_requested = False  # before `after_turn` looks for work
         inbox = self._inbox
-        try:
-            while inbox:
-                callback = inbox.popleft()
-                self._call_guarded(callback)
-        except IndexError:  # `clear` was quicker
-            pass
+        while inbox:
+            self._call_guarded(inbox.popleft())
         for source in self._sources:
             self._call_guarded(source.receive)
         if self.timers.heap:

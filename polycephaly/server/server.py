@@ -236,10 +236,9 @@ class Server:
         self._loop.request_turn()
 
     def _post(self, callback: Callable[[], object]) -> None:
-        """Have the loop call `callback`. Any thread may call this."""
-        self._loop.post(callback)
-        if self._is_closed:  # no turn follows: drop the objects that `callback` refers to
-            self._loop.clear()
+        """Have the loop call `callback`, unless it has ended. Any thread may call this."""
+        if not self._is_closed:  # the loop would keep the objects that `callback` refers to
+            self._loop.post(callback)
 
     def _refuse_to_stop(self, now: bool) -> None:
         raise RuntimeError(f"the owner of {self.name} does not let clients stop the pool")
