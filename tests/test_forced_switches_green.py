@@ -1,8 +1,12 @@
-"""The bell and the fast paths of channels: other threads wake the owner of green threads, or serve
-one of these, with a switch at every bytecode: nothing is lost or doubled, and the owner wakes."""
+"""The bell and the fast paths of channels: other threads wake the owner of green threads, serve one
+of these, or fork, with a switch at every bytecode. Nothing is lost or doubled: the owner wakes."""
 
 import sys
-from _thread import allocate_lock
+from _thread import allocate_lock, start_new_thread
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +88,99 @@ def test_of_two_that_post_one_wakes_the_sleeping_owner(scheduler):
 
     for *_, place in every_meeting(pair, scheduling):
         assert rung == [1] and len(scheduler.ready) == 2 and not scheduler.bell, place
+
+
+# -- forks -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forking(scheduler, monkeypatch):
+    """The pause of a fork, in which switches are forced too, and whether it goes on now. Owners run
+    in threads of their own: who forks may ring."""
+    owners, ended = [], SimpleQueue()
+
+    def start_urgently(job):
+        owners.append(start_new_thread(lambda: ended.put(job()), ()))
+        return True
+
+    scheduler.workers = SimpleNamespace(
+        start_urgently=start_urgently, wait_for_ending=lambda seconds: None
+    )
+    monkeypatch.setattr(scheduling, "MAX_FORK_PAUSE_SECONDS", 10 * PATIENCE)
+    forking = SimpleNamespace(now=False)
+
+    @contextmanager
+    def pause():
+        with scheduler.paused_for_fork():
+            forking.now = True
+            yield scheduler.random_below(2)
+            forking.now = False
+
+    def wait_for_owners():
+        while owners:
+            owners.pop()
+            ended.get(timeout=PATIENCE)
+
+    forking.pause, forking.wait_for_owners = pause, wait_for_owners
+    return forking
+
+
+@pytest.mark.guarantee("green-24")
+@BOTH
+@pytest.mark.parametrize("other", ["the owner", "another posting"])
+def test_no_step_runs_during_a_fork_and_none_is_lost(other, turned, scheduler, forking):
+    during = []
+
+    def fork():
+        with forking.pause():
+            pass
+
+    def post():
+        scheduler.post(lambda: during.append(forking.now))
+
+    def pair():
+        during.clear()
+        if other == "the owner":
+            scheduler.bell.clear()
+            post()
+        both = fork, (scheduler._drive if other == "the owner" else post)
+        return both[::-1] if turned else both
+
+    for *_, place in every_meeting(pair, scheduling):
+        forking.wait_for_owners()
+        assert during == [False], place
+        assert_at_rest(scheduler, place)
+
+
+@pytest.mark.guarantee("green-24")
+def test_an_owner_that_sleeps_when_a_fork_begins_does_so_until_its_end(scheduler, forking):
+    told, its_time_is_over = SimpleQueue(), SimpleQueue()
+
+    class Lock:
+        woken = SimpleQueue()
+        release = partial(woken.put, None)
+
+        def acquire(self, timeout=-1):
+            told.put("asleep" if timeout > 0 else "waiting for its waker")
+            (its_time_is_over if timeout > 0 else self.woken).get(timeout=PATIENCE)
+            return timeout < 0
+
+    driver = scheduling.Driver()
+    driver.lock = Lock()
+    scheduler.timers.after(1000, int)
+    scheduler.on_busy = partial(told.put, "awake")
+    scheduler.bell.clear()
+    owner = Thread(target=scheduler._sleep, args=(driver,))
+    owner.start()
+    assert told.get(timeout=PATIENCE) == "asleep"
+    with forking.pause():
+        its_time_is_over.put(None)
+        assert told.get(timeout=PATIENCE) == "waiting for its waker"
+        scheduler.post(int)
+        assert told.empty() and driver.lock.woken.empty()
+    assert told.get(timeout=PATIENCE) == "awake"
+    owner.join()
+    assert not scheduler.bell and driver.lock.woken.empty()
 
 
 # -- channels --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import polycephaly as poly
 from polycephaly import green
 from polycephaly.green.aio import close_loop
 from polycephaly.green.scheduler import scheduler
+from polycephaly.green.watchdog import watchdog
 
 STRICT = (
     "-W",
@@ -151,6 +152,38 @@ def test_a_fork_that_is_broken_off_lets_the_green_threads_go_on(monkeypatch):
     with pytest.raises(TimeoutError), scheduler.paused_for_fork():
         pass
     assert green.spawn(double, 21).result(30) == 42
+
+
+@pytest.fixture
+def endless_window():
+    """The watchdog leaves each foreign call alone."""
+    window = watchdog.window
+    green.configure(window=1000)
+    yield
+    green.configure(window=window)
+
+
+@pytest.mark.guarantee("green-24")
+def test_no_step_runs_while_a_foreign_call_forks(endless_window):
+    """The watchdog, which would let another native thread run the others, can do so afterwards."""
+    others_ran = threading.Event()
+
+    async def another():
+        others_ran.set()
+
+    def forks():
+        with scheduler.paused_for_fork():
+            handovers = watchdog.handovers
+            watchdog._take_over(scheduler.drivers[threading.get_ident()], 0.0)
+        return watchdog.handovers - handovers, others_ran.wait(30)
+
+    async def main():
+        other = green.spawn(another)
+        outcome = await green.call(forks)
+        await other
+        return outcome
+
+    assert green.run(main) == (0, True)
 
 
 @pytest.mark.guarantee("green-24")

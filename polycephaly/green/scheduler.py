@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import logging
 import os
-from _thread import allocate_lock, get_ident
+from _thread import LockType, allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
+from functools import partial
 from inspect import CORO_CREATED, GEN_CREATED, getcoroutinestate, getgeneratorstate
 from time import monotonic, pthread_getcpuclockid
 from types import CoroutineType
@@ -421,32 +422,64 @@ class Scheduler:
 
     @contextmanager
     def paused_for_fork(self) -> Iterator[None]:
-        """Hold the owner between two steps during a fork.
+        """Have no step run during a fork, except the one that forks.
 
         If the running step, or the end of a native thread, takes longer than
         MAX_FORK_PAUSE_SECONDS, the fork goes ahead regardless.
         """
+        generation = forked.generation
         driver = self.drivers.get(get_ident())
-        # No step runs if the owner is asleep. If the caller is the owner, nothing has to stop.
-        if self.bell or (driver is not None and driver.token != TAKEN):
-            self.workers.wait_for_ending(MAX_FORK_PAUSE_SECONDS)
-            yield
-            return
-        reached, forked_now = allocate_lock(), allocate_lock()
-        reached.acquire()
-        forked_now.acquire()
-
-        def wait_for_fork() -> None:
-            reached.release()
-            forked_now.acquire()
-
-        self.post(wait_for_fork)
+        stopped = allocate_lock()  # locked while a step may run
+        resume: Callable[[], object] | None = None
+        if self.in_step():
+            pass  # no other step begins before this one ends
+        elif driver is not None and driver.take_ownership():
+            # The caller is in a foreign call, and no other thread can take the ownership from that.
+            self.driver = None  # else the watchdog takes a long fork for a long step
+            driver.began = monotonic()
+            resume = self.hand_over
+        else:
+            try:
+                resume = partial(self._put_back, self.bell.pop())
+            except IndexError:  # an owner is awake, or is being woken or started
+                stopped.acquire()
+                resume = self._stop_after_step(stopped)
         try:
-            reached.acquire(timeout=MAX_FORK_PAUSE_SECONDS)
+            stopped.acquire(timeout=MAX_FORK_PAUSE_SECONDS)
             self.workers.wait_for_ending(MAX_FORK_PAUSE_SECONDS)
             yield
         finally:
-            forked_now.release()
+            # In the child, too, this generator is closed.
+            if resume is not None and forked.generation == generation:
+                resume()
+
+    # A fork pops the waker (F1), puts it back (F2), and then looks at `ready` (F3). In between, the
+    # owner stays asleep, and no other thread starts one:
+    #
+    #     another thread appends to `ready` (A1), then looks at the bell (A2). If A2 comes before
+    #         F2, it finds no waker, but F3 finds its entry
+    #     the owner's time is over: it looks for its waker in the bell. If that comes before F2, the
+    #         owner waits for the call of the waker. So a sleeping owner's waker is always called
+
+    def _put_back(self, waker: Callable[[], object]) -> None:
+        """Put the waker back into the bell after a fork."""
+        self.bell.append(waker)
+        if self.ready or waker != self._start_owner:
+            self.ring()
+
+    def _stop_after_step(self, stopped: LockType) -> Callable[[], object]:
+        """Have the owner release `stopped` after the running step, and wait. Return the function
+        that lets it go on.
+        """
+        forked_now = allocate_lock()
+        forked_now.acquire()
+
+        def wait_for_fork() -> None:
+            stopped.release()
+            forked_now.acquire()
+
+        self.post(wait_for_fork)
+        return forked_now.release
 
     def reset_after_fork(self) -> None:
         """Reset everything in a forked child to the state before the first spawn.
