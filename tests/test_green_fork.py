@@ -18,8 +18,10 @@ from scripts import output_of
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.green.aio import close_loop
+from polycephaly.green.distributed.transport import ChannelTransport
 from polycephaly.green.scheduler import scheduler
 from polycephaly.green.watchdog import watchdog
+from polycephaly.runtime import fork_guard
 
 STRICT = (
     "-W",
@@ -184,6 +186,21 @@ def test_no_step_runs_while_a_foreign_call_forks(endless_window):
         return outcome
 
     assert green.run(main) == (0, True)
+
+
+@pytest.mark.guarantee("green-24")
+def test_a_step_that_sends_a_channel_away_does_not_wait_for_the_fork_that_waits_for_it(tmp_path):
+    transport, channel = ChannelTransport(str(tmp_path / "1.c")), green.Channel()
+
+    async def sends_and_closes():
+        transport.forget_channel(transport.number_of(channel), None)
+
+    try:
+        with fork_guard.guard:
+            green.spawn(sends_and_closes).result(30)
+    finally:
+        transport.close()
+        green.run(green.sleep, 0)
 
 
 @pytest.mark.guarantee("green-24")

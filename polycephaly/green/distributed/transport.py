@@ -30,6 +30,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -106,6 +107,8 @@ class ChannelTransport:
         # A random start, so that numbers of an earlier process at this address mean nothing here.
         self._numbers = count(secrets.randbits(40) << 20)
         self._numbers_by_id: dict[int, int] = {}
+        # Not `fork_guard.guard`: the fork that holds that would wait for the step that waits here.
+        self._numbers_lock = threading.RLock()
         self.aliases: dict[int, int] = {}
         """The numbers by which drones know inherited channels (inherited.py), and the proper
         ones."""
@@ -150,7 +153,7 @@ class ChannelTransport:
 
     def number_of(self, channel: Channel[Any]) -> int:
         """Return the number by which others know the channel. Any thread may call this."""
-        with fork_guard.guard:
+        with self._numbers_lock:
             number = self._numbers_by_id.get(id(channel))
             if number is None:
                 number = self._numbers_by_id[id(channel)] = next(self._numbers)
@@ -163,7 +166,7 @@ class ChannelTransport:
         """
         if reason is not None:
             keep_last(self.close_reasons, number, reason)
-        with fork_guard.guard:
+        with self._numbers_lock:
             channel = self.channels.pop(number, None)
             self._numbers_by_id.pop(id(channel), None)
 
