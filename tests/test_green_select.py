@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from concurrent.futures import CancelledError
+from decimal import Decimal
 
 import pytest
 from greens import nobody_waits, outcome, run, turns
@@ -480,6 +481,19 @@ def test_a_cancelled_select_leaves_no_offer_behind():
         )
         selecting.cancel()
         assert await outcome(selecting) is CancelledError
+        assert nobody_waits(a, b) and not promise._hooks
+        assert timers_set() == 1 and scheduler.external_waits == 0
+
+    run(main)
+
+
+@pytest.mark.guarantee("green-12")
+def test_a_select_with_a_guard_that_raises_leaves_no_offer_behind():
+    async def main():
+        a, b, promise = Channel(), Channel(), Promise()
+        with pytest.raises(TypeError):
+            guards = a.receiving(), promise, after(Decimal(30)), b.sending("b")
+            await select(*guards, priority=True)  # tried, and so registered, in this order
         assert nobody_waits(a, b) and not promise._hooks
         assert timers_set() == 1 and scheduler.external_waits == 0
 

@@ -239,7 +239,11 @@ class _Select:
         for index, guard in list(self.guards.items()):
             if index not in self.offers:
                 self.offers[index] = offer = Offer(self, index, getattr(guard, "item", None))
-                guard.register(offer)
+                try:
+                    guard.register(offer)
+                except BaseException:  # of a time that is no real number, say
+                    self.offers.pop(index, None)
+                    raise
                 if not self.is_waiting or self.hold is not None:
                     # An operation of another process was waiting for this offer.
                     return
@@ -453,7 +457,11 @@ def select(
         _check_all_local(candidates)
         return default
     waiting = _Select(candidates, thread)
-    waiting.register_offers()
+    try:
+        waiting.register_offers()
+    except BaseException:
+        waiting.end()
+        raise
     while True:
         try:
             outcome = yield PARK
