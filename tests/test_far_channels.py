@@ -22,7 +22,7 @@ from time import monotonic
 import psutil
 import pytest
 from faults import append, hold_until, lines, wait_for
-from greens import run, turns
+from greens import nobody_waits, run, turns
 from scripts import Script, output_of, run_script
 
 import polycephaly as poly
@@ -829,6 +829,46 @@ def test_whatever_the_opening_of_an_item_raises_is_raised_by_receive_and_select(
 
         run(both)
         sent.result()
+
+
+class StopsWhenPickled:
+    def __reduce__(self):
+        stop()
+
+
+def test_whatever_the_opening_of_an_item_raises_is_raised_in_who_waits_for_it():
+    with poly.Pool(1) as pool:
+
+        async def main():
+            for wait in Channel.receive, lambda ch: select(ch.receiving()):
+                ch = Channel()
+                waiting = green.spawn(wait(ch))
+                await turns()
+                sent = pool.promise(put_made, ch, StopsWhenOpened)
+                with pytest.raises(Stops):
+                    await waiting
+                await sent
+
+        run(main)
+
+
+def test_whatever_the_pickling_of_an_item_raises_is_raised_by_its_sender_alone():
+    with poly.Pool(1) as pool:
+        there = made_in(pool.drones[0])
+
+        async def main():
+            here = Channel()
+            with pytest.raises(Stops):
+                await there.send(StopsWhenPickled())
+            taken = pool.promise(Channel.get, here, 30)
+            while nobody_waits(here):
+                await green.sleep(0.001)
+            with pytest.raises(Stops):
+                await here.send(StopsWhenPickled())
+            await here.send("next")
+            return await taken
+
+        assert run(main) == "next"
 
 
 @pytest.mark.guarantee("channel-3")

@@ -160,7 +160,7 @@ class OwnedChannel(Channel[Any]):
         self._remove_waiter(receiver)
         try:
             receiver.serve(unpack_item(item))
-        except Exception as error:  # the receiver has the item, but cannot unpickle it
+        except BaseException as error:  # the receiver has the item, but cannot unpickle it
             receiver.refuse(error)
         return True
 

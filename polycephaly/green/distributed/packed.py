@@ -44,14 +44,14 @@ def unpack_item(item: Any) -> Any:
         return item
     try:
         return loads(item.content)
-    except Exception as error:
-        error.add_note("while unpickling an item that another process sent through a channel")
-        raise
     except (SystemExit, GeneratorExit) as error:  # of the item's own code: must end no thread
         raise RuntimeError(
             "unpickling an item that another process sent through a channel raised "
             f"{type(error).__name__}: {error}"
         ) from error
+    except BaseException as error:
+        error.add_note("while unpickling an item that another process sent through a channel")
+        raise
 
 
 def pack_reason(error: BaseException) -> bytes:

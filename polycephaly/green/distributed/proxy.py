@@ -142,7 +142,7 @@ class ChannelProxy(Channel[Any]):
             payload = opcodes.SELECT.pack(number) + (
                 pack_item(waiter.item) if end == "send" else b""
             )
-        except Exception as error:
+        except BaseException as error:
             waiter.refuse(error)
             return
         Request(self, peer, end, waiter, payload)

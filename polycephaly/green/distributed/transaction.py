@@ -92,7 +92,7 @@ class Transaction:
         if receiver is not None and receiver.is_remote:
             try:
                 content = pack_item(self.item)
-            except Exception as error:
+            except BaseException as error:
                 error.add_note(
                     "while pickling an item of a channel, for a receiver in another process"
                 )
@@ -106,7 +106,7 @@ class Transaction:
             self._detach(receiver)
             try:
                 value = unpack_item(self.item)
-            except Exception as error:
+            except BaseException as error:
                 receiver.fail(error)
             else:
                 receiver.complete(value)
