@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import http.server
 import inspect
+import sys
 import threading
 from concurrent.futures import CancelledError
 from functools import partial
@@ -82,6 +83,41 @@ def test_errors_come_through():
 
     for error in (KeyError("x"), TimeoutError(), StopAsyncIteration()):
         assert run(main, error)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_what_would_end_the_loop_ends_only_the_thread_that_awaits_it(error):
+    async def set_event(event):
+        event.set()
+
+    async def main():
+        event = asyncio.Event()
+        neighbour = green.spawn(green.aio(event.wait()))
+        with pytest.raises(type(error)) as caught:
+            await green.aio(fail(error))
+        await green.aio(set_event(event))
+        return await neighbour, caught.value is error
+
+    assert run(main) == (True, True)
+
+
+def test_the_loop_is_closed_though_code_exits_in_its_last_turn():
+    async def make_stop_exit():
+        loop = asyncio.get_running_loop()
+        stop = loop.stop
+
+        def stop_and_exit():
+            loop.stop = stop
+            stop()
+            sys.exit()
+
+        loop.stop = stop_and_exit
+
+    async def main():
+        await green.aio(make_stop_exit())
+
+    run(main)
+    close_loop()
 
 
 def test_an_asyncio_task_that_is_cancelled_by_itself_is_an_error_or_cancellation_of_the_thread():

@@ -15,6 +15,7 @@ import inspect
 import os
 from _thread import get_ident
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import suppress
 from functools import wraps
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar, overload
@@ -45,7 +46,11 @@ class _Loop:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         with asyncio.Runner(loop_factory=lambda: loop):  # ends the loop as `asyncio.run` does
-            loop.run_forever()
+            # A task that raises one of these has it as its error, and asyncio raises it here, too.
+            # Not `while True`: in the turn of `loop.stop`, that would forget the stop.
+            while self._loop is loop:
+                with suppress(SystemExit, KeyboardInterrupt):
+                    loop.run_forever()
 
     def close(self) -> None:
         """Stop the loop and cancel its tasks. The next `aio` makes a new loop."""
