@@ -15,8 +15,9 @@ from faults import hold_until
 from scripts import output_of
 
 import polycephaly as poly
-from polycephaly import Promise
+from polycephaly import Promise, green
 from polycephaly.errors import copy_error
+from polycephaly.promises import event_loop
 from polycephaly.promises.promise import Signal, main_thread_calls
 
 ROUNDS = 2000
@@ -293,6 +294,62 @@ def test_a_callback_that_raises_is_logged_and_harms_nobody(caplog):
     with caplog.at_level(logging.ERROR):
         p.set_result(1)
     assert called == [p] and "ZeroDivisionError" in caplog.text
+
+
+def raise_in_filter(record):
+    raise ZeroDivisionError("in the filter")
+
+
+@pytest.fixture
+def bad_filter(monkeypatch):
+    """Of the user: of all loggers to which this package writes errors of callbacks."""
+    for name in ("concurrent.futures", event_loop.__name__):
+        monkeypatch.setattr(logging.getLogger(name), "filters", [raise_in_filter])
+
+
+@pytest.mark.guarantee("promise-7")
+def test_a_logging_filter_that_raises_takes_no_other_callback_along(bad_filter, capsys):
+    p, called = Promise(), []
+    p.add_done_callback(lambda _: [].pop())
+    p.add_done_callback(called.append)
+    p.set_result(1)
+    told = capsys.readouterr().err
+    assert called == [p] and "pop from empty list" in told and "in the filter" in told
+
+
+@pytest.mark.guarantee("promise-7")
+def test_a_logging_filter_that_raises_does_not_end_a_loop(bad_filter, capsys):
+    loop, ended = event_loop.EventLoop("loop"), threading.Event()
+    loop.start()
+    loop.post([].pop)
+    loop.deliver([].pop)
+    loop.post(lambda: loop.deliver(ended.set))
+    assert ended.wait(30)
+    loop.post(loop.stop)
+    loop.thread.join(30)
+    assert capsys.readouterr().err.count("ZeroDivisionError: in the filter") == 2
+
+
+@pytest.mark.guarantee("promise-7")
+def test_a_logging_filter_that_raises_does_not_end_green_threads(bad_filter, capsys):
+    begin = Promise()
+
+    async def main():
+        await begin
+
+    ends = green.spawn(main)
+    ends.add_done_callback(lambda _: sys.exit(3))
+    begin.set_result(None)
+    assert green.spawn(main).result(30) is None
+    assert "in the filter" in capsys.readouterr().err
+
+
+def test_the_record_of_a_callback_that_raises_names_the_line_that_logs_it(caplog):
+    p = Promise()
+    p.add_done_callback(lambda _: [].pop())
+    p.set_result(1)
+    (record,) = caplog.records
+    assert (record.name, record.funcName) == ("concurrent.futures", "_run_hooks")
 
 
 @pytest.mark.guarantee("promise-7")

@@ -27,9 +27,9 @@ from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 
 from .._compat import forget_dummy_thread
-from ..promises.promise import callbacks
+from ..promises.promise import SafeLog, callbacks
 
-log = logging.getLogger("polycephaly.green")
+log = SafeLog(logging.getLogger("polycephaly.green"))
 
 # If thousands of jobs end at once, most workers should end too, not linger.
 MAX_IDLE_WORKERS = 8

@@ -49,7 +49,7 @@ TAKEN = -1
 
 STEPS_PER_CLOCK_CHECK = range(32)  # steps between two looks at the clock
 
-log = logging.getLogger("polycephaly.green")
+log = promise.SafeLog(logging.getLogger("polycephaly.green"))
 
 
 PARK: Any = object()  # yielded: this green thread has parked, or is in `ready` already

@@ -27,9 +27,9 @@ from typing import Protocol
 
 from ..runtime import fork_guard, forked, parent_death
 from ..runtime.timers import Timer, Timers
-from .promise import callbacks, settling_threads
+from .promise import SafeLog, callbacks, settling_threads
 
-log = logging.getLogger(__name__)
+log = SafeLog(logging.getLogger(__name__))
 
 MAX_WAIT_SECONDS = 3600.0  # the kernel does not accept a timeout of years
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import traceback
 from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -60,9 +61,22 @@ trampoline = Trampoline(max_depth=50)
 _MAX_SHOWN_STEPS = 10
 """Maximum number of promises of a cycle that an error message shows."""
 
+
+class SafeLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger for threads that serve all: what filters and handlers of users raise is printed."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        try:
+            self.logger.log(level, msg, *args, stacklevel=2, **kwargs)  # of the caller of `log`
+        except Exception:
+            if logging.raiseExceptions and sys.stderr is not None:  # as logging's own errors
+                with suppress(Exception):
+                    traceback.print_exc()
+
+
 # All loggers of the package are children of this one.
 logging.getLogger("polycephaly").addHandler(logging.NullHandler())
-callbacks = logging.getLogger("concurrent.futures")
+callbacks = SafeLog(logging.getLogger("concurrent.futures"))
 """The standard library's futures log errors of callbacks here. So do promises, so that no error of
 a user's callback is silent.
 """
