@@ -359,20 +359,28 @@ def test_a_drone_that_the_zygote_could_not_fork_is_tried_again():
     assert len(pool.handles) == 2
 
 
-def test_a_limit_that_passes_does_not_break_a_pool_without_a_drone():
+def test_a_limit_breaks_a_pool_without_a_drone_only_after_three_tries():
     reactor = FakeReactor()
     pool = dispatcher_of(reactor, 1)
     given = give(pool, task)
     pool.handles[0].dies()
     assert isinstance(given.exception(), DroneDied)
     waits = give(pool, task)
-    for _ in range(5):
+    for _ in range(2):
         pool.supervisor.on_not_started(pool.handles[-1], OSError(errno.EMFILE, "too many files"))
         assert not pool.handles
         reactor.pass_(1.0)
     make_ready(pool)
     pool.handles[0].answers(waits, 5)
     assert waits.result() == 5
+    waits = give(pool, task)
+    pool.handles[0].dies()
+    waits = give(pool, task)
+    for _ in range(3):
+        pool.supervisor.on_not_started(pool.handles[-1], OSError(errno.EMFILE, "too many files"))
+        reactor.pass_(1.0)
+    with pytest.raises(BrokenProcessPool, match="too many files"):
+        waits.result()
 
 
 @pytest.mark.parametrize("retries", [0, 3])

@@ -125,14 +125,14 @@ class Supervisor:
         return True
 
     def on_start_error(self, error: BaseException) -> None:
-        """Handle a drone that could not be started. If other drones are ready, or the process has
-        reached a limit, try again later; unless the pool was never complete: its size is too large
-        for the limit, then.
+        """Handle a drone that could not be started. If other drones are ready, try again later; if
+        none is, a few times. But a pool that was never complete is too large for a limit.
         """
-        if self._was_complete and (
-            getattr(error, "errno", None) in PASSING_ERRORS
-            or any(each.state is State.READY for each in self._dispatcher.handles)
-        ):
+        may_retry = any(each.state is State.READY for each in self._dispatcher.handles)
+        if not may_retry and getattr(error, "errno", None) in PASSING_ERRORS:
+            self._failed_starts += 1
+            may_retry = self._failed_starts < MAX_FAILED_STARTS
+        if may_retry and self._was_complete:
             text = "a drone of %s could not be started, and will be tried again: %s"
             log.warning(text, self._config.name, error)
             if self._retry is None or self._retry.is_over:
