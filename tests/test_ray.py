@@ -860,3 +860,12 @@ def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(
         timeout=150,
     )
     assert answers == ["True [('sequential', ()), ('II', ())]"], printed
+
+
+@on_ray
+def test_the_exit_handlers_of_a_drone_do_not_end_its_connection_to_ray():
+    """They run in its last call, whose answer Ray has to carry."""
+    with poly.Pool(1) as pool:
+        code = "import atexit, ray; atexit._run_exitfuncs(); ray.is_initialized()"
+        assert pool.doit(code) is True
+        assert pool.doit(abs, -1) == 1

@@ -116,6 +116,7 @@ class DroneActor:
         # Otherwise a thread that calls Ray while Ray ends this process would start another Ray.
         with suppress(AttributeError):
             _compat.disable_ray_auto_connect()
+        _compat.clear_exit_handlers()  # Ray's own would disconnect this process from Ray in `end`
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray has blocked SIGINT
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler would raise in the task
         main = types.ModuleType("__main__")
