@@ -20,8 +20,8 @@ def interrupt(name: str, drones: tuple[str, ...]) -> None:
 
     Examples
     --------
-    polycephaly interrupt lab               what all drones run
-    polycephaly interrupt lab lab.0 lab.3   what these run
+    polycephaly interrupt lab               the tasks of all drones
+    polycephaly interrupt lab lab.0 lab.3   those of two drones
     """
     with connect_to(name) as pool:
         known = pool.drones  # drones of joined hosts may have the same name

@@ -68,8 +68,8 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 
 ERRORS = (OSError, ValueError, RuntimeError, ImportError)
-"""What commands report in one line: that a pool or a file cannot be reached, read or written, or
-that an optional package is not installed.
+"""Errors that commands report in one line: a pool or a file cannot be reached, read or written, or
+an optional package is not installed.
 """
 
 

@@ -113,8 +113,8 @@ def serve_pool(
             )
             text = _startup_text(server, dispatcher.config.size, journal.path, in_background)
             report_start(text, 0)
-            size = f"{dispatcher.config.size} drone{'s' * (dispatcher.config.size != 1)}"
-            log.info("%s serves %s at %s", name, size, server.address)
+            drones_text = count(dispatcher.config.size, "drone")
+            log.info("%s serves %s at %s", name, drones_text, server.address)
             ending.wait()
             broken = dispatcher.ended.done()
             level = logging.ERROR if broken else logging.INFO

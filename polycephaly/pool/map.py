@@ -81,8 +81,8 @@ def start_map(stream: Ordered) -> Results[Any]:
 
 
 class _OneConsumer:
-    """The batches of `_generate`, for one thread at a time. `chain` ends with the first error of
-    this, so a thread would take the error of another for the end. The error is a batch's, instead.
+    """The batches of `_generate`, for one thread at a time. Others get a batch that raises: an
+    error of this iterator would end the `chain`, and the next thread would take that for the end.
     """
 
     def __init__(self, batches: Iterator[Iterable[Any]], label: str) -> None:

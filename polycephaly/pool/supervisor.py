@@ -47,6 +47,7 @@ LATE_RESULTS_SECONDS = 0.25  # seconds to wait for results that a drone had sent
 MAX_FAILED_STARTS = 3
 MAX_KILLED_STARTS = 100  # in a row, if the drones were killed from outside this package
 START_RETRY_SECONDS = 1.0  # seconds after a failed start of a pool that was complete
+# Of a start: a limit was reached, perhaps only for a while.
 PASSING_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 

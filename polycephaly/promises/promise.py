@@ -63,7 +63,7 @@ _MAX_SHOWN_STEPS = 10
 
 
 class SafeLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger for threads that serve all: what filters and handlers of users raise is printed."""
+    """A logger for threads that serve all: errors of users' filters and handlers are printed."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         try:

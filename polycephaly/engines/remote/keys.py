@@ -100,8 +100,8 @@ class Card:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically, never readable by another user. Raise `OSError`."""
         target = Path(path)
-        # pool_registry.py reads the pid at the end of the name, and removes what a dead process has
-        # left. The name is unique, since that process may have had this pid.
+        # pool_registry.py reads the pid at the end of the name, and removes the file of a dead
+        # process. The name is unique, since that process may have had this pid.
         fd, new = tempfile.mkstemp(f".{os.getpid()}", f".{target.name}.", target.parent)
         try:
             with open(fd, "w") as file:

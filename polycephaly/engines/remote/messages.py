@@ -128,7 +128,7 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What a call counts for `MAX_UNANSWERED_BYTES`."""
+        """The bytes for which a call counts towards `MAX_UNANSWERED_BYTES`."""
         return len(self.payload) + EXTRA_BYTE_COST * len(self.extra)
 
     def read_extra(self) -> dict[str, Any]:
