@@ -1773,15 +1773,32 @@ def test_a_call_that_its_drone_has_and_has_not_begun_takes_its_ends_when_it_is_c
         calls = [drone.promise(short_or_not, keeps), drone.promise(short_or_not, goes)]
         wait_for(lambda: all(each.sending is not None for each in calls))
         assert calls[1].cancel()
-        if dies:
-            os.kill(drone.pid, signal.SIGKILL)
         assert "was cancelled" in items_and_error(ch)[-1]
-        if not dies:
+        if dies:  # and shows only later that it has not begun
+            os.kill(drone.pid, signal.SIGKILL)
+            assert items_and_error(kept)[-1].startswith("ChannelClosed")
+        else:
             (tmp_path / "free").touch()
             assert calls[0].result(10) == 1 and held.result(10) == "held"
             with pytest.raises(TimeoutError):
                 kept.get(0.3)
             assert not kept.closed
+
+
+def store_and_sleep(end):
+    store(end)
+    end.put("began")
+    time.sleep(60)
+
+
+def test_an_end_that_a_call_has_stored_stays_though_the_call_is_cancelled(pool):
+    ch, drone = Channel(), pool.drones[0]
+    begun = drone.promise(store_and_sleep, ch.sender())
+    assert ch.get(20) == "began" and begun.cancel()
+    with pytest.raises(TimeoutError):
+        ch.get(3 * tuning.next_holder_seconds)
+    drone.doit(forget_all)
+    assert list(ch) == []
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -1793,8 +1810,9 @@ def test_a_call_whose_time_is_over_before_its_drone_began_takes_its_ends_too(goe
         ch = Channel()
         late = pool.options(timeout=0.5).promise(short_or_not, ch.sender())
         assert isinstance(late.exception(30), TimeoutError)
+        assert "ran for more than" in items_and_error(ch)[-1]  # while the drone stands still
         os.kill(drone.pid, signal.SIGCONT if goes_on else signal.SIGKILL)
-        assert "ran for more than" in items_and_error(ch)[-1]
+        assert pool.doit(abs, -1) == 1
 
 
 def die_then_send(end, path, tries):

@@ -556,7 +556,7 @@ class Dispatcher(DispatcherBase):
                 continue
             task.sending = None
             if task.done():  # by a thread that may have taken the task for begun
-                task.release_payload()
+                task.payload = b""
                 self.stop_if_retired(task.target)
                 continue
             self.insert(task, first=True)

@@ -158,7 +158,7 @@ class DispatcherBase(TaskRunner, Tenant):
         retried = []
         for task in tasks:
             if task.done():
-                task.release_payload()
+                task.payload = b""
             elif may_retry and task.retry is not None:
                 self.on_failed(task, copy_error(task.overrun or error))
             elif (

@@ -134,7 +134,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                 if task.overrun is not None and not task.done():  # its time was over too early
                     dispatcher.on_failed(task, task.overrun)
                     continue
-                task.release_payload()
+                task.payload = b""
                 if not task.done():  # not cancelled by any thread, but no answer will come either
                     dispatcher.reactor.deliver(task.cancel)
                 continue

@@ -123,8 +123,6 @@ class Task(Promise[Any]):
     unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None
     _received_value: Any = None
     input_numbers: tuple[int, ...] = ()  # the numbers of the tasks among its inputs
-    # Ends of channels in the call, which must learn if they arrived.
-    channel_ends: Sequence[Any] = ()
     is_node = False  # of a graph (flow.py): see `cancel`
     # The synchronization counter: an iterator with one step less than there are inputs.
     _countdown: Iterator[int]
@@ -198,7 +196,7 @@ class Task(Promise[Any]):
         if pickling.remote_objects:
             self.add_kept_values(pickling.remote_objects)
         if pickling.moved:
-            self._add_channel_ends(pickling.moved)
+            self._add_followers(pickling.moved)
         elif (
             self.first_item is not None
             and not inputs
@@ -213,22 +211,11 @@ class Task(Promise[Any]):
         definition = self.definition
         kept, definition.kept = definition.kept, {}
         self.add_kept_values(kept)
-        if definition.moved:
-            self._add_channel_ends(definition.moved)
+        self._add_followers(definition.moved)
 
-    def _add_channel_ends(self, moved: list[Any]) -> None:
-        self.channel_ends = [*self.channel_ends, *moved]
+    def _add_followers(self, moved: list[Any]) -> None:
         for each in moved:
             each._follow_task(self)
-
-    def release_payload(self) -> None:
-        """Release the payload of a task that was settled while in flight, and that the drone has
-        not opened and will not open, or has died. Called while holding the reactor's lock.
-        """
-        self.payload = b""
-        ends, self.channel_ends = self.channel_ends, ()
-        for each in ends:
-            self.dispatcher.reactor.deliver(partial(each._on_task_lost, self))
 
     def add_kept_values(self, remote_objects: dict[int, Any]) -> None:
         """Add kept values to those that the task takes."""
@@ -316,8 +303,7 @@ class Task(Promise[Any]):
                 with PicklingContext(registry.directory, registry.snapshot) as pickling:
                     packed = pack(results, registry.snapshot, registry.store)
                 inner = pickling.remote_objects or {}
-                if pickling.moved:
-                    self._add_channel_ends(pickling.moved)
+                self._add_followers(pickling.moved or [])
                 if any(isinstance(each, LazyTask) and each._is_remote() for each in inputs):
                     self.unfilled = self.payload, inputs
                 outer, remote_objects = split_remote_objects(self.payload)

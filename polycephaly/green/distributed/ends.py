@@ -32,7 +32,7 @@ from struct import Struct
 from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from ...errors import ChannelClosed, DroneDied
+from ...errors import ChannelClosed
 from ...promises.promise import pickling_state, stored_error
 from ...runtime.tuning import tuning
 from ...wire import placeholders
@@ -124,34 +124,17 @@ class _CountedEnd(channels.End[T]):
         """Follow a task that has the end among its arguments, or captured. Any thread may call
         this.
         """
-        scheduler.post(self._on_call_sent)
+        scheduler.post(partial(self._add_calls, 1))
         task.add_done_callback(self._on_call_settled)
 
-    def _on_call_sent(self) -> None:
-        self._calls += 1
-        _count_calls(self.channel, self._number, 1)
-
     def _on_call_settled(self, task: Any) -> None:
-        scheduler.post(partial(self._on_call_over, _misplacing_error(task)))
-        sent = task.sending
-        if sent is None or task.number not in sent.handle.in_flight:
-            # No drone has the task, so none can still open the end later.
-            task.channel_ends = ()
+        scheduler.post(partial(self._add_calls, -1, _misplacing_error(task)))
 
-    def _on_task_lost(self, task: Any) -> None:
-        """Handle a task that was settled before and, as is known now, has come to nothing."""
-        scheduler.post(
-            partial(self._check_misplaced_later, stored_error(task) or _cancelled_error(task))
-        )
-
-    def _on_call_over(self, error: BaseException | None) -> None:
-        self._calls -= 1
-        _count_calls(self.channel, self._number, -1)
+    def _add_calls(self, change: int, error: BaseException | None = None) -> None:
+        self._calls += change
+        _count_calls(self.channel, self._number, change)
         if error is not None:
-            self._check_misplaced_later(error)
-
-    def _check_misplaced_later(self, error: BaseException) -> None:
-        _after_grace(partial(self._report_if_misplaced, error))
+            _after_grace(partial(self._report_if_misplaced, error))
 
     def _report_if_misplaced(self, error: BaseException) -> None:
         if not self._calls and not self._closed:
@@ -173,17 +156,15 @@ class CountedReceiver(_CountedEnd[T], Receiver[T]):
 
 
 def _misplacing_error(task: Any) -> BaseException | None:
-    """Return why ends sent with `task` cannot have arrived, or are gone again; None if they may be
-    there.
+    """Return why ends sent with a settled task may have arrived nowhere; None if a drone has
+    answered, which had the ends by then.
     """
+    if task.answer is not None:
+        return None
+    if task.cancelled():
+        return CancelledError(f"{task.label} was cancelled")
     error: BaseException | None = stored_error(task)
-    if isinstance(error, DroneDied) or (error is not None and task.sending is None):
-        return error
-    return _cancelled_error(task) if task.cancelled() and task.sending is None else None
-
-
-def _cancelled_error(task: Any) -> CancelledError:
-    return CancelledError(f"{task.label} was cancelled")
+    return error
 
 
 class _Loss(NamedTuple):
