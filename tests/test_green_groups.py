@@ -579,6 +579,41 @@ def test_both_blocks_cancelled_at_once_both_end():
     assert run(main) == "on"
 
 
+@pytest.mark.parametrize("waits_for", ["await", "members", "nothing"])
+def test_a_thread_that_is_cancelled_before_its_group_is_still_ends(waits_for, clock):
+    """The interruption of the group may take the place of the thread's own, in a `finally`."""
+    groups = []
+
+    async def slow_to_end():
+        try:
+            await forever()
+        finally:
+            await green.sleep(5)
+
+    async def outer():
+        async with green.Group() as group:
+            groups.append(group)
+            if waits_for == "members":
+                async with green.Group() as inner:
+                    inner.spawn(slow_to_end)
+            else:
+                await slow_to_end()
+        await forever()
+
+    async def main():
+        thread = green.spawn(outer)
+        await all_waiting()
+        thread.cancel()
+        if waits_for != "nothing":
+            await green.sleep(1)
+        groups[0].cancel()
+        with pytest.raises(CancelledError):
+            await thread
+
+    run(main)
+    assert clock.time() < 10
+
+
 # -- timeouts --------------------------------------------------------------------------------------
 
 

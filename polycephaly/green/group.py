@@ -39,7 +39,8 @@ class Group:
     """
 
     __slots__ = (
-        "_cancelling", "_errors", "_interruption", "_is_over", "_wake", "children", "owner",
+        "_cancel_count", "_cancelling", "_errors", "_interruption", "_is_over", "_wake", "children",
+        "owner",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -123,14 +124,20 @@ class Group:
             raise RuntimeError("a group can be used for one block only: make another group")
         if get_ident() != scheduler.owner:
             raise outside_error("green.Group")
-        self.owner = scheduler.current
+        self.owner = owner = scheduler.current
+        self._cancel_count = owner.cancel_count
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, at: object) -> bool:
         self._wake = _NO_WAKE  # from here on, `cancel` reaches only the members
         if self._interruption is not None and error is not self._interruption:
             self._interruption.withdrawn = True  # must not hit the code after the block
-        is_own_cancel = error is not None and error is self._interruption
+        # If the thread itself was cancelled as well, the error counts as that: see `timeout`.
+        is_own_cancel = (
+            error is not None
+            and error is self._interruption
+            and scheduler.current.cancel_count == self._cancel_count
+        )
         if error is not None and not is_own_cancel:
             # A GeneratorExit ends the asynchronous generator that the block is part of.
             if not isinstance(error, (Cancelled, GeneratorExit)) and not any(
