@@ -681,6 +681,34 @@ def test_timeouts_and_groups_nested_at_will_end_their_own_blocks(clock):
     assert run(main) == (["right"], 1)
 
 
+@pytest.mark.parametrize(("outer", "inner"), [(1, 2), (2, 1)])
+def test_two_timeouts_that_expire_while_a_group_ends_both_count(outer, inner, clock):
+    async def slow_to_end():
+        try:
+            await forever()
+        except green.Cancelled:
+            with pytest.raises(green.Cancelled):
+                await forever()
+            await green.sleep(5)
+
+    async def main():
+        told = []
+        try:
+            async with green.timeout(outer):
+                try:
+                    async with green.timeout(inner), green.Group() as group:
+                        group.spawn(slow_to_end)
+                except TimeoutError:
+                    told.append("inner")
+                await forever()
+        except TimeoutError:
+            told.append("outer")
+        await green.sleep(1)
+        return told, clock.time()
+
+    assert run(main) == (["outer"] if outer < inner else ["inner", "outer"], 8)
+
+
 @pytest.mark.parametrize("seconds", [1, 2, 3])
 def test_a_group_and_a_timeout_that_end_at_the_same_time_leave_nothing_behind(seconds, clock):
     async def fails():

@@ -146,12 +146,16 @@ class Group:
                 self._errors.append(error)
             self._cancel_children()
         cancelled = error if isinstance(error, Cancelled) and not is_own_cancel else None
+        late: list[Cancelled] = []
         while self.children:
             self._wake = Wake()
             try:
                 await self._wake
             except Cancelled as another:
-                cancelled = another
+                if cancelled is None or another.is_cancel:
+                    cancelled = another
+                else:
+                    late.append(another)
                 self._cancel_children()
             except BaseException as another:
                 self._errors.append(another)
@@ -159,6 +163,8 @@ class Group:
             finally:
                 self._wake = _NO_WAKE
         self._is_over = True
+        while late:  # of time limits or groups around this one: raised at later awaits
+            scheduler.current.interrupt(late.pop(0))
         try:
             if self._errors:
                 if cancelled is not None and self.owner is not None:
