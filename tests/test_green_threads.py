@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import CancelledError
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from faults import wait_for
@@ -157,6 +158,25 @@ def test_a_callable_object_and_a_partial_of_a_coroutine_function_are_coroutine_f
     assert green.run(Doubler(), 2) == 4
     assert green.run(Doubler().method, 2) == 6
     assert green.run(functools.partial(double, 2)) == 4
+
+
+class HasEachAttribute:
+    """As a `Mock`, or what stands for a function or an object of another computer."""
+
+    def __getattr__(self, name):
+        return HasEachAttribute()
+
+    def __call__(self, n):
+        return n
+
+
+def test_a_plain_function_or_value_that_has_each_attribute_is_no_coroutine():
+    anything = HasEachAttribute()
+    assert green.spawn(anything, 1).value == 1
+    assert green.map(anything, range(3)) == [0, 1, 2]
+    for mock in (Mock(return_value=3), AsyncMock(return_value=3)):
+        assert green.map(mock, range(2)) == [3, 3]
+    assert green.run(lambda: anything) is anything
 
 
 def test_a_thread_can_be_awaited_by_many():

@@ -1,11 +1,13 @@
 """Recognise coroutines and coroutine functions.
 
-The questions are asked often, so `inspect` is imported only if nothing cheaper answers.
+The questions are asked often, so `inspect` is imported only if nothing cheaper answers. An object
+may have each attribute that it is asked for, such as a `Mock` or a method of an `xmlrpc` server: so
+an attribute counts only if it is that of a coroutine.
 """
 
 from __future__ import annotations
 
-from types import CoroutineType, GeneratorType
+from types import CodeType, CoroutineType, GeneratorType
 from typing import Any
 
 _ITERABLE = 0x100  # inspect.CO_ITERABLE_COROUTINE: set by `types.coroutine`
@@ -24,7 +26,7 @@ def is_coroutine(value: Any) -> bool:
 
 
 def is_awaitable(value: Any) -> bool:
-    return hasattr(value, "__await__") or is_coroutine(value)
+    return hasattr(type(value), "__await__") or is_coroutine(value)
 
 
 def is_coroutine_function(fn: Any) -> bool:
@@ -33,9 +35,9 @@ def is_coroutine_function(fn: Any) -> bool:
     Partials, methods and instances with ``async __call__`` count too.
     """
     code = getattr(fn, "__code__", None)
-    if code is not None and code.co_flags & _FLAGS:
+    if isinstance(code, CodeType) and code.co_flags & _FLAGS:
         return True
-    if getattr(fn, "parks", False):  # as `green.sleep` has: see green/parking.py
+    if getattr(fn, "parks", False) is True:  # as `green.sleep` has: see green/parking.py
         return True
     from inspect import iscoroutinefunction
 
