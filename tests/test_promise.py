@@ -441,6 +441,18 @@ def test_then_follows_a_promise_that_it_is_given():
     assert after.value == "inner"
 
 
+def test_then_with_a_method_of_a_promise_leaves_what_that_one_waits_for():
+    for method in ("cancel", "set_result"):
+        a, b, stop = Promise(), Promise(), Promise()
+        both = poly.gather(a, b)
+        stop.then(getattr(both, method))
+        assert both._awaited == (a, b)
+        stop.set_result(True)
+        assert both.done() and a.cancelled() == b.cancelled() == (method == "cancel")
+    first = Promise()
+    first.then(str).then(first.add_done_callback)  # nothing waits for itself
+
+
 def test_an_error_passes_by_then():
     called, error = [], ValueError("x")
     assert rejected(error).then(called.append).exception() is error

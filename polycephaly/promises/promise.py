@@ -378,10 +378,15 @@ class Promise(Future[T], Handle, Generic[T]):
             raise TypeError(f"then() takes a callable, which is given the value, not {fn!r}")
         after: Promise[Any] = Promise()
         after._awaited = (self,)
-        receiver = getattr(fn, "__self__", None)  # the promise, if `fn` is its `set_result`
+        receiver = None  # the promise, if `fn` is its `set_result`
+        if getattr(fn, "__name__", "") == "set_result":
+            receiver = getattr(fn, "__self__", None)
         if isinstance(receiver, Promise) and not self.done():
             _check_no_cycle(self, receiver)
-            receiver._awaited = (self,)
+            if receiver._awaited:  # that of `gather`, say, which is settled otherwise, too
+                receiver = None
+            else:
+                receiver._awaited = (self,)
 
         def follow(inner: Promise[Any]) -> None:
             after._awaited = ()
