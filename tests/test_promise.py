@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 import threading
+import weakref
 from concurrent.futures import CancelledError, Future, InvalidStateError
 
 import pytest
@@ -571,6 +572,26 @@ def test_as_completed_in_asyncio():
         return [p.value async for p in poly.as_completed(ps)]
 
     assert asyncio.run(main()) == [2, 0, 1]
+
+
+@pytest.mark.parametrize("in_asyncio", [False, True])
+def test_as_completed_keeps_no_promise_that_it_has_given(in_asyncio):
+    made = weakref.WeakSet()
+
+    def make():
+        for n in range(5):
+            p = fulfilled(n)
+            made.add(p)
+            yield p
+
+    async def alive_at_each_step():
+        return [(gc.collect(), len(made))[1] async for _ in poly.as_completed(make())]
+
+    if in_asyncio:
+        alive = asyncio.run(alive_at_each_step())
+    else:
+        alive = [(gc.collect(), len(made))[1] for _ in poly.as_completed(make())]
+    assert alive == [5, 4, 3, 2, 1]
 
 
 def test_as_completed_takes_one_iterable():

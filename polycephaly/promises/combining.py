@@ -271,8 +271,12 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
             raise TimeoutError(
                 f"{left} of {len(self._slots)} promises were not settled within {self._timeout} s"
             ) from None
-        self._next += 1
+        self._take(self._next)
         return future
+
+    def _take(self, index: int) -> None:
+        self._next = index + 1
+        self._slots[index] = _TAKEN  # so that the promise lives no longer than the caller needs it
 
     def __aiter__(self) -> as_completed[F]:
         return self
@@ -281,9 +285,13 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
         while (index := self._next) < len(self._slots):
             future = await self._slots[index]
             if self._next == index:  # no other consumer has taken it
-                self._next += 1
+                self._take(index)
                 return future
         raise StopAsyncIteration
+
+
+_TAKEN: Signal[Any] = Signal()
+"""In the slot of a promise that was yielded."""
 
 
 class _Gathered(Promise[list[Any]]):
