@@ -628,6 +628,25 @@ def test_map_raises_the_first_error_itself_and_cancels_the_rest(clock):
         green.run(main)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_call_of_a_map_that_is_cancelled_by_itself_is_an_error_of_its_reader(width):
+    async def cancelled_at_1(n):
+        if n == 1:
+            raise asyncio.CancelledError
+        return n
+
+    async def iterate():
+        return [n async for n in green.map(cancelled_at_1, range(3), width)]
+
+    async def collect():
+        return await green.map(cancelled_at_1, range(3), width)
+
+    for fn in (iterate, collect):
+        thread = green.spawn(fn)
+        assert isinstance(thread.exception(30), CancelledError) and not thread.cancelled()
+        assert "cancelled_at_1 was cancelled" in str(thread.exception())
+
+
 def test_an_error_of_the_items_is_raised_by_map():
     def items():
         yield 1

@@ -7,6 +7,7 @@ Plain code waits and gets a list. A coroutine, or asyncio code, gets an awaitabl
 
 from __future__ import annotations
 
+from asyncio import CancelledError as AsyncioCancelled
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
@@ -210,8 +211,11 @@ class Mapped(Collected):
             if self._progress is not None:
                 self._progress.close()
         if not all(slots):
-            raise CancelledError(f"a call of {qualname(self._fn)} was cancelled")
+            raise self._cancelled_error()
         return [slot[0] for slot in slots]
+
+    def _cancelled_error(self) -> CancelledError:
+        return CancelledError(f"a call of {qualname(self._fn)} was cancelled")
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """Start workers, each of which takes an item and puts a slot for its value into the
@@ -234,7 +238,9 @@ class Mapped(Collected):
                     try:
                         slot.set_result(await apply(item))
                     except BaseException as error:
-                        slot.set_exception(error)
+                        # The reader, which is not cancelled, gets an error like any other.
+                        cancelled = isinstance(error, AsyncioCancelled)
+                        slot.set_exception(self._cancelled_error() if cancelled else error)
                         if not isinstance(error, Exception):
                             raise
                     finally:
