@@ -539,6 +539,20 @@ def test_race_under_races_settles_once():
     assert all(p.result(30) in (0, 1, 2) for p in firsts)
 
 
+def test_a_long_chain_or_a_net_of_gathered_promises_tells_soon_whether_it_runs():
+    a, b = Promise(), Promise()
+    chain, (one, other) = a, (a, b)
+    for _ in range(2000):
+        chain = poly.gather(chain)
+        one, other = poly.gather(one, other), poly.gather(other, one)
+    for gathered in (chain, one):
+        with pytest.raises(TimeoutError, match="pending"):
+            gathered.result(0)
+    a.set_running_or_notify_cancel()
+    for gathered in (chain, one):
+        assert gathered.running()
+
+
 def test_as_completed_tells_how_many_promises_have_not_settled_in_time():
     ps = [Promise() for _ in range(3)]
     ps[1].set_result("early")

@@ -304,7 +304,19 @@ class _Gathered(Promise[list[Any]]):
             trampoline.run(each.cancel)
 
     def running(self) -> bool:
-        return any(each.running() for each in self._awaited)
+        # Not by recursion: a chain of gathered promises may be long, and many of them share some.
+        seen: set[Future[Any]] = {self}
+        todo: list[_Gathered] = [self]
+        while todo:
+            gathered = todo.pop()
+            for each in () if gathered.done() else gathered._awaited:
+                if each not in seen:
+                    seen.add(each)
+                    if isinstance(each, _Gathered):
+                        todo.append(each)
+                    elif each.running():
+                        return True
+        return False
 
 
 def _error_of(future: Future[Any]) -> BaseException | None:
