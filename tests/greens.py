@@ -25,6 +25,8 @@ def run(main, *args, seconds=30.0):
             raise
         finally:
             for thread in [each for each in scheduler.live if each is not me]:
+                if thread.name.startswith("close of "):  # of a generator, which it must close
+                    continue
                 thread.cancel()
                 thread.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 

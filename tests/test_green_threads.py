@@ -628,6 +628,60 @@ def test_map_raises_the_first_error_itself_and_cancels_the_rest(clock):
         green.run(main)
 
 
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_dropped_asynchronous_generator_is_closed_by_a_thread_of_its_own(bound, capfd):
+    closed_by = []
+
+    async def generate():
+        try:
+            yield 1
+            yield 2
+        finally:
+            await green.sleep(0)
+            closed_by.append(green.current().name)
+
+    async def send_late(channel):
+        await all_waiting()
+        await channel.send("item")
+
+    async def main():
+        async for _ in generate():
+            break
+        gc.collect()
+        channel = green.Channel()
+        green.spawn(send_late, channel)
+        return await channel.receive()
+
+    assert green.spawn(main, bound=bound).result(30) == "item"
+    wait_for(lambda: closed_by)
+    assert "close of" in closed_by[0] and "generate" in closed_by[0]
+    assert not capfd.readouterr().err
+
+
+def test_a_generator_that_is_dropped_at_the_end_of_a_program_is_closed_and_its_error_told():
+    done = run_script(
+        """
+        from polycephaly import green
+
+        async def generate(name):
+            try:
+                yield 1
+            finally:
+                await green.sleep(0.01)
+                print("closed", name)
+                raise KeyError(name)
+
+        async def main():
+            async for _ in generate("a"):
+                break
+
+        green.run(main)
+        """
+    )
+    assert done.stdout == "closed a\n" and done.returncode == 0
+    assert "error of green thread 'close of" in done.stderr and "KeyError: 'a'" in done.stderr
+
+
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_call_of_a_map_that_is_cancelled_by_itself_is_an_error_of_its_reader(width):
     async def cancelled_at_1(n):

@@ -9,6 +9,7 @@ Each step costs two switches of native threads, about 50 us.
 
 from __future__ import annotations
 
+import sys
 from _thread import allocate_lock
 from collections.abc import Callable
 from contextvars import copy_context
@@ -53,9 +54,11 @@ class _OwnThread(CoroutineWrapper):
             )
 
     def _serve(self) -> None:
+        sys.set_asyncgen_hooks(finalizer=scheduler.on_generator_dropped)
         while (job := self.jobs.get()) is not None:
             job()
             del job
+        sys.set_asyncgen_hooks(finalizer=None)
 
     def send(self, value: Any) -> Any:
         return self._step(self.coro.send, value)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from _thread import LockType, allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -169,6 +170,8 @@ class Scheduler:
         self.on_busy: Callable[[], object] = lambda: None
         # Called by an owner that has had nothing to do for DEADLOCK_GRACE_SECONDS.
         self.on_idle: Callable[[], object] = lambda: None
+        # Called, in any thread, with an asynchronous generator that a step has left unfinished.
+        self.on_generator_dropped: Callable[[Any], None] = lambda generator: None
         self._random_state = 1
 
     # -- for any thread ----------------------------------------------------------------------------
@@ -264,6 +267,7 @@ class Scheduler:
         """
         driver = Driver()
         self.drivers[driver.ident] = driver
+        sys.set_asyncgen_hooks(finalizer=self.on_generator_dropped)
         while True:
             self.owner, self.driver = driver.ident, driver
             self.on_busy()
@@ -290,6 +294,7 @@ class Scheduler:
             self.ready.append(thread)
             if not self._replace_missing_owner():
                 break
+        sys.set_asyncgen_hooks(finalizer=None)
         del self.drivers[driver.ident]
 
     def _loop(self, driver: Driver, base: Context) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import copy_context
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, TypeVar, overload
+from weakref import WeakSet
 
 from ..runtime.coroutines import is_coroutine, is_coroutine_function
 from ..timeline.event_log import MAX_LIVES_LOGGED
 from .bound import BoundThread
 from .scheduler import InContext, scheduler
-from .thread import GreenThread, NativeThread, as_coroutine, qualname
+from .thread import GreenThread, NativeThread, UnseenErrorReport, as_coroutine, qualname
 
 T = TypeVar("T")
 
@@ -23,9 +26,14 @@ A forked child makes another one, so that threads of its parent in a channel's s
 apart.
 """
 
+MAX_CLOSE_SECONDS = 1.0  # at its end, a program waits so long for generators that are being closed
+_closers: WeakSet[GreenThread[Any]] = WeakSet()
+"""Green threads that close asynchronous generators which others have dropped."""
+
 
 def _reset_after_fork() -> None:
     global OwnGreenThread
+    _closers.clear()
     OwnGreenThread = type(
         "GreenThread",
         (GreenThread,),
@@ -126,4 +134,30 @@ def start(
     return thread
 
 
+def _close_in_thread(generator: Any) -> None:
+    """Close an asynchronous generator in a green thread of its own, as its `finally` may await.
+
+    Python itself would run that in the middle of any step, and the scheduler would take its wait
+    for one of the thread that is in that step.
+    """
+    name = f"close of {qualname(generator)}"
+
+    async def close() -> None:
+        try:
+            await generator.aclose()
+        except Exception as error:  # printed before the thread ends: `_wait_for_closers` waits
+            UnseenErrorReport(name, error).print_if_unseen()
+
+    if not sys.is_finalizing():
+        _closers.add(spawn(close, name=name))
+
+
+@atexit.register
+def _wait_for_closers() -> None:
+    deadline = monotonic() + MAX_CLOSE_SECONDS
+    while not all(each.done() for each in list(_closers)) and monotonic() < deadline:
+        sleep(0.001)
+
+
+scheduler.on_generator_dropped = _close_in_thread
 os.register_at_fork(after_in_child=_reset_after_fork)
