@@ -475,6 +475,22 @@ def test_a_thread_cannot_claim_an_end_twice():
     run(main)
 
 
+def test_a_claim_is_refused_outside_of_its_block_where_it_would_never_end():
+    async def main():
+        ch = Channel(2)
+        claim = ch.claim()
+        async with claim as end:
+            await end.send(1)
+        for unusable in (claim, ch.claim()):
+            for use in (unusable.send(2), unusable.receive()):
+                with pytest.raises(RuntimeError, match="inside its `async with` block"):
+                    await use
+        await green.spawn(ch.send, 3)
+        return [await ch.receive(), await ch.receive()]
+
+    assert run(main) == [1, 3]
+
+
 def test_a_claim_is_for_one_of_the_two_ends():
     with pytest.raises(ValueError, match="'both'"):
         Channel().claim("both")

@@ -533,26 +533,35 @@ class Claim(Generic[T]):
         self._channel = channel
         self._requested_end = end
         self._held_end: str | None = None
+        self._is_in_block = False
 
     async def __aenter__(self) -> Claim[T]:
         if self._requested_end is not None:
             await self._acquire_end(self._requested_end)
+        self._is_in_block = True
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._is_in_block = False
         if self._held_end is not None:
             self._channel.end_claim(self._held_end)
             self._held_end = None
 
     async def send(self, item: T) -> None:
         """Send `item` as `Channel.send` does, holding the end."""
+        self._check_in_block()
         await self._acquire_end("send")
         await self._channel.send(item)
 
     async def receive(self) -> T:
         """Receive an item as `Channel.receive` does, holding the end."""
+        self._check_in_block()
         await self._acquire_end("receive")
         return await self._channel.receive()
+
+    def _check_in_block(self) -> None:
+        if not self._is_in_block:  # no code would end the claim
+            raise RuntimeError("a claim can be used only inside its `async with` block")
 
     async def _acquire_end(self, end: str) -> None:
         if end == self._held_end:
