@@ -144,7 +144,8 @@ class Group:
                 error is known for known in self._errors
             ):
                 self._errors.append(error)
-            self._cancel_children()
+            if not self._cancelling:  # else this would break off the members' clean-up
+                self._cancel_children()
         cancelled = error if isinstance(error, Cancelled) and not is_own_cancel else None
         late: list[Cancelled] = []
         while self.children:
@@ -156,7 +157,8 @@ class Group:
                     cancelled = another
                 else:
                     late.append(another)
-                self._cancel_children()
+                if another.is_cancel or not self._cancelling:
+                    self._cancel_children()
             except BaseException as another:
                 self._errors.append(another)
                 self._cancel_children()
