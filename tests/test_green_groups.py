@@ -474,6 +474,32 @@ def test_the_clean_up_of_members_is_not_broken_off_by_what_ends_the_block(clock)
     assert cleaned == [5, 11]
 
 
+@pytest.mark.parametrize("how", ["await", "gather", "plain"])
+def test_a_member_that_others_await_is_cancelled_once_with_its_group(how, clock):
+    cleaned = []
+
+    async def clean_up():
+        try:
+            await forever()
+        finally:
+            await green.sleep(5)
+            cleaned.append(clock.time())
+
+    async def wait(thread):
+        await (thread if how == "await" else poly.gather(thread, thread))
+
+    async def main():
+        async with green.Group() as group:
+            thread = group.spawn(clean_up)
+            for _ in range(5):  # the order in which they are cancelled is that of a set
+                group.spawn(*((thread.result,) if how == "plain" else (wait, thread)))
+            await all_waiting()
+            group.cancel()
+
+    green.run(main)
+    assert cleaned == [5]
+
+
 def test_the_promises_that_cancelled_members_wait_for_are_cancelled():
     with poly.Pool(2) as pool:
         work = [pool.promise("import time; time.sleep(100)") for _ in range(2)]

@@ -39,8 +39,8 @@ class Group:
     """
 
     __slots__ = (
-        "_cancel_count", "_cancelling", "_errors", "_interruption", "_is_over", "_wake", "children",
-        "owner",
+        "_cancel_count", "_errors", "_interruption", "_is_over", "_wake", "children",
+        "is_cancelling", "owner",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Group:
         self._errors: list[BaseException] = []
         self.owner: GreenThread[Any] | None = None
         self._wake: Wake | None = None
-        self._cancelling = self._is_over = False
+        self.is_cancelling = self._is_over = False
         self._interruption: Cancelled | None = None
 
     @overload
@@ -92,7 +92,7 @@ class Group:
         if self.owner is None or self._is_over:
             raise RuntimeError("a group takes green threads only inside its `async with` block")
         child = start(fn, args, self, name, bound)
-        if self._cancelling:
+        if self.is_cancelling:
             child.cancel()
         return child
 
@@ -100,7 +100,7 @@ class Group:
         """Cancel all members and the block, which then ends without an error. Any thread may call
         this.
         """
-        if self._cancelling or self.owner is None or self._is_over:
+        if self.is_cancelling or self.owner is None or self._is_over:
             return
         self._cancel_children()
         # Store the interruption before the look at `_wake`: if another thread calls this, the block
@@ -144,7 +144,7 @@ class Group:
                 error is known for known in self._errors
             ):
                 self._errors.append(error)
-            if not self._cancelling:  # else this would break off the members' clean-up
+            if not self.is_cancelling:  # else this would break off the members' clean-up
                 self._cancel_children()
         cancelled = error if isinstance(error, Cancelled) and not is_own_cancel else None
         late: list[Cancelled] = []
@@ -157,7 +157,7 @@ class Group:
                     cancelled = another
                 else:
                     late.append(another)
-                if another.is_cancel or not self._cancelling:
+                if another.is_cancel or not self.is_cancelling:
                     self._cancel_children()
             except BaseException as another:
                 self._errors.append(another)
@@ -182,6 +182,6 @@ class Group:
             del error, cancelled
 
     def _cancel_children(self) -> None:
-        self._cancelling = True
+        self.is_cancelling = True
         for child in list(self.children):
             child.cancel()

@@ -168,6 +168,11 @@ class GreenThread(Promise[T]):
         self.interrupt(error)
         return True
 
+    def _cancel_with_waiter(self) -> bool:
+        # A group that is cancelled asks each member by itself. If the waiter is another member, a
+        # second request would break off the clean-up of this one.
+        return (self._group is not None and self._group.is_cancelling) or self.cancel()
+
     # Raises `error` once, at an await of this green thread. Any thread may call this.
     def interrupt(self, error: BaseException) -> None:
         if (
@@ -402,7 +407,7 @@ class NativeThread(GreenThread[T]):
             or not waiting[0]._cancels_with_waiter
         ):
             return self.done() and self._state == CANCELLED
-        return waiting[0].cancel()
+        return waiting[0]._cancel_with_waiter()
 
 
 _NO_LOOP_ERRORS = ("NoEventLoopError", "AsyncLibraryNotFoundError")  # of anyio, of sniffio
@@ -507,8 +512,7 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
         raise
     except BaseException:
         promise.remove_done_callback(wake)
-        if promise._cancels_with_waiter:  # as asyncio does
-            promise.cancel()
+        promise._cancel_with_waiter()  # as asyncio does
         raise
     finally:
         wake.thread = None

@@ -301,7 +301,7 @@ class _Gathered(Promise[list[Any]]):
 
     def _withdraw(self) -> None:
         for each in reversed(self._awaited):  # the last one first, as in `cancel_on_interrupt`
-            trampoline.run(each.cancel)
+            trampoline.run(each._cancel_with_waiter if isinstance(each, Promise) else each.cancel)
 
     def running(self) -> bool:
         # Not by recursion: a chain of gathered promises may be long, and many of them share some.

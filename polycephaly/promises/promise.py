@@ -290,6 +290,10 @@ class Promise(Future[T], Handle, Generic[T]):
     cancels the promise too.
     """
 
+    def _cancel_with_waiter(self) -> bool:
+        """Cancel the promise, if need be, because a waiter was cancelled. Return as `cancel`."""
+        return self._cancels_with_waiter and self.cancel()
+
     _settled_from_outside = True
     """Whether anything but green threads of this process may settle the promise."""
 
@@ -683,12 +687,8 @@ class Promise(Future[T], Handle, Generic[T]):
             outer = waiting_threads.get(me)  # set if a callback waits for another promise
             try:
                 waiting_threads[me] = self, deadline
-                if (
-                    self._cancels_with_waiter
-                    and is_end_requested is not None
-                    and is_end_requested(me, False)
-                ):
-                    self.cancel()
+                if is_end_requested is not None and is_end_requested(me, False):
+                    self._cancel_with_waiter()
                 self._help(deadline)
                 if not self.done():
                     self._wait_for_settler(timeout, deadline)
@@ -749,8 +749,7 @@ class Promise(Future[T], Handle, Generic[T]):
             yield from wakeup
         except asyncio.CancelledError:
             self.remove_done_callback(on_settled)
-            if self._cancels_with_waiter:
-                self.cancel()
+            self._cancel_with_waiter()
             raise
 
     # -- what the standard library's wait() and as_completed() look at -----------------------------
