@@ -16,7 +16,7 @@ from faults import wait_for
 from scripts import Script, output_of, run_script
 
 import polycephaly as poly
-from polycephaly import green
+from polycephaly import Promise, green
 from polycephaly.green.testing import all_waiting
 
 var = contextvars.ContextVar("var", default="unset")
@@ -810,10 +810,16 @@ def test_run_and_waiting_inside_a_coroutine_are_errors_that_say_what_to_do():
     async def waits():
         _ = green.spawn(forever).value
 
+    async def waits_for_combined():
+        poly.gather(Promise(), green.spawn(forever).then(str)).result(30)
+
+    async def iterates():
+        list(poly.as_completed([Promise(), green.spawn(forever)], timeout=30))
+
     from polycephaly.green.scheduler import scheduler
 
     before = set(scheduler.live)
-    for wrong in (runs, runs_a_coroutine, waits):
+    for wrong in (runs, runs_a_coroutine, waits, waits_for_combined, iterates):
         with pytest.raises(RuntimeError, match="await"):
             green.run(wrong)
     left = scheduler.live - before

@@ -22,6 +22,7 @@ from .promise import (
     Promise,
     Signal,
     cancel_on_interrupt,
+    check_can_wait,
     fulfill,
     outcome,
     reject,
@@ -259,6 +260,8 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
     def __next__(self) -> F:
         if self._next == len(self._slots):
             raise StopIteration
+        if not self._slots[self._next].done():
+            check_can_wait(list(self._pending))
         remaining = None if self._deadline is None else max(0.0, self._deadline - monotonic())
         try:
             future = self._slots[self._next].result(remaining)

@@ -682,6 +682,7 @@ class Promise(Future[T], Handle, Generic[T]):
                     f"a callback waited for {self!r} in the thread that settles promises, which "
                     "would then wait for itself: use .then(), or wait in another thread"
                 )
+            check_can_wait((self,))
             deadline = None if timeout is None else monotonic() + timeout
             me = get_ident()
             outer = waiting_threads.get(me)  # set if a callback waits for another promise
@@ -863,6 +864,27 @@ def _check_no_cycle(start: Promise[Any], goal: Promise[Any]) -> None:
                 if each not in came_from:
                     came_from[each] = step
                     todo.append(each)
+
+
+def check_can_wait(promises: Iterable[Future[Any]]) -> None:
+    """Raise `RuntimeError` if the caller is a green thread between two awaits, and `promises` wait
+    for another green thread, which could not run meanwhile.
+    """
+    if green_hooks is None or not green_hooks[0]():
+        return
+    todo = list(promises)
+    seen = set(todo)
+    while todo:
+        step = todo.pop()
+        if isinstance(step, Promise) and not step.done():
+            if not step._settled_from_outside:
+                raise RuntimeError(
+                    f"a promise of {step!r} was waited for inside a coroutine, where waiting would "
+                    "stop every green thread, that one too; use `await` or `async for`"
+                )
+            new = set(step._dependencies()) - seen
+            seen |= new
+            todo += new
 
 
 def cancel_on_interrupt(promises: Iterable[Future[Any]]) -> None:
