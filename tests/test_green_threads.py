@@ -1147,6 +1147,28 @@ def test_a_callback_that_ends_its_caller_costs_no_native_thread(caplog):
         green.configure(native_threads=16384)
 
 
+def test_a_callback_of_a_member_that_ends_its_caller_is_told_as_a_callback(caplog):
+    def end(_):
+        raise SystemExit("of a callback")
+
+    async def main():
+        gate = green.Event()
+
+        async def coroutine():
+            await gate.wait()
+
+        def plain():
+            green.run(gate.wait)
+
+        async with green.Group() as group:
+            for fn in (plain, coroutine):
+                group.spawn(fn).add_done_callback(end)
+            gate.set()
+
+    green.run(main)
+    assert [each.message for each in caplog.records] == ["a callback of a green thread failed"] * 2
+
+
 def test_errors_that_finalizers_report_while_counts_are_told_at_the_end(monkeypatch):
     from polycephaly.green import thread
 

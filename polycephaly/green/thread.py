@@ -378,12 +378,18 @@ class NativeThread(GreenThread[T]):
                 scheduler.ring()
         elif self._group is not None:
             # Only the owner may touch a group.
-            scheduler.post(lambda: self._end(state, value, failure))
+            scheduler.post(lambda: self._end_in_owner(state, value, failure))
         else:
             self._end(state, value, failure)
             # As in `_on_wait_interval`.
             if scheduler.bell and promises.waiting_threads:
                 scheduler.ring()
+
+    def _end_in_owner(self, state: str, value: Any, failure: BaseException | None) -> None:
+        try:
+            self._end(state, value, failure)
+        except BaseException as error:  # raised by a callback, for instance by `sys.exit`
+            promises.callbacks.error("a callback of a green thread failed", exc_info=error)
 
     def cancel(self, running: bool = True) -> bool:
         """Ask the green thread to end. Return False if its function continues in foreign code."""
