@@ -18,6 +18,7 @@ from scripts import Script, output_of, run_script
 import polycephaly as poly
 from polycephaly import Promise, green
 from polycephaly.green.testing import all_waiting
+from polycephaly.promises.promise import Signal
 
 var = contextvars.ContextVar("var", default="unset")
 
@@ -197,6 +198,46 @@ def test_system_exit_and_other_base_exceptions_arrive_too():
 
 
 # -- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_select", [False, True])
+def test_a_thread_leaves_a_promise_that_many_await_without_a_search_among_them(in_select, clock):
+    n, woken = 500, []
+    promise = Signal()  # which is not cancelled with a waiter
+
+    async def wait(i):
+        await (green.select(green.after(1000), promise) if in_select else promise)
+        woken.append(i)
+
+    async def main():
+        threads = [green.spawn(wait, i) for i in range(n)]
+        await all_waiting()
+        searched = len(promise._hooks)
+        for thread in threads[::2]:
+            thread.cancel()
+        await all_waiting()
+        promise.set_result(None)
+        await all_waiting()
+        return searched, all(thread.done() for thread in threads)
+
+    searched, ended = green.run(main)
+    assert searched < 100 and ended and woken == [*range(1, n, 2)]
+
+
+def test_the_error_of_a_thread_that_many_have_waited_for_in_vain_is_printed(clock, capfd):
+    async def fail_late():
+        await green.sleep(2)
+        raise KeyError("late")
+
+    async def main():
+        thread = green.spawn(fail_late)
+        await green.par(*(green.select(thread, green.after(1)) for _ in range(200)))
+        del thread
+        await green.sleep(2)
+        gc.collect()
+
+    green.run(main)
+    assert "KeyError: 'late'" in capfd.readouterr().err
 
 
 def test_a_thread_has_a_name():

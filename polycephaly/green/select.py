@@ -26,7 +26,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from ..promises.promise import Promise
 from .scheduler import PARK, scheduler
-from .thread import GreenThread, outside_error
+from .thread import GreenThread, add_hook, outside_error, remove_hook
 from .waiting import NOTHING, ChannelQueues, Refused, Waiter
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class _Settled(Guard[T]):
     def register(self, offer: Offer) -> None:
         offer.registration = lambda _: scheduler.post(lambda: self._serve(offer))
         scheduler.external_waits += self.promise._settled_from_outside
-        self.promise.add_done_callback(offer.registration)
+        add_hook(self.promise, offer.registration)
 
     def _serve(self, offer: Offer) -> None:
         if not offer.select.is_waiting:
@@ -164,7 +164,7 @@ class _Settled(Guard[T]):
 
     def withdraw(self, offer: Offer) -> None:
         scheduler.external_waits -= self.promise._settled_from_outside
-        self.promise.remove_done_callback(offer.registration)
+        remove_hook(self.promise, offer.registration)
 
 
 class _Skip(_After):

@@ -48,6 +48,7 @@ from .scheduler import (
 
 T = TypeVar("T")
 
+MAX_SINGLE_HOOKS = 64  # of a promise, where one that leaves is searched for
 SHORT_CALL_SECONDS = 0.0005  # a shorter call need not have been moved to another thread
 
 
@@ -506,18 +507,66 @@ class Wake:
             scheduler.ready.append(thread)
 
 
+class _Crowd:
+    """The hooks of many green threads at one promise, any of which leaves in constant time.
+
+    For the owner only, except the call by the promise.
+    """
+
+    __slots__ = ("hooks",)
+
+    def __init__(self) -> None:
+        self.hooks: dict[Callable[[Promise[Any]], object], None] = {}
+
+    def __call__(self, promise: Promise[Any]) -> None:
+        # Posted: a hook that is added in the step that runs now is called, too.
+        scheduler.post(lambda: self._call_all(promise))
+
+    def _call_all(self, promise: Promise[Any]) -> None:
+        hooks, self.hooks = self.hooks, {}
+        for hook in hooks:
+            hook(promise)
+
+
+def add_hook(promise: Promise[Any], hook: Callable[[Promise[Any]], object]) -> None:
+    """Have `hook` called when `promise` is settled. For the owner only."""
+    crowd: _Crowd | None = getattr(promise, "_crowd", None)
+    if crowd is None:
+        if len(promise._hooks or ()) < MAX_SINGLE_HOOKS:
+            promise.add_done_callback(hook)
+            return
+        crowd = vars(promise)["_crowd"] = _Crowd()
+        promise.add_done_callback(crowd)
+    crowd.hooks[hook] = None
+
+
+def remove_hook(promise: Promise[Any], hook: Callable[[Promise[Any]], object]) -> None:
+    """Remove a hook added by `add_hook`, if it was not called yet. For the owner only."""
+    crowd: _Crowd | None = getattr(promise, "_crowd", None)
+    if crowd is None or hook not in crowd.hooks:
+        promise.remove_done_callback(hook)
+        return
+    del crowd.hooks[hook]
+    if not crowd.hooks:  # a thread that no code waits for reports its error
+        del vars(promise)["_crowd"]
+        promise.remove_done_callback(crowd)
+
+
 @coroutine
 def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
     wake = Wake()
     is_external = promise._settled_from_outside
     scheduler.external_waits += is_external
-    promise.add_done_callback(wake)
+    if promise._hooks:
+        add_hook(promise, wake)
+    else:  # the usual case
+        promise.add_done_callback(wake)
     try:
         yield PARK
     except GeneratorExit:
         raise
     except BaseException:
-        promise.remove_done_callback(wake)
+        remove_hook(promise, wake)
         promise._cancel_with_waiter()  # as asyncio does
         raise
     finally:
