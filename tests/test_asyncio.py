@@ -144,6 +144,29 @@ def test_async_for_raises_an_error_in_its_place_and_cancels_the_rest():
     assert asyncio.run(main()) == list(range(7))
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_async_for_goes_on_where_an_earlier_one_was_left(ordered):
+    """Short calls are answered together: a `break` must not lose those of them that were not
+    taken."""
+
+    async def main():
+        taken = []
+        async with poly.Pool(2) as pool:
+            [_ async for _ in pool.map(double, range(2000))]  # their time is known from now on
+            results = pool.map(double, range(2000), ordered=ordered)
+            async for x in results:
+                taken.append(x)
+                if len(taken) == 3:
+                    break
+            assert len(taken) == 3
+            taken += [x async for x in results]
+        return taken
+
+    taken = asyncio.run(main())
+    assert sorted(taken) == [2 * n for n in range(2000)]
+    assert not ordered or taken == sorted(taken)
+
+
 def test_async_for_is_broken_off():
     """By `break`, and by the cancelling of its task: what is under way is cancelled."""
 

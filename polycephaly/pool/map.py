@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Reversible
+from collections.abc import Generator, Iterable, Iterator, Reversible
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -52,6 +52,7 @@ class Results(chain[T]):
 
     _generator: Generator[Iterable[Any], None, None]
     _stream: Ordered
+    _awaited_values: Iterator[Any] = iter(())  # that came together; the rest is for `__anext__`
 
     def close(self) -> None:
         """Cancel all calls in flight. A second call is no error."""
@@ -67,8 +68,30 @@ class Results(chain[T]):
     def __repr__(self) -> str:
         return f"<Results of {self._stream.source.label}: iterate with `for` or `async for`>"
 
-    def __aiter__(self) -> AsyncIterator[T]:
-        return _AsyncResults(self)
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        """Return the next value. An error or cancellation while it is awaited cancels all calls in
+        flight.
+        """
+        try:
+            while True:
+                for value in self._awaited_values:
+                    return value  # type: ignore[no-any-return]
+                await self._stream.wait()
+                some = next(self._generator, None)
+                if some is None:
+                    break
+                self._awaited_values = iter(some)
+        except BaseException:
+            self.close()
+            raise
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Close the iterator, as `close` does."""
+        self.close()
 
 
 def start_map(stream: Ordered) -> Results[Any]:
@@ -476,34 +499,6 @@ class Unordered(Ordered):
             return
         self._arrived.append(task)
         fulfill(self._next_arrival)
-
-
-class _AsyncResults(AsyncIterator[Any]):
-    """Gives the values of `Results` to ``async for``. An error or cancellation while the next value
-    is awaited, or `aclose`, cancels all calls in flight.
-    """
-
-    def __init__(self, results: Results[Any]) -> None:
-        self._results = results
-        self._values: Iterator[Any] = iter(())
-
-    async def __anext__(self) -> Any:
-        try:
-            while True:
-                for value in self._values:
-                    return value
-                await self._results._stream.wait()
-                some = next(self._results._generator, None)
-                if some is None:
-                    break
-                self._values = iter(some)
-        except BaseException:
-            self._results.close()
-            raise
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        self._results.close()
 
 
 def _cancel(tasks: Reversible[Task]) -> None:
