@@ -340,6 +340,21 @@ def test_block_for_ever_is_cancelled_by_an_exception_in_the_block(pool, card, tm
         wait_for(lambda: not pool._dispatcher.pending())
 
 
+def test_a_callback_that_would_wait_for_its_own_thread_is_told(pool, card):
+    errors = []
+
+    def callback(promise):
+        with pytest.raises(RuntimeError) as error:
+            remote.shutdown()
+        errors.append(str(error.value))
+
+    with poly.serve(pool, file=card), poly.connect(card) as remote:
+        promise = remote.promise(abs, -1)
+        promise.add_done_callback(callback)
+        wait_for(lambda: errors)
+    assert promise.value == 1 and "a callback waited" in errors[0]
+
+
 def test_another_client_cancels_all_tasks_also_those_that_wait_at_their_client(
     remote, card, tmp_path, monkeypatch
 ):

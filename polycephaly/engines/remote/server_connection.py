@@ -116,6 +116,8 @@ class ServerConnection(EventLoop):
     def wait_ended(self) -> None:
         """Wait until the connection has ended, and its thread."""
         if not self.belongs_to_parent:
+            # First: CPython 3.11 takes a thread for ended if a Ctrl-C comes while it is joined.
+            self.ended.result()
             while self.thread.is_alive():
                 self.thread.join(0.5)  # time-limited, so that Ctrl-C is handled
 
