@@ -340,6 +340,17 @@ def test_block_for_ever_is_cancelled_by_an_exception_in_the_block(pool, card, tm
         wait_for(lambda: not pool._dispatcher.pending())
 
 
+def test_ctrl_c_at_the_end_of_the_block_cancels_the_tasks(pool, card, tmp_path):
+    started, main = str(tmp_path / "started"), threading.get_ident()
+    with poly.serve(pool, file=card):
+        with pytest.raises(KeyboardInterrupt), poly.connect(card) as remote:
+            promise = remote.promise(block_for_ever, started)
+            wait_for(lambda: lines(started))
+            threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+        assert promise.cancelled() and remote._dispatcher.has_ended
+        wait_for(lambda: not pool._dispatcher.pending())
+
+
 def test_a_callback_that_would_wait_for_its_own_thread_is_told(pool, card):
     errors = []
 

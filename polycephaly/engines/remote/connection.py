@@ -218,7 +218,14 @@ class Connection(ServerConnection, TaskRunner):
             self.wait_ended()
 
     def finish(self, *, cancel: bool = False) -> None:
-        self.close(cancel="all" if cancel else "")
+        """Disconnect, after all submitted tasks are done. A Ctrl-C meanwhile cancels them."""
+        try:
+            self.close(cancel="all" if cancel else "")
+        except Exception:  # this thread cannot wait: it runs a callback
+            raise
+        except BaseException:
+            self.close(cancel="all")
+            raise
 
     async def finish_async(self, *, cancel: bool = False) -> None:
         self.close(cancel="all" if cancel else "", wait=False)
