@@ -348,6 +348,29 @@ def test_what_was_submitted_is_finished_when_the_interpreter_ends(program):
     assert seen["ours"] == seen["library"] and seen["ours"][1]
 
 
+@pytest.mark.guarantee("end-1", "pool-2")
+@pytest.mark.parametrize("forget", ["", "del pool"])
+def test_what_was_submitted_to_a_served_pool_is_finished_when_the_interpreter_ends(
+    tmp_path, forget
+):
+    card, path = str(tmp_path / "card"), str(tmp_path / "lines")
+    with poly.Pool(1) as pool, poly.serve(pool, file=card):
+        done = run_script(f"""
+            import time
+            import polycephaly as poly
+            from faults import append
+            def late(word):
+                time.sleep(0.1)
+                append({path!r}, word)
+            pool = poly.connect({card!r})
+            pool.submit(late, "one")
+            pool.submit(late, "two")
+            {forget}
+        """)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert lines(path) == ["one", "two"]
+
+
 @pytest.mark.guarantee("pool-2")
 def test_an_error_that_ends_the_program_ends_what_was_submitted_too():
     """Here a pool is not as the library's executor, which finishes its work, but as a ``with``

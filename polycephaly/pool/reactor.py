@@ -27,7 +27,7 @@ import sys
 import threading
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from time import monotonic
@@ -146,22 +146,30 @@ def _forget_reactor() -> None:
 os.register_at_fork(after_in_child=_forget_reactor)
 
 
-def _end_with_interpreter() -> None:
-    """Finish submitted tasks as the end of a ``with`` block does, and then end the reactor.
+def finish_submitted(runners: Iterable[Any]) -> None:
+    """Finish submitted tasks as the end of a ``with`` block does, before the interpreter ends.
 
     The standard library does so, too. After an error that ended the program, tasks are not
     finished. A Ctrl-C, which cancels them, ends the process as it does elsewhere.
     """
+    # At an interactive prompt, an error does not end the program.
+    if hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None:
+        try:
+            for each in runners:
+                if each.finishes_at_exit:
+                    each.finish()
+        except KeyboardInterrupt:
+            end_by_sigint()
+
+
+def _end_with_interpreter() -> None:
+    """Finish submitted tasks, and then end the reactor."""
     reactor = _reactor
     if reactor is None:
         return
     try:
         try:
-            # At an interactive prompt, an error does not end the program.
-            if hasattr(sys, "ps1") or getattr(sys, "last_type", None) is None:
-                for tenant in list(reactor.tenants):
-                    if tenant.finishes_at_exit:
-                        tenant.finish()
+            finish_submitted(list(reactor.tenants))
         finally:
             reactor.post(reactor.abandon_all)
             reactor.thread.join(timeout=5.0)

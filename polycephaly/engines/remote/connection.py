@@ -17,6 +17,7 @@ run is unknown.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import os
@@ -27,12 +28,14 @@ from contextlib import suppress
 from functools import partial
 from pickle import dumps
 from typing import Any
+from weakref import WeakSet
 
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...errors import DroneDied, Malformed, copy_error
 from ...pool.drone_handle import drain
 from ...pool.handlers import settle, settle_task
 from ...pool.interfaces import TaskOptions, TaskRunner
+from ...pool.reactor import finish_submitted
 from ...pool.task import Task
 from ...promises.promise import CANCELLED, FINISHED, Promise, reject, stored_error
 from ...runtime.timers import Timer
@@ -83,6 +86,10 @@ class Connection(ServerConnection, TaskRunner):
         super().__init__(card, "polycephaly-client")
         wants_output, host = output is not None, socket.gethostname()
         self.connect(timeout, pack_hello(output=wants_output, pid=os.getpid(), host=host))
+        _connections.add(self)
+        # Again, to be called before the end of the reactor, which may serve this very pool.
+        atexit.unregister(_end_with_interpreter)
+        atexit.register(_end_with_interpreter)
 
     # -- the dispatcher's interface, in any thread -------------------------------------------------
 
@@ -466,3 +473,10 @@ class Connection(ServerConnection, TaskRunner):
                     messages.pack_work(messages.forget_items(self._sent_functions.pop_unused()))
                 )
             self.call_later(tuning.client_sign_seconds, self._send_alive)
+
+
+_connections: WeakSet[Connection] = WeakSet()  # a connection's thread refers to it until its end
+
+
+def _end_with_interpreter() -> None:
+    finish_submitted(list(_connections))
