@@ -284,6 +284,37 @@ def test_a_pool_or_a_promise_that_crossed_a_fork_says_so(tmp_path):
     )
 
 
+def test_a_drone_that_crossed_a_fork_is_not_waited_for():
+    assert (
+        output_of(
+            """
+        import asyncio, os
+        import polycephaly as poly
+        async def leave(drone):
+            async with drone:
+                pass
+        with poly.Pool(2) as pool, poly.Drone() as lone:
+            pool.doit("1")
+            first, second = pool.drones
+            child = os.fork()
+            if child == 0:
+                for drone in (first, lone):
+                    drone.release()  # as the end of a block, it does nothing here
+                    asyncio.run(leave(drone))
+                    try:
+                        drone.kill()
+                    except RuntimeError as error:
+                        print("belongs to another process" in str(error), flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+            print(first.doit(abs, -1), lone.doit(abs, -1))
+    """,
+            python_args=("-W", "ignore::DeprecationWarning"),  # it forks by itself
+        )
+        == "True\nTrue\n1 1\n"
+    )
+
+
 def test_a_pool_that_was_not_used_before_a_fork_starts_anew_in_each_child():
     """As under `gunicorn --preload`: the program is loaded, and then each worker is forked."""
     assert (

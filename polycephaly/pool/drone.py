@@ -197,7 +197,7 @@ class Drone(DroneBase):
                 self._dispatcher.finish()
         else:
             self._dispatcher.post(self._dispatcher.supervisor.retire, self._handle)
-            if wait:
+            if wait and not self._dispatcher.reactor.belongs_to_parent:
                 self._handle.ended.result()
 
     def __enter__(self) -> Self:
@@ -221,7 +221,8 @@ class Drone(DroneBase):
             if kind is not None:
                 self._dispatcher.post(self._dispatcher.cancel_dedicated, self._handle)
             self.release(wait=False)
-            await self._handle.ended
+            if not self._dispatcher.reactor.belongs_to_parent:
+                await self._handle.ended
 
     # -- state -------------------------------------------------------------------------------------
 

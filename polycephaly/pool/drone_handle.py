@@ -44,7 +44,7 @@ from ..wire.output import Line, OutputItems, OutputRecord, deliver
 from ..wire.placeholders import PayloadWithRefs
 from ..wire.status_page import NO_PAGE
 from .interfaces import State
-from .reactor import Tenant
+from .reactor import DrivingSignal, Tenant
 from .task import Sending, Task
 
 if TYPE_CHECKING:
@@ -101,8 +101,9 @@ class DroneHandle:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.death: BaseException | None = None  # how it died, if its end was not requested
-        self.pid_known: Signal[None] = Signal()  # settled when it has a pid, or will never have one
-        self.ended: Signal[None] = Signal()
+        # Settled when it has a pid, or will never have one.
+        self.pid_known: Signal[None] = DrivingSignal(dispatcher.reactor)
+        self.ended: Signal[None] = DrivingSignal(dispatcher.reactor)
         # Tasks that were sent and not answered, in the order in which the drone runs them.
         self.in_flight: dict[int, Task] = {}
         self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
