@@ -374,6 +374,27 @@ def test_a_pool_that_was_not_used_before_a_fork_starts_anew_in_each_child():
     )
 
 
+def test_a_pool_that_starts_anew_in_a_child_has_the_size_that_it_was_given_last():
+    assert (
+        output_of(
+            """
+        import os
+        import polycephaly as poly
+        pool = poly.Pool(1, env=lambda index: {"INDEX": str(index)})
+        pool.resize(3)
+        child = os.fork()
+        if child == 0:
+            indices = [each.value for each in pool.everywhere("import os; os.environ['INDEX']")]
+            print(pool.status()["size"], sorted(indices), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+    """,
+            python_args=("-W", "ignore::DeprecationWarning"),  # it forks by itself
+        )
+        == "3 ['0', '1', '2']\n"
+    )
+
+
 def test_a_pool_that_was_not_used_before_a_fork_can_be_looked_into_in_a_child():
     assert (
         output_of(

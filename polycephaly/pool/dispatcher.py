@@ -919,7 +919,9 @@ class _StartsAnew(Dispatcher):
     def start_here(self) -> None:
         with _restarting:
             if type(self) is _StartsAnew and self.refusal is None:
-                fresh = Dispatcher(self.config, self.open_engine)
+                # The parent may have resized it.
+                env = tuple(self.environments)
+                fresh = Dispatcher(self.config._replace(size=self.size, env=env), self.open_engine)
                 fresh.finalizer, fresh.held = self.finalizer, self
                 # The pool, and those that `options` has made of it, hold this object, which shares
                 # all state with `fresh` from here on. Threads that submit wait for `_restarting`.
