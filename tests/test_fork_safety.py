@@ -395,6 +395,29 @@ def test_a_pool_that_starts_anew_in_a_child_has_the_size_that_it_was_given_last(
     )
 
 
+def test_the_end_of_a_child_finishes_what_it_submitted_first():
+    """That submission has started the pool anew there."""
+    assert (
+        output_of(
+            """
+        import os, sys, time
+        import polycephaly as poly
+        def late():
+            time.sleep(0.1)
+            print("late", flush=True)
+        pool = poly.Pool(1, name="web", output=lambda line: print(line.text, flush=True))
+        child = os.fork()
+        if child == 0:
+            pool.submit(late)
+            sys.exit()
+        os.waitpid(child, 0)
+    """,
+            python_args=("-W", "ignore::DeprecationWarning"),  # it forks by itself
+        )
+        == "late\n"
+    )
+
+
 def test_a_pool_that_was_not_used_before_a_fork_can_be_looked_into_in_a_child():
     assert (
         output_of(

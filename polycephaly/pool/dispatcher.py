@@ -923,6 +923,7 @@ class _StartsAnew(Dispatcher):
                 env = tuple(self.environments)
                 fresh = Dispatcher(self.config._replace(size=self.size, env=env), self.open_engine)
                 fresh.finalizer, fresh.held = self.finalizer, self
+                fresh.finishes_at_exit = self.finishes_at_exit
                 # The pool, and those that `options` has made of it, hold this object, which shares
                 # all state with `fresh` from here on. Threads that submit wait for `_restarting`.
                 self.__dict__ = fresh.__dict__
