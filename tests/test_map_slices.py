@@ -10,6 +10,7 @@ import operator
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -26,9 +27,13 @@ from scripts import Script, output_of
 import polycephaly as poly
 from polycephaly.pool import map as map_module
 from polycephaly.pool.dispatcher import Dispatcher
+from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.map import Ordered
 from polycephaly.pool.map_source import Source
+from polycephaly.pool.task import Slice
+from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
+from polycephaly.wire.slices import ENDED, ITEMS, pack_answers, pack_calls, split_head
 
 pytestmark = pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
 
@@ -1119,6 +1124,26 @@ def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(pool, paths)
     assert_nothing_goes_on(pool, paths[0])
     assert {d.pid for d in pool.drones} == pids
     assert set(ran(paths[0]).values()) == {1}
+
+
+def test_a_slice_that_was_cut_again_and_again_is_cancelled_with_all_that_follows_it():
+    """While no result is taken, each rest may be cut in turn, and the followers stay a chain."""
+    reactor, cuts = FakeReactor(), sys.getrecursionlimit()
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    calls = pack_calls(ITEMS, False, range(cuts + 1))
+    first = Slice(dispatcher, dispatcher.registry.define(operator.neg), calls, cuts + 1)
+    dispatcher.submit_task(first)
+    for rest in range(cuts, 0, -1):
+        reactor.turn()
+        [last] = handle.in_flight.values()
+        answers = split_head(1, rest, ENDED) + pack_answers([0], False, None, None)
+        outcome = pack_outcome(last.number, SPLIT, 0.0, 0.0, answers, b"")
+        handle_message(dispatcher, handle, pack_outcomes([outcome]))
+    reactor.turn()
+    [last] = handle.in_flight.values()
+    map_module._cancel([first])
+    assert last.cancelled()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Reversible
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -338,7 +338,7 @@ class Ordered:
                 return
             if not self._send(self.source.best_size()):
                 return
-        _cancel([*self._tasks])  # perhaps one that `cancel` has not seen
+        _cancel(self._tasks)  # perhaps one that `cancel` has not seen
         self._tasks.clear()
 
     def take_settled(self) -> list[Task]:
@@ -501,7 +501,7 @@ class Unordered(Ordered):
         fulfill(self._next_arrival)
 
 
-def _cancel(tasks: Reversible[Task]) -> None:
+def _cancel(tasks: Iterable[Task]) -> None:
     """Cancel `tasks`, the last one first, together with their followers.
 
     In the other order, a drone whose task ends would begin the next one before that is cancelled.
@@ -509,6 +509,8 @@ def _cancel(tasks: Reversible[Task]) -> None:
     followers and then looks whether the slice was cancelled. This function cancels the slice and
     then looks for followers. So one of the two sees both.
     """
-    for task in reversed(tasks):
+    todo = [*tasks]
+    while todo:
+        task = todo.pop()
         task.cancel()
-        _cancel(task.followers)
+        todo += task.followers
