@@ -327,6 +327,18 @@ def test_a_task_for_one_drone_is_not_repeated_after_the_death_of_that(reactor, h
     assert is_idle(handle.dispatcher)
 
 
+@pytest.mark.parametrize("on_death", ["replace", "end"])
+def test_a_task_that_is_delayed_when_its_only_drone_dies_is_rejected_at_once(reactor, on_death):
+    dispatcher = dispatcher_of(reactor, 1, on_death=on_death)
+    [handle] = dispatcher.handles
+    task = give(dispatcher, pow, 2, 3, retries=Retry(2, delay=3600), target=handle)
+    fail(handle, task)
+    handle.dies()
+    assert isinstance(task.exception(0), DroneDied)
+    assert not dispatcher.parked and not dispatcher.delayed
+    assert dispatcher.has_ended == (on_death == "end")
+
+
 def test_an_input_is_there_when_its_task_has_succeeded(reactor, dispatcher, handle):
     first = give(dispatcher, abs, -1, retries=TWICE)
     second = give(dispatcher, abs, first)

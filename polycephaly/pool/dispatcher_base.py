@@ -195,6 +195,14 @@ class DispatcherBase(TaskRunner, Tenant):
         if timer is not None:
             self.reactor.timers.cancel(timer)
 
+    def take_delayed(self, handle: DroneHandle) -> list[Task]:
+        """Take the tasks that wait for another attempt on `handle`, which has died."""
+        taken = [task for task in self.delayed if task.target is handle]
+        for task in taken:
+            self._cancel_delay(task)
+        self.parked.difference_update(taken)
+        return taken
+
     def profile(self, handle: DroneHandle) -> None:
         """Have a drone that is up sample its tasks, if a profile is being taken."""
         if self.profile_hertz:

@@ -325,6 +325,7 @@ class Supervisor:
             *(task for task in not_begun if task.target),
             *drain(handle.dedicated),
             *self._resources.drain(handle),
+            *self._dispatcher.take_delayed(handle),
         ]
         if running is not None:
             calls = handle.calls_begun()
