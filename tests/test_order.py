@@ -12,6 +12,7 @@ from scripted_drones import brief, lasting
 
 import polycephaly as poly
 from polycephaly.errors import DroneDied, Lost
+from polycephaly.pool.dispatcher import MAX_UNSWEPT_TASKS
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.retry import Retry
 from polycephaly.pool.task import LazyTask, Task
@@ -497,3 +498,23 @@ def test_a_task_that_ctrl_c_left_before_the_queue_does_not_keep_its_pool(reactor
     reactor.turn()
     dispatcher.handles[0].dies()
     assert dispatcher.has_ended
+
+
+@pytest.mark.parametrize("where", ["any drone", "one drone", "a resource"])
+def test_cancelled_tasks_do_not_pile_up_behind_those_that_wait(reactor, where):
+    dispatcher = dispatcher_of(reactor, 1, resources=DB)
+    [handle] = dispatcher.handles
+    options = {"any drone": {}, "one drone": {"target": handle}, "a resource": {"resources": DB}}[
+        where
+    ]
+    submit(dispatcher, 0, **options)
+    assert running(dispatcher) == [0]
+    waiting = [submit(dispatcher, key, **options) for key in (1, 2)]
+    for _ in range(3 * MAX_UNSWEPT_TASKS):
+        task = submit(dispatcher, 3, **options)
+        reactor.turn()
+        task.cancel()
+    reactor.turn()
+    queues = dispatcher.queue, handle.dedicated, *dispatcher.resources.queues.values()
+    assert sum(map(len, queues)) < len(waiting) + 1.5 * MAX_UNSWEPT_TASKS
+    assert end_all(dispatcher) == [0, 1, 2]

@@ -52,7 +52,7 @@ from .cancellation import Cancellation
 from .config import PoolConfig
 from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase
-from .drone_handle import DroneHandle, drain
+from .drone_handle import DroneHandle, drain, drop_settled
 from .engine import Engine
 from .health import HealthMonitor
 from .interfaces import State, TaskOptions
@@ -68,8 +68,8 @@ log = logging.getLogger(__name__)
 # Interval of the checks whether a malformed message has replaced an answer.
 LOST_ANSWER_CHECK_SECONDS = 0.25
 _MAX_BATCH_TASKS = 2048
-_MAX_UNSWEPT_TASKS = 1000
-"""Cancelled tasks that may stay in a queue that is shorter than that."""
+MAX_UNSWEPT_TASKS = 1000
+"""Cancelled tasks that may stay in queues that are shorter than that."""
 
 
 class Dispatcher(DispatcherBase):
@@ -655,15 +655,23 @@ class Dispatcher(DispatcherBase):
                     with suppress(ValueError):
                         queue.remove(task)
             self._cancelled_since_sweep += 1
-            may_pile_up = self._cancelled_since_sweep > _MAX_UNSWEPT_TASKS + len(self.queue) // 2
-            if may_pile_up and not self.has_ended:  # then other threads take tasks, too
-                self._sweep_queue()
+            if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS and not self.has_ended:
+                self._sweep_queues()
 
-    def _sweep_queue(self) -> None:
-        """Remove the cancelled tasks, which would pile up while all drones are busy."""
-        self._cancelled_since_sweep = 0
-        tasks = [self.queue.popleft() for _ in range(len(self.queue))]  # others only append
-        self.queue.extendleft(task for task in reversed(tasks) if not task.done())
+    def _sweep_queues(self) -> None:
+        """Remove the cancelled tasks, which would pile up while all drones are busy, if they may be
+        a third of all. Not after the end, because other threads take tasks then.
+        """
+        alive = [handle for handle in self.handles if handle.alive]  # as those of the dead
+        queues = [
+            self.queue,
+            *self.resources.queues.values(),
+            *(queue for handle in alive for queue in (handle.dedicated, handle.preferred)),
+        ]
+        if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS + sum(map(len, queues)) // 2:
+            self._cancelled_since_sweep = 0
+            for queue in queues:
+                drop_settled(queue)
 
     def interrupt(self, handle: DroneHandle) -> None:
         """Interrupt the task that `handle` runs."""

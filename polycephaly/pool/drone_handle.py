@@ -644,6 +644,12 @@ def drain(queue: deque[T]) -> list[T]:
     return items
 
 
+def drop_settled(queue: deque[Task]) -> None:
+    """Remove the settled tasks from `queue`, to which other threads only append meanwhile."""
+    tasks = [queue.popleft() for _ in range(len(queue))]
+    queue.extendleft(task for task in reversed(tasks) if not task.done())
+
+
 def _take_similar(
     definition: RemoteFunction, queue: deque[Task], limit: int, position: int
 ) -> list[Task]:
