@@ -18,6 +18,7 @@ from scripts import Script
 
 import polycephaly as poly
 from polycephaly.engines.remote import connection
+from polycephaly.pool.dispatcher import MAX_UNSWEPT_TASKS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server.server import _process_name
 
@@ -338,6 +339,19 @@ def test_block_for_ever_is_cancelled_by_an_exception_in_the_block(pool, card, tm
             raise ZeroDivisionError
         assert all(p.cancelled() for p in promises)
         wait_for(lambda: not pool._dispatcher.pending())
+
+
+def test_cancelled_tasks_do_not_pile_up_while_the_server_takes_no_more(remote, monkeypatch):
+    client = remote._dispatcher
+    monkeypatch.setattr(client, "_has_credit", lambda: False)
+    waiting = [remote.promise(abs, -key) for key in range(2)]
+    cancelled = [remote.promise(len, bytes(1000)) for _ in range(3 * MAX_UNSWEPT_TASKS)]
+    for promise in cancelled:
+        promise.cancel()
+    wait_for(lambda: not any(promise.payload for promise in cancelled))
+    assert len(client.queue) < 1.5 * MAX_UNSWEPT_TASKS
+    monkeypatch.undo()
+    assert [promise.result(SOON) for promise in (*waiting, remote.promise(abs, -2))] == [0, 1, 2]
 
 
 def test_ctrl_c_at_the_end_of_the_block_cancels_the_tasks(pool, card, tmp_path):

@@ -32,7 +32,8 @@ from weakref import WeakSet
 
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...errors import DroneDied, Malformed, copy_error
-from ...pool.drone_handle import drain
+from ...pool.dispatcher import MAX_UNSWEPT_TASKS
+from ...pool.drone_handle import drain, drop_settled
 from ...pool.handlers import settle, settle_task
 from ...pool.interfaces import TaskOptions, TaskRunner
 from ...pool.reactor import finish_submitted
@@ -83,6 +84,7 @@ class Connection(ServerConnection, TaskRunner):
         self._handled_bytes = 0  # of output, not acknowledged yet
         self._sent_functions = KnownFunctions()  # functions that the server has
         self._closing = self._recall_sent = False
+        self._cancelled_since_sweep = 0
         super().__init__(card, "polycephaly-client")
         wants_output, host = output is not None, socket.gethostname()
         self.connect(timeout, pack_hello(output=wants_output, pid=os.getpid(), host=host))
@@ -279,8 +281,12 @@ class Connection(ServerConnection, TaskRunner):
         timer = self._delayed.pop(task, None)
         if timer is not None:
             self.timers.cancel(timer)
-            task.payload, task.recompute_payload = b"", None
-        task.shared_refs = None
+        task.payload, task.recompute_payload, task.shared_refs = b"", None, None
+        self._cancelled_since_sweep += 1
+        may_pile_up = self._cancelled_since_sweep > MAX_UNSWEPT_TASKS + len(self.queue) // 2
+        if may_pile_up and not self.has_ended:  # then other threads take tasks, too
+            self._cancelled_since_sweep = 0
+            drop_settled(self.queue)
 
     def _close(self, cancel: str) -> None:
         self._closing = True
