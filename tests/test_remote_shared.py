@@ -36,6 +36,27 @@ def used(pool):
     return pool._dispatcher.registry.store.arena.used()
 
 
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_the_value_of_a_promise_may_be_a_shared_one(remote, server, is_settled):
+    """Also beside others, and in containers."""
+
+    def total(a, within, c):
+        return a + within["x"] + c
+
+    ones, twos = remote.share([1]), remote.share([2])
+    alone, within = poly.Promise(), poly.Promise()
+    if is_settled:
+        alone.set_result(ones)
+        within.set_result(twos)
+    promises = [remote.promise(len, alone), remote.promise(total, ones, {"x": within}, alone)]
+    if not is_settled:
+        alone.set_result(ones)
+        within.set_result(twos)
+    assert [promise.result(SOON) for promise in promises] == [1, [1, 2, 1]]
+    del ones, twos, alone, within
+    wait_for(lambda: not held(server))
+
+
 def test_a_shared_array_arrives_as_the_value_and_is_each_calls_own(remote, server):
     table = np.arange(1_000_000.0)
 

@@ -7,6 +7,7 @@ reactor, DroneHandle ──> Tenant, in reactor.py (a `Dispatcher`)
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -74,6 +75,10 @@ class TaskRunner:
     def check_open(self) -> None:
         if self.refusal is not None:
             raise copy_error(self.refusal)
+
+    def pickling(self, task: Any) -> AbstractContextManager[None]:
+        """Return a context in which the arguments of `task` are pickled."""
+        return nullcontext()
 
     def note_waiting_thread(self) -> None:
         """Note that a thread waits for a task, which itself waits for promises."""

@@ -280,36 +280,11 @@ class Task(Promise[Any]):
                 self.dispatcher.on_inputs_ready(self)
                 return
         try:
-            registry = self.dispatcher.registry
-            if args is not None:
-                self.args, self.payload, self.weight = None, b"", type(self).weight
-                if any(isinstance(value, Promise) for value in values):
-                    inputs = self._pack_arguments(tuple(values), {}, True)
-                else:
-                    inputs = self.capture(self.definition, tuple(values), {})
-                if not all(each._is_lazy for each in inputs):
-                    raise TypeError("the value of a promise is or contains another promise")
-                if captured:
-                    self.add_kept_values(captured)
-            if self.kind == CALL_KEYWORDS and inputs:
-                parts = {
-                    index: part
-                    for index, each in enumerate(inputs)
-                    if (part := each._serialized_part(registry)) is not None
-                }
-                results = [
-                    None if index in parts else each.result() for index, each in enumerate(inputs)
-                ]
-                with PicklingContext(registry.directory, registry.snapshot) as pickling:
-                    packed = pack(results, registry.snapshot, registry.store)
-                inner = pickling.remote_objects or {}
-                self._add_followers(pickling.moved or [])
-                if any(isinstance(each, LazyTask) and each._is_remote() for each in inputs):
-                    self.unfilled = self.payload, inputs
-                outer, remote_objects = split_remote_objects(self.payload)
-                joined = join_payloads([*parts], (outer, packed, *parts.values()), registry.store)
-                self.payload = with_remote_objects(joined, remote_objects | inner)
-                self.kind = CALL_FILLED
+            with self.dispatcher.pickling(self):
+                if args is not None:
+                    inputs = self._capture_values(values, captured)
+                if self.kind == CALL_KEYWORDS and inputs:
+                    self._join_values(inputs)
             self.inputs = ()
         except BaseException as error:  # a SystemExit of the value's own code, too
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
@@ -318,6 +293,43 @@ class Task(Promise[Any]):
             if isinstance(error, KeyboardInterrupt):
                 raise
         self.dispatcher.on_inputs_ready(self)
+
+    def _capture_values(
+        self, values: list[Any], captured: dict[int, Any] | None
+    ) -> Sequence[Promise[Any]]:
+        """Pickle the arguments, now that each promise among them has its value in `values`. Return
+        those whose values are lazy.
+        """
+        self.args, self.payload, self.weight = None, b"", type(self).weight
+        if any(isinstance(value, Promise) for value in values):
+            inputs = self._pack_arguments(tuple(values), {}, True)
+        else:
+            inputs = self.capture(self.definition, tuple(values), {})
+        if not all(each._is_lazy for each in inputs):
+            raise TypeError("the value of a promise is or contains another promise")
+        if captured:
+            self.add_kept_values(captured)
+        return inputs
+
+    def _join_values(self, inputs: Sequence[Promise[Any]]) -> None:
+        """Add the values of `inputs` to the arguments, which were pickled with placeholders."""
+        registry = self.dispatcher.registry
+        parts = {
+            index: part
+            for index, each in enumerate(inputs)
+            if (part := each._serialized_part(registry)) is not None
+        }
+        results = [None if index in parts else each.result() for index, each in enumerate(inputs)]
+        with PicklingContext(registry.directory, registry.snapshot) as pickling:
+            packed = pack(results, registry.snapshot, registry.store)
+        inner = pickling.remote_objects or {}
+        self._add_followers(pickling.moved or [])
+        if any(isinstance(each, LazyTask) and each._is_remote() for each in inputs):
+            self.unfilled = self.payload, inputs
+        outer, remote_objects = split_remote_objects(self.payload)
+        joined = join_payloads([*parts], (outer, packed, *parts.values()), registry.store)
+        self.payload = with_remote_objects(joined, remote_objects | inner)
+        self.kind = CALL_FILLED
 
     unpickle: Callable[[Any], Any] = staticmethod(load)
     """Build the value from the answer. Raises the errors of unpickling."""

@@ -23,8 +23,8 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pickle import dumps
 from typing import Any
@@ -118,22 +118,8 @@ class Connection(ServerConnection, TaskRunner):
             definition = self.registry.define(what)
             if definition.takes_function:
                 args = (what, *args)
-            shared_refs: list[SharedRef] = []
-            # Not None if this call is made while another one is pickled: by a `__reduce__` of an
-            # argument, or by a finalizer.
-            outer = pickling_call.connection, pickling_call.shared_refs
-            pickling_call.connection, pickling_call.shared_refs = self, shared_refs
-            try:
+            with self.pickling(task):
                 inputs = task.capture(definition, args, kwargs)
-            finally:
-                pickling_call.connection, pickling_call.shared_refs = outer
-            if len(shared_refs) > messages.MAX_SHARED_VALUES:
-                raise ValueError(
-                    f"a call takes at most {messages.MAX_SHARED_VALUES:,} shared values, not "
-                    f"{len(shared_refs):,}: share one list of these values"
-                )
-            if shared_refs:
-                task.shared_refs, task.item_payload = shared_refs, b""
         except Exception as error:
             reject(task, error)
             return task
@@ -145,6 +131,26 @@ class Connection(ServerConnection, TaskRunner):
         else:
             self._enqueue(task)
         return task
+
+    @contextmanager
+    def pickling(self, task: Any) -> Iterator[None]:
+        """Note the shared values among the arguments that are pickled, after those noted before."""
+        shared_refs: list[SharedRef] = task.shared_refs or []
+        # Not None if this call is made while another one is pickled: by a `__reduce__` of an
+        # argument, or by a finalizer.
+        outer = pickling_call.connection, pickling_call.shared_refs
+        pickling_call.connection, pickling_call.shared_refs = self, shared_refs
+        try:
+            yield
+        finally:
+            pickling_call.connection, pickling_call.shared_refs = outer
+        if len(shared_refs) > messages.MAX_SHARED_VALUES:
+            raise ValueError(
+                f"a call takes at most {messages.MAX_SHARED_VALUES:,} shared values, not "
+                f"{len(shared_refs):,}: share one list of these values"
+            )
+        if shared_refs:
+            task.shared_refs, task.item_payload = shared_refs, b""
 
     def request(self, kind: str, **fields: Any) -> Promise[Any]:
         """Send an admin request and return a promise of its reply.
