@@ -16,7 +16,7 @@ from _signal import signal as signal  # `signal.signal` takes five times as long
 from _thread import RLock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 current_frames = sys._current_frames
@@ -134,6 +134,14 @@ def class_setstate() -> Callable[[type, Any], type]:
     from cloudpickle import cloudpickle
 
     setstate: Callable[[type, Any], type] = cloudpickle._class_setstate
+    return setstate
+
+
+def function_setstate() -> Callable[[FunctionType, Any], object]:
+    """Return the function with which cloudpickle fills a function that it has made."""
+    from cloudpickle import cloudpickle
+
+    setstate: Callable[[FunctionType, Any], object] = cloudpickle._function_setstate
     return setstate
 
 

@@ -163,6 +163,10 @@ def test_cloudpickle_fills_a_class_with_that_function():
     assert _compat.class_setstate().__name__.encode() in cloudpickle.dumps(make())
 
 
+def test_cloudpickle_fills_a_function_with_that_function():
+    assert _compat.function_setstate().__name__.encode() in cloudpickle.dumps(lambda: 1)
+
+
 @pytest.mark.ray
 def test_ray_has_the_switch_and_the_session():
     ray = pytest.importorskip("ray")

@@ -9,14 +9,14 @@ import __future__
 
 import itertools
 import textwrap
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from ..memory.references import load, load_joined, load_with_buffers
 from ..runtime.coroutines import is_coroutine
 from ..runtime.sources import set_source
-from ..wire.main_names import looked_up, main_namespace
+from ..wire.main_names import FreeNames, bind_names, collected_free_names, main_namespace
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
 from ..wire.placeholders import promised_values
 from ..wire.slices import BATCHED_TYPES
@@ -60,7 +60,9 @@ class LoadedFunction:
 
 class _Callable(LoadedFunction):
     _function: Callable[..., Any] | None = None
-    _main_names: tuple[str, ...] = ()
+    # Names that were in `__main__` at the snapshot, or pushed. They are looked up at each call,
+    # because a task may have bound them to other objects.
+    _free_names: FreeNames = {}  # noqa: RUF012 - not changed
 
     def sets_tag(self) -> bool:
         return getattr(self._function, "sets_tag", False) is True
@@ -78,7 +80,7 @@ class _Callable(LoadedFunction):
 
     def call_with(self, args: tuple[Any, ...]) -> Any:
         function = self._function
-        if function is None or self._main_names:
+        if function is None or self._free_names:
             function = self.function(False)
         value = function(*args)
         return value if type(value) in BATCHED_TYPES else run_if_coroutine(value)
@@ -87,19 +89,17 @@ class _Callable(LoadedFunction):
         function = self._function
         if function is None or fresh:
             function = self._open()
-        if self._main_names:
-            _update_main_names(function, self._main_names)
+        for namespace, names in self._free_names.values():
+            bind_names(namespace, names)
         return function
 
     def _open(self) -> Callable[..., Any]:
-        looked_up.names.clear()
         try:
-            function: Callable[..., Any] = load(self._payload)
+            with collected_free_names() as self._free_names:
+                function: Callable[..., Any] = load(self._payload)
         except BaseException as error:
             error.add_note("while unpickling the function itself")
             raise
-        if type(function) is FunctionType and function.__module__ == "__main__":
-            self._main_names = tuple({*_find_free_names(function), *looked_up.names})
         self._function = function
         return function
 
@@ -201,29 +201,3 @@ def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     finally:
         promised_values.values = ()
     return args, kwargs
-
-
-# A function of `__main__` that came by value has a namespace of its own, with the objects that it
-# captured. Other names that it uses (present at the snapshot, or pushed) are looked up in the
-# `__main__` of this process at each call.
-
-
-def _update_main_names(function: Any, names: tuple[str, ...]) -> None:
-    namespace, main = function.__globals__, main_namespace()
-    for name in names:
-        if name in main:
-            namespace[name] = main[name]
-
-
-def _find_free_names(function: FunctionType) -> Iterator[str]:
-    namespace = function.__globals__
-    if namespace is main_namespace():
-        return
-    functions = [function, *(f for f in namespace.values() if isinstance(f, FunctionType))]
-    codes = [f.__code__ for f in functions if f.__globals__ is namespace]
-    seen: set[str] = set()
-    while codes:
-        code = codes.pop()
-        seen.update(code.co_names)
-        codes.extend(c for c in code.co_consts if isinstance(c, CodeType))
-    yield from seen - namespace.keys()

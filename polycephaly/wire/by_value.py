@@ -16,9 +16,9 @@ from weakref import WeakSet
 
 import cloudpickle
 
-from .._compat import class_setstate, reduce_code
+from .._compat import class_setstate, function_setstate, reduce_code
 from ..runtime.sources import add_lines, lines_of
-from .main_names import MainSnapshot, ValueByName, goes_with_calls, main_namespace
+from .main_names import MainSnapshot, bind_free_names, goes_with_calls, main_namespace
 from .reducers import REDUCERS, with_extra
 
 
@@ -63,20 +63,31 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented if self._snapshot.goes_by_reference(obj) else _reduce_wrapper(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace():
-            self._replace_shared_globals(reduced)
+            return self._reduce_function_of_main(reduced)
         return _reduce_class(obj, reduced)
 
-    def _replace_shared_globals(self, reduced: Any) -> None:
-        """Put names in the place of captured globals that the other process has.
+    def _reduce_function_of_main(self, reduced: Any) -> Any:
+        """Leave out the captured globals that the other process has.
 
-        Without this, `lambda i: table[i]` would carry the whole table each time.
+        Otherwise, `lambda i: table[i]` would carry the whole table each time.
         """
-        if not (isinstance(reduced, tuple) and len(reduced) == 6 and isinstance(reduced[2], tuple)):
-            return  # cloudpickle can import the function
-        captured = reduced[2][1].get("__globals__", {})
-        for name, value in captured.items():
+        if not isinstance(reduced, tuple):
+            return reduced  # cloudpickle can import the function
+        captured = reduced[2][1]["__globals__"]
+        for name, value in list(captured.items()):
             if self._snapshot.unchanged(name, value) and not goes_with_calls(value):
-                captured[name] = ValueByName(name)
+                del captured[name]
+        return *reduced[:-1], _set_function_of_main
+
+
+_function_setstate = function_setstate()
+
+
+def _set_function_of_main(function: FunctionType, state: Any) -> None:
+    """Fill a function that was just made. Pickles contain this function's name."""
+    captured = state[1]["__globals__"]
+    _function_setstate(function, state)
+    bind_free_names(function, captured)
 
 
 # -- wrappers of functools that are pickled by value -----------------------------------------------

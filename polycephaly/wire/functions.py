@@ -34,7 +34,15 @@ from ..memory.blocks import Store
 from ..memory.references import Serialized
 from ..promises.promise import NeedsPlaceholder
 from ..runtime.coroutines import is_coroutine_function
-from .main_names import ATOMIC_TYPES, MainSnapshot, Weak, goes_with_calls, hold, main_namespace
+from .main_names import (
+    ATOMIC_TYPES,
+    MainSnapshot,
+    Weak,
+    global_names,
+    goes_with_calls,
+    hold,
+    main_namespace,
+)
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
 from .pickling import pack
 from .placeholders import Directory, PicklingContext
@@ -370,7 +378,7 @@ def _guards(fn: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]
     seen.add(id(fn))
     if not isinstance(fn, (FunctionType, partial)) or fn.__dict__:
         raise _Mutable  # a class by value, or an object with attributes
-    names = () if isinstance(fn, partial) else tuple(set(_global_names(fn.__code__)))
+    names = () if isinstance(fn, partial) else tuple(set(global_names(fn.__code__)))
     try:
         state = _state(fn, names)
     except ValueError as empty:
@@ -404,11 +412,3 @@ def _similarity_key(fn: Any) -> Any:
     if isinstance(fn, FunctionType):
         return fn.__code__
     return getattr(fn, "__func__", None) or type(fn)
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    # Globals and attributes alike: the name of an attribute costs one look-up.
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)

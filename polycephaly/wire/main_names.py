@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import ref
 
@@ -142,33 +144,58 @@ def hold(value: Any) -> Any:
         return value
 
 
-class ValueByName:
-    """Pickled as a name, and unpickled as the value of that name in the receiver's `__main__`."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return _value_of_name, (self._name,)
+FreeNames = dict[int, tuple[dict[str, Any], set[str]]]
+"""By `id`, the namespaces of functions that came by value, each with the names that its functions
+use and have not brought.
+"""
 
 
-def _value_of_name(name: str) -> Any:
-    looked_up.names.append(name)
+class _Collected(threading.local):
+    """`free_names` is filled while this thread unpickles, unless it is None."""
+
+    free_names: FreeNames | None = None
+
+
+_collected = _Collected()
+
+
+@contextmanager
+def collected_free_names() -> Iterator[FreeNames]:
+    """Yield the free names of the functions that this thread unpickles in this block."""
+    found: FreeNames = {}
+    _collected.free_names = found
     try:
-        return main_namespace()[name]
-    except KeyError:
-        raise NameError(
-            f"name {name!r} is not defined: the name was deleted in this drone", name=name
-        ) from None
+        yield found
+    finally:
+        _collected.free_names = None
 
 
-class _LookedUp(threading.local):
-    """Names that this thread has looked up in `__main__` while unpickling. A caller that needs the
-    list clears it before.
+def bind_free_names(function: FunctionType, captured: Iterable[str]) -> None:
+    """Give a function that was just unpickled the names that it has not brought, as far as this
+    process's `__main__` has them.
+
+    Functions that came together share a namespace, and another one may bring such a name.
     """
+    namespace = function.__globals__
+    missing = set(global_names(function.__code__)) - namespace.keys()
+    bind_names(namespace, missing)
+    if _collected.free_names is not None:
+        _, free = _collected.free_names.setdefault(id(namespace), (namespace, set()))
+        free.difference_update(captured)
+        free |= missing
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+
+def bind_names(namespace: dict[str, Any], names: Iterable[str]) -> None:
+    """Give these names the values that they have in this process's `__main__`."""
+    main = main_namespace()
+    for name in names:
+        if name in main:
+            namespace[name] = main[name]
 
 
-looked_up = _LookedUp()
+def global_names(code: CodeType) -> Iterator[str]:
+    # Globals and attributes alike: the name of an attribute costs one look-up.
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from global_names(constant)

@@ -1,0 +1,107 @@
+"""Definitions of `__main__` by value, pickled in one `__main__` and called in another."""
+
+import sys
+from pickle import loads
+from types import ModuleType
+
+import pytest
+
+from polycephaly.drone.functions import define
+from polycephaly.wire import by_value
+from polycephaly.wire.main_names import MainSnapshot
+from polycephaly.wire.messages import CALL, DEFINE_CALLABLE
+from polycephaly.wire.pickling import capture
+
+
+class Mains:
+    """The main modules of a controller and of a drone, in one process."""
+
+    def __init__(self, monkeypatch):
+        self._monkeypatch = monkeypatch
+        self.controller, self.drone = ModuleType("__main__"), ModuleType("__main__")
+
+    def enter(self, main):
+        self._monkeypatch.setitem(sys.modules, "__main__", main)
+        by_value._mark_sent_as_received()  # as in a forked child
+
+    def run(self, source):
+        """As the controller."""
+        self.enter(self.controller)
+        exec(source, vars(self.controller))
+
+    def send(self, expression):
+        """The controller's value, as the drone has it."""
+        self.enter(self.controller)
+        pickled = capture(eval(expression, vars(self.controller)), MainSnapshot(()))
+        self.enter(self.drone)
+        return loads(pickled)
+
+    def define(self, expression):
+        """The controller's function, as the drone calls it."""
+        self.enter(self.controller)
+        pickled = capture(eval(expression, vars(self.controller)), MainSnapshot(()))
+        self.enter(self.drone)
+        definition = define(DEFINE_CALLABLE, pickled)
+        return lambda: definition.call(CALL, b"")
+
+
+@pytest.fixture
+def mains(monkeypatch):
+    return Mains(monkeypatch)
+
+
+WAYS = """
+import functools
+
+def get(): return pushed
+
+def decorator(function):
+    @functools.wraps(function)
+    def wrapper(): return function()
+    return wrapper
+
+def default(function=get): return function()
+
+class Getter:
+    def get(self): return pushed
+    def __call__(self): return pushed
+"""
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "get",
+        "decorator(get)",
+        "functools.partial(get)",
+        "functools.cache(get)",
+        "(lambda function: lambda: function())(lambda: pushed)",
+        "default",
+        "Getter().get",
+        "Getter()",
+        "lambda: Getter().get()",
+    ],
+)
+def test_a_name_that_only_the_drone_has_is_found_however_the_function_is_wrapped(mains, function):
+    mains.run(WAYS)
+    call = mains.define(function)
+    with pytest.raises(NameError, match="pushed"):
+        call()
+    mains.drone.pushed = 1
+    assert call() == 1
+    mains.drone.pushed = 2
+    assert call() == (1 if "cache" in function else 2)
+
+
+def test_a_function_among_the_arguments_finds_a_name_that_only_the_drone_has(mains):
+    mains.run(WAYS)
+    mains.drone.pushed = 1
+    assert [each() for each in mains.send("[get, decorator(get)]")] == [1, 1]
+
+
+def test_a_name_that_was_captured_is_not_replaced_by_the_drones(mains):
+    mains.run("def get(): return own\ndef other(): return get().own\nown = 'captured'")
+    mains.drone.own = "the drone's"
+    assert mains.define("get")() == "captured"
+    for function in mains.send("[other, get]"):  # of `other`, it is an attribute only
+        assert function.__globals__["own"] == "captured"
