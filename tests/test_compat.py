@@ -149,7 +149,7 @@ def test_a_code_object_keeps_the_name_of_its_file():
 
 def test_a_definition_that_is_copied_to_a_drone_keeps_the_name_of_its_file():
     file = io.BytesIO()
-    by_value.DefinitionPickler(file, protocol=5).dump(lambda: 1 // 0)
+    by_value.DefinitionPickler(file).dump(lambda: 1 // 0)
     assert pickle.loads(file.getvalue()).__code__.co_filename == __file__
 
 

@@ -9,6 +9,7 @@ import pytest
 from polycephaly.drone.functions import define
 from polycephaly.wire import by_value
 from polycephaly.wire.main_names import MainSnapshot
+from polycephaly.wire.main_snapshot import restore_snapshot, take_snapshot
 from polycephaly.wire.messages import CALL, DEFINE_CALLABLE
 from polycephaly.wire.pickling import capture
 
@@ -35,6 +36,15 @@ class Mains:
         pickled = capture(eval(expression, vars(self.controller)), MainSnapshot(()))
         self.enter(self.drone)
         return loads(pickled)
+
+    def copy(self):
+        """The controller's `__main__`, as a drone that is no fork makes it."""
+        self.enter(self.controller)
+        taken = take_snapshot()
+        assert not taken.left_out
+        self.enter(self.drone)
+        restore_snapshot(taken)
+        return self.drone
 
     def define(self, expression):
         """The controller's function, as the drone calls it."""
@@ -105,3 +115,37 @@ def test_a_name_that_was_captured_is_not_replaced_by_the_drones(mains):
     assert mains.define("get")() == "captured"
     for function in mains.send("[other, get]"):  # of `other`, it is an attribute only
         assert function.__globals__["own"] == "captured"
+
+
+def test_a_copied_main_has_what_functools_makes_of_its_functions_and_methods(mains):
+    mains.run("""
+import functools
+
+@functools.cache
+def cached(): return state
+
+@functools.singledispatch
+def dispatching(value): return state
+
+@dispatching.register
+def _(value: int): return state + value
+
+class Some:
+    @functools.cache
+    def cached(self): return state
+
+    @functools.cached_property
+    def once(self): return state
+
+    @functools.singledispatchmethod
+    def dispatching(self, value): return state
+
+    @dispatching.register
+    def _(self, value: int): return state + value
+""")
+    drone = mains.copy()
+    drone.state = 1  # as an initializer sets it
+    some = drone.Some()
+    assert [drone.cached(), drone.dispatching(""), drone.dispatching(1)] == [1, 1, 2]
+    assert [some.cached(), some.once, some.dispatching(""), some.dispatching(1)] == [1, 1, 1, 2]
+    assert drone.cached is not mains.controller.cached

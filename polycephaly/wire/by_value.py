@@ -19,7 +19,7 @@ import cloudpickle
 from .._compat import class_setstate, function_setstate, reduce_code
 from ..runtime.sources import add_lines, lines_of
 from .main_names import MainSnapshot, bind_free_names, goes_with_calls, main_namespace
-from .reducers import REDUCERS, with_extra
+from .reducers import CACHED_TYPE, REDUCERS, with_extra
 
 
 def _reduce_code_with_source(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
@@ -53,11 +53,11 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._snapshot = snapshot
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, (type, FunctionType, _CACHED_TYPE)):
+        if not isinstance(obj, (type, FunctionType, CACHED_TYPE)):
             return super().reducer_override(obj)
         if getattr(obj, "__module__", None) == "__main__" and self._snapshot.holds(obj):
             return NotImplemented  # the default: by reference
-        if isinstance(obj, _CACHED_TYPE) or (
+        if isinstance(obj, CACHED_TYPE) or (
             isinstance(obj, FunctionType) and obj.__code__ is _DISPATCH_CODE
         ):
             return NotImplemented if self._snapshot.goes_by_reference(obj) else _reduce_wrapper(obj)
@@ -92,7 +92,6 @@ def _set_function_of_main(function: FunctionType, state: Any) -> None:
 
 # -- wrappers of functools that are pickled by value -----------------------------------------------
 
-_CACHED_TYPE: Any = type(functools.cache(abs))
 _DISPATCH_CODE = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
 """The code object that all functions made by `singledispatch` share."""
 _MADE_ANEW = {"cache_parameters", "dispatch", "register", "registry", "_clear_cache", "__wrapped__"}
@@ -110,7 +109,7 @@ def _reduce_wrapper(obj: Any) -> Any:
     # A wrapper of a partial has no names.
     state = {name: getattr(obj, name) for name in _NAME_ATTRIBUTES if hasattr(obj, name)}
     state.update((name, value) for name, value in vars(obj).items() if name not in _MADE_ANEW)
-    if isinstance(obj, _CACHED_TYPE):
+    if isinstance(obj, CACHED_TYPE):
         return _rebuild_cached, (obj.__wrapped__, obj.cache_parameters()), (None, state)
     return _rebuild_dispatching, (list(obj.registry.items()),), (None, state)
 
@@ -173,26 +172,18 @@ os.register_at_fork(after_in_child=_mark_sent_as_received)
 # -- the definitions of `__main__` -----------------------------------------------------------------
 
 
-class DefinitionPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class DefinitionPickler(ByValuePickler):
     """Pickle definitions by value, with the drone's `__main__` as their globals."""
 
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
-        {CodeType: _reduce_code_with_source}
-    )
+    def __init__(self, target: Any) -> None:
+        super().__init__(target, MainSnapshot(()), lambda buffer: True)
 
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = super().reducer_override(obj)
-        if (
-            isinstance(obj, FunctionType)
-            and obj.__globals__ is main_namespace()
-            and isinstance(reduced, tuple)
-        ):
-            function, args, state, *rest = reduced
-            args = (args[0], _Main(), *args[2:])
-            slots, attributes = state
-            attributes["__globals__"] = {}
-            return (function, args, (slots, attributes), *rest)
-        return reduced
+    def _reduce_function_of_main(self, reduced: Any) -> Any:
+        if not isinstance(reduced, tuple):
+            return reduced
+        make, (code, _, *rest), state, *others = reduced
+        state[1]["__globals__"] = {}
+        return make, (code, _Main(), *rest), state, *others
 
 
 class _Main:

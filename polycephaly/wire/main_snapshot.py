@@ -23,6 +23,7 @@ from ..memory.blocks import Store
 from ..memory.references import Serialized, load_with_buffers
 from .main_names import MainSnapshot, main_namespace
 from .pickling import capture, pack_strictly, pickled_size, store_pickle
+from .reducers import CACHED_TYPE
 
 MAX_PICKLE_BYTES = 16 << 20
 """Limit in bytes of the pickle of one name, if there is no shared memory for it."""
@@ -72,7 +73,7 @@ def take_snapshot(store: Store | None = None, range_refs: list[RangeRef] | None 
     names = {name: main[name] for name in list(main) if name not in _INTERPRETER_NAMES}
     for name, value in names.items():
         if (
-            isinstance(value, (FunctionType, type))
+            isinstance(value, (FunctionType, type, CACHED_TYPE))
             and getattr(value, "__module__", None) == "__main__"
         ):
             _add_pickle(name, snapshot, range_refs, _pickle_definition, value, store)
@@ -150,7 +151,7 @@ def _pickle_definition(value: Any, store: Store | None) -> bytes | Serialized:
     from .by_value import DefinitionPickler
 
     file = io.BytesIO()
-    DefinitionPickler(file, protocol=5).dump(value)
+    DefinitionPickler(file).dump(value)
     packed = store_pickle(file.getvalue(), store)
     if isinstance(packed, bytes):
         _check_size(len(packed))

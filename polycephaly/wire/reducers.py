@@ -95,6 +95,8 @@ _MADE_BY_INIT = ("lock", "_method_cache")
 """Unpicklable attributes in CPython 3.11 (cached_property), 3.13.0 (singledispatchmethod)."""
 
 
+CACHED_TYPE: Any = type(functools.cache(abs))
+"""The type of functions under `functools.cache` and `lru_cache`."""
 _NATIVE_FORMATS = frozenset("bBhHiIlLqQnNfdc?")
 REDUCERS: dict[Any, Any] = {
     memoryview: _reduce_memoryview,
