@@ -149,3 +149,30 @@ class Some:
     assert [drone.cached(), drone.dispatching(""), drone.dispatching(1)] == [1, 1, 2]
     assert [some.cached(), some.once, some.dispatching(""), some.dispatching(1)] == [1, 1, 1, 2]
     assert drone.cached is not mains.controller.cached
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("0.0", "-0.0"),
+        ("1 + 0j", "complex(1, -0.0)"),
+        ("1", "1.0"),
+        ("0", "False"),
+        ("N(1)", "N(1)"),
+        ("1", "2"),
+    ],
+)
+def test_a_name_that_was_bound_to_another_value_has_changed(mains, before, after):
+    mains.run(f"class N(int): pass\nname = {before}")
+    snapshot = MainSnapshot()
+    mains.run(f"name = {after}")
+    assert not snapshot.unchanged("name", mains.controller.name)
+    assert not snapshot.is_current()
+
+
+@pytest.mark.parametrize("value", ["-0.0", "1000", "float('1.5')", "'a' * 50", "b'abc'", "None"])
+def test_a_name_that_was_bound_to_the_same_value_has_not_changed(mains, value):
+    mains.run(f"name = {value}")
+    snapshot = MainSnapshot()
+    mains.run(f"name = {value}")
+    assert snapshot.is_current()

@@ -60,7 +60,11 @@ class MainSnapshot:
             held = held()
             return held is not None and held is value
         return held is value or (
-            isinstance(value, ATOMIC_TYPES) and type(held) is type(value) and held == value
+            type(value) in ATOMIC_TYPES
+            and type(held) is type(value)
+            and held == value
+            # -0.0 equals 0.0
+            and (not isinstance(value, float | complex) or repr(held) == repr(value))
         )
 
     def is_current(self) -> bool:
