@@ -8,6 +8,7 @@ import operator
 import os
 import sys
 import weakref
+from types import ModuleType
 
 import pytest
 from engines import NO_FORK, local_only, on_each_engine, poly
@@ -679,6 +680,20 @@ def test_what_a_function_captures_is_told_from_what_has_the_same_address_later(u
             assert book.define(function) is not first
             cell.cell_contents = lambda n=n: n
         assert book.define(function) is not first
+
+
+@local_only
+def test_a_captured_object_that_changes_in_place_is_pickled_at_each_call():
+    class Length(float):
+        pass
+
+    book, module, length = FunctionRegistry(MainSnapshot(()), None), ModuleType("made"), Length(2)
+    for captured in (module, length, functools.partial(int, length)):
+        function = lambda captured=captured: captured  # noqa: E731
+        assert book.define(function) is not book.define(function)
+    for captured in (os, 2.0, functools.partial(int, 2.0)):
+        function = lambda captured=captured: captured  # noqa: E731
+        assert book.define(function) is book.define(function)
 
 
 def test_a_weak_reference_in_main_is_a_value_like_others(monkeypatch):

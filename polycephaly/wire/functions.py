@@ -19,6 +19,7 @@ reference to the function, and holds the captured objects weakly. Only objects t
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -394,7 +395,12 @@ def _guards(fn: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]
 
 
 def _guards_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]:
-    if isinstance(value, (*ATOMIC_TYPES, ModuleType, CodeType)):
+    if isinstance(value, ModuleType):
+        if sys.modules.get(value.__name__) is not value:
+            raise _Mutable  # the module goes by value
+        return
+    # A subclass may have attributes.
+    if isinstance(value, (*ATOMIC_TYPES, CodeType)) and not hasattr(value, "__dict__"):
         return
     if isinstance(value, (FunctionType, BuiltinFunctionType, type, partial)):
         yield from _guards(value, snapshot, seen)
