@@ -15,6 +15,7 @@ from scripts import run_script
 
 from polycephaly import green
 from polycephaly.drone.console import set_tag
+from polycephaly.wire import output
 from polycephaly.wire.chunks import ChunkParser, chunk
 from polycephaly.wire.output import Line, forward
 
@@ -240,6 +241,23 @@ def test_a_line_without_an_end_is_told_in_pieces_and_nothing_of_it_is_lost():
         pool.doit("import os\nfor _ in range(1200): os.write(1, b'x' * 10_000)")
     assert sum(map(len, pieces)) == 12_000_000
     assert len(pieces) > 1
+
+
+@local_only
+def test_the_pieces_of_a_long_line_have_whole_characters(monkeypatch):
+    monkeypatch.setattr(output, "_MAX_LINE_BYTES", 10)
+    text = "xé€😀" * 10
+    for size in range(1, 30):
+        splitter = output.LineSplitter("p.0", "stdout")
+        printed = text.encode()
+        pieces = [
+            piece.text
+            for at in range(0, len(printed), size)
+            for piece in splitter._parse(printed[at : at + size])
+        ]
+        splitter.open = False
+        pieces += [piece.text for piece in splitter._parse(b"")]
+        assert "".join(pieces) == text and len(pieces) > 1
 
 
 # -- chunks: records between the printed bytes -----------------------------------------------------

@@ -11,6 +11,7 @@ written to its pipe before the mark that names it.
 
 from __future__ import annotations
 
+import codecs
 import contextvars
 import logging
 import os
@@ -157,10 +158,11 @@ class LineSplitter:
         if not last and b"\n" not in new and self._size <= _MAX_LINE_BYTES:
             return
         *whole, rest = b"".join(self._rest).split(b"\n")
-        # A line that is too long is delivered in parts.
+        # A line that is too long is delivered in parts, each of whole characters.
         if rest and (last or len(rest) > _MAX_LINE_BYTES):
-            whole.append(rest)
-            rest = b""
+            end = len(rest) if last else codecs.utf_8_decode(rest, "replace", False)[1]
+            whole.append(rest[:end])
+            rest = rest[end:]
         for each in whole:
             items.append(
                 Line(each.decode("utf-8", "replace"), self._drone, self._name, self._rest_tag)
