@@ -1127,6 +1127,27 @@ def test_what_is_not_inside_or_too_large_is_told():
             poly.Pore(8, name=5)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.arange(20)[::3],
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.zeros((0, 3)),
+        np.ones(3, "i2,f8"),
+        np.array(5, ">i4"),
+        memoryview(b"abcdef")[::-2],
+        b"",
+    ],
+    ids=["strided", "Fortran", "no items", "structured", "one item", "backwards", "empty"],
+)
+def test_any_buffer_can_be_written(data):
+    with poly.Pore(100) as pore:
+        assert pore.write(1, data)
+        size = memoryview(data).nbytes
+        assert pore.get(30) == Message("MainProcess", "wrote", None, 1, size)
+        assert bytes(pore.memory[1 : 1 + size]) == memoryview(data).tobytes()
+
+
 # -- all at once -----------------------------------------------------------------------------------
 
 

@@ -291,7 +291,7 @@ class Pore:
         offset : int
             The first byte to write.
         data
-            Any buffer.
+            Any buffer: the bytes of an array are written in the order of its items.
         wait : bool, default True
             As for `tell`. With ``wait=False`` and no room the bytes are written, but the owner is
             not notified.
@@ -308,7 +308,9 @@ class Pore:
         ValueError
             If the bytes would not be inside the memory.
         """
-        content = memoryview(data).cast("B") if not isinstance(data, bytes) else data
+        view = memoryview(data)
+        # Only such a view can be cast.
+        content = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
         size = len(content)
         memory = self._get_memory(check=False)  # if the pore is closed, `_send` raises the error
         if not 0 <= offset <= self._size - size:
