@@ -29,7 +29,14 @@ import polycephaly as poly
 from polycephaly import green
 from polycephaly.store.pores import Message
 from polycephaly.store.pores import io_thread as io
-from polycephaly.store.pores.frames import HEAD, MAX_MESSAGE_BYTES, TOLD
+from polycephaly.store.pores.frames import (
+    HEAD,
+    MAX_MESSAGE_BYTES,
+    TOLD,
+    WROTE,
+    message_of,
+    split_frames,
+)
 from polycephaly.store.pores.inbox import Inbox
 
 np = pytest.importorskip("numpy")
@@ -1146,6 +1153,12 @@ def test_any_buffer_can_be_written(data):
         size = memoryview(data).nbytes
         assert pore.get(30) == Message("MainProcess", "wrote", None, 1, size)
         assert bytes(pore.memory[1 : 1 + size]) == memoryview(data).tobytes()
+
+
+def test_a_write_of_more_than_four_gibibytes_can_be_told():
+    frame = HEAD.pack(WROTE, 5 << 30, 1 << 40)
+    (split,), rest = split_frames(b"", frame)
+    assert message_of("a", split) == Message("a", "wrote", None, 1 << 40, 5 << 30) and not rest
 
 
 # -- all at once -----------------------------------------------------------------------------------

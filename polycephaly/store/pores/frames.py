@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ...errors import Malformed
 
-HEAD = Struct("<BIQ")
+HEAD = Struct("<BQQ")
 TOLD, WROTE = 1, 2
 MAX_MESSAGE_BYTES = 32_000
 """Limit in bytes of a message's pickle; larger data belong in the memory.
