@@ -21,6 +21,7 @@ from polycephaly.wire import placeholders
 ran = []
 pool_at_hand = []
 gate = threading.Event()
+begun = threading.Event()
 
 
 @pytest.fixture(scope="module", params=["inline"])
@@ -266,7 +267,7 @@ def test_values_are_kept_in_their_pool_only(pool):
         assert pool.doit(lambda a, b: a + b, first, second) == "ab"
         with pytest.raises(TypeError, match="kept"):
             other.doit(len, first)
-    wait_for(lambda: placeholders.inline_store is None)  # the last turn ends after its answer
+    wait_for(lambda: not placeholders.inline_stores)  # the last turn ends after its answer
     with pytest.raises(RuntimeError, match="no drone"):
         Kept(1)
 
@@ -335,3 +336,25 @@ def test_nothing_is_left_of_it():
         with poly.Pool(1) as forked:
             assert forked.doit(os.getpid) != pool.doit(os.getpid)
     wait_for(lambda: not inline_threads())
+
+
+def keep_in_a_thread_later():
+    begun.set()
+    assert gate.wait(30)
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Kept("a")))
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def test_a_thread_of_a_task_keeps_a_value_though_a_task_of_another_pool_has_ended(pool):
+    gate.clear()
+    begun.clear()
+    kept = pool.promise(keep_in_a_thread_later)
+    assert begun.wait(30)
+    with poly.Pool(1, engine="inline") as other:
+        assert other.doit(int) == 0
+        wait_for(lambda: len(placeholders.inline_stores) < 2)  # its turn ends after its answer
+    gate.set()
+    assert kept.result(30).value == "a"

@@ -212,12 +212,13 @@ class InlineDrone(DroneExecutor):
     def take_turn(self, frames: list[bytes]) -> None:
         """Handle a message, and run the tasks that it brought."""
         self._main_thread = threading.get_ident()
-        placeholders.drone_thread.store = placeholders.inline_store = self._drone_store
+        placeholders.drone_thread.store = self._drone_store
+        placeholders.inline_stores.append(self._drone_store)
         self._handle_message(frames)
         while not self.ended and self._run_next():
             self._flush()
         self.send_requested_values()
-        placeholders.inline_store = None
+        placeholders.inline_stores.remove(self._drone_store)
 
     def _receive(self, wait: bool) -> None:
         """Do nothing: messages have turns."""

@@ -165,14 +165,16 @@ local_store: LocalStore | None = None
 """The store of this drone; None if this process is no drone."""
 drone_thread = threading.local()
 """Its `store` is that of the drone that this thread runs, with `engine="inline"`."""
-inline_store: LocalStore | None = None
-"""The store of the inline drone whose task began last, for threads and coroutines of that task."""
+inline_stores: list[LocalStore] = []
+"""The stores of the inline drones that run tasks, for threads and coroutines of these tasks: those
+of the task that began last. Others run at the same time in another pool, or were given up.
+"""
 
 
 def current_store() -> LocalStore | None:
     """Return the store of the drone in which this thread runs, if any."""
     store: LocalStore | None = getattr(drone_thread, "store", None)
-    return store or local_store or inline_store
+    return store or local_store or next(reversed(inline_stores), None)
 
 
 known_owners: WeakValueDictionary[int, ValueOwner] = WeakValueDictionary()
