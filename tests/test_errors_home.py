@@ -5,6 +5,7 @@ import errno
 import gc
 import io
 import linecache
+import pickle
 import socket
 import threading
 import traceback
@@ -17,6 +18,7 @@ from faults import wait_for
 
 from polycephaly.errors import copy_error
 from polycephaly.runtime.sources import add_lines, lines_of
+from polycephaly.wire.exceptions import pack_exception, unpack_exception
 
 pytestmark = on_each_engine
 
@@ -354,6 +356,20 @@ def test_lines_that_come_with_a_function_replace_none_that_are_known(monkeypatch
     linecache.cache["<of this process>"] = 30, None, ["\n", "\n", "def f():\n", "    1\n"], ""
     assert lines_of(code.co_consts[0]) == "def f():\n    1\n"
     assert lines_of(code.co_consts[0].replace(co_filename="<cell>")) == ""  # it came itself
+
+
+@pytest.mark.parametrize("source, name", [("missing", "missing"), ("int.missing", "missing")])
+def test_the_name_that_was_not_found_comes_with_the_error(source, name):
+    with pytest.raises((NameError, AttributeError)) as raised:
+        eval(source)
+    error = unpack_exception(pack_exception(raised.value, pickle.dumps))
+    assert type(error) is raised.type and error.name == name
+
+
+@pytest.mark.parametrize("kind", [NameError, AttributeError])
+def test_a_name_that_is_no_text_keeps_no_error_from_coming(kind):
+    error = unpack_exception(pack_exception(kind("no", name=threading.Lock()), pickle.dumps))
+    assert type(error) is kind and str(error) == "no"
 
 
 def test_a_syntax_error_in_a_code_string_shows_the_place(pool):

@@ -92,7 +92,8 @@ def _pack(
     body, data = _body(error, pickle_value)
     cls = type(error)
     prefix = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
-    name = getattr(error, "name", None) if isinstance(error, NameError) else None
+    has_name = isinstance(error, NameError | AttributeError)
+    name = getattr(error, "name", None) if has_name else None
     fields = packed[id(error)] = tuple(
         _PackedException(
             body=body,
@@ -100,7 +101,7 @@ def _pack(
             members=members,
             type_name=prefix + cls.__qualname__,
             message=message_of(error),
-            extra={} if name is None else {"name": name},
+            extra={"name": name} if type(name) is str else {},
             cause=linked(error.__cause__),
             context=None if error.__context__ is error.__cause__ else linked(error.__context__),
             suppress_context=error.__suppress_context__,
