@@ -18,6 +18,8 @@ from faults import wait_for_ends
 
 import polycephaly
 from polycephaly.cli.demo import securities
+from polycephaly.cli.journal import Journal, log_path
+from polycephaly.cli.reach import error_text
 from polycephaly.cli.serving import EndNow, EndRequest
 from polycephaly.demos.securities.generate import symbol_directory
 from polycephaly.demos.securities.model import LISTS
@@ -29,6 +31,21 @@ DEMO = [*COMMAND, "demo", "securities"]
 
 def polycephaly_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_if_no_log_can_be_written_the_error_names_the_cure(monkeypatch, tmp_path):
+    cure = "set XDG_STATE_HOME to a directory that you may write into"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(OSError, match="file") as caught:
+        Journal("lab", in_background=False)
+    assert error_text(caught.value).endswith(
+        f"Not a directory, so the log cannot be written: {cure}"
+    )
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "~")  # as if there were neither HOME nor an entry in passwd
+    with pytest.raises(RuntimeError, match=f"without a home directory.*{cure}"):
+        log_path("lab")
 
 
 def test_a_signal_may_come_while_the_main_thread_begins_to_wait(monkeypatch):

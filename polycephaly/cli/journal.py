@@ -28,16 +28,20 @@ if TYPE_CHECKING:
 
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _TERMINAL_FORMAT = "%(levelname)s: %(message)s"
+_CURE = "set XDG_STATE_HOME to a directory that you may write into"
 
 
 def log_path(name: str) -> Path:
     """Return the path of the log of the pool `name`, whether or not there is one.
 
-    Raise `ValueError` if `name` is malformed.
+    Raise `ValueError` if `name` is malformed, and `RuntimeError` if no home directory is known.
     """
-    home = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
-    return base / "polycephaly" / f"{check_name(name)}.log"
+    base = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.local/state")
+    if not os.path.isabs(base):  # no HOME, and a user without a passwd entry, as in a container
+        raise RuntimeError(f"without a home directory, there is no place for logs: {_CURE}")
+    return Path(base, "polycephaly", f"{check_name(name)}.log")
 
 
 def rotated_path(path: Path) -> Path:
@@ -76,9 +80,13 @@ class Journal:
 
     def __init__(self, name: str, in_background: bool) -> None:
         self.path = log_path(name)
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._in_background = in_background
-        self._file = _LogFile(self.path, streams=in_background)
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = _LogFile(self.path, streams=in_background)
+        except OSError as error:
+            text = f"{error.strerror}, so the log cannot be written: {_CURE}"
+            raise OSError(error.errno, text, error.filename) from None
         self._file.setFormatter(logging.Formatter(_FILE_FORMAT))
         self._handlers: list[logging.Handler] = [self._file]
         if not in_background:
