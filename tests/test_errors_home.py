@@ -263,6 +263,20 @@ def test_what_cannot_be_pickled_comes_as_a_remote_error(pool):
     assert "raise_locked" in error.traceback and "holding a socket" in str(error)
 
 
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (Locked("odd"), "TypeError: cannot pickle 'socket' object"),
+        (Treacherous("odd"), "RuntimeError: not to be rebuilt"),
+    ],
+)
+def test_a_remote_error_says_why_the_exception_came_as_text(error, reason):
+    sent = unpack_exception(pack_exception(error, pickle.dumps))
+    assert sent.__notes__ == [
+        f"the exception arrives as text, because it cannot be pickled: {reason}"
+    ]
+
+
 @pytest.mark.guarantee("error-3")
 def test_what_cannot_be_rebuilt_comes_as_a_remote_error(pool):
     error = pool.promise("class Odd(Exception): pass\nraise Odd('local')").exception()

@@ -10,7 +10,7 @@ before sending), its cause and context packed likewise, and its traceback as tex
     "rebuilt"   class.__new__, then args and attributes, without __init__; not used if the class
                 itself defines how it is pickled and that fails: then it is not meant to be pickled
     "group"     an exception group: message, and each member packed likewise
-    "text"      none of these works: the error arrives as RemoteError
+    "text"      none of these works: the error arrives as RemoteError, with the reason
 
 The rebuilt exception has the original's cause and context. The remote traceback becomes the last
 cause of the chain, a `concurrent.futures.process._RemoteTraceback`, so that printing the exception
@@ -122,16 +122,19 @@ def _body(error: BaseException, pickle_value: Callable[[object], bytes]) -> tupl
             ("pickled", error, lambda e: e),
             ("rebuilt", (type(error), error.args, error.__dict__, fields), _rebuild),
         ]
+    reason = ""  # why its own pickle does not serve, in words that follow "because"
     for body, value, build in bodies:
         try:
             data = pickle_value(value)
             if _is_same(build(loads(data)), error):
                 return body, data
-        except Exception:
+            reason = reason or "its copy is another exception"
+        except Exception as failure:
+            reason = reason or f"it cannot be pickled: {describe_error(failure)}"
             # An inherited definition does not count: it may not know the subclass's constructor.
             if body == "pickled" and not vars(type(error)).keys().isdisjoint(_REDUCE_METHODS):
                 break
-    return "text", b""
+    return "text", reason.encode()
 
 
 def _is_same(copy: BaseException, error: BaseException) -> bool:
@@ -178,6 +181,7 @@ def _unpack(fields: tuple[Any, ...], text: str, made: dict[int, BaseException]) 
             error = _regroup(loads(packed.data), members)
         else:
             error = RemoteError(packed.type_name, packed.message, text)
+            error.add_note(f"the exception arrives as text, because {packed.data.decode()}")
     except Exception as failure:
         error = RemoteError(packed.type_name, packed.message, text)
         error.add_note(
