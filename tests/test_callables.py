@@ -7,6 +7,7 @@ import gc
 import operator
 import os
 import sys
+import threading
 import weakref
 from types import ModuleType
 
@@ -339,6 +340,35 @@ def book():
     arena = Arena(1 << 30)
     yield FunctionRegistry(MainSnapshot(), Store(arena, 0))
     arena.end()
+
+
+@local_only
+def test_an_error_names_the_captured_value_that_cannot_be_pickled():
+    book = FunctionRegistry(MainSnapshot(()), None)
+    lock, number = threading.Lock(), 1
+
+    def of_closure():
+        return number, lock
+
+    class WithLock:
+        def __init__(self):
+            self.lock = lock
+
+        def work(self):
+            return number
+
+    of_global = eval("lambda: (len, number, held)", {"number": 1, "held": lock})
+    for function, captured in [
+        (of_closure, "lock, a lock"),
+        (lambda: of_closure(), "of_closure, a function"),
+        (WithLock().work, f"self, a {WithLock.__qualname__}"),
+        (of_global, "held, a lock"),
+    ]:
+        with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object") as caught:
+            book.define(function)
+        assert caught.value.__notes__[-1].endswith(
+            f"{function.__name__}, which captures {captured}"
+        )
 
 
 @local_only

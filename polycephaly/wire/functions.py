@@ -27,7 +27,7 @@ from functools import partial
 from math import inf
 from operator import is_
 from pickle import dumps
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -45,7 +45,7 @@ from .main_names import (
     main_namespace,
 )
 from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
-from .pickling import pack
+from .pickling import capture, pack
 from .placeholders import Directory, PicklingContext
 
 _MISSING = object()
@@ -215,7 +215,8 @@ class FunctionRegistry:
         except NeedsPlaceholder:
             return self._define_as_argument(fn)
         except Exception as error:
-            error.add_note(f"while pickling the function itself, {label(fn)}")
+            captured = _describe_unpicklable(fn, self.directory, self.snapshot)
+            error.add_note(f"while pickling the function itself, {label(fn)}{captured}")
             raise
         definition = RemoteFunction(next(_numbers), self._kind(fn), payload, label(fn))
         definition.kept, definition.moved = pickling.remote_objects or {}, pickling.moved or []
@@ -294,6 +295,39 @@ def label(fn: object) -> str:
     with suppress(Exception):  # of the object's own code
         name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
     return str(name) if name else f"a {type(fn).__qualname__}"
+
+
+def _describe_unpicklable(fn: Any, directory: Directory | None, snapshot: MainSnapshot) -> str:
+    """Return which captured value of `fn` cannot be pickled, in words that follow its name."""
+    for name, value in _captured(fn, snapshot):
+        try:
+            with PicklingContext(directory, snapshot, {}):
+                capture(value, snapshot)
+        except Exception:
+            return f", which captures {name}, a {type(value).__qualname__}"
+    return ""
+
+
+def _captured(fn: Any, snapshot: MainSnapshot) -> Iterator[tuple[str, object]]:
+    """Yield the names and values that go with a function or a bound method."""
+    if isinstance(fn, MethodType):
+        yield "self", fn.__self__
+        fn = fn.__func__
+    if not isinstance(fn, FunctionType) or snapshot.goes_by_reference(fn):
+        return
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with suppress(ValueError):  # the cell is empty
+            yield name, cell.cell_contents
+    for name in dict.fromkeys(global_names(fn.__code__)):
+        value = fn.__globals__.get(name, _MISSING)
+        if value is not _MISSING and not _is_known(fn, name, value, snapshot):
+            yield name, value
+
+
+def _is_known(fn: Any, name: str, value: object, snapshot: MainSnapshot) -> bool:
+    """Return whether the drones have this value of a global of `fn`, so that it does not travel."""
+    of_main = fn.__globals__ is main_namespace()
+    return of_main and snapshot.unchanged(name, value) and not goes_with_calls(value)
 
 
 class _Guard(NamedTuple):
@@ -385,11 +419,9 @@ def _guards(fn: Any, snapshot: MainSnapshot, seen: set[int]) -> Iterator[_Guard]
     except ValueError as empty:
         raise _Mutable from empty
     yield _Guard(ref(fn), names, list(map(_comparable, state)))
-    of_main = isinstance(fn, FunctionType) and fn.__globals__ is main_namespace()
     own = len(state) - len(names)
     for name, value in zip(names, state[own:], strict=True):
-        known = of_main and snapshot.unchanged(name, value) and not goes_with_calls(value)
-        if value is not _MISSING and not known:
+        if value is not _MISSING and not _is_known(fn, name, value, snapshot):
             yield from _guards_of_value(value, snapshot, seen)
     yield from _guards_of_value(tuple(state[:own]), snapshot, seen)
 
