@@ -161,6 +161,7 @@ def test_a_name_below_the_pool_in_a_module_is_an_error_that_names_the_cure(tmp_p
         with halfway.pool as pool:
             error = pool.promise(halfway.later, 1).exception()
             print(type(error).__name__, "pool.refresh() takes a new snapshot" in str(error))
+            print("make the pool below the definition" in str(error))
             pool.refresh()
             print(pool.doit(halfway.later, 1))
-    """) == ("AttributeError True\n2\n")
+    """) == ("AttributeError True\nTrue\n2\n")

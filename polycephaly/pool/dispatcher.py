@@ -902,7 +902,7 @@ class Dispatcher(DispatcherBase):
             text = message_of(error)
             missing = re.match(r"Can't get attribute '(\w+)' on <module '([\w.]+)'", text)
             if missing and hasattr(sys.modules.get(missing[2]), missing[1]):
-                error.args = (f"{text}: {later}",)
+                error.args = (f"{text}: {later}, or make the pool below the definition",)
         if isinstance(error, UnboundLocalError) or not isinstance(error, NameError):
             return
         name = error.name
