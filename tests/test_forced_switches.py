@@ -278,7 +278,7 @@ def test_a_pore_that_is_made_while_the_thread_of_others_ends_is_served(monkeypat
 
     def is_served(place):
         pore = pores.pop()
-        thread = pore._inbox.io_thread
+        thread = pore._inbox.loop
         assert pore_io.io_thread is thread, place
         if thread is ending[0]:  # it goes on
             thread.start()

@@ -1086,7 +1086,7 @@ def test_who_finds_no_descriptor_left_with_the_owner_waits_until_there_is_one():
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
             telling = drone.promise(pore.tell, "late")
             from polycephaly.store.pores import io_thread as io
-            while not io.io_thread.unwatched:
+            while not io.io_thread.timers.heap:
                 os.sched_yield()
             os.close(taken.pop())
             print(pore.get(30).value, telling.value)
@@ -1283,7 +1283,7 @@ def test_a_finalizer_may_make_one_while_the_first_is_made(monkeypatch):
         for each in (pore, other, poly.Pore(1)):
             each.tell("here")
             assert each.get(30).value == "here"
-    other._inbox.io_thread.thread.join(30)
+    other._inbox.loop.thread.join(30)
 
 
 def test_a_finalizer_may_close_it_at_the_end_of_the_interpreter():

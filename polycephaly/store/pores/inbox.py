@@ -20,16 +20,20 @@ import os
 import socket
 import sys
 import threading
+from _thread import get_ident
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from secrets import compare_digest
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import Malformed
+from ...promises.event_loop import EventLoop
 from ...promises.promise import Signal, fulfill
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
+from ...runtime.timers import Timer
 from .frames import FAREWELL, GREETING, Frame, split_frames
 
 log = logging.getLogger("polycephaly.store.pores")
@@ -42,6 +46,8 @@ READ_BYTES = 64 * 1024
 """Limit in bytes of one read."""
 MAX_NAME_BYTES = 200
 """Limit in bytes of a holder's name."""
+RETRY_SECONDS = 0.1
+"""Time between attempts to accept or watch holders for which the system had no resources."""
 
 
 def is_trusted_peer(connection: socket.socket) -> bool:
@@ -87,18 +93,11 @@ class ConnectedHolder:
         return bool(chunk)
 
 
-class IOThread(Protocol):
-    """The thread that serves inboxes."""
-
-    def resume(self, inbox: Inbox, /) -> None: ...
-    def close(self, inbox: Inbox, /) -> None: ...
-    def is_this_thread(self) -> bool: ...
-
-
 class Inbox:
     """The inbox of one pore, made and closed by its owner."""
 
-    io_thread: IOThread
+    loop: EventLoop
+    """That of the pore I/O thread."""
 
     def __init__(
         self, secret: bytes, content: parent_death.Descriptor, listener: socket.socket
@@ -113,6 +112,7 @@ class Inbox:
         self.bytes_read = 0  # by the I/O thread
         self.bytes_split = 0  # by receivers
         self.is_paused = False  # the I/O thread reads no more until there is room
+        self._retry: Timer | None = None
         self._ended_signal: Signal[None] = Signal()
         self.waiters: deque[Signal[None]] = deque()
         self._frames: deque[tuple[str, Frame]] = deque()
@@ -137,12 +137,13 @@ class Inbox:
                 self._open_token.pop()
             except IndexError:
                 return
-            self.io_thread.close(self)
+            self.loop.post(self.shut_down)
 
     def wait_until_ended(self) -> None:
         """Wait, after `close`, until the I/O thread has closed the pore."""
-        # At the end of the interpreter, the I/O thread runs no more.
-        if not (self.io_thread.is_this_thread() or sys.is_finalizing()):
+        # Not `current_thread`, which would enter a thread that `threading` has not started, for
+        # ever. At the end of the interpreter, the I/O thread runs no more.
+        if not (self.loop.thread.ident == get_ident() or sys.is_finalizing()):
             self._ended_signal.result()
 
     def take_frame(self) -> tuple[str, Frame] | None:
@@ -183,9 +184,12 @@ class Inbox:
             name: Any = holder.name
             self._frames.extend((name, frame) for frame in frames)
             self.bytes_split += len(chunk)
-        if self.is_paused and self.bytes_read - self.bytes_split < MAX_UNRECEIVED_BYTES:
-            self.io_thread.resume(self)
+        if self.is_paused and not self._is_full():
+            self.loop.post(self._resume)
         return True
+
+    def _is_full(self) -> bool:
+        return self.bytes_read - self.bytes_split >= MAX_UNRECEIVED_BYTES
 
     @contextmanager
     def message_signal(self) -> Iterator[Signal[None]]:
@@ -202,13 +206,75 @@ class Inbox:
 
     # -- the pore I/O thread -----------------------------------------------------------------------
 
-    def wake_waiters(self) -> None:
+    def watch_all(self) -> None:
+        """Watch the listener, and the holders unless they have to wait for room."""
+        if self.ended:
+            return
+        try:
+            self.loop.watch(self.listener.fileno(), self._accept_holder)
+            for fd, holder in self.holders.items():
+                if holder.name is None or not self.is_paused:
+                    self.loop.watch(fd, partial(self._read_holder, holder))
+        except OSError:
+            self._retry_later()
+
+    def _retry_later(self) -> None:
+        if self._retry is None or self._retry.is_over:
+            self._retry = self.loop.call_later(RETRY_SECONDS, self.watch_all)
+
+    def _resume(self) -> None:
+        if self.is_paused:
+            self.is_paused = False
+            self.watch_all()
+
+    def _accept_holder(self) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except BlockingIOError:  # the client has disconnected again
+            return
+        except OSError:  # no descriptors are left: the client waits, the others are served
+            self.loop.unwatch(self.listener.fileno())
+            self._retry_later()
+            return
+        connection.setblocking(False)
+        if is_trusted_peer(connection):
+            self.holders[connection.fileno()] = ConnectedHolder(self, connection)
+            self.watch_all()
+        else:
+            connection.close()
+
+    def _read_holder(self, holder: ConnectedHolder) -> None:
+        fd = holder.connection.fileno()
+        try:
+            stays = holder.handle_hello() if holder.name is None else holder.read()
+        except OSError:
+            stays = False
+        if not stays:
+            self.loop.unwatch(fd)
+            del self.holders[fd]
+            parent_death.close(holder.connection)
+        if self.waiters and self.chunks:
+            self._wake_waiters()
+        if self._is_full():
+            self._pause_reading()
+
+    def _pause_reading(self) -> None:
+        for fd, holder in self.holders.items():
+            if holder.name is not None:  # a holder that has just connected is still let in
+                self.loop.unwatch(fd)
+        self.is_paused = True
+        if not self._is_full():
+            self._resume()
+
+    def _wake_waiters(self) -> None:
         with suppress(IndexError):
             while True:
                 fulfill(self.waiters.popleft())
 
     def shut_down(self) -> None:
         """Read the messages sent until now, and close the connections."""
+        for fd in (self.listener.fileno(), *self.holders):
+            self.loop.unwatch(fd)
         parent_death.close(self.listener)
         for holder in self.holders.values():
             try:
@@ -223,4 +289,4 @@ class Inbox:
         self.holders.clear()
         parent_death.close(self.content)
         fulfill(self._ended_signal)
-        self.wake_waiters()
+        self._wake_waiters()
