@@ -95,7 +95,6 @@ class Holder:
         `size` is the size of the memory in bytes; 0 if the pore is a file. `memory` is the mapping
         inherited from the parent process if that process `was_connected`; a file is not inherited.
         """
-        self.pid = os.getpid()
         self._identity = identity
         self._size = size
         self._content: Content | None = memory
@@ -232,7 +231,7 @@ class Holder:
                 if self._size:
                     self._content = memoryview(map_range(received.fd, 0, self._size, MAP_SHARED))
                 # An owner that uses `tell` itself has the file already.
-                elif self._identity.owner != self.pid:
+                elif self._identity.owner != os.getpid():
                     self._content = received
         finally:
             if self._content is not received:

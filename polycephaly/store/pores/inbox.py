@@ -102,7 +102,7 @@ class Inbox:
     def __init__(
         self, secret: bytes, content: parent_death.Descriptor, listener: socket.socket
     ) -> None:
-        self.pid = os.getpid()
+        self._pid = os.getpid()
         self.secret = secret
         # The descriptor of the memory or the file.
         self.content = parent_death.close_in_child(content)
@@ -131,7 +131,9 @@ class Inbox:
         return self._ended_signal.done()
 
     def close(self) -> None:
-        """Request the closing. Safe in a finalizer."""
+        """Request the closing. Safe in a finalizer, even in a child that was forked just now."""
+        if os.getpid() != self._pid:
+            return
         with DeferredSigint():  # a Ctrl-C between the two lines would leave the pore open for ever
             try:
                 self._open_token.pop()

@@ -152,11 +152,17 @@ class Pore:
         self._dtype = dtype
         self._size = size
         self._content = content
-        # Meaningful in the process that made it; forked children inherit it without effect.
-        self._inbox = inbox
         self._received = 0
-        self._holder: Holder | None = None
+        self._renew(inbox)
         _pores[identity.address] = self
+
+    def _renew(self, inbox: Inbox | None = None) -> None:
+        """Begin anew in this process, which owns the pore if it has the inbox."""
+        content = self._content
+        memory = content if isinstance(content, memoryview) else None
+        self._inbox = inbox
+        # The owner has a holder too, for its own `tell`.
+        self._holder = Holder(self._identity, self._size, memory, content is not None)
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -413,14 +419,13 @@ class Pore:
         nothing.
         """
         self._close()
-        if (inbox := self._own_inbox()) is not None:
-            inbox.wait_until_ended()
+        if self._inbox is not None:
+            self._inbox.wait_until_ended()
 
     def _close(self) -> None:
-        if (inbox := self._own_inbox()) is not None:
-            inbox.close()
-        if self._holder is not None and self._holder.pid == os.getpid():
-            self._holder.close()
+        if self._inbox is not None:
+            self._inbox.close()
+        self._holder.close()
 
     def __enter__(self) -> Self:
         return self
@@ -434,33 +439,14 @@ class Pore:
 
     # -- connection to the owner -------------------------------------------------------------------
 
-    def _own_inbox(self) -> Inbox | None:
-        """Return the inbox, if this process owns the pore."""
-        inbox = self._inbox
-        return inbox if inbox is not None and inbox.pid == os.getpid() else None
-
     def _get_holder(self) -> Holder:
-        """Return this process's holder. The owner has one too, once it uses `tell` itself."""
-        inbox = self._own_inbox()
-        if inbox is not None and inbox.closed:
+        if self._inbox is not None and self._inbox.closed:
             raise self._identity.closed_error(ended=False)
-        holder = self._holder
-        if holder is None or holder.pid != os.getpid():
-            content = self._content
-            memory = content if isinstance(content, memoryview) else None
-            before = holder
-            fresh = Holder(self._identity, self._size, memory, was_connected=content is not None)
-            # No call between this check and the assignment: of several threads, only one sets the
-            # holder.
-            holder = self._holder
-            if holder is before:
-                holder = self._holder = fresh
-        assert holder is not None
-        return holder
+        return self._holder
 
     def _get_content(self, check: bool = True) -> Content:
         holder = self._get_holder()
-        if self._own_inbox() is None:
+        if self._inbox is None:
             self._content = holder.content(check)
         assert self._content is not None
         return self._content
@@ -474,13 +460,12 @@ class Pore:
         return content
 
     def _get_own_inbox(self, method: str) -> Inbox:
-        inbox = self._own_inbox()
-        if inbox is None:
+        if self._inbox is None:
             raise RuntimeError(
                 f"`{method}` is for the owner of the pore {self.name!r}, process {self.owner} "
                 f"({self._identity.owner_name}): in other processes, use `tell` and `write`"
             )
-        return inbox
+        return self._inbox
 
     def _check_not_exhausted(self, inbox: Inbox) -> None:
         if inbox.is_exhausted():
@@ -502,7 +487,7 @@ class Pore:
         return self
 
     def __repr__(self) -> str:
-        inbox = self._own_inbox()
+        inbox = self._inbox
         owner = f"of {self._identity.owner_name}" if inbox is None else "here"
         state = ", closed" if inbox is not None and inbox.closed else ""
         content = f"{self._size:,} bytes" if self._size else "a file"
@@ -511,6 +496,15 @@ class Pore:
 
 _pores: weakref.WeakValueDictionary[str, Pore] = weakref.WeakValueDictionary()
 """The pores of this process by address: a pore that arrives several times is one object."""
+
+
+def _renew_in_child() -> None:
+    """In a forked child: the pores are the parent's, and this process is not connected."""
+    for pore in list(_pores.values()):
+        pore._renew()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)
 
 
 def _rebuild(identity: PoreIdentity, shape: tuple[int, ...], dtype: Any, size: int) -> Pore:
