@@ -80,13 +80,11 @@ class ConnectedHolder:
         return True
 
     def read(self) -> bool:
-        """Read one chunk; return False if the stream has ended."""
+        """Read one chunk; return False if the stream has ended. Raises `OSError` if it broke."""
         try:
             chunk = self.connection.recv(READ_BYTES)
         except BlockingIOError:
             return True
-        except OSError:
-            return False
         if chunk:
             self.inbox.bytes_read += len(chunk)
             self.inbox.chunks.append((self, chunk))
@@ -104,9 +102,8 @@ class Inbox:
     ) -> None:
         self._pid = os.getpid()
         self.secret = secret
-        # The descriptor of the memory or the file.
-        self.content = parent_death.close_in_child(content)
-        self.listener = parent_death.close_in_child(listener)
+        self.content = content  # the descriptor of the memory or the file
+        self.listener = listener
         self.holders: dict[int, ConnectedHolder] = {}  # by descriptor; used by the I/O thread only
         self.chunks: deque[tuple[ConnectedHolder, bytes]] = deque()
         self.bytes_read = 0  # by the I/O thread
