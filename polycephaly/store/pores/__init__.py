@@ -10,8 +10,8 @@ After LING's pores: a native resource is passive, has one owner, sends messages 
 back, and is closed when its owner ends, however that happens.
 
     pore.py       Pore: the object that users hold, in every process
-    inbox.py      the owner's side of one pore: connected holders, and messages not yet received
-    io_thread.py  the owner's native thread for all its pores: accepts holders, reads their messages
+    inbox.py      the owner's side of one pore: accepts holders, and keeps their messages
+    io_thread.py  the owner's native thread, with the event loop of all its pores
     holder.py     a holder's side: the connection, the mapping, detection of the pore's closing
     frames.py     the format of the data on a connection
 
