@@ -6,7 +6,6 @@ catches it.
 
 from __future__ import annotations
 
-import copy
 import signal
 from concurrent.futures.process import BrokenProcessPool
 from types import FrameType, TracebackType
@@ -191,7 +190,7 @@ def copy_error(error: BaseException) -> BaseException:
     Raising an error attaches a traceback, which holds the frames of the thread that raises it. So
     each waiter gets a copy, and the stored original is never raised.
     """
-    for make_copy in (copy.copy, _copy_without_init):
+    for make_copy in (_copy_by_reduce, _copy_without_init):
         try:
             twin = make_copy(error)
             if type(twin) is type(error) and tuple(map(id, twin.args)) == tuple(
@@ -207,6 +206,18 @@ def copy_error(error: BaseException) -> BaseException:
         except Exception:
             continue
     return error.with_traceback(None)
+
+
+def _copy_by_reduce(error: BaseException) -> BaseException:
+    """Copy an error as `copy.copy` does, without regard to `copyreg`: by the functions that tblib
+    registers there for all exceptions, both would have one `__dict__`, and slots would be lost.
+    """
+    reduced: Any = error.__reduce_ex__(4)
+    make, args, *state = reduced
+    twin: BaseException = make(*args)
+    if state and state[0]:
+        twin.__setstate__(state[0])
+    return twin
 
 
 def _copy_without_init(error: BaseException) -> BaseException:

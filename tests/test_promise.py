@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import copy
+import copyreg
 import gc
 import logging
 import signal
@@ -470,6 +471,21 @@ def test_a_copy_of_an_error_has_notes_of_its_own():
     copied = copy_error(error)
     copied.add_note("second")
     assert copied.__notes__ == ["first", "second"] and error.__notes__ == ["first"]
+
+
+def test_a_copy_shares_no_state_whatever_a_library_registers(monkeypatch):
+    def rebuild(args, state):
+        copied = KeyError(*args)
+        copied.__dict__ = state  # as tblib does
+        return copied
+
+    reduce = lambda error: (rebuild, (error.args, error.__dict__))  # noqa: E731
+    monkeypatch.setitem(copyreg.dispatch_table, KeyError, reduce)
+    error = KeyError("x")
+    error.add_note("first")
+    copied = copy_error(error)
+    copied.add_note("second")
+    assert copied is not error and error.__notes__ == ["first"]
 
 
 def test_gather_may_give_errors_in_their_places():
