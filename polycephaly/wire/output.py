@@ -69,7 +69,7 @@ class OutputRecord:
     def text(self) -> str:
         record = self.record
         first = f"{record.levelname}:{record.name}:{record.msg}"
-        return "\n".join(filter(None, (first, record.exc_text, record.stack_info)))
+        return "\n".join(str(each) for each in (first, record.exc_text, record.stack_info) if each)
 
     def handle(self) -> None:
         """Pass the record to the logger of its name, if that logger is enabled for its level.
