@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,9 +168,10 @@ def test_keep_is_a_word_of_promise_alone(pool):
     ("value", "least", "most"),
     [
         (b"x" * 1000, 1000, 1100),
-        ([bytes(1000)] * 3, 1000, 1300),
+        ([bytes(1000)] * 3, 3000, 3300),
         ([bytes([i % 256]) * 100 for i in range(10_000)], 1_000_000, 2_000_000),
         ({i: str(i) for i in range(5000)}, 250_000, 1_500_000),
+        (SimpleNamespace(x=np.ones(1000), y=[1]), 8000, 8300),
         (np.ones((10, 10)), 800, 800),
         (None, 1, 100),
     ],

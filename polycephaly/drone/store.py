@@ -25,8 +25,8 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable
-from itertools import chain, islice
+from collections.abc import Collection
+from itertools import islice
 from typing import Any
 
 from ..memory.references import load
@@ -36,8 +36,7 @@ from ..wire import placeholders
 from ..wire.kept_values import pack_description, pack_kept_value
 
 _DRONE_NUMBER_BIT = 1 << 63  # marks numbers that no task has
-_MAX_EXAMINED_OBJECTS = 1000
-"""Number of objects of a value that are examined to estimate its size."""
+_MAX_EXAMINED_PARTS = 1000  # of a value whose size is estimated
 
 
 class DroneStore:
@@ -149,45 +148,22 @@ class LocalKeptValue:
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes of a value, about.
-
-    Exact for arrays, bytes and the like, and for containers of up to a thousand objects; larger
-    containers are estimated from the first thousand.
+    """Return the bytes of a value, about: its own, and those of its items or attributes, estimated
+    from the first thousand. Parts of these are not counted.
     """
-    left = _MAX_EXAMINED_OBJECTS
-    seen: set[int] = set()
+    parts: Collection[Any]
+    if isinstance(value, (list, tuple)):
+        parts = value
+    else:
+        parts = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
+    try:
+        sizes = [_own_size(part) for part in islice(parts, _MAX_EXAMINED_PARTS)]
+        size = _own_size(value) + sum(sizes) * len(parts) // max(1, len(sizes))
+    except Exception:  # code of other packages, which may fail
+        size = 0
+    return max(0, min(size, 1 << 62))
 
-    def size(value: Any) -> float:
-        nonlocal left
-        left -= 1
-        if id(value) in seen:
-            return 0
-        seen.add(id(value))
-        try:
-            nbytes = getattr(value, "nbytes", None)
-            if nbytes is not None and not isinstance(value, type):
-                return int(nbytes)
-            if type(value).__module__.partition(".")[0] == "pandas":
-                used = value.memory_usage()
-                return int(getattr(used, "sum", lambda: used)())
-            own: float = sys.getsizeof(value)
-        except Exception:  # code of other packages, which may fail
-            return 0
-        parts: Iterable[Any]
-        if isinstance(value, dict):
-            parts, count = chain.from_iterable(value.items()), 2 * len(value)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            parts, count = value, len(value)
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-            return own + size(vars(value))
-        else:
-            return own
-        examined, inner = 0, 0.0
-        for part in islice(parts, max(0, left)):
-            examined += 1
-            inner += size(part)
-            if left <= 0:
-                break
-        return own + inner * count / max(1, examined)
 
-    return max(0, min(int(size(value)), 1 << 62))
+def _own_size(value: Any) -> int:
+    nbytes = getattr(value, "nbytes", None)  # of an array, a tensor, bytes elsewhere
+    return nbytes if isinstance(nbytes, int) else sys.getsizeof(value)

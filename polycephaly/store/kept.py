@@ -97,7 +97,7 @@ class Kept(StoredHandle[ValueOwner], Generic[T]):
     def nbytes(self) -> int:
         """The approximate size of the value in bytes.
 
-        The size of its buffers counts, and ``sys.getsizeof`` of the first thousand objects.
+        ``nbytes`` or ``sys.getsizeof`` of the value, and of its items or attributes.
 
         Raises
         ------
