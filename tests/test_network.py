@@ -24,7 +24,7 @@ from scripts import Script, run_script
 
 import polycephaly as poly
 from polycephaly.engines.remote import connection as connection_module
-from polycephaly.engines.remote import forks, messages, pool_registry, server_connection
+from polycephaly.engines.remote import messages, pool_registry, server_connection
 from polycephaly.engines.remote.keys import Card, new_key_pair
 from polycephaly.engines.remote.messages import Item
 from polycephaly.errors import Malformed
@@ -985,15 +985,6 @@ def test_python_starts_without_it():
         "import sys, polycephaly; polycephaly.Pool; print('polycephaly.server' in sys.modules)"
     )
     assert done.stdout == "False\n", done.stderr
-
-
-def test_two_connections_to_one_server_are_told_apart_for_forks(server, card):
-    with poly.connect(card) as kept:
-        with poly.connect(card):
-            assert len(forks.connections) == 2
-        assert len(forks.connections) == 1  # that of `kept`, which goes to the same port
-        assert kept.doit(abs, -3) == 3
-    assert not forks.connections
 
 
 def test_a_forked_child_leaves_the_server_to_its_parent(pool, tmp_path, monkeypatch):

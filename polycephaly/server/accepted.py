@@ -21,14 +21,26 @@ import os
 import socket
 import struct
 import termios
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from ..engines.remote.forks import borrow
 from ..engines.remote.messages import MAX_FRAME_BYTES
 
 MAX_UNFINISHED_BYTES = 64 << 20  # of all connections together
 # offset of tcpi_bytes_received (8 bytes, Linux 4.1 and later) in struct tcp_info
 _BYTES_RECEIVED = 128
+
+
+@contextmanager
+def borrow(fd: int) -> Iterator[socket.socket]:
+    """Yield a socket on `fd` itself, which takes no descriptor and leaves `fd` open. Raises
+    `OSError` if `fd` is closed or no socket.
+    """
+    connection = socket.socket(fileno=fd)
+    try:
+        yield connection
+    finally:
+        connection.detach()
 
 
 class _Tcp:

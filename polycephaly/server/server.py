@@ -40,7 +40,6 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from ..engines.remote import messages, pool_registry
-from ..engines.remote.forks import listening_ports
 from ..engines.remote.keys import Card, check_address, check_key, new_key_pair, wants_ipv6
 from ..engines.remote.messages import Item, Result, pack_hello
 from ..errors import Malformed
@@ -123,8 +122,6 @@ class Server:
         self._disconnected: dict[str, tuple[int, str]] = {}
         self._is_closed = self._is_ticking = False
         self.started = time()
-        # A forked child closes its copies of the sockets at once (engines/remote/forks.py): a
-        # zygote would otherwise keep the port, and clients would wait for the child.
         with ExitStack() as undo:
             context = new_context()
             undo.callback(context.term)
@@ -159,7 +156,6 @@ class Server:
             self._loop = EventLoop("polycephaly-server", self._after_turn)
             self._connections_checked_at = self._clients_checked_at = self._loop.timers.now()
             self._resources = undo.pop_all()
-        listening_ports.add(self.port)
         try:
             self._loop.add_source(SocketSource(self._router, self._receive))
             for end, callback in (
@@ -172,7 +168,6 @@ class Server:
             self._loop.post(lambda: settling_threads.add(get_ident()))
             self._loop.start()
         except BaseException:
-            listening_ports.discard(self.port)
             self._loop.release_resources()
             self._resources.close()
             raise
@@ -316,7 +311,6 @@ class Server:
         except Exception:
             log.exception("a bug in polycephaly: the last turn of the server failed")
         self._is_closed = True
-        listening_ports.discard(self.port)
         self._resources.close()
         settling_threads.discard(get_ident())
         self._loop.stop()

@@ -21,7 +21,6 @@ from ...errors import Malformed
 from ...promises.event_loop import EventLoop
 from ...promises.promise import Promise, Signal, fulfill, reject, settling_threads
 from ...wire.endpoint import SocketSource, has_input, new_context
-from .forks import Endpoints, connections, endpoints_of
 from .keys import Card, wants_ipv6
 from .messages import BYE, CHUNK_BYTES, MAX_FRAME_BYTES, PART, PING, REFUSED
 
@@ -47,7 +46,6 @@ class ServerConnection(EventLoop):
     handshake_error = ""
     hello_received = False  # the server's HELLO was received
     _end_reason = ""
-    _endpoints: Endpoints | None = None
 
     def __init__(self, card: Card, name: str) -> None:
         """Make the socket, which `connect` uses; `name` is the thread's."""
@@ -166,9 +164,6 @@ class ServerConnection(EventLoop):
             if kind == zmq.EVENT_CONNECTED:
                 if not self.hello_received:  # libzmq has connected again
                     self._end_reason = ""
-                connections.discard(self._endpoints)
-                self._endpoints = endpoints_of(event["value"])
-                connections.add(self._endpoints)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.loss_reason = (
                     "the server does not allow the key of this process; "
@@ -274,4 +269,3 @@ class ServerConnection(EventLoop):
         with suppress(zmq.ZMQError):
             self._socket.send_multipart([BYE], zmq.NOBLOCK)
         self._resources.close()
-        connections.discard(self._endpoints)
