@@ -16,24 +16,19 @@ ORDERS = 1000
 
 
 class Shop:
-    """Its database can be used on the native thread that opened it, and nowhere else."""
+    """Its database may be used by one native thread at a time, as calls of a batch use it."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "shop.db"
+        self.db = sqlite3.connect(folder / "shop.db", check_same_thread=False)
+        self.db.execute("create table orders (customer integer)")
 
-    def open(self) -> "closing[sqlite3.Connection]":
-        db = sqlite3.connect(self.path)
-        db.execute("create table if not exists orders (customer integer)")
-        return closing(db)
-
-    def insert(self, db: sqlite3.Connection, rows: list[tuple[int]]) -> None:
-        with db:  # one transaction
-            db.executemany("insert into orders values (?)", rows)
+    def insert(self, rows: list[tuple[int]]) -> None:
+        with self.db:  # one transaction
+            self.db.executemany("insert into orders values (?)", rows)
 
     def count(self) -> int:
-        with self.open() as db:
-            total: int = db.execute("select count(*) from orders").fetchone()[0]
-            return total
+        total: int = self.db.execute("select count(*) from orders").fetchone()[0]
+        return total
 
 
 @green.call.batch
@@ -58,13 +53,14 @@ async def seconds_for(order: Callable[[tuple[int]], Awaitable[None]]) -> float:
 
 async def main(folder: Path) -> None:
     shop = Shop(folder)
-    async with green.call.batch(shop.insert, using=shop.open) as insert:
-        together = await seconds_for(insert)
-        print(f"{ORDERS} orders of {ORDERS} green threads, in {insert.crossings} transaction")
-    async with green.call.batch(shop.insert, using=shop.open, limit=1) as insert_one:
-        alone = await seconds_for(insert_one)
-        print(f"{ORDERS} more, in {insert_one.crossings}")
-    print(f"{shop.count()} are there; together was {alone / together:.1f} times as fast")
+    with closing(shop.db):
+        async with green.call.batch(shop.insert) as insert:
+            together = await seconds_for(insert)
+            print(f"{ORDERS} orders of {ORDERS} green threads, in {insert.crossings} transaction")
+        async with green.call.batch(shop.insert, limit=1) as insert_one:
+            alone = await seconds_for(insert_one)
+            print(f"{ORDERS} more, in {insert_one.crossings}")
+        print(f"{shop.count()} are there; together was {alone / together:.1f} times as fast")
 
     paths = [folder / f"{number}.txt" for number in range(200)]
     for path in paths[:-1]:

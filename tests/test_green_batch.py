@@ -8,18 +8,15 @@ import collections
 import gc
 import pickle
 import random
-import sqlite3
 import threading
 import time
 import traceback
 import weakref
 from concurrent.futures import CancelledError
-from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
 from greens import outcome, run, turns
-from scripts import output_of
 
 import polycephaly as poly
 from polycephaly import green
@@ -270,12 +267,6 @@ async def coroutine_function(requests):
         (len, {"limit": 0}, ValueError, "at least 1 request, not 0"),
         (len, {"limit": True}, TypeError, "limit= takes a number of requests, not True"),
         (len, {"limit": "10"}, TypeError, "limit= takes a number of requests, not '10'"),
-        (
-            len,
-            {"using": closing([])},
-            TypeError,
-            "using= takes a function that returns a context manager, not",
-        ),
     ],
 )
 def test_what_cannot_be_batched_is_told_at_once(fn, how, error, said):
@@ -396,105 +387,21 @@ def test_cancelled_at_random_every_request_is_answered_or_withdrawn_and_none_cro
         )
 
 
-# -- a native thread of its own --------------------------------------------------------------------
+# -- the crosser -----------------------------------------------------------------------------------
 
 
-class Log:
-    """A context manager that notes what is done to it, and on which native thread."""
-
-    def __init__(self):
-        self.notes = []
-        self.idents = set()
-
-    def note(self, what):
-        self.notes.append(what)
-        self.idents.add(threading.get_ident())
-
-    @contextmanager
-    def opened(self):
-        self.note("opened")
-        try:
-            yield self
-        finally:
-            self.note("closed")
-
-
-def note_all(log, requests):
-    log.note(requests)
-
-
-def test_what_it_uses_is_entered_used_and_left_on_one_native_thread():
-    log = Log()
-
+def test_who_crosses_may_be_cancelled_before_its_first_step():
     async def main():
-        async with green.call.batch(note_all, using=log.opened) as noted:
-            assert log.notes == []  # with the first request
-            await green.par(noted(1), noted(2))
-            await noted(3)
-        return threading.get_ident() in log.idents
-
-    assert run(main) is False
-    assert log.notes == ["opened", [1, 2], [3], "closed"]
-    assert len(log.idents) == 1
-
-
-def test_a_database_that_belongs_to_one_native_thread(tmp_path):
-    def opened():
-        db = sqlite3.connect(tmp_path / "numbers.db")
-        db.execute("create table numbers (n)")
-        return closing(db)
-
-    @green.call.batch(using=opened)
-    def insert(db, rows):
-        with db:
-            db.executemany("insert into numbers values (?)", rows)
-
-    async def main():
-        async with insert:
-            await green.par(*(insert((n,)) for n in range(1000)))
-            return insert.crossings
-
-    assert run(main) == 1
-    with closing(sqlite3.connect(tmp_path / "numbers.db")) as db:
-        assert db.execute("select count(*), sum(n) from numbers").fetchone() == (1000, 499500)
-
-
-def test_who_crosses_may_be_cancelled_and_who_asks_then_is_served_all_the_same():
-    log = Log()
-
-    async def main():
-        async with green.call.batch(note_all, using=log.opened) as noted:
-            await noted(1)
-            (crosser,) = [each for each in scheduler.live if each.name == "batch of note_all"]
-            crosser.cancel()
-            await green.sleep(0)
-            await noted(2)
-
-    run(main)
-    assert log.notes == ["opened", [1], "closed", "opened", [2], "closed"]
-
-
-@pytest.mark.parametrize("using", [False, True])
-def test_who_crosses_may_be_cancelled_before_its_first_step(using):
-    log = Log()
-
-    async def main():
-        batched = (
-            green.call.batch(note_all, using=log.opened)
-            if using
-            else green.call.batch(lambda all: all)
-        )
-        async with batched:
+        async with green.call.batch(lambda all: all) as batched:
             asks = green.spawn(batched, 1)
             while not (
                 crossers := [each for each in scheduler.live if each.name.startswith("batch of")]
             ):
                 await green.sleep(0)
             crossers[0].cancel()
-            await asks
+            return await asks
 
-    run(main)
-    assert log.notes == (["opened", [1], "closed"] if using else [])
+    assert run(main) == 1
 
 
 def test_closing_serves_all_who_wait_and_then_refuses():
@@ -536,83 +443,11 @@ async def wait_for(promise):
 
 
 def test_plain_code_closes_it_too():
-    log = Log()
-    noted = green.call.batch(note_all, using=log.opened)
-    assert green.run(noted, 1) is None
-    noted.close().result(30)
-    assert log.notes == ["opened", [1], "closed"]
-
-
-def test_a_batch_that_nobody_holds_leaves_what_it_used():
-    left = threading.Event()
-
-    @contextmanager
-    def opened():
-        yield None
-        left.set()
-
-    async def main():
-        return await green.call.batch(lambda _, requests: requests, using=opened)("only")
-
-    assert run(main) == "only"
-    assert left.wait(30)
-
-
-def test_where_it_cannot_be_entered_all_who_wait_are_told_and_the_next_tries_again():
-    tries = []
-
-    @contextmanager
-    def opened():
-        tries.append(len(tries))
-        if len(tries) == 1:
-            raise OSError("no such thing")
-        yield "opened"
-
-    @green.call.batch(using=opened)
-    def ask(thing, requests):
-        return [(thing, each) for each in requests]
-
-    async def main():
-        async with ask:
-            told = [await outcome(each) for each in [green.spawn(ask, n) for n in range(2)]]
-            return told, await ask(2)
-
-    assert run(main) == ([OSError, OSError], ("opened", 2))
-
-
-def test_an_error_on_leaving_is_raised_by_the_close():
-    @contextmanager
-    def opened():
-        yield
-        raise OSError("could not be left")
-
-    @green.call.batch(using=opened)
-    def ask(_, requests):
-        return requests
-
-    async def main():
-        async with ask:
-            await ask(1)
-
-    with pytest.raises(OSError, match="could not be left"):
-        run(main)
-
-
-def test_left_open_at_the_end_of_the_program_it_says_nothing():
-    told = output_of(
-        """
-        from contextlib import nullcontext
-        from polycephaly import green
-
-        @green.call.batch(using=nullcontext)
-        def ask(_, requests):
-            return requests
-
-        print(green.run(ask, 7))
-        """,
-        python_args=("-W", "error"),
-    )
-    assert told == "7\n"
+    batched = green.call.batch(list)
+    assert green.run(batched, 1) == 1
+    batched.close().result(30)
+    with pytest.raises(RuntimeError, match="was closed before"):
+        green.run(batched, 2)
 
 
 # -- other images ----------------------------------------------------------------------------------

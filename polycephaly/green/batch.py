@@ -8,10 +8,9 @@ After CEFOS's wrapped system calls. There is no timer: a crossing takes the requ
 during the one before, or at first, until all threads that were ready have run. So a lone request is
 not delayed, and crossings grow with the load.
 
-The *crosser* is a green thread that exists only while requests wait. With `using` the crosser is
-bound, and keeps the context manager open until the batch is closed. Only the scheduler's owner runs
-this code, except `close`, so there are no locks. A request withdrawn before its crossing is left
-out. If withdrawn during the crossing, the request stays, and its result is dropped.
+The *crosser* is a green thread that exists only while requests wait. Only the scheduler's owner
+runs this code, except `close`, so there are no locks. A request withdrawn before its crossing is
+left out. If withdrawn during the crossing, the request stays, and its result is dropped.
 
 The requests of a crossing stay in `in_flight` until their threads are woken. So no thread waits for
 ever, however the crosser ends: requests in flight get an error, those that wait another crosser.
@@ -22,9 +21,8 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from contextvars import Context
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from ..errors import copy_error, skip_own_frames
@@ -34,10 +32,9 @@ from .call import call as _call
 from .parking import Parking
 from .scheduler import scheduler
 from .spawning import start
-from .thread import GreenThread, Wake, check_count, qualname
+from .thread import GreenThread, check_count, qualname
 from .waiting import Refused
 
-H = TypeVar("H")
 P = ParamSpec("P")
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -56,24 +53,15 @@ class Batch(Generic[Q, R]):
 
     parks = True  # `spawn` treats a batch as a coroutine function
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        limit: int | None,
-        using: Callable[[], AbstractContextManager[Any]] | None,
-    ) -> None:
+    def __init__(self, fn: Callable[[list[Q]], Any], limit: int | None) -> None:
         if not callable(fn) or is_coroutine_function(fn):
             raise TypeError(
                 f"green.call.batch takes a plain function of a list of requests, not {fn!r}"
             )
-        if using is not None and not callable(using):
-            raise TypeError(
-                f"using= takes a function that returns a context manager, not {using!r}"
-            )
         if limit is not None:
             check_count("limit= takes", "request", limit)
         update_wrapper(self, fn)
-        self._crossings = _Crossings(fn, limit, using)
+        self._crossings = _Crossings(fn, limit)
 
     def __call__(self, request: Q) -> Awaitable[R]:
         return _Request(self, request)
@@ -96,10 +84,9 @@ class Batch(Generic[Q, R]):
         Returns
         -------
         Promise
-            Settled when all waiting requests have been served and the context manager of `using`
-            has been exited.
+            Settled when all waiting requests have been served.
         """
-        self._crossings.close()
+        self._crossings.closed = True
         return self._crossings.promise_end()
 
     async def __aenter__(self) -> Self:
@@ -107,10 +94,6 @@ class Batch(Generic[Q, R]):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
-
-    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if "_crossings" in self.__dict__ and not finalizing():
-            self._crossings.close()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Reduce to a batch of the same function, which another process makes for itself.
@@ -121,7 +104,7 @@ class Batch(Generic[Q, R]):
         if module != "__main__" and getattr(sys.modules.get(module), name, None) is self:
             return str(name)
         crossings = self._crossings
-        return Batch, (crossings.fn, crossings.limit, crossings.using)
+        return Batch, (crossings.fn, crossings.limit)
 
     def __repr__(self) -> str:
         state = "closed" if self._crossings.closed else f"{self.waiting} waiting"
@@ -159,22 +142,15 @@ class _Crossings:
     The crosser refers only to this object, so that the crosser does not keep the batch alive.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        limit: int | None,
-        using: Callable[[], AbstractContextManager[Any]] | None,
-    ) -> None:
+    def __init__(self, fn: Callable[[list[Any]], Any], limit: int | None) -> None:
         self.fn = fn
         self.limit = limit
-        self.using = using
         self.name = qualname(fn)
         self.waiting: deque[_Request] = deque()
         self.in_flight: deque[_Request] = deque()
         self.count = 0
         self.closed = False
         self._crosser: GreenThread[None] | None = None
-        self._wakeup: Wake | None = None
 
     def add_request(self, request: _Request) -> None:
         if self.closed:
@@ -182,21 +158,16 @@ class _Crossings:
         if not self._has_crosser():
             self.waiting.clear()  # left over from the process that this one was forked from
             self._start_crosser()
-        else:
-            self._wake_crosser()
         self.waiting.append(request)
 
     def _has_crosser(self) -> bool:
         return self._crosser is not None and self._crosser in scheduler.live
 
     def _start_crosser(self) -> None:
-        self._wakeup = None
         self.in_flight = deque()  # may be left over from such a process too
         context = Context()  # of no particular thread, because the crosser serves all
         name = f"batch of {self.name}"
-        bound = self.using is not None
-        serve = self._serve(self.fn) if self.using is None else self._serve_with(self.using)
-        self._crosser = context.run(start, serve, (), name=name, bound=bound)
+        self._crosser = context.run(start, self._serve(), (), name=name)
         self._crosser.add_done_callback(self._on_crosser_end)
 
     def _on_crosser_end(self, crosser: Promise[None]) -> None:
@@ -213,11 +184,6 @@ class _Crossings:
             if self.waiting:
                 self._start_crosser()
 
-    def close(self) -> None:
-        self.closed = True
-        if self._has_crosser():
-            scheduler.post(self._wake_crosser)
-
     def promise_end(self) -> Promise[None]:
         """Return a promise of the end of the crosser, if there is one.
 
@@ -233,48 +199,17 @@ class _Crossings:
             fulfill(ended)
         return ended
 
-    def _wake_crosser(self) -> None:
-        if self._wakeup is not None:
-            self._wakeup.now()
-            self._wakeup = None
-
-    async def _serve_with(self, using: Callable[[], AbstractContextManager[Any]]) -> None:
-        try:
-            manager = await _call(using)
-            entered = await _call(manager.__enter__)
-        except BaseException as error:
-            self._reject(self._start_crossing(None), error)
-            return
-        try:
-            while True:
-                await self._serve(partial(self.fn, entered))
-                if self.closed:
-                    break
-                self._wakeup = Wake()
-                await self._wakeup
-        except GeneratorExit:  # the interpreter is exiting, so nothing is called any more
-            raise
-        except BaseException:
-            await self._leave(manager, *sys.exc_info())
-            raise
-        await self._leave(manager, None, None, None)
-
-    async def _leave(self, manager: AbstractContextManager[Any], *error: Any) -> None:
-        # No `_call`, which a cancelled thread does not begin.
-        await scheduler.current.call_on_native_thread(manager.__exit__, error, {})
-
-    async def _serve(self, fn: Callable[[list[Any]], Any]) -> None:
+    async def _serve(self) -> None:
         while self.waiting:
             # Here, because an error of the crosser's own in a crossing would go to the requests.
             scheduler.current.raise_if_interrupted()
-            requests = self._start_crossing(self.limit)
+            requests = self._start_crossing()
             if not requests:  # all were withdrawn
                 return
             self.count += 1
             try:
-                results = _as_result_list(
-                    await _call(fn, [each.request for each in requests]), len(requests), self.name
-                )
+                results = await _call(self.fn, [each.request for each in requests])
+                results = _as_result_list(results, len(requests), self.name)
             except GeneratorExit:
                 raise
             except BaseException as error:
@@ -285,11 +220,11 @@ class _Crossings:
                 if not each.withdrawn:
                     each.wake(Refused(result) if isinstance(result, BaseException) else result)
 
-    def _start_crossing(self, limit: int | None) -> deque[_Request]:
+    def _start_crossing(self) -> deque[_Request]:
         """Move the requests of the next crossing from `waiting` to `in_flight`, and return them."""
         waiting = self.waiting
         taken = self.in_flight = deque()
-        while waiting and len(taken) != limit:
+        while waiting and len(taken) != self.limit:
             request = waiting.popleft()
             if not request.withdrawn:
                 taken.append(request)
@@ -345,39 +280,11 @@ class Call(Protocol):
     ) -> Batch[Q, R]: ...
     @overload
     def batch(
-        self,
-        fn: Callable[[H, list[Q]], None],
-        /,
-        *,
-        limit: int | None = None,
-        using: Callable[[], AbstractContextManager[H]],
-    ) -> Batch[Q, None]: ...
-    @overload
-    def batch(
-        self,
-        fn: Callable[[H, list[Q]], Sequence[R]],
-        /,
-        *,
-        limit: int | None = None,
-        using: Callable[[], AbstractContextManager[H]],
-    ) -> Batch[Q, R]: ...
-    @overload
-    def batch(
-        self,
-        /,
-        *,
-        limit: int | None = None,
-        using: Callable[[], AbstractContextManager[Any]] | None = None,
-    ) -> Callable[[Callable[..., Any]], Batch[Any, Any]]: ...
+        self, /, *, limit: int | None = None
+    ) -> Callable[[Callable[[list[Q]], Any]], Batch[Q, Any]]: ...
 
 
-def batch(
-    fn: Callable[..., Any] | None = None,
-    /,
-    *,
-    limit: int | None = None,
-    using: Callable[[], AbstractContextManager[Any]] | None = None,
-) -> Any:
+def batch(fn: Callable[[list[Any]], Any] | None = None, /, *, limit: int | None = None) -> Any:
     """Make a function of a list of requests callable one request at a time.
 
     Also a decorator: ``@green.call.batch`` or ``@green.call.batch(limit=100)``.
@@ -391,11 +298,6 @@ def batch(
         requests of that crossing.
     limit
         The largest number of requests in one call of `fn`; None for no limit.
-    using
-        A function that returns a context manager, for objects that belong to one native thread
-        (`sqlite3`). `fn` is then called as ``fn(entered, requests)``. The manager is entered for
-        the first request, and exited by `Batch.close`, at the end of an ``async with`` block, or
-        when the batch is destroyed: all on a native thread of the batch's own.
 
     Returns
     -------
@@ -427,8 +329,8 @@ def batch(
     ([3, 3, 5], 1)
     """
     if fn is None:
-        return lambda fn: Batch(fn, limit, using)
-    return Batch(fn, limit, using)
+        return lambda fn: Batch(fn, limit)
+    return Batch(fn, limit)
 
 
 call = cast(Call, _call)

@@ -29,11 +29,6 @@ def half_each(numbers: list[int]) -> list[float]:
     return [half(n) for n in numbers]
 
 
-def run_all(connection: sqlite3.Connection, statements: list[str]) -> None:
-    for each in statements:
-        connection.execute(each)
-
-
 async def name_of(n: int) -> str:
     await green.sleep(0)
     return f"number {n}"
@@ -231,10 +226,8 @@ async def threads() -> None:
     halves = green.call.batch(half_each, limit=100)
     assert_type(halves, green.Batch[int, float])
     assert_type(await halves(3), float)
-    async with green.call.batch(
-        run_all, using=lambda: closing(sqlite3.connect(":memory:"))
-    ) as statement:
-        await statement("create table prices (price)")
+    async with green.call.batch(half_each) as closed:
+        assert_type(await closed(3), float)
     assert_type(await green.aio(asyncio.sleep(0, "slept")), str)
     assert_type(await green.par(nap, nap), list[int])
     assert_type(await green.map(name_of, range(3)), list[str])
