@@ -252,6 +252,12 @@ def skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def type_with_article(value: object) -> str:
+    """Return the name of the type of `value` for a message, as in "an Engine"."""
+    name = type(value).__qualname__
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def describe_exit(code: int) -> str:
     """Return how a process with this exit code ended, in words that follow its name."""
     if code >= 0:

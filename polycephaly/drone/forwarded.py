@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from ..errors import type_with_article
 from ..runtime import forked
 from ..wire.exceptions import describe_error, pack_exception
 from ..wire.main_names import MainSnapshot
@@ -85,5 +86,5 @@ def _pack_result(value: object) -> bytes:
     try:
         return capture(value, NO_SHARED_NAMES)
     except BaseException as error:
-        error.add_note(f"while pickling the result, a {type(value).__qualname__}")
+        error.add_note(f"while pickling the result, {type_with_article(value)}")
         raise

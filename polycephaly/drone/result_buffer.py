@@ -19,6 +19,7 @@ from __future__ import annotations
 from pickle import dumps
 from typing import Any
 
+from ..errors import type_with_article
 from ..memory.blocks import Store
 from ..memory.references import RefTable, Serialized
 from ..runtime import forked
@@ -79,7 +80,7 @@ class ResultBuffer:
             )
             return pack(value, self._snapshot, self._store, bulky)
         except BaseException as error:
-            error.add_note(f"while pickling the result, a {type(value).__qualname__}")
+            error.add_note(f"while pickling the result, {type_with_article(value)}")
             raise
 
     def _exit_if_forked(self, error: BaseException | None = None) -> None:
@@ -96,7 +97,7 @@ class ResultBuffer:
         except BaseException as worse:
             # The error's own code broke off its pickling: report at least its type.
             substitute = RuntimeError(
-                f"a {type(error).__qualname__} could not be sent: pickling it raised "
+                f"{type_with_article(error)} could not be sent: pickling it raised "
                 f"{type(worse).__qualname__}"
             )
             return pack_exception(substitute, lambda value: dumps(value, 5))

@@ -25,7 +25,7 @@ from contextvars import Context
 from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
-from ..errors import copy_error, skip_own_frames
+from ..errors import copy_error, skip_own_frames, type_with_article
 from ..promises.promise import FINISHED, Promise, Signal, fulfill, stored_error
 from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
@@ -247,7 +247,7 @@ def _as_result_list(results: Any, count: int, name: str) -> list[Any]:
     """
     if results is None:
         return [None] * count
-    returned = f"a {type(results).__name__}"
+    returned = type_with_article(results)
     # Iterating over a table gives its columns.
     if not isinstance(results, _NOT_RESULT_LISTS) and not hasattr(type(results), "columns"):
         try:

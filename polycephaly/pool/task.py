@@ -20,7 +20,7 @@ from pickle import dumps, loads
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import Lost, copy_error
+from ..errors import Lost, copy_error, type_with_article
 from ..memory.blocks import pristine_view
 from ..memory.references import Received, Serialized, load, load_with_buffers
 from ..promises.promise import (
@@ -750,7 +750,7 @@ def _describe_unpicklable(
             with PicklingContext(registry.directory, registry.snapshot, {}):
                 capture(arg, registry.snapshot)
         except Exception:
-            return f"{name}, a {type(arg).__qualname__}{_FUTURE_CURE if _has_future(arg) else ''}"
+            return f"{name}, {type_with_article(arg)}{_FUTURE_CURE if _has_future(arg) else ''}"
     return "all arguments together"
 
 

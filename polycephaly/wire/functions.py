@@ -31,6 +31,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
+from ..errors import type_with_article
 from ..memory.blocks import Store
 from ..memory.references import Serialized
 from ..promises.promise import NeedsPlaceholder
@@ -294,7 +295,7 @@ def label(fn: object) -> str:
     name = None
     with suppress(Exception):  # of the object's own code
         name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
-    return str(name) if name else f"a {type(fn).__qualname__}"
+    return str(name) if name else type_with_article(fn)
 
 
 def _describe_unpicklable(fn: Any, directory: Directory | None, snapshot: MainSnapshot) -> str:
@@ -304,7 +305,7 @@ def _describe_unpicklable(fn: Any, directory: Directory | None, snapshot: MainSn
             with PicklingContext(directory, snapshot, {}):
                 capture(value, snapshot)
         except Exception:
-            return f", which captures {name}, a {type(value).__qualname__}"
+            return f", which captures {name}, {type_with_article(value)}"
     return ""
 
 
