@@ -61,6 +61,7 @@ def test_a_death_rejects_what_was_running_and_the_pool_goes_on(pool, work, args,
         work.__name__ in error.running and work.__name__ in str(error) and error.drone in str(error)
     )
     assert error.exitcode == told(status) and (told(status) is None or told_as in str(error))
+    assert ("memory ran out" in str(error)) == (error.exitcode == -signal.SIGKILL)
     assert pool.doit(abs, -1) == 1
 
 

@@ -424,6 +424,8 @@ def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
     if task is not None and running:
         name = with_item(running, *task.items)
         message += f"{reason and ','} while running {name}"
+    if code == -signal.SIGKILL and not reason:
+        message += " (by another process, or by the kernel because memory ran out)"
     stderr, stack = "\n".join(handle.stderr), "\n".join(handle.stack)
     if stderr:
         message += f"\nlast lines of the drone on stderr:\n{stderr}"
