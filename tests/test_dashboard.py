@@ -206,7 +206,6 @@ def test_metrics_are_in_the_format_of_prometheus():
 
 def test_a_reader_gets_each_entry_once_and_misses_only_what_is_not_kept(monkeypatch):
     monkeypatch.setattr(tuning, "trace_spans", 40)
-    monkeypatch.setattr(tuning, "trace_segments", 4)
     record, cursor = TraceBuffer(), (0, 0)
     got: list[str] = []
     for number in range(200):

@@ -118,19 +118,6 @@ def test_idle_drones_count():
     assert some.utilisation == pytest.approx(0.495, abs=0.01)
 
 
-def test_what_is_not_held_any_more_counts_too():
-    from polycephaly.pool.record import Aggregated
-    from polycephaly.timeline import Sums
-
-    timeline = poly.Timeline(full(1))
-    timeline.add_record(
-        Aggregated({("d0", "load"): Sums(1000, running=100.0)}, 1000, -100.0, 0.0), []
-    )
-    found = Figures(timeline)
-    assert found.calls == 1030 and found.seconds == pytest.approx(103, abs=0.1)
-    assert found.busy["d0"] == pytest.approx(1.0, abs=0.01)
-
-
 def test_a_real_run_with_one_long_call_names_it(tmp_path):
     def long_one(
         begun,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from ..timeline.entries import Aggregated
 from ..timeline.spans import RUNNING, SENT, Span, short_name
 from ..timeline.timeline import Timeline
 from .record import Cursor
@@ -22,10 +21,10 @@ def take_timeline(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
     """
     now = monotonic()
     record = dispatcher.record
-    folded, entries = record.snapshot()
     under_way = list(_under_way(dispatcher, now))
     timeline = Timeline(under_way, list(record.drones), waiting=len(dispatcher.queue))
-    timeline.add_record(folded, entries, list(record.threads), record.threads_lost)
+    timeline.add_record(list(record.entries), list(record.threads))
+    timeline.spans_lost, timeline.threads_lost = record.spans_lost, record.threads_lost
     return timeline if only is None else timeline.of_drone(only)
 
 
@@ -37,7 +36,7 @@ def take_news(dispatcher: Dispatcher, cursor: Cursor) -> tuple[Timeline, Cursor]
     now, record = monotonic(), dispatcher.record
     entries, threads, cursor = record.since(cursor)
     timeline = Timeline(_under_way(dispatcher, now), list(record.drones))
-    timeline.add_record(Aggregated(), entries, threads)
+    timeline.add_record(entries, threads)
     return timeline, cursor
 
 

@@ -1,17 +1,14 @@
 """A dispatcher's trace buffer: one entry for each batch of answers.
 
-    handlers ──add──> segment ──full──> segments, `tuning.trace_segments` at most ──oldest──> sums
-                                           │
-              any thread ──snapshot()──────────┘
+    handlers ──add──> entries, of `tuning.trace_spans` spans at most ──oldest──> `spans_lost`
+                         │
+              any thread ┴── since(cursor)
 
 Recording must cost next to nothing, because hundreds of answers come in one batch. So calls that
 are too short to be seen in a picture share one span, and neither tasks nor results are kept.
-Segments that are dropped are added up by drone and function, so tables are exact however many calls
-there were.
 
-No lock is needed: a reader of entries reads one attribute, `_state`, which is replaced as a whole,
-and a segment is only appended to. `since` reads the spans of green threads again if some were just
-being added.
+No lock is needed: a reader copies a whole deque, which is one step, and reads again if something
+was just being added.
 """
 
 from __future__ import annotations
@@ -24,16 +21,15 @@ from time import monotonic, sleep, time
 from typing import Any
 
 from ..runtime.tuning import tuning
-from ..timeline.entries import Aggregated, Entry
+from ..timeline.entries import Entry
 from ..timeline.event_log import unpack_events
-from ..timeline.spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, Sums, short_name
+from ..timeline.spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, short_name
 from ..wire.messages import CALL_SLICE, VALUE
 from ..wire.messages import ERROR as FAILED
 from .task import Answer, Task
 
 _definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", "kind", "answer"))
 
-OTHER_FUNCTIONS = "(others)"
 MIN_OWN_SPAN_SECONDS = 100e-6  # shorter calls share one span
 MAX_KEPT_THREAD_SPANS = 10_000
 MAX_KEPT_CPU_TIMES = 1000
@@ -51,16 +47,15 @@ class TraceBuffer:
     """
 
     def __init__(self) -> None:
-        self._segment: list[Entry] = []
-        self._size = 0
-        # The aggregate, how many entries are in it, and the segments after it.
-        self._state: tuple[Aggregated, int, tuple[list[Entry], ...]]
-        self._state = Aggregated(), 0, (self._segment,)
+        self.entries: deque[Entry] = deque()
+        self._size = 0  # spans in `entries`
+        self.spans_lost = 0  # that were in earlier entries
         self._slice_ends: dict[str, float] = {}  # up to when slices of a drone are recorded
         self.threads: deque[Span] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
         self.threads_lost = 0
-        # How many spans were added to `threads`. The second is smaller while some are being added.
-        self._threads_begun = self._threads_added = 0
+        # How much was added so far. The second is older while something is being added.
+        self._begun: Cursor = 0, 0
+        self._added = self._begun
         self.last_finished: dict[str, float] = {}  # the end of each drone's latest recorded task
         self.drones: dict[str, None] = {}  # the names of all drones so far
         self.failed = 0  # calls that ended with an error, or with their drone
@@ -162,23 +157,22 @@ class TraceBuffer:
     ) -> None:  # fmt: skip
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         name = short_name(first.definition.label)
-        self._segment.append(
+        self._begin(1, 0)
+        self.entries.append(
             Entry(drone, name, status, calls, queued, sent, started, finished, *measured)
         )
+        self._added = self._begun
         self.last_finished[drone] = finished[-1]
         self._size += len(started)
         if status not in (DONE, CANCELLED):
             self.failed += calls * len(started)
-        if self._size >= tuning.trace_spans // tuning.trace_segments:
-            self._start_segment()
+        while self._size > tuning.trace_spans:
+            lost = len(self.entries.popleft().started)
+            self._size -= lost
+            self.spans_lost += lost
 
-    def _start_segment(self) -> None:
-        folded, count, segments = self._state
-        if len(segments) >= tuning.trace_segments:
-            oldest, *rest = segments
-            folded, count, segments = _aggregate(folded, oldest), count + len(oldest), tuple(rest)
-        self._segment, self._size = [], 0
-        self._state = folded, count, (*segments, self._segment)
+    def _begin(self, entries: int, threads: int) -> None:
+        self._begun = self._begun[0] + entries, self._begun[1] + threads
 
     def add_events(self, drone: str, data: bytes, clock_offset: float) -> None:
         """Record the events of a drone's green threads, and the cost of its next answers.
@@ -191,9 +185,9 @@ class TraceBuffer:
             self._cpu.clear()
         self._cpu.update(cpu)
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - MAX_KEPT_THREAD_SPANS)
-        self._threads_begun += len(events)
+        self._begin(0, len(events))
         self.threads.extend(events)
-        self._threads_added = self._threads_begun
+        self._added = self._begun
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -202,51 +196,21 @@ class TraceBuffer:
             {"at": time(), "task": task, "item": item, "drone": drone, "error": error}
         )
 
-    def snapshot(self) -> tuple[Aggregated, list[Entry]]:
-        """Return the aggregate and the entries at this moment."""
-        folded, _, segments = self._state
-        return folded, [entry for segment in segments for entry in segment[:]]
-
     def since(self, cursor: Cursor) -> tuple[list[Entry], list[Span], Cursor]:
         """Return the entries, and the spans of green threads, added since `cursor`, and the cursor
         for the next call. Those that are not kept any more are left out.
         """
-        _, count, segments = self._state
-        entries: list[Entry] = []
-        for segment in segments:
-            part = segment[:]
-            entries += part[max(0, cursor[0] - count) :]
-            count += len(part)
         while True:
-            added = self._threads_added
-            threads = list(self.threads)
-            if added == self._threads_begun:
+            added = self._added
+            entries, threads = list(self.entries), list(self.threads)
+            if added is self._begun:
                 break
-            sleep(0)  # some are just being added
-        return entries, threads[max(0, len(threads) - (added - cursor[1])) :], (count, added)
-
-
-def _aggregate(folded: Aggregated, segment: list[Entry]) -> Aggregated:
-    added: dict[tuple[str, str], list[Any]] = {}
-    known = folded.sums
-    spans = folded.spans
-    start, end = folded.start or segment[0].queued[0], folded.end
-    for entry in segment:
-        spans += len(entry.started)
-        start, end = min(start, entry.queued[0]), max(end, entry.received)
-        key = entry.drone, entry.name
-        if key not in known and key not in added and len(known) + len(added) >= tuning.trace_names:
-            key = entry.drone, OTHER_FUNCTIONS
-        if key in added:
-            totals = added[key]
-            for index, number in enumerate(entry.sums()):
-                totals[index] += number
-        else:
-            added[key] = list(entry.sums())
-    sums = dict(known)
-    for key, numbers in added.items():
-        sums[key] = Sums(*numbers) + sums.get(key, Sums())
-    return Aggregated(sums, spans, start, end)
+            sleep(0)  # something is just being added
+        return (
+            entries[max(0, len(entries) - (added[0] - cursor[0])) :],
+            threads[max(0, len(threads) - (added[1] - cursor[1])) :],
+            added,
+        )
 
 
 def _failure_status(task: Task) -> str:

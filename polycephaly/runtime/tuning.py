@@ -64,12 +64,6 @@ class Tuning:
     """Time that a free block of shared memory keeps its pages for the next value."""
     trace_spans: int = 30_000
     """Spans that are kept of a pool for its timeline, about: 15 MB at most."""
-    trace_segments: int = 100
-    """Segments in which the spans are kept. If there are more, the oldest is aggregated."""
-    trace_names: int = 1000
-    """Names of functions on drones in the aggregates. The rest is added up together, because every
-    code string has a name of its own.
-    """
 
     # Profiles and logs
     profile_answer_seconds: float = 5.0

@@ -32,14 +32,10 @@ class Figures:
         start, end = Contents(tasks).start, Contents(tasks).end
         busy = {row.drone: row.busy for row in rows(timeline) if not row.thread}
         sums = timeline.sums()
-        if timeline.folded:  # spans that are no longer kept were busy too
-            start = min(start, timeline.start)
-            for drone in busy:
-                busy[drone] = sum(each.running for (of, _), each in sums.items() if of == drone)
         self.seconds = max(end - start, 1e-9)
         self.cores = usable_processors()
         self.drones = len(busy)
-        self.tasks = len(tasks) + timeline.folded
+        self.tasks = len(tasks)
         # By drone, the share in which it was busy.
         self.busy = {drone: min(1.0, each / self.seconds) for drone, each in busy.items()}
         self.utilisation = sum(self.busy.values()) / max(1, self.drones)

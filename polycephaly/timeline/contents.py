@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from .spans import Span, Sums, add_up, sums_of
 
 if TYPE_CHECKING:
-    from .entries import Aggregated, Entry
+    from .entries import Entry
 
 Key = tuple[str, str]
 
@@ -24,25 +24,18 @@ class Contents:
         self._spans: list[Span] | None = None
         self._drones = dict.fromkeys(drones)
         self._entries: list[Entry] = []
-        self._folded: list[Aggregated] = []
         self._sums: dict[Key, Sums] | None = None
         self.waiting = waiting
         """Number of tasks that were in the queue, and sent to no drone yet."""
+        self.spans_lost = 0
+        """Number of earlier spans of tasks, of all drones of the pool, that are no longer kept."""
         self.threads_lost = 0
         """Number of calls of green threads that were too many to be kept."""
 
-    def add_record(
-        self,
-        folded: Aggregated,
-        entries: Sequence[Entry],
-        threads: Iterable[Span] = (),
-        threads_lost: int = 0,
-    ) -> None:
+    def add_record(self, entries: Sequence[Entry], threads: Iterable[Span]) -> None:
         """Add the content of a trace buffer, before the first use of the timeline."""
         self._entries += entries
-        self._folded += [folded] if folded.spans else []
         self._others += threads
-        self.threads_lost += threads_lost
 
     # -- content -----------------------------------------------------------------------------------
 
@@ -57,29 +50,22 @@ class Contents:
     @property
     def drones(self) -> list[str]:
         """The names of all drones of the timeline, idle ones too."""
-        of_folded = (drone for folded in self._folded for drone, _ in folded.sums)
-        return [*dict.fromkeys([*self._drones, *of_folded, *(span.drone for span in self.spans)])]
-
-    @property
-    def folded(self) -> int:
-        """The number of spans that are no longer kept one by one, but in `sums` only."""
-        return sum(folded.spans for folded in self._folded)
+        return [*dict.fromkeys([*self._drones, *(span.drone for span in self.spans)])]
 
     @property
     def start(self) -> float:
         """The time (`time.monotonic`) of the first call; 0 if there is none."""
-        firsts = [t for span in self.spans for t in (span.queued, span.started) if t is not None]
-        return min([*firsts, *(folded.start for folded in self._folded)], default=0.0)
+        firsts = (t for span in self.spans for t in (span.queued, span.started) if t is not None)
+        return min(firsts, default=0.0)
 
     @property
     def end(self) -> float:
         """The time (`time.monotonic`) of the last event; 0 if there is none."""
         moments = ((span.received, span.finished, span.sent) for span in self.spans)
-        lasts = [t for each in moments for t in each if t is not None]
-        return max([*lasts, *(folded.end for folded in self._folded)], default=0.0)
+        return max((t for each in moments for t in each if t is not None), default=0.0)
 
     def sums(self, threads: bool = False) -> dict[Key, Sums]:
-        """Return the totals by drone and function, including spans that are no longer kept.
+        """Return the totals by drone and function.
 
         Parameters
         ----------
@@ -95,24 +81,15 @@ class Contents:
             return _sums(span for span in self.spans if span.thread and not span.whole)
         if self._sums is None:
             of_entries = (((each.drone, each.name), each.sums()) for each in self._entries)
-            self._sums = add_up(
-                chain(
-                    _sums(span for span in self._others if not span.thread).items(),
-                    of_entries,
-                    *(folded.sums.items() for folded in self._folded),
-                )
-            )
+            others = _sums(span for span in self._others if not span.thread)
+            self._sums = add_up(chain(others.items(), of_entries))
         return self._sums
 
     def of_drone(self, name: str) -> Self:
         """Return the timeline of one drone alone."""
         alone = type(self)((span for span in self._others if span.drone == name), [name])
         alone._entries = [entry for entry in self._entries if entry.drone == name]
-        for folded in self._folded:
-            sums = {key: sums for key, sums in folded.sums.items() if key[0] == name}
-            alone._folded.append(
-                folded._replace(sums=sums, spans=sum(each.calls for each in sums.values()))
-            )
+        alone.spans_lost = self.spans_lost
         return alone
 
     def __add__(self, other: Self) -> Self:
@@ -134,15 +111,12 @@ class Contents:
             *self._entries,
             *(entry._replace(drone=names[entry.drone]) for entry in other._entries),
         ]
+        both.spans_lost = self.spans_lost + other.spans_lost
         both.threads_lost = self.threads_lost + other.threads_lost
-        both._folded = list(self._folded)
-        for folded in other._folded:
-            sums = {(names[drone], name): each for (drone, name), each in folded.sums.items()}
-            both._folded.append(folded._replace(sums=sums))
         return both
 
     def __bool__(self) -> bool:
-        return bool(self.spans or self._folded)
+        return bool(self.spans)
 
 
 def _sums(spans: Iterable[Span]) -> dict[Key, Sums]:

@@ -1,20 +1,11 @@
-"""The content of a trace buffer: entries of answers that came together, and sums of older ones."""
+"""The content of a trace buffer: entries of answers that came together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .spans import DONE, Span, Sums
-
-
-class Aggregated(NamedTuple):
-    """The sums of spans that are no longer kept, with their number, first and last time."""
-
-    sums: Mapping[tuple[str, str], Sums] = {}
-    spans: int = 0
-    start: float = 0.0
-    end: float = 0.0
 
 
 class Entry(NamedTuple):

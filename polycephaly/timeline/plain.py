@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .entries import Aggregated
-from .spans import Span, Sums
+from .spans import Span
 from .timeline import Timeline
 
 
@@ -14,11 +13,8 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
         "drones": timeline.drones,
         "spans": timeline.spans,
         "waiting": timeline.waiting,
+        "spans_lost": timeline.spans_lost,
         "threads_lost": timeline.threads_lost,
-        "folded": [
-            ([(*key, *sums) for key, sums in folded.sums.items()], *folded[1:])
-            for folded in timeline._folded
-        ],
     }
 
 
@@ -28,10 +24,7 @@ def unpack_timeline(plain: dict[str, Any], clock_offset: float = 0.0) -> Timelin
     """
     spans = (_to_own_clock(Span(*span), clock_offset) for span in plain["spans"])
     timeline = Timeline(spans, plain["drones"], waiting=plain["waiting"])
-    timeline.threads_lost = plain["threads_lost"]
-    for sums, spans, start, end in plain["folded"]:
-        by_key = {(drone, name): Sums(*numbers) for drone, name, *numbers in sums}
-        timeline.add_record(Aggregated(by_key, spans, start - clock_offset, end - clock_offset), [])
+    timeline.spans_lost, timeline.threads_lost = plain["spans_lost"], plain["threads_lost"]
     return timeline
 
 

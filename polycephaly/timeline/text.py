@@ -43,8 +43,8 @@ def facts(timeline: Contents) -> list[str]:
     ]
     if timeline.waiting:
         parts.append(f"{timeline.waiting:,} more in the queue")
-    if timeline.folded:
-        parts.append(f"{count(timeline.folded, 'earlier span')} in the table only")
+    if timeline.spans_lost:
+        parts.append(f"{count(timeline.spans_lost, 'earlier span')} not kept")
     if timeline.threads_lost:
         parts.append(f"{count(timeline.threads_lost, 'call')} of green threads not kept")
     return parts

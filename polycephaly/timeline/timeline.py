@@ -23,8 +23,8 @@ class Timeline(Contents):
         The spans, in the order in which tasks were answered; then those of green threads.
     waiting
         Number of tasks in the queue that were not yet sent to a drone.
-    folded
-        Number of spans that are no longer kept one by one, but in `sums` only.
+    spans_lost
+        Number of earlier spans of tasks, of all drones of the pool, that are no longer kept.
     threads_lost
         Number of calls of green threads that were too many to be kept.
 
@@ -32,8 +32,7 @@ class Timeline(Contents):
     -----
     Any thread may use it. Calls of less than 0.1 ms that were answered together are one span, from
     the first to the last; a call between them that was answered by itself lies within that. A pool
-    keeps about the last 30,000 spans. Of earlier ones `sums` has the totals, so tables are exact
-    however many calls there were.
+    keeps the last 30,000 spans, and counts the earlier ones in `spans_lost`.
 
     Examples
     --------
@@ -118,5 +117,5 @@ class Timeline(Contents):
     def __repr__(self) -> str:
         from .format import count
 
-        spans = len(self.spans) + self.folded
-        return f"<Timeline of {count(len(self.drones), 'drone')}, {count(spans, 'span')}>"
+        spans = count(len(self.spans), "span")
+        return f"<Timeline of {count(len(self.drones), 'drone')}, {spans}>"

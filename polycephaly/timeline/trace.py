@@ -40,7 +40,7 @@ def json_of(timeline: Contents, title: str, bars: object = ()) -> bytes:
     other = {
         "title": title,
         "bottleneck": bottleneck_of(timeline),
-        "spans not kept": timeline.folded,
+        "spans not kept": timeline.spans_lost,
     }
     events = list(_Trace(timeline.start).events(timeline))
     document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
