@@ -5,8 +5,6 @@ import asyncio
 import contextvars
 import gc
 import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import CancelledError
 from unittest.mock import AsyncMock, Mock
@@ -1004,35 +1002,6 @@ def test_a_cancelled_thread_is_no_error(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_of_many_errors_alike_only_the_first_are_printed_in_full():
-    code = """
-import gc
-from polycephaly import green
-async def wait(channel):
-    await channel.receive()
-async def other():
-    raise KeyError("another line")
-async def main():
-    channel = green.Channel()
-    for _ in range(250):
-        green.spawn(wait, channel)
-    await green.sleep(0)
-    channel.close()
-    for _ in range(2):
-        await green.sleep(0)
-    green.spawn(other)
-    await green.sleep(0)
-green.run(main)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (
-        done.stderr.count("Traceback") == 4 and done.stderr.count("KeyError: 'another line'") == 1
-    )
-    alike = "polycephaly.errors.ChannelClosed at <string>:5\n"
-    counts = [line for line in done.stderr.splitlines(True) if line.endswith(alike)]
-    assert [line.split()[7] for line in counts] == ["10", "100", "250"]
-
-
 @pytest.mark.guarantee("green-2")
 def test_errors_nobody_looked_at_are_printed_when_the_program_ends():
     done = run_script("""
@@ -1208,20 +1177,6 @@ def test_a_callback_of_a_member_that_ends_its_caller_is_told_as_a_callback(caplo
 
     green.run(main)
     assert [each.message for each in caplog.records] == ["a callback of a green thread failed"] * 2
-
-
-def test_errors_that_finalizers_report_while_counts_are_told_at_the_end(monkeypatch):
-    from polycephaly.green import thread
-
-    class Stderr:
-        def write(self, text):
-            thread._report_counts[f"another {len(thread._report_counts)}"] = (
-                1  # as `UnseenErrorReport.__del__` does, wherever garbage is collected
-            )
-
-    monkeypatch.setattr(thread, "_report_counts", {"one": thread.MAX_FULL_REPORTS + 1})
-    monkeypatch.setattr(thread.sys, "stderr", Stderr())
-    thread._print_all()
 
 
 def test_a_cancelled_wait_for_a_value_of_map_loses_no_value(clock):

@@ -26,7 +26,6 @@ from types import CoroutineType, GeneratorType, coroutine
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
-from ..errors import is_own_frame
 from ..promises import promise as promises
 from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..runtime import forked
@@ -614,48 +613,16 @@ class UnseenErrorReport:
         error, self.error = self.error, None
         if error is None or sys.stderr is None:
             return
-        frames = list(traceback.walk_tb(error.__traceback__))
-        user_frames = [each for each in frames if not is_own_frame(each[0])] or frames
-        line = "no line"
-        if user_frames:
-            line = f"{user_frames[-1][0].f_code.co_filename}:{user_frames[-1][1]}"
-        kind = f"{type(error).__module__}.{type(error).__qualname__} at {line}"
-        if kind not in _report_counts and len(_report_counts) >= MAX_COUNTED_KINDS:
-            _report_counts.clear()
-        count = _report_counts[kind] = _report_counts.get(kind, 0) + 1
-        if count <= MAX_FULL_REPORTS:
-            lines = traceback.format_exception(error)
-            sys.stderr.write(
-                f"No code looked at the error of green thread {self.name!r}:\n{''.join(lines)}"
-            )
-        elif count == 10 ** (len(str(count)) - 1):  # 10, 100, ...
-            _print_count(kind, count)
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(f"No code looked at the error of green thread {self.name!r}:\n{text}")
 
     __del__ = print_if_unseen
 
 
-MAX_FULL_REPORTS = 3
-"""Errors of one kind (type and line) printed in full. After these, only their count is printed, at
-10, 100, ... and at the end."""
-MAX_COUNTED_KINDS = 1000
-"""Kinds of errors counted. With more, counting starts anew."""
-
 _unseen: WeakSet[UnseenErrorReport] = WeakSet()
-_report_counts: dict[str, int] = {}
-os.register_at_fork(after_in_child=_report_counts.clear)
-
-
-def _print_count(kind: str, count: int) -> None:
-    sys.stderr.write(
-        f"No code looked at the errors of {count:,} green threads so far, all {kind}\n"
-    )
 
 
 @atexit.register
 def _print_all() -> None:
     for each in list(_unseen):
         each.print_if_unseen()
-    # A copy, because writing may collect garbage, and that reports errors too.
-    for kind, count in list(_report_counts.items()):
-        if count > MAX_FULL_REPORTS and sys.stderr is not None:
-            _print_count(kind, count)
