@@ -750,22 +750,9 @@ def _describe_unpicklable(
             with PicklingContext(registry.directory, registry.snapshot, {}):
                 capture(arg, registry.snapshot)
         except Exception:
-            return f"{name}, {type_with_article(arg)}{_FUTURE_CURE if _has_future(arg) else ''}"
+            parts = [arg, *arg] if isinstance(arg, (list, tuple)) else [arg]
+            has_future = any(
+                isinstance(each, Future) and not isinstance(each, Promise) for each in parts
+            )
+            return f"{name}, {type_with_article(arg)}{_FUTURE_CURE if has_future else ''}"
     return "all arguments together"
-
-
-def _has_future(arg: Any) -> bool:
-    """Return whether a `concurrent.futures.Future` is in `arg`, where a promise could be."""
-    todo, seen = [arg], {id(arg)}
-    for each in todo:
-        if isinstance(each, Future) and not isinstance(each, Promise):
-            return True
-        if type(each) in (list, tuple, dict):
-            new = {
-                id(it): it
-                for it in (each.values() if type(each) is dict else each)
-                if id(it) not in seen
-            }
-            seen.update(new)
-            todo += new.values()
-    return False
