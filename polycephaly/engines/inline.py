@@ -86,9 +86,8 @@ class InlineEngine(Engine):
 
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         handle = InlineHandle(self, number, name)
-        post, supervisor = self.dispatcher.post, self.dispatcher.supervisor
-        post(supervisor.on_started, handle, os.getpid())
-        post(supervisor.on_hello, handle)
+        self.dispatcher.post(self.dispatcher.supervisor.on_started, handle, os.getpid())
+        self.dispatcher.post(self.dispatcher.supervisor.on_hello, handle)
         return handle
 
     def snapshot(self) -> MainSnapshot:

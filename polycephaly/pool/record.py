@@ -157,7 +157,7 @@ class TraceBuffer:
     ) -> None:  # fmt: skip
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         name = short_name(first.definition.label)
-        self._begin(1, 0)
+        self._begun = self._begun[0] + 1, self._begun[1]
         self.entries.append(
             Entry(drone, name, status, calls, queued, sent, started, finished, *measured)
         )
@@ -171,9 +171,6 @@ class TraceBuffer:
             self._size -= lost
             self.spans_lost += lost
 
-    def _begin(self, entries: int, threads: int) -> None:
-        self._begun = self._begun[0] + entries, self._begun[1] + threads
-
     def add_events(self, drone: str, data: bytes, clock_offset: float) -> None:
         """Record the events of a drone's green threads, and the cost of its next answers.
 
@@ -185,7 +182,7 @@ class TraceBuffer:
             self._cpu.clear()
         self._cpu.update(cpu)
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - MAX_KEPT_THREAD_SPANS)
-        self._begin(0, len(events))
+        self._begun = self._begun[0], self._begun[1] + len(events)
         self.threads.extend(events)
         self._added = self._begun
 

@@ -682,7 +682,8 @@ class Promise(Future[T], Handle, Generic[T]):
                     f"a callback waited for {self!r} in the thread that settles promises, which "
                     "would then wait for itself: use .then(), or wait in another thread"
                 )
-            check_can_wait((self,))
+            if green_hooks is not None:
+                check_can_wait((self,))
             deadline = None if timeout is None else monotonic() + timeout
             me = get_ident()
             outer = waiting_threads.get(me)  # set if a callback waits for another promise
