@@ -18,6 +18,7 @@ from faults import exit_hard, hold_until, wait_for
 
 import polycephaly as poly
 from polycephaly import green
+from polycephaly.pool import collecting
 from polycephaly.runtime.tuning import tuning
 from polycephaly.timeline import Span, Sums, event_log
 from polycephaly.timeline.page import contents
@@ -650,3 +651,20 @@ def naps(_):
 
 def test_a_number_too_long_to_be_told_harms_nothing():
     assert green.map(lambda n: time.sleep(0.001), [10**5000], width=1) == [None]
+
+
+def test_a_task_answered_while_the_timeline_is_taken_is_not_shown_twice(monkeypatch, tmp_path):
+    under_way = collecting._under_way
+
+    def and_then_it_is_answered(dispatcher, now):
+        spans = list(under_way(dispatcher, now))
+        gate.touch()
+        assert promise.result(30) == "held"
+        return spans
+
+    gate = tmp_path / "gate"
+    with poly.Pool(1) as pool:
+        promise = pool.promise(hold_until, str(gate))
+        wait_for(promise.running)
+        monkeypatch.setattr(collecting, "_under_way", and_then_it_is_answered)
+        assert [span.status for span in pool.timeline.spans] == ["running"]

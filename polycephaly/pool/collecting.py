@@ -21,9 +21,11 @@ def take_timeline(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
     """
     now = monotonic()
     record = dispatcher.record
+    # Before the tasks under way: a task that is answered in between would be shown twice.
+    entries = list(record.entries)
     under_way = list(_under_way(dispatcher, now))
     timeline = Timeline(under_way, list(record.drones), waiting=len(dispatcher.queue))
-    timeline.add_record(list(record.entries), list(record.threads))
+    timeline.add_record(entries, list(record.threads))
     timeline.spans_lost, timeline.threads_lost = record.spans_lost, record.threads_lost
     return timeline if only is None else timeline.of_drone(only)
 

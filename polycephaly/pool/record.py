@@ -157,10 +157,9 @@ class TraceBuffer:
     ) -> None:  # fmt: skip
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         name = short_name(first.definition.label)
+        entry = Entry(drone, name, status, calls, queued, sent, started, finished, *measured)
         self._begun = self._begun[0] + 1, self._begun[1]
-        self.entries.append(
-            Entry(drone, name, status, calls, queued, sent, started, finished, *measured)
-        )
+        self.entries.append(entry)
         self._added = self._begun
         self.last_finished[drone] = finished[-1]
         self._size += len(started)

@@ -28,7 +28,8 @@ from ...errors import Malformed
 from ...wire.functions import KnownFunctions
 from ...wire.messages import FORGET
 
-PROTOCOL = 9  # 3, 4 and 8 pickled other names of modules, 7 packed rare fields of items otherwise
+# Raised if pickles name other modules or functions, or messages are packed otherwise.
+PROTOCOL = 10
 
 # Between a client and its server:
 #
