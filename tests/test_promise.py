@@ -342,6 +342,8 @@ def test_a_logging_filter_that_raises_does_not_end_green_threads(bad_filter, cap
     ends = green.spawn(main)
     ends.add_done_callback(lambda _: sys.exit(3))
     begin.set_result(None)
+    ends.result(30)
+    # Begins after the step in which the other has ended, and so after the report.
     assert green.spawn(main).result(30) is None
     assert "in the filter" in capsys.readouterr().err
 
