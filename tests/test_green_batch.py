@@ -193,7 +193,7 @@ class Changing:
             "returned 1 results for 2 requests: return a list of 2 results, or None",
         ),
         (lambda requests: (each for each in requests), "returned a generator for 2 requests"),
-        (lambda requests: 5, "returned a int for 2 requests"),
+        (lambda requests: 5, "returned an int for 2 requests"),
         (lambda requests: {n: n for n in requests}, "returned a dict for 2 requests"),
         (lambda requests: {"one", "two"}, "returned a set for 2 requests"),
         (lambda requests: "ab", "returned a str for 2 requests"),

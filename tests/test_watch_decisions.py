@@ -1016,7 +1016,8 @@ def test_the_log_tells_with_which_items_a_drone_died_or_did_not_respond(
     (stalled,), (death,) = told(caplog), told(caplog, logging.INFO)
     among = with_item("sleep", 5, count)
     assert stalled.endswith(f"its running task is {among}")
-    assert death.endswith(f"while running sleep{items}")
+    by_whom = " (by another process, or by the kernel because memory ran out)"
+    assert death.endswith(f"while running sleep{items}{by_whom}")
     assert str(task.exception()) == death and task.exception().running == "sleep"
 
 
