@@ -18,6 +18,15 @@ async def forever():
     await green.sleep(1000)
 
 
+async def clean_up(cleaned, clock):
+    """Note the time when the clean-up, which takes five seconds, has ended."""
+    try:
+        await forever()
+    finally:
+        await green.sleep(5)
+        cleaned.append(clock.time())
+
+
 async def value(x):
     await green.sleep(0)
     return x
@@ -445,16 +454,9 @@ def test_who_is_cancelled_twice_waits_for_its_threads_all_the_same():
 def test_the_clean_up_of_members_is_not_broken_off_by_what_ends_the_block(clock):
     cleaned = []
 
-    async def clean_up():
-        try:
-            await forever()
-        finally:
-            await green.sleep(5)
-            cleaned.append(clock.time())
-
     async def failing_block():
         async with green.Group() as group:
-            group.spawn(clean_up)
+            group.spawn(clean_up, cleaned, clock)
             group.spawn(fail, KeyError())
             try:
                 await forever()
@@ -464,7 +466,7 @@ def test_the_clean_up_of_members_is_not_broken_off_by_what_ends_the_block(clock)
 
     async def under_two_limits():
         async with green.timeout(2), green.timeout(1), green.Group() as group:
-            group.spawn(clean_up)
+            group.spawn(clean_up, cleaned, clock)
 
     with pytest.raises(ExceptionGroup) as caught:
         run(failing_block)
@@ -478,19 +480,12 @@ def test_the_clean_up_of_members_is_not_broken_off_by_what_ends_the_block(clock)
 def test_a_member_that_others_await_is_cancelled_once_with_its_group(how, clock):
     cleaned = []
 
-    async def clean_up():
-        try:
-            await forever()
-        finally:
-            await green.sleep(5)
-            cleaned.append(clock.time())
-
     async def wait(thread):
         await (thread if how == "await" else poly.gather(thread, thread))
 
     async def main():
         async with green.Group() as group:
-            thread = group.spawn(clean_up)
+            thread = group.spawn(clean_up, cleaned, clock)
             for _ in range(5):  # the order in which they are cancelled is that of a set
                 group.spawn(*((thread.result,) if how == "plain" else (wait, thread)))
             await all_waiting()
@@ -640,22 +635,16 @@ def test_both_blocks_cancelled_at_once_both_end():
 @pytest.mark.parametrize("waits_for", ["await", "members", "nothing"])
 def test_a_thread_that_is_cancelled_before_its_group_is_still_ends(waits_for, clock):
     """The interruption of the group may take the place of the thread's own, in a `finally`."""
-    groups = []
-
-    async def slow_to_end():
-        try:
-            await forever()
-        finally:
-            await green.sleep(5)
+    groups, cleaned = [], []
 
     async def outer():
         async with green.Group() as group:
             groups.append(group)
             if waits_for == "members":
                 async with green.Group() as inner:
-                    inner.spawn(slow_to_end)
+                    inner.spawn(clean_up, cleaned, clock)
             else:
-                await slow_to_end()
+                await clean_up(cleaned, clock)
         await forever()
 
     async def main():

@@ -112,7 +112,7 @@ class timeout:  # noqa: N801 - reads like a function
     When the limit expires, the await in progress raises `Cancelled`. The end of the block turns
     that into `TimeoutError`. A foreign call cannot be interrupted, so the block then ends after the
     call has returned. Blocks may be nested. Once the thread itself is cancelled, a limit that
-    expires later interrupts nothing more: what cleans up takes the time that it needs.
+    expires later interrupts nothing more: the clean-up takes the time that it needs.
 
     Examples
     --------

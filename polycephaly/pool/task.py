@@ -33,9 +33,9 @@ from ..promises.promise import (
     reject,
 )
 from ..wire.debugging import MAX_KEPT_FRAMES, debug_frames, release_frames
-from ..wire.functions import FunctionRegistry, RemoteFunction
+from ..wire.functions import FunctionRegistry, RemoteFunction, find_unpicklable
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
-from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, capture, join_payloads, pack
+from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, join_payloads, pack
 from ..wire.placeholders import (
     PayloadWithRefs,
     PicklingContext,
@@ -745,14 +745,11 @@ def _describe_unpicklable(
     args: tuple[Any, ...], kwargs: dict[str, Any], registry: FunctionRegistry, first: int
 ) -> str:
     """Return which argument cannot be pickled. `first` is the number of the first one."""
-    for name, arg in [*((f"argument {i}", a) for i, a in enumerate(args, first)), *kwargs.items()]:
-        try:
-            with PicklingContext(registry.directory, registry.snapshot, {}):
-                capture(arg, registry.snapshot)
-        except Exception:
-            parts = [arg, *arg] if isinstance(arg, (list, tuple)) else [arg]
-            has_future = any(
-                isinstance(each, Future) and not isinstance(each, Promise) for each in parts
-            )
-            return f"{name}, {type_with_article(arg)}{_FUTURE_CURE if has_future else ''}"
-    return "all arguments together"
+    named = [*((f"argument {i}", a) for i, a in enumerate(args, first)), *kwargs.items()]
+    found = find_unpicklable(named, registry.directory, registry.snapshot)
+    if found is None:
+        return "all arguments together"
+    name, arg = found
+    parts = [arg, *arg] if isinstance(arg, (list, tuple)) else [arg]
+    has_future = any(isinstance(each, Future) and not isinstance(each, Promise) for each in parts)
+    return f"{name}, {type_with_article(arg)}{_FUTURE_CURE if has_future else ''}"

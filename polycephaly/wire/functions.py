@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -216,8 +216,12 @@ class FunctionRegistry:
         except NeedsPlaceholder:
             return self._define_as_argument(fn)
         except Exception as error:
-            captured = _describe_unpicklable(fn, self.directory, self.snapshot)
-            error.add_note(f"while pickling the function itself, {label(fn)}{captured}")
+            note = f"while pickling the function itself, {label(fn)}"
+            captured = _captured(fn, self.snapshot)
+            found = find_unpicklable(captured, self.directory, self.snapshot)
+            if found is not None:
+                note += f", which captures {found[0]}, {type_with_article(found[1])}"
+            error.add_note(note)
             raise
         definition = RemoteFunction(next(_numbers), self._kind(fn), payload, label(fn))
         definition.kept, definition.moved = pickling.remote_objects or {}, pickling.moved or []
@@ -298,15 +302,17 @@ def label(fn: object) -> str:
     return str(name) if name else type_with_article(fn)
 
 
-def _describe_unpicklable(fn: Any, directory: Directory | None, snapshot: MainSnapshot) -> str:
-    """Return which captured value of `fn` cannot be pickled, in words that follow its name."""
-    for name, value in _captured(fn, snapshot):
+def find_unpicklable(
+    values: Iterable[tuple[str, Any]], directory: Directory | None, snapshot: MainSnapshot
+) -> tuple[str, Any] | None:
+    """Return the first of these named values that cannot be pickled, or None."""
+    for name, value in values:
         try:
             with PicklingContext(directory, snapshot, {}):
                 capture(value, snapshot)
         except Exception:
-            return f", which captures {name}, {type_with_article(value)}"
-    return ""
+            return name, value
+    return None
 
 
 def _captured(fn: Any, snapshot: MainSnapshot) -> Iterator[tuple[str, object]]:
