@@ -6,6 +6,7 @@ import signal
 import time
 from collections import Counter
 from concurrent.futures import CancelledError, wait
+from unittest import mock
 
 import numpy
 import pytest
@@ -67,11 +68,13 @@ def of_all_kinds(pool, path):
 
 
 def mapped(pool, path, numbers):
-    """What came of a map, and whether a death broke it off."""
+    """What came of a map, and whether a death broke it off. It goes in slices, however slow this
+    machine is."""
     got = []
     try:
-        for value in pool.map(functools.partial(note, path), numbers, timeout=PATIENCE):
-            got.append(value)
+        with mock.patch("polycephaly.pool.map_source.SLICE_SECONDS", 1.0):
+            for value in pool.map(functools.partial(note, path), numbers, timeout=PATIENCE):
+                got.append(value)
     except poly.DroneDied:
         return got, True
     return got, False
