@@ -123,7 +123,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shell = Shell(tmp_path_factory.mktemp("lab"))
     (shell.folder / "setup.py").write_text("import math\n\n\ndef half(x):\n    return x / 2\n")
     with shell.pool("-n", "2", "--file", "setup.py", "--import", "json.decoder"):
+        # The command returns when the first drone is there; a test's census would find the second.
+        wait_for(lambda: _states(shell) == ["idle", "idle"])
         yield shell
+
+
+def _states(lab: Shell) -> list[str]:
+    return [drone["state"] for drone in json.loads(lab.say("ps", "lab", "--json"))["drones"]]
 
 
 def words_of(line: str) -> list[str]:
@@ -598,8 +604,7 @@ def wait_until_idle(lab: Shell) -> None:
 
     def idle() -> bool:
         (found,) = json.loads(lab.say("list", "--json"))
-        drones = json.loads(lab.say("ps", "lab", "--json"))["drones"]
-        return found["clients"] == 0 and {drone["state"] for drone in drones} == {"idle"}
+        return found["clients"] == 0 and set(_states(lab)) == {"idle"}
 
     wait_for(idle)
 
