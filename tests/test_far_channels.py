@@ -1568,6 +1568,27 @@ def test_an_end_that_a_call_has_handed_on_is_its_next_holders(pool):
     assert list(ch) == []
 
 
+@pytest.mark.guarantee("channel-4")
+@pytest.mark.parametrize("way", ["argument", "captured", "item"])
+def test_an_end_that_a_call_could_not_hand_on_is_let_go_with_it(pool, way):
+    def hand_on_beside_a_generator(end, other):
+        unpicklable = (number for number in range(3))
+        if way == "item":
+            other.put((end, unpicklable))
+            return
+        with poly.Pool(1) as inner:
+            if way == "argument":
+                inner.doit(put_three, end, unpicklable)
+            else:
+                inner.doit(lambda: put_three(end, unpicklable))
+
+    ch, other = Channel(), Channel(1)
+    call = pool.promise(hand_on_beside_a_generator, ch.sender(), other)
+    assert "cannot pickle 'generator'" in str(call.exception())
+    with pytest.raises(ChannelClosed):
+        ch.get(20)
+
+
 def test_a_fork_of_a_drone_lets_nothing_go(pool):
     def fork(end):
         pid = os.fork()

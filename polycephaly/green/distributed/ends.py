@@ -115,15 +115,21 @@ class _CountedEnd(channels.End[T]):
 
     def __reduce__(self) -> Any:
         self._open_channel()
-        self._handed_on = True
-        if pickling_state.context is not None:
+        if pickling_state.context is None:  # a drone's result
+            self.hand_on()
+        else:  # handed on with the call or the item, unless the rest of that cannot be pickled
             pickling_state.context.add_moved(self)
         return _unpickle_end, (type(self), self.channel, self._number, self._token)
+
+    def hand_on(self) -> None:
+        """Note that the end has another holder, so dropping it here releases nothing."""
+        self._handed_on = True
 
     def _follow_task(self, task: Any) -> None:
         """Follow a task that has the end among its arguments, or captured. Any thread may call
         this.
         """
+        self.hand_on()
         scheduler.post(partial(self._add_calls, 1))
         task.add_done_callback(self._on_call_settled)
 

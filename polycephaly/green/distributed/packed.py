@@ -30,12 +30,15 @@ def pack_item(item: Any) -> bytes:
         return item.content
     try:
         # Without a directory: a kept value's handle cannot go through a channel.
-        with placeholders.PicklingContext(None):
-            return capture(item, common_snapshot())
+        with placeholders.PicklingContext(None) as pickling:
+            content = capture(item, common_snapshot())
     except (SystemExit, GeneratorExit) as error:  # of the item's own code: must end no thread
         raise RuntimeError(
             f"pickling an item of a channel raised {type(error).__name__}: {error}"
         ) from error
+    for end in pickling.moved or ():
+        end.hand_on()
+    return content
 
 
 def unpack_item(item: Any) -> Any:
