@@ -492,6 +492,15 @@ def test_a_file_has_its_arguments_and_name_and_prints_no_value(lab: Shell) -> No
     assert done.stderr.endswith(f"KeyError: ({[str(path), '--year', '3']!r}, {str(path)!r})\n")
 
 
+def test_a_file_is_read_in_the_encoding_that_it_declares(lab: Shell) -> None:
+    path = lab.folder / "script.py"
+    path.write_bytes(b"# coding: latin-1\nprint(ascii('\xe9'))\n")
+    assert lab.say("doit", "lab", "-f", path) == "'\\xe9'\n"
+    for content in (b"'\xe9'\n", b"\n\n'\xe9'\n", b"# coding: none-such\n"):
+        path.write_bytes(content)
+        assert lab.complaint("doit", "lab", "-f", path).startswith(f"Error: {path}: ")
+
+
 def test_code_from_the_standard_input(lab: Shell) -> None:
     assert lab.say("doit", "lab", "-", stdin="a = 20\na + 1\n") == "21\n"
 

@@ -74,7 +74,7 @@ def doit(
     if code and not is_name(name):
         raise click.UsageError(f"{name!r} is no pool's name. With ARGS, NAME comes first.")
     if file is not None:
-        program = Program(file.read_text(encoding="utf-8-sig"), str(file), [str(file), *code])
+        program = Program(_read_source(file), str(file), [str(file), *code])
     elif not code:
         raise click.UsageError("No code: give CODE, - (for the standard input) or --file.")
     elif code[0] == "-" and sys.stdin is None:
@@ -116,6 +116,17 @@ def doit(
     if in_json:
         as_json(results if everywhere else results[0])
     sys.exit(max((outcome["status"] for outcome, _ in outcomes), default=0))
+
+
+def _read_source(file: Path) -> str:
+    """Return the text of a file in the encoding that it declares, as `python` reads it."""
+    import tokenize
+
+    try:
+        with tokenize.open(file) as text:
+            return text.read()
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise click.ClickException(f"{file}: {error}") from None
 
 
 def _outcome_of(promise: Promise[Any]) -> tuple[dict[str, Any], str]:
