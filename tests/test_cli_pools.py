@@ -392,6 +392,16 @@ def test_a_hangup_that_it_was_told_to_ignore_does_not_end_a_pool(shell: Shell) -
         assert process.wait() == 0
 
 
+def test_of_several_pools_one_that_cannot_be_ended_leaves_no_other_running(shell: Shell) -> None:
+    with shell.pool("-n", "1") as card:
+        done = shell.run("stop", "nosuch", "lab")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == (
+            "Error: no pool named 'nosuch' is running; running: lab\nlab has ended\n"
+        )
+        assert not card.is_server_alive()
+
+
 @pytest.mark.parametrize("how", ["twice", "stop --now"])
 def test_a_pool_can_be_ended_at_once(shell: Shell, how: str) -> None:
     with shell.running("start", "lab", "-n", "1") as server:
@@ -889,6 +899,13 @@ def test_top_without_a_terminal_says_what_to_do(lab: Shell) -> None:
         lab.complaint("top", "lab")
         == "Error: top needs a terminal; for a single report use: polycephaly ps lab"
     )
+
+
+@pytest.mark.parametrize("seconds", ["nan", "0", "3601"])
+def test_top_refuses_an_interval_that_is_none(lab: Shell, seconds: str) -> None:
+    done = lab.run("top", "lab", "--every", seconds)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Invalid value for '--every'" in done.stderr
 
 
 def test_a_reader_that_leaves_is_no_error_to_be_told(lab: Shell) -> None:

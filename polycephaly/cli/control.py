@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 
 import click
 
@@ -102,8 +103,14 @@ def stop(names: tuple[str, ...], now: bool) -> None:
     polycephaly stop lab              running tasks are finished, waiting tasks are cancelled
     polycephaly stop lab --now        running tasks are interrupted
     """
+    failed = False
     for name in names or ("default",):
-        _stop(name, now)
+        try:
+            _stop(name, now)
+        except ERRORS as error:
+            click.echo(f"Error: {error_text(error)}", err=True)
+            failed = True
+    sys.exit(failed)
 
 
 def _stop(name: str, now: bool) -> None:
@@ -122,7 +129,7 @@ def _stop(name: str, now: bool) -> None:
     except ERRORS as error:
         if pidfd is None:
             raise
-        raise click.ClickException(
+        raise RuntimeError(
             f"{error_text(error)} (kill -9 {card.pid} ends the pool and its drones)"
         ) from None
     finally:

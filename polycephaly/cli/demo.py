@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .reach import Command
+from .reach import Command, Seconds
 
 if TYPE_CHECKING:
     from .. import Timeline
@@ -40,13 +40,6 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     return tuple(map(int, numbers))
 
 
-def _latency(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    # Not click.FloatRange, which lets nan through.
-    if value is not None and not 0 <= value <= MAX_LATENCY:
-        raise click.BadParameter(f"{value} is not between 0 and {MAX_LATENCY} seconds")
-    return value
-
-
 _counts_option = partial(click.option, callback=_counts, metavar="N,N,...")
 _file_option = partial(
     click.option, type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE"
@@ -70,8 +63,7 @@ def demo() -> None:
 )
 @click.option(
     "--latency",
-    type=float,
-    callback=_latency,
+    type=Seconds(0, MAX_LATENCY),
     metavar="SECONDS",
     help=f"Wait of the loopback server before each answer.  [default: {DEFAULT_LATENCY}]",
 )

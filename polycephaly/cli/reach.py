@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,16 @@ class Command(click.Command):
             parts[0] = f"Examples:\n{textwrap.indent(parts[0], '  ')}"
         epilog = "\n\n".join(f"\b\n{part}" for part in parts)  # \b: click keeps the line ends
         super().__init__(name, help=text, epilog=epilog, **options)
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds in a range. `click.FloatRange` lets nan through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if isnan(number):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return number
 
 
 def complete_pool(

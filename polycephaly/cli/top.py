@@ -25,7 +25,7 @@ import click
 
 from ..timeline.format import count
 from .listing import DRONES, drone_row
-from .reach import POOL_NAME, Command, connect_to
+from .reach import POOL_NAME, Command, Seconds, connect_to
 from .tables import Column, duration, grid, is_terminal, mebibytes
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _COLUMNS = (*DRONES[:_CPU], Column("CPU", right=True), *DRONES[_CPU:])
 @POOL_NAME
 @click.option(
     "--every",
-    type=click.FloatRange(0.05, 3600),
+    type=Seconds(0.05, 3600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
