@@ -1,8 +1,10 @@
 """Ctrl-C at the controller: the first ends the wait and cancels what it was for; a second one ends
 everything."""
 
+import os
 import signal
 import sys
+import threading
 
 import pytest
 from faults import lines, wait_for
@@ -310,6 +312,28 @@ def test_at_a_terminals_prompt_it_harms_nothing(tmp_path):
         terminal.read_until("got 42")
         terminal.type("exit()\n")
         assert terminal.process.wait(30) in ENDS_BY
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_that_another_thread_forks_while_sigint_is_deferred_has_the_usual_handler():
+    ended = []
+
+    def fork():
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(signal.getsignal(signal.SIGINT) is not usual)
+            finally:
+                os._exit(2)
+        ended.append(os.waitpid(child, 0)[1])
+
+    usual = signal.getsignal(signal.SIGINT)
+    with DeferredSigint(), DeferredSigint():
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    assert ended == [0]
+    assert signal.getsignal(signal.SIGINT) is usual
 
 
 def test_a_handler_that_is_installed_while_sigint_is_deferred_stays():

@@ -104,8 +104,15 @@ class DeferredSigint:
 
 
 def _on_fork() -> None:
-    """In a forked child: the thread that has forked is the main thread."""
+    """In a forked child: the thread that has forked is the main thread.
+
+    If another thread was deferring SIGINT, the child has its handler and not the thread, which
+    would set the original one again.
+    """
     global _main_thread_id
+    if get_ident() != _main_thread_id:
+        while isinstance(deferred := getattr(getsignal(_SIGINT), "__self__", None), DeferredSigint):
+            set_handler(_SIGINT, deferred._handler)
     _main_thread_id = get_ident()
 
 
