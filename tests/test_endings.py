@@ -215,6 +215,23 @@ def test_a_controller_killed_while_it_stops_drones_leaves_nothing():
             assert not script.left(), milliseconds
 
 
+def test_a_killed_controller_with_a_thousand_open_files_leaves_nothing():
+    with Script("""
+        import os, resource
+        import polycephaly as poly
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1200, 1200))
+        files = [os.dup(0) for _ in range(1024)]
+        with poly.Pool(1) as pool:
+            pool.doit(abs, -1)
+            print("up", flush=True)
+            poly.Promise().result()
+    """) as script:
+        script.read_until("up")
+        script.signal(signal.SIGKILL)
+        script.wait()
+        assert not script.left()
+
+
 @pytest.mark.slow
 def test_nothing_is_left_of_what_is_ended_at_random_moments_from_start_to_stop():
     seed = random.randrange(1 << 30)

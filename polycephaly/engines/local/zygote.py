@@ -351,7 +351,9 @@ class Zygote:
             # The owner may still make files: the kernel closes the descriptors of an ending process
             # first, so the end of the parent-death pipe is not yet the end of the owner.
             if self._owner_pidfd is not None:
-                select.select([self._owner_pidfd], [], [], OWNER_END_TIMEOUT_SECONDS)
+                poll = select.poll()  # not select(): no descriptors from 1024 on
+                poll.register(self._owner_pidfd, select.POLLIN)
+                poll.poll(OWNER_END_TIMEOUT_SECONDS * 1000)
             shutil.rmtree(self.spec.directory, ignore_errors=True)
 
     def _report(self, **report: Any) -> None:
