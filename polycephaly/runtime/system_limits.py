@@ -49,7 +49,8 @@ def check_room_for_zeromq() -> None:
     try:
         opened += (os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_ZMQ_DESCRIPTORS))
     except OSError as error:
-        raise name_limit(error) from error
+        event = f"ZeroMQ needs {_ZMQ_DESCRIPTORS} file descriptors"
+        raise name_limit(error, event) from error
     finally:
         for fd in opened:
             os.close(fd)
@@ -96,8 +97,8 @@ def _check_threads(count: int) -> None:
                 time.sleep(0.0001)  # without a pause, it would get the interpreter after 5 ms only
 
 
-def name_limit(error: Exception) -> BaseException:
-    """Return `error`, with the name of the system's limit if one was reached."""
+def name_limit(error: Exception, event: str = "a drone could not be started") -> BaseException:
+    """Return `error`; if a limit of the system was reached, its name follows `event`."""
     if not isinstance(error, OSError):
         return error
     limits = {
@@ -110,9 +111,7 @@ def name_limit(error: Exception) -> BaseException:
     if error.errno not in limits:
         return error
     limit, setting = limits[error.errno]
-    return OSError(
-        error.errno, f"a drone could not be started: {limit} reached ({setting}): {error.strerror}"
-    )
+    return OSError(error.errno, f"{event}: {limit} reached ({setting}): {error.strerror}")
 
 
 def shared_memory_ceiling() -> int:
