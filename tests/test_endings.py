@@ -10,10 +10,11 @@ import sys
 
 import pytest
 from endings import OF_SPAWN, STATUS, moments, run_ending, run_moment, seconds_from_start_to_stop
-from faults import lines, wait_for
+from faults import block_for_ever, lines, wait_for
 from scripts import Script, run_script
 
 import polycephaly as poly
+from polycephaly.engines.local import launcher
 from polycephaly.engines.local.launcher import Launcher
 
 # With a few loads here, with each in the long program: `python tests/endings.py`.
@@ -145,6 +146,37 @@ def test_a_killed_zygote_takes_its_drones_along_and_the_pool_goes_on(tmp_path):
         str(tmp_path / "started"),
     )
     assert done.stdout == "DroneDied 2\n", done.stderr
+
+
+@pytest.mark.guarantee("end-2")
+def test_a_killed_zygote_is_noticed_though_a_child_of_the_user_has_its_end_of_the_socket(
+    monkeypatch, tmp_path
+):
+    children = []
+
+    def fork():  # as another thread may while the zygote is made
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.pause()
+            finally:
+                os._exit(0)
+        children.append(child)
+
+    monkeypatch.setattr(launcher, "check_after_fork", fork)
+    try:
+        with poly.Pool(1) as pool:
+            monkeypatch.undo()
+            zygote = pool.doit(os.getppid)
+            lost = pool.promise(block_for_ever, tmp_path / "started")
+            wait_for(lambda: lines(tmp_path / "started"))
+            os.kill(zygote, signal.SIGKILL)
+            assert isinstance(lost.exception(30), poly.DroneDied)
+            assert pool.promise(abs, -1).result(30) == 1
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_the_end_of_a_zygote_whose_reports_were_not_read_leaves_the_others_their_directory(

@@ -148,6 +148,8 @@ class LocalEngine(Engine):
     def _add_launcher(self, launcher: Launcher) -> None:
         self._launchers.append(launcher)
         self._watch(launcher.fileno(), self._read_reports, launcher)
+        if launcher.pidfd is not None:
+            self._watch(launcher.pidfd, self._on_zygote_ended, launcher)
 
     def _watch(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
         self._reactor.watch(fd, partial(self._dispatcher.run_guarded, callback, *args))
@@ -285,6 +287,14 @@ class LocalEngine(Engine):
 
     # -- zygotes' ends -----------------------------------------------------------------------------
 
+    def _on_zygote_ended(self, launcher: Launcher) -> None:
+        """Handle the end of a zygote whose end of the socket another process may still have: a
+        child that a thread of the user forked while the zygote was made.
+        """
+        self._read_reports(launcher)
+        if launcher in self._launchers:
+            self._on_zygote_gone(launcher)
+
     def _on_zygote_gone(self, launcher: Launcher) -> None:
         self._reactor.unwatch(launcher.fileno())
         launcher.close()
@@ -325,6 +335,7 @@ class LocalEngine(Engine):
         if launcher.pidfd is None:
             self._reap(launcher)
         else:
+            self._reactor.unwatch(launcher.pidfd)
             self._watch(launcher.pidfd, self._reap, launcher)
 
     def _reap(self, launcher: Launcher) -> int | None:
