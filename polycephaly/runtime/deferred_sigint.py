@@ -64,7 +64,7 @@ class DeferredSigint:
     `may_raise`, which gets the interrupted frame, returns True.
     """
 
-    __slots__ = ("_frame", "_handler", "_may_raise", "_on_trip", "tripped")
+    __slots__ = ("_frame", "_may_raise", "_on_trip", "handler", "tripped")
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class DeferredSigint:
     ) -> None:
         self._on_trip = on_trip
         self._may_raise = may_raise
-        self._handler: Callable[[int, FrameType | None], object] | None = None
+        self.handler: Callable[[int, FrameType | None], object] | None = None
         self._frame: FrameType | None = None
         self.tripped = False
 
@@ -81,12 +81,12 @@ class DeferredSigint:
         if get_ident() == _main_thread_id:
             handler = getsignal(_SIGINT)
             if callable(handler):
-                self._handler = handler
+                self.handler = handler
                 set_handler(_SIGINT, self._record)
         return self
 
     def _record(self, signum: int, frame: FrameType | None) -> None:
-        handler = self._handler
+        handler = self.handler
         if self.tripped and handler and self._may_raise and self._may_raise(frame):
             handler(signum, frame)
         self.tripped, self._frame = True, frame
@@ -94,7 +94,7 @@ class DeferredSigint:
             self._on_trip()
 
     def __exit__(self, *exc: object) -> None:
-        handler = self._handler
+        handler = self.handler
         if handler is not None:
             if getsignal(_SIGINT) == self._record:  # else a callback has set another handler
                 set_handler(_SIGINT, handler)
@@ -112,7 +112,7 @@ def _on_fork() -> None:
     global _main_thread_id
     if get_ident() != _main_thread_id:
         while isinstance(deferred := getattr(getsignal(_SIGINT), "__self__", None), DeferredSigint):
-            set_handler(_SIGINT, deferred._handler)
+            set_handler(_SIGINT, deferred.handler)
     _main_thread_id = get_ident()
 
 
