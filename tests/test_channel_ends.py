@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from polycephaly.errors import ChannelClosed
-from polycephaly.green import Channel, run, testing
+from polycephaly.green import Channel, run, sleep, testing
 from polycephaly.green.distributed import ends, handlers
 from polycephaly.green.distributed.connection import PeerEnding
 from polycephaly.green.distributed.owner import make_owned
@@ -40,7 +40,7 @@ def after_reports(reports):
     number = ends.new_end(ch, "send")._number
     peers = {HERE: HERE} | {name: Peer(name) for name in "ABC"}
 
-    def arrive():
+    async def arrive():
         make_owned(ch, SimpleNamespace(forget_channel=lambda *_: None), 1)
         for place, (kind, *tokens) in reports:
             if kind == "opened":
@@ -54,7 +54,7 @@ def after_reports(reports):
         run(arrive)
         for _ in range(ends.GRACE_STEPS):
             clock.advance(tuning.next_holder_seconds)
-            run(int)  # timers that are due go off
+            run(sleep, 0)  # timers that are due go off, in this turn
     return ch, ends._find_end(ch, number)
 
 
