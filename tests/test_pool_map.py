@@ -118,7 +118,10 @@ def test_results_that_have_come_to_their_end_let_the_pool_go(ending):
     there, ended = weakref.ref(pool), pool._dispatcher.ended
     results = ENDINGS[ending](pool)
     del pool
-    wait_for(lambda: there() is None)
+    try:
+        wait_for(lambda: there() is None)
+    except AssertionError:
+        pytest.fail(f"the pool is kept by {gc.get_referrers(there())}")
     ended.result(30)  # its drone too
     assert list(results) == []
 

@@ -354,6 +354,7 @@ class Reactor(EventLoop):
                 batch = self._take_deliveries()
             if batch is not None:
                 self._deliver(batch)
+                batch = None  # nothing of it is kept while this thread waits
 
     def _nudge(self) -> None:
         if not self.has_ended:
