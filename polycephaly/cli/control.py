@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 
 import click
@@ -115,6 +114,7 @@ def stop(names: tuple[str, ...], now: bool) -> None:
 
 def _stop(name: str, now: bool) -> None:
     from ..engines.remote import pool_registry
+    from ..runtime.parent_death import wait_for_end
 
     card = pool_registry.resolve_card(name)
     pidfd = os.pidfd_open(card.pid) if card.is_server_alive() else None
@@ -124,7 +124,7 @@ def _stop(name: str, now: bool) -> None:
         if pidfd is None:
             click.echo(f"{name} was asked to end", err=True)
         else:
-            select.select([pidfd], [], [])
+            wait_for_end(pidfd)
             click.echo(f"{name} has ended", err=True)
     except ERRORS as error:
         if pidfd is None:

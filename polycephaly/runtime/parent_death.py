@@ -25,6 +25,7 @@ from __future__ import annotations
 import array
 import ctypes
 import os
+import select
 import signal
 import socket
 from contextlib import suppress
@@ -109,6 +110,13 @@ def open_pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
+
+
+def wait_for_end(pidfd: int, seconds: float | None = None) -> None:
+    """Wait until the process of `pidfd` has ended, for so many seconds at most."""
+    poll = select.poll()  # not select(): no descriptors from 1024 on
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(None if seconds is None else seconds * 1000)
 
 
 def die_with_parent(parent: int) -> None:

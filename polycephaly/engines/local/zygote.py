@@ -351,9 +351,7 @@ class Zygote:
             # The owner may still make files: the kernel closes the descriptors of an ending process
             # first, so the end of the parent-death pipe is not yet the end of the owner.
             if self._owner_pidfd is not None:
-                poll = select.poll()  # not select(): no descriptors from 1024 on
-                poll.register(self._owner_pidfd, select.POLLIN)
-                poll.poll(OWNER_END_TIMEOUT_SECONDS * 1000)
+                parent_death.wait_for_end(self._owner_pidfd, OWNER_END_TIMEOUT_SECONDS)
             shutil.rmtree(self.spec.directory, ignore_errors=True)
 
     def _report(self, **report: Any) -> None:

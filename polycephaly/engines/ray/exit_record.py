@@ -20,7 +20,6 @@ first one that finds it, because the driver may be about to read it.
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import tempfile
@@ -32,6 +31,7 @@ from typing import NamedTuple
 
 from ..._compat import ray_session_dir
 from ...memory.arena import free_pages
+from ...runtime.parent_death import wait_for_end
 from ...runtime.procfs import start_time_of
 from ...wire.status_page import PAGE_BYTES, StatusPage, map_page
 
@@ -182,9 +182,7 @@ def _ensure_owner_dead(folder: str) -> None:
         process = os.pidfd_open(int(os.path.basename(folder).partition(".")[0]))
         try:
             if kill_owner(folder):
-                poll = select.poll()
-                poll.register(process, select.POLLIN)
-                poll.poll(EXIT_TIMEOUT_SECONDS * 1000)
+                wait_for_end(process, EXIT_TIMEOUT_SECONDS)
         finally:
             os.close(process)
 
