@@ -1,7 +1,15 @@
-"""The processors that a control group grants, read from trees of files as the kernel shows them."""
+"""The processors that a control group grants, read from trees of files as the kernel shows them;
+and errors that say what a process lacks.
+"""
+
+import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+import polycephaly as poly
+from polycephaly.promises.event_loop import EventLoop
 from polycephaly.runtime import system_limits
 from polycephaly.runtime.system_limits import processor_limit, usable_processors
 
@@ -73,3 +81,29 @@ def test_a_limit_is_rounded_up_and_does_not_exceed_the_affinity(monkeypatch, lim
     monkeypatch.setattr(system_limits, "processor_limit", lambda: limit)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert usable_processors() == count
+
+
+def test_without_proc_the_error_says_so(monkeypatch):
+    def nothing_there(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "listdir", nothing_there)
+    with pytest.raises(FileNotFoundError, match="drones need /proc, which is not mounted"):
+        poly.Pool(1)
+
+
+@pytest.mark.parametrize("module", ["socket", "select", "threading"])
+def test_no_loop_runs_on_what_gevent_has_replaced(monkeypatch, module):
+    monkey = SimpleNamespace(is_module_patched=lambda name: name == module)
+    monkeypatch.setitem(sys.modules, "gevent.monkey", monkey)
+    with pytest.raises(RuntimeError, match=f"have replaced {module}, .* not patched"):
+        EventLoop("loop")
+
+
+def test_gevent_may_replace_the_rest(monkeypatch):
+    monkey = SimpleNamespace(is_module_patched=lambda name: name == "time")
+    monkeypatch.setitem(sys.modules, "gevent.monkey", monkey)
+    loop = EventLoop("loop")
+    loop.start()
+    loop.post(loop.stop)
+    loop.thread.join()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import sys
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
@@ -45,10 +46,25 @@ class Source(Protocol):
         """Handle messages that have come, at most as many as may delay all others."""
 
 
+def _refuse_green_sockets() -> None:
+    """Raise `RuntimeError` in a process with gevent's sockets, threads or `select`: one of its
+    threads would wait for another that cannot run meanwhile.
+    """
+    monkey = sys.modules.get("gevent.monkey")
+    if monkey is not None:
+        replaced = [*filter(monkey.is_module_patched, ("socket", "select", "threading"))]
+        if replaced:
+            raise RuntimeError(
+                f"gevent's monkey patches have replaced {', '.join(replaced)}, without which no "
+                "pool can wait for its drones: use it in a process that is not patched"
+            )
+
+
 class EventLoop:
     """The loop, whose thread runs from `start` on, until it is told to `stop`."""
 
     def __init__(self, name: str, after_turn: Callable[[], object] | None = None) -> None:
+        _refuse_green_sockets()
         self.has_ended = self.belongs_to_parent = False
         self._after_turn = after_turn  # called at the end of each turn, holding the lock
         self.thread = fork_guard.OwnThread(name, self._run)

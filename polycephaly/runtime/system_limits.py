@@ -15,15 +15,18 @@ from .procfs import read_text
 
 
 def check_descriptors(drones: int) -> None:
-    """Raise `OSError` if `drones` drones would exceed the limit of file descriptors.
+    """Raise `OSError` if `drones` drones would exceed the limit of file descriptors, or if there
+    is no /proc.
 
     Each takes three (two pipes, one connection), and some are kept in reserve for the program.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd"))
-    except FileNotFoundError:  # not Linux
-        used = 0
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            errno.ENOENT, "drones need /proc, which is not mounted here (mount -t proc proc /proc)"
+        ) from None
     except OSError as error:
         raise name_limit(error) from error
     needed = used + 3 * drones + 32
