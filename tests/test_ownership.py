@@ -14,6 +14,7 @@ from faults import append, block_for_ever, exit_hard, lines, wait_for
 from scripts import run_script
 
 from polycephaly import green
+from polycephaly.pool.dispatcher import Dispatcher
 
 pytestmark = on_each_engine
 
@@ -318,3 +319,18 @@ def test_an_error_that_was_met_keeps_no_pool_alive(on_death):
     # The thread that settled the promise, and has the error for that, may not have been given the
     # interpreter since.
     wait_for(lambda: gc.collect() is not None and pool() is None)
+
+
+@local_only
+def test_an_alarm_that_interrupts_the_making_of_a_pool_leaves_no_process(monkeypatch):
+    def post_and_be_interrupted(dispatcher, callback, *args):
+        made.append(dispatcher)
+        monkeypatch.undo()
+        dispatcher.post(callback, *args)
+        raise TimeoutError("of the handler of an alarm")
+
+    made = []
+    monkeypatch.setattr(Dispatcher, "post", post_and_be_interrupted)
+    with pytest.raises(TimeoutError, match="alarm"):
+        poly.Pool(1)
+    assert made.pop().ended.result(30) is None

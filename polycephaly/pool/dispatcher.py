@@ -120,9 +120,9 @@ class Dispatcher(DispatcherBase):
                 except BaseException:
                     self.reactor.release()
                     raise
-                self.post(self._begin)
                 has_begun = True
-        except KeyboardInterrupt:  # deferred until now
+                self.post(self._begin)
+        except BaseException:  # Ctrl-C, deferred until now, or what another signal's handler raises
             if has_begun:
                 self.kill()
             raise
