@@ -158,7 +158,7 @@ def test_an_owner_that_sleeps_when_a_fork_begins_does_so_until_its_end(scheduler
 
     class Lock:
         woken = SimpleQueue()
-        release = partial(woken.put, None)
+        release = staticmethod(partial(woken.put, None))
 
         def acquire(self, timeout=-1):
             told.put("asleep" if timeout > 0 else "waiting for its waker")
