@@ -1589,6 +1589,71 @@ def test_an_end_that_a_call_could_not_hand_on_is_let_go_with_it(pool, way):
         ch.get(20)
 
 
+def put_in_vain(end, other):
+    with pytest.raises(TimeoutError):
+        other.put(end, 0.1)
+
+
+def offer_in_vain(end, other):
+    assert run(lambda: select(other.sending(end), green.after(0.1))).index == 1
+
+
+def put_when_closed(end, other):
+    other.put(None)
+    with pytest.raises(ChannelClosed):
+        other.put(end)
+
+
+def put_to_one_who_dies(end, other):
+    with pytest.raises(ItemLost):
+        other.put(end)
+
+
+def die_at_give():
+    from polycephaly.green.distributed import connection, opcodes
+
+    connection.HANDLERS[opcodes.GIVE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.guarantee("channel-4")
+@pytest.mark.parametrize("at_home", [True, False])
+@pytest.mark.parametrize("send", [put_in_vain, offer_in_vain, put_when_closed, put_to_one_who_dies])
+def test_an_end_in_an_item_that_no_process_receives_is_still_its_senders(pool, send, at_home):
+    def send_in_vain(end, other):
+        send(end, other)
+        end.put("still mine")
+
+    one, another, _ = pool.drones
+    ch, other = Channel(), made_in(one) if at_home else Channel()
+    call = one.promise(send_in_vain, ch.sender(), other)
+    if send is put_when_closed:
+        other.get(20)
+        other.close()
+    elif send is put_to_one_who_dies:
+        another.doit(die_at_give)
+        another.promise(receive_n, other, 1)
+    assert ch.get(20) == "still mine"
+    with pytest.raises(ChannelClosed):
+        ch.get(20)
+    call.result(20)
+
+
+def send_to_oneself(end, other):
+    receiving = green.spawn(other.receive())
+    other.put(end)
+    store(receiving.result())
+
+
+def test_an_end_that_was_sent_to_the_same_drone_is_let_go_with_the_last_reference(pool):
+    ch, behind, other = Channel(), Channel(), Channel()
+    drone = pool.drones[0]
+    drone.doit(send_to_oneself, ch.sender(), other)
+    drone.promise(put_three, behind.sender())
+    assert list(behind) == [0, 1, 2] and not ch.closed
+    drone.doit(forget_all)
+    wait_for(lambda: ch.closed)
+
+
 def test_a_fork_of_a_drone_lets_nothing_go(pool):
     def fork(end):
         pid = os.fork()

@@ -12,9 +12,9 @@ gone only when it is closed.
 
 In a drone, an end is also gone when nothing there refers to it any more (DROPPED): with the call
 that brought it, unless the call has stored it in a global, an attribute or a thread. An end in a
-reference cycle is gone when the garbage collector finds the cycle. An end that was pickled was
-handed on: to drop it here releases nothing, because its next holder does that. Outside of drones,
-dropping an end reports nothing.
+reference cycle is gone when the garbage collector finds the cycle. An end is handed on with a call,
+a result, or an item that a receiver or the buffer has: to drop the end here then releases nothing,
+because its next holder does that. Outside of drones, dropping an end reports nothing.
 
 The owning process counts the holders of each end, by token. See
 docs/decisions/0007-channels-between-processes.md.
@@ -70,7 +70,10 @@ class _CountedEnd(channels.End[T]):
         self._number = number
         self._token = token
         self._calls = 0  # calls on their way with this end
-        self._closed = self._handed_on = self._came_with_call = False
+        self._closed = self._came_with_call = False
+        # The tokens that the end had when it was last pickled, and when it was handed on.
+        self._pickled_token: int | None = None
+        self._handed_on_token: int | None = None
         self._generation = channels.generation
 
     def __del__(self) -> None:
@@ -84,7 +87,9 @@ class _CountedEnd(channels.End[T]):
     def is_held(self) -> bool:
         """Return True unless the end was closed, handed on, or copied by a fork."""
         return not (
-            self._closed or self._handed_on or self._generation < channels.oldest_generation
+            self._closed
+            or self._token == self._handed_on_token
+            or self._generation < channels.oldest_generation
         )
 
     def arrive(self, token: int) -> None:
@@ -115,15 +120,18 @@ class _CountedEnd(channels.End[T]):
 
     def __reduce__(self) -> Any:
         self._open_channel()
+        self._pickled_token = self._token
         if pickling_state.context is None:  # a drone's result
             self.hand_on()
-        else:  # handed on with the call or the item, unless the rest of that cannot be pickled
+        else:  # handed on with the call, or when the item is received
             pickling_state.context.add_moved(self)
         return _unpickle_end, (type(self), self.channel, self._number, self._token)
 
     def hand_on(self) -> None:
-        """Note that the end has another holder, so dropping it here releases nothing."""
-        self._handed_on = True
+        """Note that the end has another holder, so dropping it here releases nothing, unless the
+        end has come here again meanwhile.
+        """
+        self._handed_on_token = self._pickled_token
 
     def _follow_task(self, task: Any) -> None:
         """Follow a task that has the end among its arguments, or captured. Any thread may call

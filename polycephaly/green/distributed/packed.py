@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pickle import loads
 from typing import Any
 
@@ -16,18 +17,24 @@ channel's name."""
 
 
 class PackedItem:
-    """An item of another process, still pickled."""
+    """A pickled item, and the ends of channels in it that this process still holds."""
 
-    __slots__ = ("content",)
+    __slots__ = ("_ends", "content")
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, ends: Sequence[Any] = ()) -> None:
         self.content = content
+        self._ends = ends
+
+    def hand_on_ends(self) -> None:
+        """Note that the item has been received, or will be."""
+        for end in self._ends:
+            end.hand_on()
 
 
-def pack_item(item: Any) -> bytes:
+def pack_item(item: Any) -> PackedItem:
     """Pickle `item`. Raises any error of the item's own pickling."""
-    if item.__class__ is PackedItem:
-        return item.content
+    if isinstance(item, PackedItem):
+        return item
     try:
         # Without a directory: a kept value's handle cannot go through a channel.
         with placeholders.PicklingContext(None) as pickling:
@@ -36,9 +43,7 @@ def pack_item(item: Any) -> bytes:
         raise RuntimeError(
             f"pickling an item of a channel raised {type(error).__name__}: {error}"
         ) from error
-    for end in pickling.moved or ():
-        end.hand_on()
-    return content
+    return PackedItem(content, pickling.moved or ())
 
 
 def unpack_item(item: Any) -> Any:
@@ -59,4 +64,4 @@ def unpack_item(item: Any) -> Any:
 
 def pack_reason(error: BaseException) -> bytes:
     """Pickle the error of an operation that has not happened, with its causes."""
-    return pack_exception(error, pack_item)
+    return pack_exception(error, lambda value: pack_item(value).content)

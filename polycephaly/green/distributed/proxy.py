@@ -120,11 +120,12 @@ class ChannelProxy(Channel[Any]):
         peer, number = self._peer(), self.rare_state.number
         if not peer.credits.get(number):
             return False
-        content = pack_item(item)
+        packed = pack_item(item)
         if not peer.credits.get(number):  # the item's own code has let others send
             return False
         peer.credits[number] -= 1
-        peer.put(opcodes.ITEM, number, 0, content)
+        peer.put(opcodes.ITEM, number, 0, packed.content)
+        packed.hand_on_ends()
         return True
 
     def attempt_receive(self, thread: Any) -> Any:
@@ -139,9 +140,10 @@ class ChannelProxy(Channel[Any]):
             peer = self._peer(may_be_closed=end == "receive")
             if isinstance(waiter, Offer):
                 number = select_number(waiter)[1]
-            payload = opcodes.SELECT.pack(number) + (
-                pack_item(waiter.item) if end == "send" else b""
-            )
+            payload = opcodes.SELECT.pack(number)
+            if end == "send":
+                waiter.item = pack_item(waiter.item)
+                payload += waiter.item.content
         except BaseException as error:
             waiter.refuse(error)
             return
@@ -182,7 +184,9 @@ class ChannelProxy(Channel[Any]):
             self._peer(may_be_closed=True).put(kind, self.rare_state.number, number, payload)
 
     def return_item_here(self, item: Any) -> None:
-        self.tell(opcodes.RETURN, 0, pack_item(item))
+        packed = pack_item(item)
+        self.tell(opcodes.RETURN, 0, packed.content)
+        packed.hand_on_ends()
 
     def __reduce__(self) -> Any:
         state = self.rare_state
@@ -255,6 +259,7 @@ def _owner_gone_error(proxy: ChannelProxy, ending: PeerEnding) -> ChannelClosed:
 def _on_done(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
     request = peer.requests.get(op)
     if request is not None:
+        request.waiter.item.hand_on_ends()
         request.finish(request.waiter.complete, None)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from ...errors import ItemLost
 from ..select import Offer
-from .packed import pack_item, unpack_item
+from .packed import PackedItem, pack_item, unpack_item
 from .transport import get_transport
 
 log = logging.getLogger("polycephaly.green")
@@ -91,14 +91,15 @@ class Transaction:
         receiver = self.receiver
         if receiver is not None and receiver.is_remote:
             try:
-                content = pack_item(self.item)
+                packed = pack_item(self.item)
             except BaseException as error:
                 error.add_note(
                     "while pickling an item of a channel, for a receiver in another process"
                 )
                 self._refuse_item(error)
                 return
-            self.item_offset = receiver.deliver(self._on_take_answer, content)
+            on_answer = partial(self._on_take_answer, packed)
+            self.item_offset = receiver.deliver(on_answer, packed.content)
             return
         if receiver is None:
             self.channel.buffer.append(self.item)
@@ -112,12 +113,13 @@ class Transaction:
                 receiver.complete(value)
         self.commit()
 
-    def _on_take_answer(self, taken: bool) -> None:
+    def _on_take_answer(self, packed: PackedItem, taken: bool) -> None:
         """Handle the receiver's answer, or the death of its process while the item was in transit,
         or already there.
         """
         receiver = self.receiver
         if taken:
+            packed.hand_on_ends()
             receiver.drop()
             receiver.location = None
             self.commit()
