@@ -16,14 +16,17 @@ controller receives them twice, and recognises that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pickle import dumps
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import type_with_article
 from ..memory.blocks import Store
 from ..memory.references import RefTable, Serialized
+from ..promises.promise import pickling_state
 from ..runtime import forked
 from ..timeline.event_log import EventLog
+from ..wire import placeholders
 from ..wire.exceptions import pack_exception
 from ..wire.main_names import MainSnapshot
 from ..wire.messages import (
@@ -42,6 +45,8 @@ from ..wire.pickling import BULKY_TYPES, MIN_LARGE_BUFFER_BYTES, capture, pack
 from ..wire.status_page import StatusPage
 from .console import OutputTail
 from .store import DroneStore
+
+T = TypeVar("T")
 
 
 class ResultBuffer:
@@ -78,6 +83,8 @@ class ResultBuffer:
             bulky = (
                 type(value) in BULKY_TYPES and len(value) >= MIN_LARGE_BUFFER_BYTES  # type: ignore[arg-type]
             )
+            if placeholders.last_arrived_end:
+                return _hand_on_ends_after(pack, value, self._snapshot, self._store, bulky)
             return pack(value, self._snapshot, self._store, bulky)
         except BaseException as error:
             error.add_note(f"while pickling the result, {type_with_article(value)}")
@@ -93,7 +100,9 @@ class ResultBuffer:
     def pack_error(self, error: BaseException) -> bytes:
         self._exit_if_forked(error)
         try:
-            return pack_exception(error, lambda value: capture(value, self._snapshot))
+            return pack_exception(
+                error, lambda value: _hand_on_ends_after(capture, value, self._snapshot)
+            )
         except BaseException as worse:
             # The error's own code broke off its pickling: report at least its type.
             substitute = RuntimeError(
@@ -192,3 +201,16 @@ class ResultBuffer:
         if not entries:
             return []
         return pack_outcomes(entries, [each for _, large in taken for each in large])
+
+
+def _hand_on_ends_after(pickle: Callable[..., T], *args: Any) -> T:
+    """Return ``pickle(*args)``. The channel ends in the value are handed on unless that raises."""
+    ends: list[Any] = []
+    pickling_state.result_ends = ends
+    try:
+        pickled = pickle(*args)
+    finally:
+        pickling_state.result_ends = None
+    for end in ends:
+        end.hand_on()
+    return pickled

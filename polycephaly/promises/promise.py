@@ -115,6 +115,8 @@ class _PicklingState(threading.local):
     """The `PicklingContext` (wire/placeholders.py) of the call that this thread is pickling."""
     for_other_process = False
     """True while this thread pickles a value kept by this drone for another process."""
+    result_ends: list[Any] | None = None
+    """In a drone: the channel ends in the result or error that this thread is pickling."""
 
 
 pickling_state = _PicklingState()

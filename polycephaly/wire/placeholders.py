@@ -177,6 +177,9 @@ def current_store() -> LocalStore | None:
     return store or local_store or next(reversed(inline_stores), None)
 
 
+last_arrived_end = 0
+"""Token of the channel end that has arrived last in this drone; 0 if none has."""
+
 known_owners: WeakValueDictionary[int, ValueOwner] = WeakValueDictionary()
 """Values kept by a drone's own `Kept(value)`, by number: in the drone that made the value, and
 where a handle of it has arrived.

@@ -36,7 +36,7 @@ from ...memory.blocks import Store
 from ...memory.references import RefTable
 from ...runtime import fork_guard, forked, parent_death
 from ...runtime.tuning import tuning
-from ...wire import addresses
+from ...wire import addresses, placeholders
 from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
 from ...wire.fast_transport import FastTransport, fits
 from ...wire.main_names import MainSnapshot, shared_snapshots
@@ -120,6 +120,7 @@ class LocalDrone(DroneExecutor):
         self._has_router = False
         self._bulk_may_have_messages = self._waiting = self._woken = False
         self._memory_checked_at = monotonic()
+        self._last_freed_end = placeholders.last_arrived_end
         self.busy = False
         """True if the main thread has a task to run, or is about to look for one."""
         self.epoll = parent_death.close_in_child(select.epoll())
@@ -161,9 +162,8 @@ class LocalDrone(DroneExecutor):
         An error that ends a loop over a channel is in a cycle with its traceback. From CPython 3.12
         on, the traceback keeps the frames of all callers, and so the ends.
         """
-        ends: Any = sys.modules.get("polycephaly.green.distributed.ends")
-        if getattr(ends, "ends_arrived", False):  # a thread may be importing the module
-            ends.ends_arrived = False
+        if self._last_freed_end != placeholders.last_arrived_end:
+            self._last_freed_end = placeholders.last_arrived_end
             gc.collect()
 
     def _can_end(self) -> bool:

@@ -121,10 +121,12 @@ class _CountedEnd(channels.End[T]):
     def __reduce__(self) -> Any:
         self._open_channel()
         self._pickled_token = self._token
-        if pickling_state.context is None:  # a drone's result
-            self.hand_on()
-        else:  # handed on with the call, or when the item is received
+        if pickling_state.context is not None:  # handed on with the call or the received item
             pickling_state.context.add_moved(self)
+        elif pickling_state.result_ends is not None:  # handed on with the whole result
+            pickling_state.result_ends.append(self)
+        else:
+            self.hand_on()
         return _unpickle_end, (type(self), self.channel, self._number, self._token)
 
     def hand_on(self) -> None:
@@ -236,11 +238,6 @@ alive. Each end is one object, however often it arrives, so it is released with 
 reference."""
 
 
-ends_arrived = False
-"""True if ends have arrived since the drone last collected reference cycles, which would keep
-them."""
-
-
 def _is_drone() -> bool:
     """Return True in a drone."""
     return placeholders.local_store is not None
@@ -249,11 +246,10 @@ def _is_drone() -> bool:
 def _unpickle_end(
     kind: type[_CountedEnd[T]], channel: Channel[T], number: int, previous: int
 ) -> _CountedEnd[T]:
-    global ends_arrived
     token = _report_arrival(channel, number, previous)
     if placeholders.current_store() is None:
         return kind(channel, number, token)
-    ends_arrived = True
+    placeholders.last_arrived_end = token
     end = _arrived_ends.get((id(channel), number))
     if end is None or not end.is_held():
         end = _arrived_ends[id(channel), number] = kind(channel, number, token)
