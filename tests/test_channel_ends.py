@@ -10,8 +10,8 @@ import pytest
 from polycephaly.errors import ChannelClosed
 from polycephaly.green import Channel, run, sleep, testing
 from polycephaly.green.distributed import ends, handlers
-from polycephaly.green.distributed.connection import PeerEnding
 from polycephaly.green.distributed.owner import make_owned
+from polycephaly.green.distributed.transport import PeerEnding
 from polycephaly.runtime.tuning import tuning
 
 HERE = None  # the process that owns the channel

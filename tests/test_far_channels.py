@@ -1614,9 +1614,9 @@ def put_to_one_who_dies(end, other):
 
 
 def die_at_give():
-    from polycephaly.green.distributed import connection, opcodes
+    from polycephaly.green.distributed import opcodes, transport
 
-    connection.HANDLERS[opcodes.GIVE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    transport.HANDLERS[opcodes.GIVE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.guarantee("channel-4")
@@ -2590,10 +2590,9 @@ def test_what_an_image_said_before_it_ended_is_heard_by_who_writes_to_it():
 
 def test_a_select_that_sends_is_told_that_its_item_may_be_lost_with_the_home(pool):
     def die_at_take():
-        from polycephaly.green.distributed import connection as peer
-        from polycephaly.green.distributed import opcodes
+        from polycephaly.green.distributed import opcodes, transport
 
-        peer.HANDLERS[opcodes.TAKE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        transport.HANDLERS[opcodes.TAKE] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     async def main():
         home, receiver, _ = pool.drones

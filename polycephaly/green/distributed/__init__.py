@@ -3,8 +3,8 @@
     process A: owner.py  the channel itself, its queues  <──OFFER, DEMAND──  proxy.py  process B
                ├─ transaction.py     one sender, one receiver, exactly once
                └─ handlers.py        messages of process B (opcodes.py lists all messages)
-    in each process: transport.py, its sockets; connection.py, one connection; packed.py, items
-    in transit; ends.py, ends that are counted; inherited.py, channels that came with a fork
+    in each process: transport.py, its connections; packed.py, items in transit; ends.py, ends
+    that are counted; inherited.py, channels that came with a fork
 
 The *owning process* of a channel is the process that made it. If a drone makes a channel and
 returns it, that is the drone. Processes connect to each other directly: a message between two
@@ -22,12 +22,11 @@ from ...wire import addresses
 from ..channel import Channel
 from ..scheduler import scheduler
 from . import ends, handlers, proxy
-from .connection import LOSS_CALLBACKS
 from .ends import new_end
 from .inherited import convert_inherited
 from .owner import OwnedChannel, make_owned
 from .proxy import unpickle_channel
-from .transport import get_transport
+from .transport import LOSS_CALLBACKS, get_transport
 
 __all__ = ["convert_inherited", "get_transport", "new_end", "reduce_channel"]
 

@@ -41,8 +41,8 @@ from .. import channel as channels
 from ..channel import Channel, Receiver, Sender
 from ..scheduler import scheduler
 from . import opcodes
-from .connection import HANDLERS, PeerConnection, keep_last
 from .handlers import channel_of
+from .transport import HANDLERS, PeerConnection, keep_last
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from typing import Any
 from ...errors import ChannelClosed
 from ..scheduler import scheduler
 from . import opcodes
-from .connection import HANDLERS, PeerConnection
 from .inherited import is_inherited, number_of_inherited
 from .owner import OwnedState, PendingOperation, make_owned
 from .packed import CLOSED_OR_RELEASED, PackedItem
+from .transport import HANDLERS, PeerConnection
 
 log = logging.getLogger("polycephaly.green")
 

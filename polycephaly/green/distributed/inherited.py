@@ -24,11 +24,10 @@ from weakref import WeakValueDictionary
 from ...wire import addresses
 from .. import channel as channels
 from ..channel import Channel
-from .connection import Transport
 from .owner import OwnedChannel
 from .packed import unpack_item
 from .proxy import ChannelProxy, make_proxy, proxies
-from .transport import inherited_transports
+from .transport import ChannelTransport, inherited_transports
 
 _INHERITED_BIT = 1 << 63
 _ADDRESS_BITS = 48
@@ -76,7 +75,7 @@ def is_inherited(number: int) -> bool:
     return bool(number & _INHERITED_BIT)
 
 
-def number_of_inherited(transport: Transport, number: int) -> int:
+def number_of_inherited(transport: ChannelTransport, number: int) -> int:
     """Return the proper number of the original, or 0 if it is gone."""
     own_number = transport.aliases.get(number)
     if own_number is None:

@@ -26,9 +26,9 @@ from ...errors import ChannelClosed
 from ..channel import Channel
 from ..waiting import NOTHING, RareState, Waiter
 from . import opcodes
-from .connection import PeerConnection, Transport
 from .packed import PackedItem, pack_reason, unpack_item
 from .transaction import Transaction, is_in_select
+from .transport import ChannelTransport, PeerConnection
 
 
 class PendingOperation(Waiter):
@@ -112,7 +112,7 @@ class OwnedState(RareState):
         "reserved", "transport", "undecided",
     )  # fmt: skip
 
-    def __init__(self, transport: Transport, number: int) -> None:
+    def __init__(self, transport: ChannelTransport, number: int) -> None:
         super().__init__()
         self.transport = transport
         self.number = number
@@ -401,7 +401,7 @@ class OwnedChannel(Channel[Any]):
             state.transport.forget_channel(state.number, state.reason)
 
 
-def make_owned(channel: Any, transport: Transport, number: int) -> None:
+def make_owned(channel: Any, transport: ChannelTransport, number: int) -> None:
     """Make a channel serve other processes too. Called by the owner thread."""
     if isinstance(channel.rare_state, OwnedState) and channel.rare_state.transport is transport:
         channel.rare_state.number = number  # a new one if the channel is sent away after its end

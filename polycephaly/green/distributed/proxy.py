@@ -26,11 +26,10 @@ from ..scheduler import scheduler
 from ..select import Offer
 from ..waiting import NOTHING, Waiter
 from . import opcodes
-from .connection import HANDLERS, PeerConnection, PeerEnding
 from .owner import make_owned
 from .packed import CLOSED_OR_RELEASED, PackedItem, pack_item, unpack_item
 from .transaction import select_number
-from .transport import ChannelTransport, get_transport
+from .transport import HANDLERS, ChannelTransport, PeerConnection, PeerEnding, get_transport
 
 
 class _ProxyState:
