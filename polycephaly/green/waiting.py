@@ -76,6 +76,8 @@ class Waiter:
 
     is_remote = False
     """True if the waiter is in another process: `PendingOperation` (distributed/owner.py)."""
+    select: Any = None
+    """The `select` that the waiter is an offer of, or its number in another process, if any."""
 
     def __init__(self, thread: GreenThread[Any], item: Any = None) -> None:
         self.thread = thread

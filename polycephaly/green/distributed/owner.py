@@ -27,7 +27,7 @@ from ..channel import Channel
 from ..waiting import NOTHING, RareState, Waiter
 from . import opcodes
 from .packed import PackedItem, pack_reason, unpack_item
-from .transaction import Transaction, is_in_select
+from .transaction import Transaction
 from .transport import ChannelTransport, PeerConnection
 
 
@@ -178,7 +178,7 @@ class OwnedChannel(Channel[Any]):
                 if not self._can_get_items():
                     self._check_open()
                 return NOTHING
-            if sender.is_remote and is_in_select(sender):
+            if sender.is_remote and sender.select is not None:
                 return NOTHING
             self._remove_waiter(sender)
             item = sender.item
@@ -213,7 +213,7 @@ class OwnedChannel(Channel[Any]):
                 self._recall()
                 return
             self._remove_waiter(sender)
-            if is_in_select(sender):
+            if sender.select is not None:
                 self.rare_state.reserved += 1
                 Transaction(self, sender, None, sender.item).begin()
             else:
@@ -279,7 +279,7 @@ class OwnedChannel(Channel[Any]):
                 if end == "send" and waiter.select is None:
                     waiter.peer.put(opcodes.WITHDRAWN, 0, waiter.number)
                 return
-        elif is_in_select(waiter) and not waiter.is_open:
+        elif waiter.select is not None and not waiter.is_open:
             return
         if self._closed and end == "send":
             waiter.refuse(self._closed_error())

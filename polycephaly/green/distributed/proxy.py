@@ -23,7 +23,6 @@ from ...wire.exceptions import unpack_exception
 from .. import channel as channels
 from ..channel import Channel, Claim
 from ..scheduler import scheduler
-from ..select import Offer
 from ..waiting import NOTHING, Waiter
 from . import opcodes
 from .owner import make_owned
@@ -83,7 +82,7 @@ class Request:
     def take(self, item: PackedItem) -> None:
         self.peer.put(opcodes.TAKE, 0, self.number)
         try:
-            value = unpack_item(item) if isinstance(self.waiter, Offer) else item
+            value = item if self.waiter.select is None else unpack_item(item)
         except BaseException as error:
             self.finish(self.waiter.fail, error)
         else:
@@ -134,12 +133,9 @@ class ChannelProxy(Channel[Any]):
     open_item = staticmethod(unpack_item)
 
     def enqueue(self, end: str, waiter: Waiter) -> None:
-        number = 0
         try:
             peer = self._peer(may_be_closed=end == "receive")
-            if isinstance(waiter, Offer):
-                number = select_number(waiter)[1]
-            payload = opcodes.SELECT.pack(number)
+            payload = opcodes.SELECT.pack(0 if waiter.select is None else select_number(waiter)[1])
             if end == "send":
                 waiter.item = pack_item(waiter.item)
                 payload += waiter.item.content
@@ -270,7 +266,7 @@ def _on_withdrawn(peer: PeerConnection, _: int, op: int, __: bytes) -> None:
 
 def _on_give(peer: PeerConnection, _: int, op: int, payload: bytes) -> None:
     request, item = peer.requests.get(op), PackedItem(payload)
-    if request is not None and (request.is_held or not isinstance(request.waiter, Offer)):
+    if request is not None and (request.is_held or request.waiter.select is None):
         request.take(item)
     else:
         _hold(peer, op, lambda request: request.take(item))
@@ -346,7 +342,7 @@ def on_loss(peer: PeerConnection) -> None:
         error: Exception = _owner_gone_error(request.proxy, peer.ending)
         # A receiver may have been given the item.
         is_lost = request.end == "send" and (
-            request.is_held if isinstance(request.waiter, Offer) else request.was_sent
+            request.was_sent if request.waiter.select is None else request.is_held
         )
         if is_lost:
             closed = error

@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 from ...errors import ItemLost
-from ..select import Offer
 from .packed import PackedItem, pack_item, unpack_item
 from .transport import get_transport
 
@@ -58,7 +57,8 @@ class Transaction:
     def begin(self) -> None:
         self.channel.rare_state.open_transactions += 1
         self.channel.rare_state.undecided += self._is_undecided()
-        self._to_hold = sorted(filter(is_in_select, self._sides()), key=select_number)
+        selects = [each for each in self._sides() if each.select is not None]
+        self._to_hold = sorted(selects, key=select_number)
         if self._to_hold and self._to_hold[-1] is self.receiver and self.receiver.is_remote:
             self._to_hold.pop()
         for each in self._sides():
@@ -185,12 +185,12 @@ class Transaction:
 
     def _detach(self, one: Any) -> None:
         one.location = None
-        if not one.is_remote and not is_in_select(one):
+        if not one.is_remote and one.select is None:
             for error in self.errors:
                 one.thread.interrupt(error)
 
     def _is_undecided(self) -> bool:
-        return self.sender is None and is_in_select(self.receiver)
+        return self.sender is None and self.receiver.select is not None
 
     def _finish(self) -> None:
         self.channel.rare_state.open_transactions -= 1
@@ -198,11 +198,6 @@ class Transaction:
         if self.receiver is None:
             self.channel.rare_state.reserved -= 1
         self.channel.match()
-
-
-def is_in_select(waiter: Any) -> bool:
-    """Return True if the waiter is in a `select`."""
-    return isinstance(waiter, Offer) or (waiter.is_remote and waiter.select is not None)
 
 
 def select_number(waiter: Any) -> tuple[str, int]:
