@@ -44,6 +44,7 @@ from .native import IDLE_WORKER_SECONDS, NO_THREAD, NativeThreadPool
 DEADLOCK_GRACE_SECONDS = 0.02  # without a runnable thread, before the owner checks for a deadlock
 MAX_NATIVE_THREADS = 16384  # the usual limits of the kernel are 2 to 6 times as many
 MAX_FORK_PAUSE_SECONDS = 0.25  # a fork waits so long for the running step to end
+WAIT_STEPS = 50  # of a limited wait for the owner; a suspended machine loses one at most
 
 NO_CALL = 0
 TAKEN = -1
@@ -189,7 +190,7 @@ class Scheduler:
         else:
             self.post(callback)
 
-    def run_in_owner(self, callback: Callable[[], object], timeout: float = -1) -> None:
+    def run_in_owner(self, callback: Callable[[], object], timeout: float | None = None) -> None:
         """Have the owner call `callback`, and wait for its end, `timeout` seconds at most."""
         if self.in_step():
             callback()
@@ -204,7 +205,10 @@ class Scheduler:
                 ended.release()
 
         self.post(call)
-        ended.acquire(timeout=timeout)
+        if timeout is None:
+            ended.acquire()
+        else:
+            any(ended.acquire(timeout=timeout / WAIT_STEPS) for _ in range(WAIT_STEPS))
 
     def ring(self) -> None:
         """Wake the sleeping owner, or start one, because `ready` has a new entry."""

@@ -23,7 +23,6 @@ docs/decisions/0007-channels-between-processes.md.
 from __future__ import annotations
 
 import secrets
-from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
@@ -52,10 +51,9 @@ _TOKENS = Struct("<QQ")
 # for ever, because the report is sent by the scheduler, and a green thread that does not let go of
 # the scheduler may be waiting for this very call.
 REPORT_TIMEOUT_SECONDS = 5.0
-# Steps in which these two times are measured. A suspended machine loses one step at most, however
+# Steps in which a holder's time is measured. A suspended machine loses one step at most, however
 # long that lasts.
 GRACE_STEPS = 5
-REPORT_STEPS = 50
 
 
 class _CountedEnd(channels.End[T]):
@@ -261,29 +259,22 @@ def _report_arrival(channel: Channel[Any], number: int, previous: int) -> int:
     """Report that an end has arrived, and return its new token.
 
     In a drone, wait until the report is sent. Otherwise the drone might die after its call was
-    answered, and the owning process would never know that the drone had the end. The owner thread
-    reports soon, because it cannot wait for itself. The main process need not wait: no process
-    outlives it that would wait for the end.
+    answered, and the owning process would never know that the drone had the end. The main process
+    need not wait: no process outlives it that would wait for the end.
     """
     token = secrets.randbits(63) | 1
-    sent = allocate_lock()
-    sent.acquire()
-    scheduler.post(partial(_report_arrival_at_once, channel, number, token, previous, sent))
-    if channel.is_remote and _is_drone() and get_ident() != scheduler.owner:
-        step = REPORT_TIMEOUT_SECONDS / REPORT_STEPS
-        any(sent.acquire(timeout=step) for _ in range(REPORT_STEPS))
+    report = partial(_report_arrival_at_once, channel, number, token, previous)
+    if channel.is_remote and _is_drone():
+        scheduler.run_in_owner(report, REPORT_TIMEOUT_SECONDS)
+    else:
+        scheduler.post(report)
     return token
 
 
-def _report_arrival_at_once(
-    channel: Channel[Any], number: int, token: int, previous: int, sent: LockType
-) -> None:
-    try:
-        _tell(channel, opcodes.OPENED, number, _Report(token, previous))
-        if scheduler.transport is not None:
-            scheduler.transport.flush(by_owner=False)
-    finally:
-        sent.release()
+def _report_arrival_at_once(channel: Channel[Any], number: int, token: int, previous: int) -> None:
+    _tell(channel, opcodes.OPENED, number, _Report(token, previous))
+    if scheduler.transport is not None:
+        scheduler.transport.flush(by_owner=False)
 
 
 class _Report(NamedTuple):
