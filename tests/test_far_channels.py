@@ -1881,14 +1881,32 @@ def store_and_sleep(end):
     time.sleep(60)
 
 
-def test_an_end_that_a_call_has_stored_stays_though_the_call_is_cancelled(pool):
+def store_and_fail(end):
+    store(end)
+    end.put("began")
+    raise KeyError("after that")
+
+
+@pytest.mark.parametrize("work", [store_and_sleep, store_and_fail])
+def test_an_end_that_a_call_has_stored_stays_though_the_call_comes_to_nothing(pool, work):
     ch, drone = Channel(), pool.drones[0]
-    begun = drone.promise(store_and_sleep, ch.sender())
-    assert ch.get(20) == "began" and begun.cancel()
+    begun = drone.promise(work, ch.sender())
+    assert ch.get(20) == "began"
+    if work is store_and_sleep:
+        assert begun.cancel()
+    else:
+        assert isinstance(begun.exception(20), KeyError)
     with pytest.raises(TimeoutError):
         ch.get(3 * tuning.next_holder_seconds)
     drone.doit(forget_all)
     assert list(ch) == []
+
+
+def test_an_end_behind_an_argument_that_cannot_be_unpickled_is_gone_with_its_call(pool):
+    ch = Channel()
+    failed = pool.promise(lambda *args: None, Unopenable(), ch.sender())
+    assert "lost with its call: invalid literal" in items_and_error(ch)[-1]
+    assert isinstance(failed.exception(20), ValueError)
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

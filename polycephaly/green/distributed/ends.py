@@ -170,11 +170,9 @@ class CountedReceiver(_CountedEnd[T], Receiver[T]):
 
 
 def _misplacing_error(task: Any) -> BaseException | None:
-    """Return why ends sent with a settled task may have arrived nowhere; None if a drone has
-    answered, which had the ends by then.
+    """Return why ends sent with a settled task may have arrived nowhere; None if the task has
+    succeeded. A drone that has failed may have had them, which the owning process knows by then.
     """
-    if task.answer is not None:
-        return None
     if task.cancelled():
         return CancelledError(f"{task.label} was cancelled")
     error: BaseException | None = stored_error(task)
@@ -289,8 +287,8 @@ class _Report(NamedTuple):
 def _tell(channel: Any, opcode: int, number: int, report: _Report) -> None:
     """Report on an end to the owning process, which may be this one."""
     if channel.is_remote:
-        payload = _TOKENS.pack(report.token, report.previous) + report.reason.encode()
-        channel.tell(opcode, number, payload)
+        reason = report.reason.encode(errors="backslashreplace")  # from the message of any error
+        channel.tell(opcode, number, _TOKENS.pack(report.token, report.previous) + reason)
     else:
         _ACTIONS[opcode](channel, number, None, report)
 
