@@ -11,11 +11,6 @@ from concurrent.futures.process import BrokenProcessPool
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = [
-    "ChannelClosed", "Deadlock", "DroneDied", "ItemLost", "Lost", "NoSuchName", "PoreClosed",
-    "RemoteError", "copy_error", "describe_exit",
-]  # fmt: skip
-
 
 class RemoteError(Exception):
     """A remote exception that cannot be pickled, or cannot be rebuilt in this process.
@@ -81,9 +76,6 @@ class DroneDied(BrokenProcessPool):
         self.running = running
         self.stderr = stderr
         self.stack = stack
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args, self.__dict__
 
 
 class Lost(DroneDied):
@@ -159,9 +151,6 @@ class PoreClosed(Exception):
         self.pore = pore
         self.owner = owner
         self.ended = ended
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args, self.__dict__
 
 
 class ItemLost(Exception):
