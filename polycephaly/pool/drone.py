@@ -30,10 +30,10 @@ from .config import (
 )
 from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
-from .interfaces import State, TaskOptions
+from .interfaces import TaskOptions
 from .machine import find_machine
 from .stack_requests import ANSWER_SECONDS
-from .status import drone_table, held_memory, running_label
+from .status import drone_state, drone_table, held_memory, running_label
 
 if TYPE_CHECKING:
     import asyncio
@@ -353,15 +353,7 @@ class Drone(DroneBase):
         return hash(self._handle)
 
     def __repr__(self) -> str:
-        if self._handle.state is State.DEAD:
-            state = f"ended, exit code {self.exitcode}"
-        elif self._handle.unresponsive:
-            state = f"unresponsive: {self._handle.unresponsive}"
-        elif self._handle.in_flight:
-            state = "busy"
-        else:
-            state = "idle"
-        return f"<Drone {self.name} pid {self._handle.pid}, {state}>"
+        return f"<Drone {self.name} pid {self._handle.pid}, {drone_state(self._handle)}>"
 
     def _repr_html_(self) -> str:
         return drone_table(repr(self), [self._handle])
