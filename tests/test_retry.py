@@ -399,7 +399,7 @@ def test_an_answer_that_is_handled_before_the_rejection_is_recorded_as_out_of_ti
     monkeypatch.setattr(handle, "send", stop_at_once)
     reactor.pass_(1)
     assert isinstance(task.exception(0), TimeoutError)
-    assert [each.status for each in dispatcher.record.entries] == ["timeout"]
+    assert [each.status for _, each in dispatcher.record.entries] == ["timeout"]
 
 
 def test_a_value_that_comes_in_spite_of_the_interrupt_counts(reactor, dispatcher, handle):

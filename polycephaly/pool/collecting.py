@@ -19,14 +19,7 @@ def take_timeline(dispatcher: Dispatcher, only: str | None = None) -> Timeline:
 
     Any thread may call it, also when the dispatcher has ended.
     """
-    now = monotonic()
-    record = dispatcher.record
-    # Before the tasks under way: a task that is answered in between would be shown twice.
-    entries = list(record.entries)
-    under_way = list(_under_way(dispatcher, now))
-    timeline = Timeline(under_way, list(record.drones), waiting=len(dispatcher.queue))
-    timeline.add_record(entries, list(record.threads))
-    timeline.spans_lost, timeline.threads_lost = record.spans_lost, record.threads_lost
+    timeline, _ = take_news(dispatcher, (0, 0))
     return timeline if only is None else timeline.of_drone(only)
 
 
@@ -36,9 +29,12 @@ def take_news(dispatcher: Dispatcher, cursor: Cursor) -> tuple[Timeline, Cursor]
     Any thread may call it, also when the dispatcher has ended.
     """
     now, record = monotonic(), dispatcher.record
+    # Before the tasks under way: a task that is answered in between would be shown twice.
     entries, threads, cursor = record.since(cursor)
-    timeline = Timeline(_under_way(dispatcher, now), list(record.drones))
+    under_way = _under_way(dispatcher, now)
+    timeline = Timeline(under_way, list(record.drones), waiting=len(dispatcher.queue))
     timeline.add_record(entries, threads)
+    timeline.spans_lost, timeline.threads_lost = record.spans_lost, record.threads_lost
     return timeline, cursor
 
 

@@ -7,18 +7,17 @@
 Recording must cost next to nothing, because hundreds of answers come in one batch. So calls that
 are too short to be seen in a picture share one span, and neither tasks nor results are kept.
 
-No lock is needed: a reader copies a whole deque, which is one step, and reads again if something
-was just being added.
+No lock is needed: a reader copies a whole deque, which is one step.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from operator import attrgetter
-from time import monotonic, sleep, time
-from typing import Any
+from time import monotonic, time
+from typing import Any, TypeVar
 
 from ..runtime.tuning import tuning
 from ..timeline.entries import Entry
@@ -37,7 +36,11 @@ MAX_KEPT_FAILURES = 20
 
 
 Cursor = tuple[int, int]
-"""How many entries, and how many spans of green threads, a reader of a `TraceBuffer` has got."""
+"""The numbers of the last entry and of the last span of a green thread that a reader of a
+`TraceBuffer` has got.
+"""
+
+T = TypeVar("T")
 
 
 class TraceBuffer:
@@ -47,15 +50,14 @@ class TraceBuffer:
     """
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque()
+        self.entries: deque[tuple[int, Entry]] = deque()  # numbered from 1 on
+        self._entry_numbers = itertools.count(1)
         self._size = 0  # spans in `entries`
         self.spans_lost = 0  # that were in earlier entries
         self._slice_ends: dict[str, float] = {}  # up to when slices of a drone are recorded
-        self.threads: deque[Span] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
+        self.threads: deque[tuple[int, Span]] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
+        self._thread_numbers = itertools.count(1)
         self.threads_lost = 0
-        # How much was added so far. The second is older while something is being added.
-        self._begun: Cursor = 0, 0
-        self._added = self._begun
         self.last_finished: dict[str, float] = {}  # the end of each drone's latest recorded task
         self.drones: dict[str, None] = {}  # the names of all drones so far
         self.failed = 0  # calls that ended with an error, or with their drone
@@ -99,7 +101,7 @@ class TraceBuffer:
         `parts` has the number of calls of a task, if that is not one. Short calls of one function
         in a row share one span.
         """
-        for _, group in groupby(tasks, _definition):
+        for _, group in itertools.groupby(tasks, _definition):
             run: list[Any] = list(group)
             if (
                 len(run) > 1
@@ -158,15 +160,14 @@ class TraceBuffer:
         queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
         name = short_name(first.definition.label)
         entry = Entry(drone, name, status, calls, queued, sent, started, finished, *measured)
-        self._begun = self._begun[0] + 1, self._begun[1]
-        self.entries.append(entry)
-        self._added = self._begun
+        self.entries.append((next(self._entry_numbers), entry))
         self.last_finished[drone] = finished[-1]
         self._size += len(started)
         if status not in (DONE, CANCELLED):
             self.failed += calls * len(started)
         while self._size > tuning.trace_spans:
-            lost = len(self.entries.popleft().started)
+            _, oldest = self.entries.popleft()
+            lost = len(oldest.started)
             self._size -= lost
             self.spans_lost += lost
 
@@ -181,9 +182,7 @@ class TraceBuffer:
             self._cpu.clear()
         self._cpu.update(cpu)
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - MAX_KEPT_THREAD_SPANS)
-        self._begun = self._begun[0], self._begun[1] + len(events)
-        self.threads.extend(events)
-        self._added = self._begun
+        self.threads.extend(zip(self._thread_numbers, events, strict=False))
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -196,17 +195,15 @@ class TraceBuffer:
         """Return the entries, and the spans of green threads, added since `cursor`, and the cursor
         for the next call. Those that are not kept any more are left out.
         """
-        while True:
-            added = self._added
-            entries, threads = list(self.entries), list(self.threads)
-            if added is self._begun:
-                break
-            sleep(0)  # something is just being added
-        return (
-            entries[max(0, len(entries) - (added[0] - cursor[0])) :],
-            threads[max(0, len(threads) - (added[1] - cursor[1])) :],
-            added,
-        )
+        entries, last_entry = _after(cursor[0], list(self.entries))
+        threads, last_thread = _after(cursor[1], list(self.threads))
+        return entries, threads, (last_entry, last_thread)
+
+
+def _after(last: int, numbered: list[tuple[int, T]]) -> tuple[list[T], int]:
+    """Return those with a number above `last`, and the largest number."""
+    news = [each for number, each in numbered if number > last]
+    return news, numbered[-1][0] if numbered else last
 
 
 def _failure_status(task: Task) -> str:
