@@ -447,9 +447,6 @@ class ExecutorBase(TaskTarget, Executor):
                 promises.append(lost)
         return promises
 
-    def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
-        raise NotImplementedError
-
     @overload  # type: ignore[override]  # the base compares no arguments
     def map(
         self,
@@ -625,8 +622,10 @@ class ExecutorBase(TaskTarget, Executor):
         if buffersize is not None:
             check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
-        self._dispatcher.check_open()
-        source = self._source(fn, iterables)
+        dispatcher = self._dispatcher
+        dispatcher.check_open()
+        task_options = self._task_options or dispatcher.task_options
+        source = Source(dispatcher, task_options, fn, iterables)
         bar = Progress(source.label, total_of(iterables)) if progress else None
         kind = Ordered if ordered else Unordered
         results = start_map(kind(source, buffersize, timeout, bar, return_exceptions, self))

@@ -61,9 +61,8 @@ _EARLY_END_NOTE = (
 
 
 class Source:
-    """Short calls of known duration go in slices, if `slices`; all others are tasks.
+    """Short calls of known duration go in slices, if the `dispatcher` allows; all others are tasks.
 
-    `ahead` is the number of calls to keep in flight, if that does not follow from their times.
     `error` is the exception that ended the input early: an error of the input, or the shutdown of
     the pool. The error is raised in its place, after the results of the calls that were sent
     before.
@@ -75,14 +74,11 @@ class Source:
         task_options: TaskOptions,
         fn: Callable[..., Any],
         iterables: Sequence[Iterable[Any]],
-        slices: bool = True,
-        ahead: int = 0,
     ) -> None:
         self.error: Exception | None = None
         self.dispatcher = dispatcher
         self._task_options = task_options
         self._fn = fn
-        self._ahead = ahead
         self._item = 0  # the index of the next call
         self.exhausted = False  # True after the end of the input was noticed
         self.why_unsent = ""  # why the end of the pool did not send the rest
@@ -107,7 +103,7 @@ class Source:
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
         # A `Retry` repeats one call, so a slice must not fail with it.
         self.one_by_one = (
-            not slices
+            not dispatcher.sends_slices
             or task_options.timeout is not None
             or not isinstance(task_options.retries, int)
             or bool(task_options.resources)  # which each call holds only while it runs
@@ -120,9 +116,9 @@ class Source:
 
     def calls_ahead(self) -> int:
         """Return how many calls to keep in flight."""
-        if self._ahead:
-            return self._ahead
         dispatcher, seconds = self.dispatcher, self._definition.seconds
+        if dispatcher.calls_ahead:
+            return dispatcher.calls_ahead
         concurrent = dispatcher.size * (dispatcher.width if self._definition.overlaps else 1)
         if seconds is None:
             return 4 * concurrent
@@ -136,7 +132,8 @@ class Source:
         """Return how many tasks to keep in flight: few at first, because the first calls may not
         show how long the others take.
         """
-        return self._ahead or 4 * self.dispatcher.size * self.dispatcher.width + 2 * self._answered
+        dispatcher = self.dispatcher
+        return dispatcher.calls_ahead or 4 * dispatcher.size * dispatcher.width + 2 * self._answered
 
     def record_times(self, task: Task) -> None:
         """Add the times of a finished task. Followers of a slice that was cut count when they are

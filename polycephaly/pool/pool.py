@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..store.shared import Shared
@@ -30,7 +30,6 @@ from .dispatcher import Dispatcher
 from .drone import Drone
 from .interfaces import TaskOptions
 from .machine import find_machine
-from .map_source import Source
 from .record import Cursor
 from .stack_requests import ANSWER_SECONDS
 from .status import describe_pool, drone_table
@@ -212,11 +211,6 @@ class Pool(ExecutorBase):
         self._dispatcher.wait_begun()
 
     # -- tasks -------------------------------------------------------------------------------------
-
-    def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
-        dispatcher = self._dispatcher
-        task_options = self._task_options or dispatcher.task_options
-        return Source(dispatcher, task_options, fn, iterables, dispatcher.config.max_tasks is None)
 
     def share(self, obj: T) -> Shared[T]:
         """Copy `obj` into shared memory once, for any number of calls.

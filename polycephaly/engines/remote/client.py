@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
 from ...pool.config import check_at_least, check_output, check_timeout
-from ...pool.map_source import Source
 from ...pool.stacks import Stack, Stacks
 from ...pool.status import COLUMNS
 from ...promises.html import table
@@ -22,7 +21,6 @@ from ...wire.pickling import pack_out_of_band
 from . import pool_registry
 from .connection import Connection
 from .drone import RemoteDrone, RemoteHandle
-from .messages import MAX_UNANSWERED_CALLS
 from .shared import RemoteShared, SharedRef
 
 T = TypeVar("T")
@@ -51,11 +49,6 @@ class RemotePool(ExecutorBase):
         self._dispatcher = connection
         self._maps = {}
         weakref.finalize(self, connection.close, wait=False).atexit = False
-
-    def _source(self, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...]) -> Source:
-        connection = self._dispatcher
-        task_options = self._task_options or connection.task_options
-        return Source(connection, task_options, fn, iterables, False, MAX_UNANSWERED_CALLS)
 
     def share(self, obj: T) -> RemoteShared[T]:
         """Copy `obj` once into the pool's shared memory and return a handle.
