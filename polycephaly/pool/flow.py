@@ -153,8 +153,11 @@ def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callab
         if pool is None:
             return fn(*args, **kwargs)
         dispatcher = pool._dispatcher
-        if dispatcher.registry.snapshot is not cache.snapshot:
-            cache.update(dispatcher.registry.snapshot, call, fn)
+        snapshot = dispatcher.registry.snapshot
+        if snapshot is not cache.snapshot:
+            # The wrapper, if a drone finds that under its name.
+            cache.function = call if snapshot.goes_by_reference(call) else fn
+            cache.snapshot = snapshot
         task_options = pool._task_options
         if options:
             task_options = (task_options or dispatcher.task_options)._replace(**options)
@@ -180,20 +183,8 @@ class _SentFunction:
     Valid until the snapshot changes. The cache is not pickled with the function.
     """
 
-    __slots__ = ("function", "snapshot")
-
-    def __init__(self) -> None:
-        self.snapshot: MainSnapshot | None = None
-        self.function: Callable[..., Any]
-
-    def update(
-        self, snapshot: MainSnapshot, wrapper: Callable[..., Any], fn: Callable[..., Any]
-    ) -> None:
-        """Choose what is sent to drones with `snapshot`: the wrapper, if a drone finds the wrapper
-        under its name, else the function itself.
-        """
-        self.function = wrapper if snapshot.goes_by_reference(wrapper) else fn
-        self.snapshot = snapshot
+    snapshot: MainSnapshot | None = None
+    function: Callable[..., Any]
 
     def __reduce__(self) -> tuple[type[_SentFunction], tuple[()]]:
         return _SentFunction, ()
