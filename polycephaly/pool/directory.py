@@ -91,11 +91,6 @@ class RemoteObject:
         return packed.pickle_bytes if isinstance(packed, Received) else len(packed)
 
     @property
-    def is_unpicklable(self) -> bool:
-        """True if a drone has the value, but the value cannot be pickled."""
-        return self.pickling_error is not None and bool(self.holders)
-
-    @property
     def state(self) -> str:
         where = self.holder_name
         if where is None:
@@ -294,22 +289,17 @@ class ObjectDirectory:
         If not, the task was moved to a queue where it can be sent, or waits for the values that it
         takes, or was rejected.
         """
-        remote_objects = task.payload.remote_objects.values()
-        missing = [
-            each for each in remote_objects if handle not in each.holders and each.packed is None
-        ]
+        missing = self._missing_values(task, handle)
         if not missing:
             return True
         # A task with resources was given the best of the drones that can take it now.
-        is_free = task.target is None and not task.resources
-        best = self.best_holder(remote_objects)[0] if is_free else handle
-        if best is not None and best is not handle:
-            task.preferred_drone = best
-            self.dispatcher.insert(task)
-            return False
-        lost = next(
-            (each for each in missing if each.is_unpicklable or not self._request_value(each)), None
-        )
+        if task.target is None and not task.resources:
+            best, _ = self.best_holder(task.payload.remote_objects.values())
+            if best is not None and best is not handle:
+                task.preferred_drone = best
+                self.dispatcher.insert(task)
+                return False
+        lost = next((each for each in missing if not self._request_value(each)), None)
         if lost is not None:
             self.dispatcher.reject_later(task, partial(self.loss_error, lost))
         else:
@@ -322,27 +312,35 @@ class ObjectDirectory:
 
         If not, values that it takes are packed, so that the task can be sent there later.
         """
-        can_be_sent = True
-        for each in task.payload.remote_objects.values():
-            if handle not in each.holders and each.packed is None:
-                can_be_sent = False
-                if not each.is_unpicklable:
-                    self._request_value(each)
-        return can_be_sent
+        missing = self._missing_values(task, handle)
+        for each in missing:
+            self._request_value(each)
+        return not missing
+
+    def _missing_values(self, task: Task, handle: DroneHandle) -> list[RemoteObject]:
+        """Return the values that `task` takes and that cannot go to drone `handle` with it."""
+        return [
+            each
+            for each in task.payload.remote_objects.values()
+            if handle not in each.holders and each.packed is None
+        ]
 
     def fetch(self, remote_object: RemoteObject, fetch: Promise[Any]) -> None:
         if fetch.done():
             return
         if remote_object.packed is not None:
             self.dispatcher.reactor.deliver(partial(fulfill, fetch, remote_object.packed))
-        elif not remote_object.is_unpicklable and self._request_value(remote_object):
+        elif self._request_value(remote_object):
             remote_object.change_callbacks.append(partial(self.fetch, remote_object, fetch))
         else:
             self.dispatcher.reactor.deliver(lambda: reject(fetch, self.loss_error(remote_object)))
 
     def _request_value(self, remote_object: RemoteObject) -> bool:
-        """Have the value packed or computed again; return False if it is lost."""
-        if self.dispatcher.has_ended:
+        """Have the value packed or computed again; return False if it is lost, or a drone has it
+        and cannot pickle it.
+        """
+        is_unpicklable = remote_object.pickling_error is not None and remote_object.holders
+        if self.dispatcher.has_ended or is_unpicklable:
             return False
         return self._request_packing(remote_object) or self._recompute(remote_object)
 
