@@ -11,6 +11,7 @@ import weakref
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from pickle import dumps
+from unittest import mock
 
 import numpy
 import pytest
@@ -43,7 +44,8 @@ STEP = GRACE / GRACE_STEPS
 
 
 def delays(retry, error, attempts, random=lambda: 1.0):
-    return [retry.next_delay(error, n, random) for n in range(1, attempts + 1)]
+    with mock.patch("polycephaly.pool.retry._random", random):
+        return [retry.next_delay(error, n) for n in range(1, attempts + 1)]
 
 
 def test_delays_grow_and_end():

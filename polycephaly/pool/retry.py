@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
@@ -109,13 +108,10 @@ class Retry:
         mro = type(error).__mro__
         return isinstance(error, DroneDied) or any(kind in mro for kind in kinds)
 
-    def next_delay(
-        self, error: BaseException, attempts: int, random: Callable[[], float] = _random
-    ) -> float | None:
+    def next_delay(self, error: BaseException, attempts: int) -> float | None:
         """Return the seconds until the next attempt, or None if there is none.
 
-        The last of `attempts` attempts has failed with `error`. `random` gives a number from 0 to
-        1.
+        The last of `attempts` attempts has failed with `error`.
         """
         if attempts > self.times or not self.covers(error):
             return None
@@ -124,4 +120,4 @@ class Retry:
         except OverflowError:
             seconds = MAX_DELAY_SECONDS if self.delay else 0.0
         seconds = min(seconds, MAX_DELAY_SECONDS)
-        return seconds * (1 + random()) / 2 if self.jitter else seconds
+        return seconds * (1 + _random()) / 2 if self.jitter else seconds
