@@ -545,7 +545,7 @@ def test_the_bar_counts_while_another_thread_sends_the_rest(capsys):
         results = pool.map(double, (n for n in range(100)), progress=True)
         first = results._stream._tasks[0]
         # In the place of the other thread.
-        first.done = lambda: (results.send_rest(), type(first).done(first))[1]
+        first.done = lambda: (results._stream.send_rest(), type(first).done(first))[1]
         results._stream.show(last=True)
         del first.done
         assert list(results) == [2 * n for n in range(100)]

@@ -378,8 +378,8 @@ class DroneBase(TaskTarget):
 class ExecutorBase(TaskTarget, Executor):
     """Several drones, which code for the standard library's executors can use too."""
 
-    # Results of `map` that may not have been read in full, by `id`. Each use is one atomic step.
-    _maps: dict[int, ref[Results[Any]]]
+    # Those of `map` that may not have been read in full, by `id`. Each use is one atomic step.
+    _maps: dict[int, ref[Ordered]]
 
     if not TYPE_CHECKING:  # or type checkers would accept any name
 
@@ -628,9 +628,10 @@ class ExecutorBase(TaskTarget, Executor):
         source = Source(dispatcher, task_options, fn, iterables)
         bar = Progress(source.label, total_of(iterables)) if progress else None
         kind = Ordered if ordered else Unordered
-        results = start_map(kind(source, buffersize, timeout, bar, return_exceptions, self))
-        maps, key = self._maps, id(results)
-        maps[key] = ref(results, lambda _: maps.pop(key, None))
+        stream = kind(source, buffersize, timeout, bar, return_exceptions, self)
+        results = start_map(stream)
+        maps, key = self._maps, id(stream)
+        maps[key] = ref(stream, lambda _: maps.pop(key, None))
         return results
 
     def dashboard(self, port: int = 0, *, host: str = "127.0.0.1") -> LivePage:
@@ -724,8 +725,8 @@ class ExecutorBase(TaskTarget, Executor):
     def _send_maps(self) -> None:
         """Send the remaining calls of each `map`, as the standard library does at the call."""
         for each in list(self._maps.values()):
-            if (results := each()) is not None:
-                results.send_rest()
+            if (stream := each()) is not None:
+                stream.send_rest()
 
     def _leave(self, error: type[BaseException] | None) -> None:
         _pools.set(tuple(each for each in _pools.get() if each() is not self))

@@ -59,12 +59,6 @@ class Results(chain[T]):
         self._stream.was_read = True
         self._generator.close()
 
-    def send_rest(self) -> None:
-        """Send the remaining calls, because the pool ends: if they are at most 100,000, and
-        there is no `buffersize`.
-        """
-        self._stream.send_rest()
-
     def __repr__(self) -> str:
         return f"<Results of {self._stream.source.label}: iterate with `for` or `async for`>"
 
@@ -309,6 +303,7 @@ class Ordered:
         return True
 
     def send_rest(self) -> None:
+        """Send the remaining calls, because the pool ends, unless the input may be endless."""
         # Taken: another thread is sending. An input may itself have ended the pool, so this must
         # not wait.
         if not self._lock.acquire(blocking=False):
