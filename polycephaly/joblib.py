@@ -175,10 +175,10 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
     ) -> Pool:
         limits: dict[str, str] = self._prepare_worker_env(n_jobs)
         threads = int(limits["OMP_NUM_THREADS"].partition(",")[0])
-        if callable(env):
-            drone_env: Any = lambda index: {**limits, **env(index)}  # noqa: E731
-        else:
-            drone_env = {**limits, **(env or {})}
+
+        def drone_env(index: int) -> dict[str, str]:
+            return {**limits, **(env(index) if callable(env) else env or {})}
+
         return Pool(
             n_jobs,
             env=drone_env,
