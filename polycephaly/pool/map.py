@@ -92,34 +92,27 @@ def start_map(stream: Ordered) -> Results[Any]:
     """Send the first calls, and return an iterator over the results of all calls."""
     generator = _generate(stream)
     next(generator)
-    results = Results.from_iterable(_OneConsumer(generator, stream.source.label))
+    lock = Lock()
+    is_shared = False
+
+    def take_batch() -> Iterable[Any] | None:
+        """Return the next batch for one thread at a time; None at the end. Others get a batch that
+        raises: an error here would end the `chain`, and the next thread would take that for the
+        end.
+        """
+        nonlocal is_shared
+        if not is_shared and lock.acquire(blocking=False):
+            try:
+                batch = next(generator, None)
+            finally:
+                lock.release()
+        else:
+            is_shared = True
+        return _refuse_threads(stream.source.label) if is_shared else batch
+
+    results = Results.from_iterable(iter(take_batch, None))
     results._generator, results._stream = generator, stream  # type: ignore[attr-defined]
     return results  # type: ignore[return-value]  # made by `Results`
-
-
-class _OneConsumer:
-    """The batches of `_generate`, for one thread at a time. Others get a batch that raises: an
-    error of this iterator would end the `chain`, and the next thread would take that for the end.
-    """
-
-    def __init__(self, batches: Iterator[Iterable[Any]], label: str) -> None:
-        self._batches = batches
-        self._label = label
-        self._lock = Lock()
-        self._is_shared = False
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Iterable[Any]:
-        if not self._is_shared and self._lock.acquire(blocking=False):
-            try:
-                batch = next(self._batches)
-            finally:
-                self._lock.release()
-        else:
-            self._is_shared = True
-        return _refuse_threads(self._label) if self._is_shared else batch
 
 
 def _refuse_threads(label: str) -> Iterator[Any]:
