@@ -14,7 +14,7 @@ import warnings
 from functools import partial
 from typing import Any
 
-from ..promises.promise import Promise
+from ..promises.promise import Promise, pending_upstream
 from ..runtime.tuning import tuning
 from .dispatcher_base import DispatcherBase
 from .task import Task
@@ -47,7 +47,7 @@ class StallDetector:
             if dispatcher.awaiting_inputs:
                 self.schedule_check()
             return
-        seen: set[Any] = set()  # each is visited once, however many tasks wait for it
+        seen: set[Promise[Any]] = set()  # each is visited once, however many tasks wait for it
         for task in [*dispatcher.awaiting_inputs]:  # a copy: other threads add tasks meanwhile
             promise = unsettled_root(task, seen)
             if promise is not None:
@@ -63,17 +63,11 @@ class StallDetector:
                 return
 
 
-def unsettled_root(task: Task, seen: set[Any]) -> Promise[Any] | None:
+def unsettled_root(task: Task, seen: set[Promise[Any]]) -> Promise[Any] | None:
     """Return a promise, not `seen` before, for which `task` waits in the end and which only the
     program settles. None if there is none.
     """
-    todo: list[Any] = [task]
-    while todo:
-        each = todo.pop()
-        if each not in seen and isinstance(each, Promise) and not each.done():
-            seen.add(each)
-            dependencies = list(each._dependencies())
-            if not dependencies and type(each) is Promise:
-                return each
-            todo += dependencies
+    for each in pending_upstream([task], seen):
+        if type(each) is Promise and not each._dependencies():
+            return each
     return None

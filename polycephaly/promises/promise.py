@@ -27,7 +27,7 @@ import threading
 import traceback
 from _thread import allocate_lock, get_ident
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from threading import Condition, main_thread
@@ -875,19 +875,27 @@ def check_can_wait(promises: Iterable[Future[Any]]) -> None:
     """
     if green_hooks is None or not green_hooks[0]():
         return
+    for step in pending_upstream(promises, set()):
+        if not step._settled_from_outside:
+            raise RuntimeError(
+                f"a promise of {step!r} was waited for inside a coroutine, where waiting would "
+                "stop every green thread, that one too; use `await` or `async for`"
+            )
+
+
+def pending_upstream(
+    promises: Iterable[Future[Any]], seen: set[Promise[Any]]
+) -> Iterator[Promise[Any]]:
+    """Yield those of `promises`, and of the promises that they wait for, that are not settled and
+    not `seen` before. Each is added to `seen`.
+    """
     todo = list(promises)
-    seen = set(todo)
     while todo:
         step = todo.pop()
-        if isinstance(step, Promise) and not step.done():
-            if not step._settled_from_outside:
-                raise RuntimeError(
-                    f"a promise of {step!r} was waited for inside a coroutine, where waiting would "
-                    "stop every green thread, that one too; use `await` or `async for`"
-                )
-            new = set(step._dependencies()) - seen
-            seen |= new
-            todo += new
+        if isinstance(step, Promise) and step not in seen and not step.done():
+            seen.add(step)
+            yield step
+            todo += step._dependencies()
 
 
 def cancel_on_interrupt(promises: Iterable[Future[Any]]) -> None:
