@@ -96,8 +96,7 @@ class Source:
         )
         # `length_hint` of these runs no user code.
         self._sized_rows = self._rows if self._has_one_iterable and self._are_plain else ()
-        is_there = self._range is not None or self._sized_rows
-        self._factor = SIZED_FACTOR if is_there else 1
+        self._factor = SIZED_FACTOR if self._sized_rows else 1
         self._row_bytes = 1.0
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
@@ -177,7 +176,7 @@ class Source:
         after the items that were taken.
         """
         if self._range is not None:
-            if _range_length(self._range) > max_calls:
+            if self._range[max_calls:]:
                 self.why_unsent = f"it has more than {max_calls:,} calls"
             return
         rows, rest = list[Any](), self._rows
@@ -208,9 +207,9 @@ class Source:
             int(SLICE_SECONDS / max(seconds, 1e-7)),
             int(MAX_SLICE_BYTES / self._row_bytes),
         )
-        rows_left = (
-            length_hint(self._sized_rows, 0) if self._range is None else _range_length(self._range)
-        )
+        # `len` fails for a range that is longer.
+        rest = self._sized_rows if self._range is None else self._range[: sys.maxsize]
+        rows_left = length_hint(rest, 0)
         if rows_left:  # the last calls are divided among the drones
             best = min(best, -(-rows_left // self.dispatcher.size))
         return max(1, best)
@@ -323,10 +322,3 @@ class Source:
         task.first_item, self._item = self._item, self._item + len(rows)
         self.dispatcher.submit_task(task)
         return task
-
-
-def _range_length(numbers: range) -> int:
-    try:
-        return len(numbers)
-    except OverflowError:
-        return sys.maxsize
