@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,9 +20,6 @@ from ..timeline.spans import short_name
 
 MAX_NODES = 20_000
 """Number of nodes whose inputs are remembered: about 5 MB."""
-# Number of old failures that are dropped together. Dropping them singly would be slow, because each
-# search for the oldest entry passes the places of those dropped before.
-_PRUNED_TOGETHER = 1000
 
 _FILL_COLORS = {
     "waiting": "#f2f2f2",
@@ -61,7 +57,8 @@ class Node(NamedTuple):
 
 
 _nodes: deque[tuple[int, str, tuple[int, ...], ref[Promise[Any]]]] = deque(maxlen=MAX_NODES)
-_failed: dict[int, str] = {}  # state by number, the oldest entry first
+_failed: deque[tuple[int, str]] = deque(maxlen=MAX_NODES)
+"""Number and state of nodes that have no value, and will have none."""
 
 
 def record_node(
@@ -73,12 +70,7 @@ def record_node(
 
 def record_failure(number: int, cancelled: bool) -> None:
     """Remember that a node has no value, and will have none."""
-    _failed[number] = NODE_CANCELLED if cancelled else REJECTED
-    if len(_failed) > MAX_NODES + _PRUNED_TOGETHER:
-        # RuntimeError: another thread changes the dict, and so drops the oldest entries.
-        with suppress(RuntimeError):
-            for number in list(islice(_failed, _PRUNED_TOGETHER)):
-                _failed.pop(number, None)
+    _failed.append((number, NODE_CANCELLED if cancelled else REJECTED))
 
 
 class Graph:
@@ -177,7 +169,9 @@ class Graph:
 
 def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
     """Yield the nodes, the nearest first. A promise that is no call gets a number below 1."""
-    records = {each[0]: each[1:] for each in list(_nodes)}
+    # The promises first: one that is gone by then has recorded its failure.
+    records = {number: (label, inputs, task()) for number, label, inputs, task in list(_nodes)}
+    failed = dict(list(_failed))
     promise_numbers: dict[int, int] = {}
     seen: set[int] = set()
     todo: deque[Promise[Any] | int] = deque(promises)
@@ -193,7 +187,7 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
             continue
         seen.add(number)
         name, needed, task = records.get(number, (None, None, None))
-        promise: Any = (task and task()) if isinstance(each, int) else each
+        promise: Any = task if isinstance(each, int) else each
         dependencies = () if promise is None else promise._dependencies()
         pending = [other for other in dependencies if isinstance(other, Promise)]
         inputs = dict.fromkeys(getattr(promise, "input_numbers", ()) if needed is None else needed)
@@ -204,7 +198,7 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
             label = short_name(getattr(promise, "label", "promise"))
             yield Node(number, label, _state(promise), promise.spans.drone or "", tuple(inputs))
         elif name is not None:
-            state = _failed.get(number, DONE)
+            state = failed.get(number, DONE)
             yield Node(number, short_name(name), state, "", tuple(inputs))
 
 
