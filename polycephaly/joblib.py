@@ -20,14 +20,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from .drone.child import call_as_imported
 from .pool.pool import Pool, dispatcher_of
 from .promises.promise import Promise
 from .store.shared import Shared
-from .wire.main_names import ATOMIC_TYPES, MainSnapshot, main_namespace
+from .wire.main_names import ATOMIC_TYPES, MainSnapshot, global_names, main_namespace
 from .wire.reducers import extra_reducers
 
 try:
@@ -256,16 +256,11 @@ def _may_have_changed(snapshot: MainSnapshot) -> bool:
     if not snapshot.is_current():
         return True
     main = main_namespace()
-    codes: list[Any] = []
+    names: set[str] = set()
     for value in list(main.values()):
         for each in vars(value).values() if isinstance(value, type) else (value,):
             if isinstance(each, FunctionType) and each.__globals__ is main:
-                codes.append(each.__code__)
-    names: set[str] = set()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+                names.update(global_names(each.__code__))
     return any(not isinstance(main[name], _IMMUTABLE_TYPES) for name in names if name in main)
 
 
