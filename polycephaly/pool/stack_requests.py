@@ -40,11 +40,9 @@ ANSWER_SECONDS = 2.0
 
 def _read(entries: Sequence[Sequence[Any]]) -> StackSummary:
     """Return frames that a drone has reported, innermost first, with their source lines."""
-    from .stacks import summary
-
     for file in {entry[0] for entry in entries}:
         linecache.checkcache(file)
-    return summary(
+    return StackSummary.from_list(
         [
             (file, line, name, source or linecache.getline(file, line))
             for file, line, name, source in reversed(entries)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from traceback import FrameSummary, StackSummary
+from traceback import StackSummary
 from typing import Any
 
 from .items import with_item
@@ -75,8 +75,9 @@ class Stack:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Stack:
         """Return the stack of which `as_dict` gave these fields."""
-        threads = tuple((name, summary(frames)) for name, frames in fields["threads"])
-        return cls(**{**fields, "frames": summary(fields["frames"]), "threads": threads})
+        frames = StackSummary.from_list(fields["frames"])
+        threads = tuple((name, StackSummary.from_list(each)) for name, each in fields["threads"])
+        return cls(**{**fields, "frames": frames, "threads": threads})
 
     def __str__(self) -> str:
         doing = []
@@ -106,10 +107,3 @@ class Stacks(list[Stack]):
 
 def _plain(frames: StackSummary) -> list[list[Any]]:
     return [[each.filename, each.lineno, each.name, each.line] for each in frames]
-
-
-def summary(frames: Sequence[Sequence[Any]]) -> StackSummary:
-    """Return frames, each given as file, line, function and source line."""
-    return StackSummary.from_list(
-        [FrameSummary(file, line, name, line=source) for file, line, name, source in frames]
-    )
