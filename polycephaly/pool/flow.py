@@ -21,13 +21,13 @@ from functools import update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
 
-from ..promises.promise import stored_error
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.main_names import MainSnapshot
 from .base import Handles, innermost_pool
 from .config import check_keep, check_retries, check_timeout
 from .directory import KeptTask
-from .flow_graph import record_failure, record_node
+from .flow_graph import record_node
+from .task import Task
 
 if TYPE_CHECKING:
     from .retry import Retry
@@ -161,14 +161,10 @@ def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callab
         task_options = pool._task_options
         if options:
             task_options = (task_options or dispatcher.task_options)._replace(**options)
-        task: Any = dispatcher.submit(
-            cache.function, args, kwargs, None, task_options, KeptTask(dispatcher) if keep else None
-        )
-        task.is_node = True
+        task = KeptTask(dispatcher) if keep else Task(dispatcher)
+        task.is_node = True  # before the task can fail
+        dispatcher.submit(cache.function, args, kwargs, None, task_options, task)
         record_node(task.number, task.label, task.input_numbers, task)
-        # The task may have failed before it was known as a node.
-        if task.done() and (task.cancelled() or stored_error(task) is not None):
-            record_failure(task.number, task.cancelled())
         return task
 
     update_wrapper(call, fn, updated=("__dict__",) if isinstance(fn, FunctionType) else ())
