@@ -422,11 +422,9 @@ class Ordered:
             last or monotonic() - self._shown_at >= REFRESH_INTERVAL_SECONDS
         ):
             self._shown_at = monotonic()
-            done = self._taken
-            for task in self._tasks.copy():  # while another thread may send
-                if task.done():
-                    done += task.answered_count
-            self._progress.show(done)
+            # A copy, because another thread may send.
+            settled = [task for task in self._tasks.copy() if task.done()]
+            self._progress.show(self._taken + sum(task.answered_count for task in settled))
             if last:
                 self._progress.close()
 
