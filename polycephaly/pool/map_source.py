@@ -19,9 +19,7 @@ from pickle import dumps
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ..promises.promise import Promise
-from ..store.kept import Kept
-from ..store.shared import Shared
+from ..promises.promise import Handle
 from ..wire.pickling import BULKY_TYPES, capture
 from ..wire.placeholders import PicklingContext
 from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, ROWS, SMALL_TYPES, pack_calls
@@ -278,7 +276,7 @@ class Source:
     def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
         """Return the pickled arguments of a call, or None if the call must be a task by itself."""
         for arg in args:
-            if isinstance(arg, (Promise, Shared, Kept)) or (
+            if isinstance(arg, Handle) or (
                 type(arg) in BULKY_TYPES and len(arg) >= MAX_SLICE_BYTES
             ):
                 return None
