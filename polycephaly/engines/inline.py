@@ -37,6 +37,7 @@ from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.main_names import MainSnapshot
 from ..wire.messages import CANCEL, FRAMES, RECALL, STOP, message_type, unpack_numbers
 from ..wire.pickling import capture
+from ..wire.status_page import HEADER_BYTES, StatusPage
 
 _nothing: Any = None  # no store, no memory to lend: nothing leaves this process
 _every_number: Any = range(1 << 64)
@@ -122,6 +123,8 @@ class InlineHandle(DroneHandle):
     def __init__(self, engine: InlineEngine, number: int, name: str) -> None:
         super().__init__(engine.dispatcher, number, name)
         self.ref_table = RefTable(_nothing, None, lambda: None)
+        # Without room for results, so that each answer is posted at once.
+        self.status_page = StatusPage(memoryview(bytearray(HEADER_BYTES)))
         self.drone = InlineDrone(engine, self)
 
     def can_take(self, dedicated: bool = False) -> bool:
@@ -138,9 +141,6 @@ class InlineHandle(DroneHandle):
         self.kill_reason = self.kill_reason or kill_reason
         self.drone.kill()
 
-    def last_started(self) -> int:
-        return self.drone.started
-
     def heartbeat(self) -> tuple[object, Times]:
         return object(), {}  # differs each time: it lives
 
@@ -151,28 +151,13 @@ class InlineDrone(DroneExecutor):
     _owns_process, _cpu_time = False, staticmethod(thread_time)
 
     def __init__(self, engine: InlineEngine, handle: InlineHandle) -> None:
-        self._engine, self._handle, self.started, self.ended = engine, handle, 0, False
-        status: Any = self
+        self._engine, self._handle, self.ended = engine, handle, False
         snapshot, table, tail = engine.dispatcher.registry.snapshot, handle.ref_table, OutputTail()
-        super().__init__(handle.name, status, snapshot, _nothing, table, tail, EventLog())
+        page = handle.status_page
+        super().__init__(handle.name, page, snapshot, _nothing, table, tail, EventLog())
 
     def _take_over_process(self) -> None:
         """Leave signals and forks of this process to the program."""
-
-    # -- in place of a status page ----------------------------------------------------------------
-
-    def mark_started(self, number: int) -> None:
-        if not self.ended:
-            self.started = number
-
-    def mark_call(self, count: int) -> None:
-        """Do nothing: this drone does not die in a call."""
-
-    def keep(self, result: bytes) -> bool:
-        return False  # each answer is posted at once
-
-    def mark_all_answered(self, number: int, delivered: bool) -> None:
-        """Do nothing: an answer that is posted arrives before the end of its drone."""
 
     # -- any thread that holds the reactor's lock --------------------------------------------------
 
@@ -190,11 +175,12 @@ class InlineDrone(DroneExecutor):
             self._engine.turns.put((self, frames))
 
     def kill(self) -> None:
-        """End now. Of tasks that begin at this moment, none runs: each start is noted in `started`
-        before it looks at `_pending_interrupts`, which is replaced before `started` is read.
+        """End now. Of tasks that begin at this moment, none runs: each start is noted in the status
+        page before it looks at `_pending_interrupts`, which is replaced before the page is copied.
         """
         if not self.ended:
             self._pending_interrupts, self.ended = _every_number, True
+            self._handle.status_page = StatusPage(memoryview(bytes(self._status_page.cells)))
             self.disable()
             if self.current:
                 self._engine.begin()

@@ -33,7 +33,7 @@ from ..memory.arena import make_memory, map_range
 
 PAGE_BYTES = 16 * 1024  # most of them for kept results
 _STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL, _STEPS, _DEBUGGED, _CALL, _BULK, _HOLDER = range(10)
-_HEADER_BYTES = 10 * 8
+HEADER_BYTES = 10 * 8
 
 
 def make_status_file() -> int:
@@ -69,8 +69,8 @@ class StatusPage:
     holder: int = _cell(_HOLDER)
 
     def __init__(self, memory: memoryview) -> None:
-        self.cells = memory[:_HEADER_BYTES].cast("Q")
-        self._buffer = memory[_HEADER_BYTES:]
+        self.cells = memory[:HEADER_BYTES].cast("Q")
+        self._buffer = memory[HEADER_BYTES:]
         self._kept = 0
         self.is_full = False  # the last result had no room beside the kept ones
 
