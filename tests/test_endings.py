@@ -16,6 +16,8 @@ from scripts import Script, run_script
 import polycephaly as poly
 from polycephaly.engines.local import launcher
 from polycephaly.engines.local.launcher import Launcher
+from polycephaly.runtime import parent_death
+from polycephaly.wire import addresses, main_names
 
 # With a few loads here, with each in the long program: `python tests/endings.py`.
 ROTATED = dict(zip(STATUS, itertools.cycle(("nested", "programs", "gil", "memory")), strict=False))
@@ -196,6 +198,21 @@ def test_the_end_of_a_zygote_whose_reports_were_not_read_leaves_the_others_their
             poly.Pool(1, initializer=print, initargs=(poly.Promise(),))
         monkeypatch.undo()
         assert os.path.isdir(directory)
+
+
+def test_a_zygote_ends_if_no_socket_for_channels_can_be_opened_after_its_snapshot(monkeypatch):
+    def fail():
+        raise RuntimeError("can't start new thread")
+
+    with poly.Pool(1) as pool:
+        pool.doit(abs, -1)
+        before, snapshots = parent_death.children(), [*main_names.shared_snapshots]
+        monkeypatch.setattr(addresses, "start_callbacks", [fail])
+        for take_snapshot in (lambda: poly.Pool(1), pool.refresh):
+            with pytest.raises(RuntimeError, match="new thread"):
+                take_snapshot()
+            assert parent_death.children() == before
+            assert main_names.shared_snapshots == snapshots
 
 
 @pytest.mark.guarantee("end-1")

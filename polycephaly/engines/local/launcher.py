@@ -58,7 +58,11 @@ class Launcher:
         self.pid = self._start(start, spec, store, name)
         self.pidfd = parent_death.open_pidfd(self.pid)
         shared_snapshots.append(self._current_snapshot)
-        addresses.on_snapshot_taken()
+        try:
+            addresses.on_snapshot_taken()
+        except BaseException:  # no thread can be started for channels, say
+            self.end()
+            raise
 
     def _current_snapshot(self) -> MainSnapshot:
         return self.snapshot
