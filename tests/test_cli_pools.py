@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from faults import wait_for
 from rich.console import Console
 
 import polycephaly as poly
+from polycephaly.cli import main
 from polycephaly.cli.top import _ORDERS, Keys, Rates, _move, _render, _sort
+from polycephaly.engines.remote.client import RemotePool
 from polycephaly.engines.remote.keys import Card
 
 ROOT = Path(__file__).parents[1]
@@ -221,6 +224,21 @@ def test_running_tasks_are_interrupted_and_drones_replaced_from_the_shell(shell:
             assert "KeyboardInterrupt" in sleeping.communicate()[1]
         assert shell.say("refresh", "lab") == ""
         assert shell.say("doit", "lab", "'old' in globals()") == "False\n"
+
+
+def test_a_drone_that_has_just_ended_keeps_no_other_from_being_interrupted(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(shell.runtime))
+    with poly.Pool(2) as pool, poly.serve(pool, name="lab"), poly.connect("lab") as remote:
+        known = remote.drones
+        known[0].kill()
+        sleeping = known[1].promise("import time; time.sleep(1000)")
+        wait_for(sleeping.running)
+        monkeypatch.setattr(RemotePool, "drones", known)
+        done = CliRunner().invoke(main, ["interrupt", "lab"])
+        assert (done.exit_code, done.output) == (0, "")
+        assert isinstance(sleeping.exception(30), KeyboardInterrupt)
 
 
 def test_a_clients_tasks_are_cancelled_from_the_shell_though_it_is_stopped(shell: Shell) -> None:

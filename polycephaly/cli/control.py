@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 import click
 
@@ -33,7 +34,8 @@ def interrupt(name: str, drones: tuple[str, ...]) -> None:
             )
         for each in known:
             if not drones or each.name in drones:
-                each.interrupt()
+                with suppress(RuntimeError):  # the drone has ended
+                    each.interrupt()
 
 
 @click.command(cls=Command)
