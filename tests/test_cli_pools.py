@@ -27,6 +27,7 @@ from rich.console import Console
 
 import polycephaly as poly
 from polycephaly.cli import main
+from polycephaly.cli.join import _work_for
 from polycephaly.cli.top import _ORDERS, Keys, Rates, _move, _render, _sort
 from polycephaly.engines.remote.client import RemotePool
 from polycephaly.engines.remote.keys import Card
@@ -1064,6 +1065,17 @@ def test_a_process_that_reconnects_joins_the_next_pool_of_that_name(shell: Shell
         with shell.pool("-n", "1", "--file", "other.py"):
             assert joined.wait() == 1
         assert "join anew, too" in joined.communicate()[1]
+
+
+def test_a_pool_whose_file_is_gone_or_half_copied_for_a_moment_is_joined_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lab.json"
+    with poly.Pool(1) as pool:
+        _work_for(pool, str(file), reconnect=True)
+        file.touch(0o600)
+        _work_for(pool, str(file), reconnect=True)
+    assert capsys.readouterr().err.count("trying again\n") == 2
 
 
 # -- who may not, and what there is not ------------------------------------------------------------

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .loading import Setup
 
 RETRY_SECONDS = 1.0
+UNREACHABLE = (OSError, ValueError)  # there is no pool yet, or its file is half copied
 
 
 @click.command(cls=Command)
@@ -97,8 +98,8 @@ def _setup_of(address: str) -> Setup:
 
 
 def _work_for(pool: Pool, address: str, reconnect: bool) -> None:
-    """Lend the drones of `pool` until the connection is lost (raises `ConnectionError` then, unless
-    `reconnect`) or this pool has ended.
+    """Lend the drones of `pool` until the connection is lost or cannot be made (which raises an
+    error, unless `reconnect`) or this pool has ended.
     """
     from ..server.join import join as join_pool
 
@@ -109,7 +110,7 @@ def _work_for(pool: Pool, address: str, reconnect: bool) -> None:
             joined.run()
     except BrokenPipeError:  # the output was closed
         raise
-    except ConnectionError as error:
+    except UNREACHABLE as error:
         if not reconnect:
             raise
         click.echo(f"{error_text(error)}; trying again", err=True)
@@ -124,7 +125,7 @@ def _wait_for_pool(address: str, setup: Setup) -> None:
         try:
             if _setup_of(address) == setup:
                 return
-        except (OSError, ValueError) as error:  # no pool yet, or its file is half copied
+        except UNREACHABLE as error:
             reason = error_text(error)
             if reason != told:
                 click.echo(reason, err=True)
