@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from io import TextIOWrapper
 
+from ..runtime.fork_guard import fill_standard_descriptors, flush_standard_streams
 from .reach import error_text
 
 ReportStart = Callable[[str, int], object]
@@ -37,13 +38,8 @@ def run_in_background(serve: Callable[[ReportStart], int], name: str) -> int:
 
     The daemon itself never returns. `name` is that of its log.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # None if it was closed before the start
-            stream.flush()
-    # Fill closed standard descriptors, so that the pipe gets none of their numbers.
-    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass
-    os.close(fd)
+    flush_standard_streams()
+    fill_standard_descriptors()  # so that the pipe gets none of their numbers
     reading, writing = os.pipe()
     leader = os.fork()
     if not leader:

@@ -20,6 +20,7 @@ import socket
 import sys
 from multiprocessing import reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
+from multiprocessing.popen_spawn_posix import Popen
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...memory.arena import Arena
@@ -64,19 +65,14 @@ class _PopenStandIn:
     queues and locks that are pickled, so that the zygote inherits them.
     """
 
+    DupFd = Popen.DupFd
+
     def __init__(self) -> None:
         self.descriptors: list[int] = []
 
     def duplicate_for_child(self, fd: int) -> int:
         self.descriptors.append(fd)
         return fd
-
-    class DupFd:
-        def __init__(self, fd: int) -> None:
-            self.fd = fd
-
-        def detach(self) -> int:
-            return self.fd
 
 
 def start_bare_zygote(

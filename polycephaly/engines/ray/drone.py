@@ -36,6 +36,7 @@ from ...drone.console import open_console
 from ...drone.executor import DroneExecutor
 from ...drone.logs import install_log_forwarding
 from ...drone.result_buffer import ResultBuffer
+from ...runtime.fork_guard import flush_standard_streams
 from ...runtime.procfs import boot_id, memory_of
 from ...wire.main_snapshot import Snapshot, restore_snapshot
 from ...wire.messages import RETURNED, SHARED, pack_numbers, status_of
@@ -218,9 +219,7 @@ class RayDrone(DroneExecutor):
     def end(self, last_read: int) -> ReportWithBuffers:
         with suppress(BaseException):
             _compat.run_exit_handlers()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
+        flush_standard_streams()
         self._control_thread.end()
         return self.handle_call(last_read, [], ())
 
