@@ -50,7 +50,7 @@ from ..runtime.procfs import start_time_of
 from ..runtime.system_limits import shared_memory_ceiling
 from ..runtime.tuning import tuning
 from ..store.shared import Shared
-from ..wire.endpoint import SocketSource, has_input, new_context
+from ..wire.endpoint import SocketSource, has_input, open_socket
 from ..wire.messages import CALL, ERROR
 from ..wire.output import Line, Listener
 from .accepted import Accepted
@@ -123,26 +123,22 @@ class Server:
         self._is_closed = self._is_ticking = False
         self.started = time()
         with ExitStack() as undo:
-            context = new_context()
-            undo.callback(context.term)
-            self._zap = context.socket(zmq.REP)
-            undo.callback(self._zap.close)
-            self._zap.bind("inproc://zeromq.zap.01")
-            self._router = context.socket(zmq.ROUTER)
-            undo.callback(self._router.close)
             # RCVHWM must stay 0 and ROUTER_HANDOVER must stay unset. With either, libzmq 4.3.5
             # stops reading the connection and, if the connection ends while a heartbeat is due,
             # aborts the process ("Assertion failed: !_io_error").
-            for option, value in (
-                (zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.ROUTER_MANDATORY, 1),
-                (zmq.IPV6, wants_ipv6(address)), (zmq.ZAP_DOMAIN, ZAP_DOMAIN),
-                (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, secret.encode()),
-                (zmq.HANDSHAKE_IVL, int(tuning.handshake_seconds * 1000)),
-                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-                (zmq.HEARTBEAT_TIMEOUT, int(tuning.client_silence_seconds * 1000)),
-                (zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES),
-            ):  # fmt: skip
-                self._router.setsockopt(option, value)
+            options = {
+                zmq.LINGER: 1000, zmq.ROUTER_MANDATORY: 1, zmq.IPV6: wants_ipv6(address),
+                zmq.ZAP_DOMAIN: ZAP_DOMAIN,
+                zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: secret.encode(),
+                zmq.HANDSHAKE_IVL: int(tuning.handshake_seconds * 1000),
+                zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+                zmq.HEARTBEAT_TIMEOUT: int(tuning.client_silence_seconds * 1000),
+                zmq.MAXMSGSIZE: messages.MAX_FRAME_BYTES,
+            }  # fmt: skip
+            self._router = open_socket(undo, zmq.ROUTER, options)
+            self._zap = self._router.context.socket(zmq.REP)
+            undo.callback(self._zap.close)
+            self._zap.bind("inproc://zeromq.zap.01")
             self._monitor = self._router.get_monitor_socket(
                 zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
             )

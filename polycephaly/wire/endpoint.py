@@ -7,9 +7,9 @@ Either end is made when it is first needed, because most programs never need it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import cast
+from typing import Any, cast
 
 import zmq
 
@@ -37,9 +37,14 @@ class _Readable:
 
 
 class _End(_Readable):
+    _resources: ExitStack
+
     def receive(self) -> list[bytes] | None:
         """Return the frames of the next message, or None if no message is there."""
         return self.socket.recv_multipart(zmq.NOBLOCK) if self.has_input() else None
+
+    def close(self) -> None:
+        self._resources.close()
 
 
 class Router(_End):
@@ -48,53 +53,46 @@ class Router(_End):
     def __init__(self, directory: str) -> None:
         """Raise `zmq.ZMQError` or `OSError` if this fails; then nothing is left behind."""
         with ExitStack() as undo:
-            context = new_context()
-            undo.callback(context.term)
-            self.socket = context.socket(zmq.ROUTER)
-            undo.callback(self.socket.close)
-            self.socket.setsockopt(zmq.LINGER, 0)
-            # The reactor limits messages in flight by credit.
-            self.socket.setsockopt(zmq.SNDHWM, 0)
-            self.socket.setsockopt(zmq.RCVHWM, 0)
+            # No high-water marks: the reactor limits messages in flight by credit.
+            self.socket = open_socket(undo, zmq.ROUTER, {zmq.LINGER: 0})
             self.socket.bind(f"ipc://{_path(directory)}")
             self._resources = undo.pop_all()
-
-    def close(self) -> None:
-        self._resources.close()
 
 
 class Dealer(_End):
     """A drone's end, with the identity that the reactor gave the drone."""
 
     def __init__(self, directory: str, identity: bytes) -> None:
-        self._context = new_context()
-        self.socket = dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, identity)
-        # Milliseconds for which `close` waits until results in flight are delivered.
-        dealer.setsockopt(zmq.LINGER, 5000)
-        dealer.setsockopt(zmq.SNDHWM, 0)
-        dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
+        self._resources = ExitStack()
+        options = {
+            zmq.IDENTITY: identity,
+            # Milliseconds for which `close` waits until results in flight are delivered.
+            zmq.LINGER: 5000,
+            zmq.RECONNECT_IVL: _RECONNECT_MILLISECONDS,
+        }
+        self.socket = open_socket(self._resources, zmq.DEALER, options)
         self._path = _path(directory)
-        dealer.connect(f"ipc://{self._path}")
+        self.socket.connect(f"ipc://{self._path}")
 
     def has_router(self) -> bool:
         """Return whether the ROUTER's socket file exists. Before, nothing can be delivered."""
         return os.path.exists(self._path)
 
-    def close(self) -> None:
-        self.socket.close()
-        self._context.term()
 
+def open_socket(undo: ExitStack, kind: int, options: Mapping[Any, Any]) -> zmq.Socket[bytes]:
+    """Return a new socket without high-water marks, in a context of its own; `undo` closes both.
 
-def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return a new ZeroMQ context.
-
-    Raises `OSError` if the system has no room for its threads and descriptors: libzmq would abort
-    the process.
+    Raises `OSError` if the system has no room for the threads and descriptors of a context: libzmq
+    would abort the process.
     """
     check_room_for_zeromq()
-    return zmq.Context()
+    context = zmq.Context()
+    undo.callback(context.term)
+    end = context.socket(kind)
+    undo.callback(end.close)
+    for option, value in {zmq.SNDHWM: 0, zmq.RCVHWM: 0, **options}.items():
+        end.setsockopt(option, value)
+    return end
 
 
 def _path(directory: str) -> str:

@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ...errors import Malformed
 from ...promises.event_loop import EventLoop
 from ...promises.promise import Promise, Signal, fulfill, reject, settling_threads
-from ...wire.endpoint import SocketSource, has_input, new_context
+from ...wire.endpoint import SocketSource, has_input, open_socket
 from .keys import Card, wants_ipv6
 from .messages import BYE, CHUNK_BYTES, MAX_FRAME_BYTES, PART, PING, REFUSED
 
@@ -53,19 +53,14 @@ class ServerConnection(EventLoop):
         self.ended: Signal[None] = Signal()
         self._connected: Promise[None] = Promise()
         with ExitStack() as undo:
-            context = new_context()
-            undo.callback(context.term)
-            self._socket = context.socket(zmq.DEALER)
-            undo.callback(self._socket.close)
-            for option, value in (
-                (zmq.LINGER, 500), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0),
-                (zmq.IPV6, wants_ipv6(card.address)),
-                (zmq.CURVE_SERVERKEY, card.server.encode()),
-                (zmq.CURVE_PUBLICKEY, card.public.encode()),
-                (zmq.CURVE_SECRETKEY, card.secret.encode()), (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-                (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS), (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-            ):  # fmt: skip
-                self._socket.setsockopt(option, value)
+            options = {
+                zmq.LINGER: 500, zmq.IPV6: wants_ipv6(card.address),
+                zmq.CURVE_SERVERKEY: card.server.encode(),
+                zmq.CURVE_PUBLICKEY: card.public.encode(),
+                zmq.CURVE_SECRETKEY: card.secret.encode(), zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+                zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS, zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
+            }  # fmt: skip
+            self._socket = open_socket(undo, zmq.DEALER, options)
             self._monitor = self._socket.get_monitor_socket(_EVENTS)
             undo.callback(self._monitor.close)
             undo.callback(self._socket.disable_monitor)
