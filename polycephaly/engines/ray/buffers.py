@@ -61,7 +61,10 @@ def current_session() -> tuple[str, str] | None:
 
 
 class OutOfBandBuffers:
-    """Buffers that travel beside a message."""
+    """Buffers that travel beside a message. A segment for `Serialized`, as `LazyBuffers` are."""
+
+    offset = length = 0
+    """The first buffer's number among all buffers that go with the same message; not used."""
 
     def __init__(self, buffers: Sequence[Any]) -> None:
         self.buffers = buffers
@@ -75,6 +78,8 @@ class OutOfBandBuffers:
 
 class LazyBuffers:
     """Out-of-band buffers in the object store, fetched on first access."""
+
+    offset = length = 0
 
     def __init__(self, ref: Any, session: tuple[str, str] | None) -> None:
         self.ref = ref
@@ -95,19 +100,6 @@ class LazyBuffers:
         return self._fetched.buffers
 
 
-class StoredBuffers:
-    """Out-of-band buffers that this process has made or knows: a segment for `Serialized`."""
-
-    def __init__(
-        self, attachment: Any, length: int, session: tuple[str, str] | None = None
-    ) -> None:
-        # An ObjectRef, or `OutOfBandBuffers` that are still to be sent.
-        self.attachment = attachment
-        self.length = length
-        self.session = session  # of the ObjectRef
-        self.offset = 0  # of its first buffer, among all buffers that go with the same message
-
-
 class RayStore:
     """The driver's store: a put writes to Ray's object store at once."""
 
@@ -125,17 +117,16 @@ class RayStore:
             out_of_band.insert(0, pickled)
             pickled = b""
         lengths = [memoryview(each).nbytes for each in out_of_band]
-        total = sum(lengths)
-        stored = StoredBuffers(self.put(OutOfBandBuffers(out_of_band)), total, self.session)
+        stored: Any = self.put(OutOfBandBuffers(out_of_band))
         places = [(stored, at, length) for at, length in enumerate(lengths)]
-        return Serialized(pickled, places, total)  # type: ignore[arg-type]
+        return Serialized(pickled, places, sum(lengths))
 
-    def put(self, attachment: OutOfBandBuffers) -> Any:
+    def put(self, attachment: OutOfBandBuffers) -> LazyBuffers | OutOfBandBuffers:
         """Store `attachment`. Raises the errors of `put_pickle`."""
         if self.session != current_session():
             raise ConnectionError("the pool's Ray session was shut down")
         try:
-            return ray.put(attachment)
+            return LazyBuffers(ray.put(attachment), self.session)
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             size = f"{attachment.nbytes():,} bytes"
             raise Full(f"Ray's object store has no room for {size}: {error}") from error
@@ -156,7 +147,7 @@ class PendingResultStore(RayStore):
     def __init__(self) -> None:
         self.has_large_result = False
 
-    def put(self, attachment: OutOfBandBuffers) -> Any:
+    def put(self, attachment: OutOfBandBuffers) -> OutOfBandBuffers:
         if attachment.nbytes() < LARGE_RESULT_BYTES:
             attachment.buffers = [bytes(each) for each in attachment.buffers]
         else:
@@ -181,11 +172,11 @@ class RayRefTable(RefTable):
     def lend(self, stored: Any) -> int:
         """Add the buffers to the message. Return their place in the message; 0 for a result."""
         # A result: all buffers of a message become one object.
-        if isinstance(stored.attachment, OutOfBandBuffers):
+        if isinstance(stored, OutOfBandBuffers):
             stored.offset = sum(len(each.buffers) for each in self.outgoing)
-            self.outgoing.append(stored.attachment)
+            self.outgoing.append(stored)
             return 0
-        self.outgoing.append(stored.attachment)
+        self.outgoing.append(stored.ref)
         return len(self.outgoing) - 1
 
     def take_outgoing(self) -> list[Any]:
@@ -228,8 +219,7 @@ class ReceivedFromRay(Received):
         )
 
     def to_serialized(self) -> Serialized:
-        stored = [StoredBuffers(each.ref, 0, each.session) for each in self._attachments]
-        places: list[Any] = [
-            (stored[which], index, length) for which, index, length in self._places
-        ]
-        return Serialized(self._inline, places)
+        return Serialized(
+            self._inline,
+            [(self._attachments[which], index, length) for which, index, length in self._places],
+        )

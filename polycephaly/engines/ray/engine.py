@@ -202,7 +202,8 @@ class RayEngine(Engine):
         """
         if isinstance(attachment, OutOfBandBuffers):
             try:
-                return LazyBuffers(self._store.put(attachment), self._session)
+                stored: LazyBuffers = self._store.put(attachment)
+                return stored
             except Full:  # the buffers stay in this process
                 return attachment
         return LazyBuffers(attachment, self._session)

@@ -67,9 +67,8 @@ class _SettledRef(Promise[Any]):
 
     def _load_value(self) -> Any:
         places: list[Any] = list(self.serialized.places)
-        views = [
-            LazyBuffers(each.attachment, each.session).buffers[index] for each, index, _ in places
-        ]
+        # Fetched anew, so that the handle keeps no view of the store's memory.
+        views = [LazyBuffers(each.ref, each.session).buffers[index] for each, index, _ in places]
         return load_with_buffers(self.serialized.inline, [memoryview(each) for each in views])
 
     def _serialized_part(self, registry: Any) -> Serialized | None:
