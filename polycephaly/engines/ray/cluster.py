@@ -13,10 +13,10 @@ import ray.util.client
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...pool.machine import RAY_OPTIONS
+from .engine import RayEngine, group_strategy
 
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
-    from ...pool.engine import Engine
 
 CONNECT_TIMEOUT_SECONDS = 8.0
 _RESOURCE_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
@@ -129,11 +129,8 @@ class Cluster:
                 f"{labels}"
             )
         places, part, whole, have = fitting, "a node", "the Ray cluster", "whose nodes have"
-        strategy = self.placement.get("scheduling_strategy")
-        if (
-            isinstance(strategy, PlacementGroupSchedulingStrategy)
-            and strategy.placement_group is not None
-        ):
+        strategy = group_strategy(self.placement)
+        if strategy is not None:
             places = _usable_bundles(strategy)
             part, whole, have = "a bundle", "the placement group", "which has"
         required = self._required_resources()
@@ -170,9 +167,7 @@ class Cluster:
             required[f"accelerator_type:{accelerator}"] = 0.001  # as Ray itself encodes the option
         return {name: amount for name, amount in required.items() if amount}
 
-    def open(self, dispatcher: Dispatcher) -> Engine:
-        from .engine import RayEngine
-
+    def open(self, dispatcher: Dispatcher) -> RayEngine:
         return RayEngine(dispatcher, self.placement)
 
 

@@ -384,13 +384,17 @@ def _is_unschedulable(error: Exception) -> bool:
     return type(error).__name__ in ("ActorUnschedulableError", "RuntimeEnvSetupError")
 
 
+def group_strategy(placement: Mapping[str, Any]) -> PlacementGroupSchedulingStrategy | None:
+    """Return the scheduling strategy of drones that run in a placement group; None of others."""
+    strategy = placement.get("scheduling_strategy")
+    in_group = isinstance(strategy, PlacementGroupSchedulingStrategy) and strategy.placement_group
+    return strategy if in_group else None
+
+
 def _describe_placement_group(placement: Mapping[str, Any]) -> str:
     """Return the placement group and its state, for a message; "" if there is no group."""
-    strategy = placement.get("scheduling_strategy")
-    if (
-        not isinstance(strategy, PlacementGroupSchedulingStrategy)
-        or strategy.placement_group is None
-    ):
+    strategy = group_strategy(placement)
+    if strategy is None:
         return ""
     state = ray.util.placement_group_table(strategy.placement_group).get("state", "not known")
     return f", in placement group {strategy.placement_group.id.hex()} ({state})"
