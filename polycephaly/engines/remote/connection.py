@@ -86,7 +86,7 @@ class Connection(ServerConnection, TaskRunner):
         self._delayed: dict[Task, Timer] = {}  # those of `_waiting` that are sent after a delay
         self._handled_bytes = 0  # of output, not acknowledged yet
         self._sent_functions = KnownFunctions()  # functions that the server has
-        self._closing = self._recall_sent = False
+        self._recall_sent = False
         self._cancelled_since_sweep = 0
         super().__init__(card, "polycephaly-client")
         wants_output, host = output is not None, socket.gethostname()
@@ -298,7 +298,6 @@ class Connection(ServerConnection, TaskRunner):
             drop_settled(self.queue)
 
     def _close(self, cancel: str) -> None:
-        self._closing = True
         if cancel:
             self._cancel_tasks(also_sent=cancel == "all")
         # Of the tasks that were sent, only the server knows which have begun. One RECALL is enough,
@@ -316,9 +315,8 @@ class Connection(ServerConnection, TaskRunner):
 
     def after_turn(self) -> None:
         self._send_queued()
-        if self._closing and not (
-            self.queue or self._in_flight or self._waiting or self._pending_requests
-        ):
+        unfinished = self.queue or self._in_flight or self._waiting or self._pending_requests
+        if self.refusal is not None and not unfinished:  # it was closed
             self.end()
 
     def on_end(self) -> None:
