@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..timeline.format import count
-from .reach import Command, complete_pool, error_text
+from .reach import Command, complete_pool, connect_to, error_text
 from .start import drone_options
 
 if TYPE_CHECKING:
@@ -89,10 +89,9 @@ def join(
 
 def _setup_of(address: str) -> Setup:
     """Return what the pool has loaded."""
-    from ..engines.remote.client import connect
     from .loading import Setup
 
-    with connect(address, output="discard") as remote:
+    with connect_to(address) as remote:
         # None: a pool that was not started by a command
         return Setup(**remote._dispatcher.request("setup").result() or {})
 
