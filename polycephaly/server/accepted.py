@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import socket
 import struct
 import termios
@@ -141,7 +140,7 @@ class Accepted:
         """Shut a connection. Return False if there is no descriptor for that now."""
         tcp = self._tcps[fd]
         try:
-            with _duplicate(fd) as connection:
+            with borrow(fd) as borrowed, borrowed.dup() as connection:
                 if connection.getpeername() == tcp.peer:
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
@@ -150,16 +149,6 @@ class Accepted:
                 return False
         del self._tcps[fd]
         return True
-
-
-def _duplicate(fd: int) -> socket.socket:
-    """Return a socket on a duplicate of `fd`. Raise `OSError` if `fd` is closed or no socket."""
-    copy = os.dup(fd)
-    try:
-        return socket.socket(fileno=copy)
-    except BaseException:
-        os.close(copy)
-        raise
 
 
 def _bytes_read(connection: socket.socket) -> int:
