@@ -1,16 +1,16 @@
 """The owner's side of one pore: the connected holders, and the messages not received yet.
 
-    I/O thread: holder readable ──a chunk of the stream──> chunks ──split──> frames ──> Message
+    I/O thread: holder readable ──a chunk of the stream──> split ──> frames ──receiver──> Message
                 └── too many bytes waiting: stop reading; the senders' buffers fill, and they wait
 
-`chunks` has one writer, the pore I/O thread. Receivers split chunks while holding a lock under
-which no user code runs: unpickling happens outside. Each of the two counters has one writer:
-`bytes_read` the I/O thread, `bytes_split` the thread that holds the lock.
+Only the pore I/O thread adds to `frames`. A receiver takes a frame in one atomic step, and then
+unpickles it. Each frame has the number of bytes that were read before its chunk. So the oldest
+frame tells how many bytes have not been received, and receivers count nothing.
 
 No wake-up is lost. A receiver adds its signal to `waiters` and then checks once more; the I/O
-thread adds a chunk and then takes the signals out. The same holds for room: a receiver counts, then
-checks whether the I/O thread has paused; the I/O thread notes that it pauses, then checks the count
-once more.
+thread adds frames and then takes the signals out. The same holds for room: a receiver takes a
+frame, then checks whether the I/O thread has paused; the I/O thread notes that it pauses, then
+checks for room once more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Iterator
@@ -58,16 +57,13 @@ def is_trusted_peer(connection: socket.socket) -> bool:
 
 
 class ConnectedHolder:
-    """A connected holder, seen from the owner.
-
-    Only the I/O thread uses it, except for `unsplit`.
-    """
+    """A connected holder, seen from the owner. Only the I/O thread uses it."""
 
     def __init__(self, inbox: Inbox, connection: socket.socket) -> None:
         self.inbox = inbox
         self.connection = parent_death.close_in_child(connection)
         self.name: str | None = None  # None until the holder has sent its hello
-        self.unsplit = b""  # unsplit bytes of the last chunk; guarded by the inbox's lock
+        self._unsplit = b""  # the start of a frame, at the end of the last chunk
 
     def handle_hello(self) -> bool:
         """Read the hello and send the greeting; return False if the secret is wrong."""
@@ -85,9 +81,15 @@ class ConnectedHolder:
             chunk = self.connection.recv(READ_BYTES)
         except BlockingIOError:
             return True
-        if chunk:
-            self.inbox.bytes_read += len(chunk)
-            self.inbox.chunks.append((self, chunk))
+        inbox, name = self.inbox, self.name
+        try:
+            frames, self._unsplit = split_frames(self._unsplit, chunk)
+        except Malformed as error:
+            log.warning("messages of %s to a pore were dropped: %s", name, error)
+            frames, self._unsplit = [], b""
+        before = inbox.bytes_read
+        inbox.bytes_read += len(chunk)
+        inbox.frames.extend((name, frame, before) for frame in frames)
         return bool(chunk)
 
 
@@ -105,15 +107,13 @@ class Inbox:
         self.content = content  # the descriptor of the memory or the file
         self.listener = listener
         self.holders: dict[int, ConnectedHolder] = {}  # by descriptor; used by the I/O thread only
-        self.chunks: deque[tuple[ConnectedHolder, bytes]] = deque()
-        self.bytes_read = 0  # by the I/O thread
-        self.bytes_split = 0  # by receivers
+        # Sender's name, frame, and `bytes_read` before its chunk.
+        self.frames: deque[tuple[Any, Frame, int]] = deque()
+        self.bytes_read = 0
         self.is_paused = False  # the I/O thread reads no more until there is room
         self._retry: Timer | None = None
         self._ended_signal: Signal[None] = Signal()
         self.waiters: deque[Signal[None]] = deque()
-        self._frames: deque[tuple[str, Frame]] = deque()
-        self._split_lock = threading.Lock()
         self._open_token = [None]
 
     # -- any thread of the owner -------------------------------------------------------------------
@@ -147,48 +147,23 @@ class Inbox:
 
     def take_frame(self) -> tuple[str, Frame] | None:
         """Return the oldest frame and its sender's name, or None if there is no frame."""
-        while True:
-            try:
-                return self._frames.popleft()
-            except IndexError:
-                if not self._split_more():
-                    return None
-
-    def has_messages(self) -> bool:
-        return bool(self._frames or self.chunks)
-
-    def is_exhausted(self) -> bool:
-        """Return whether no message is left and none will come.
-
-        A chunk that another receiver is splitting counts as left.
-        """
-        if not self.ended:
-            return False
-        with DeferredSigint(), self._split_lock:
-            return not self.has_messages()
-
-    def _split_more(self) -> bool:
-        with DeferredSigint(), self._split_lock:  # a Ctrl-C between the lines would lose the chunk
-            if self._frames:  # another receiver was faster
-                return True
-            try:
-                holder, chunk = self.chunks.popleft()
-            except IndexError:
-                return False
-            try:
-                frames, holder.unsplit = split_frames(holder.unsplit, chunk)
-            except Malformed as error:
-                log.warning("messages of %s to a pore were dropped: %s", holder.name, error)
-                frames, holder.unsplit = [], b""
-            name: Any = holder.name
-            self._frames.extend((name, frame) for frame in frames)
-            self.bytes_split += len(chunk)
+        try:
+            name, frame, _ = self.frames.popleft()
+        except IndexError:
+            return None
         if self.is_paused and not self._is_full():
             self.loop.post(self._resume)
-        return True
+        return name, frame
+
+    def is_exhausted(self) -> bool:
+        """Return whether no message is left and none will come."""
+        return self.ended and not self.frames
 
     def _is_full(self) -> bool:
-        return self.bytes_read - self.bytes_split >= MAX_UNRECEIVED_BYTES
+        try:
+            return self.bytes_read - self.frames[0][2] >= MAX_UNRECEIVED_BYTES
+        except IndexError:
+            return False
 
     @contextmanager
     def message_signal(self) -> Iterator[Signal[None]]:
@@ -196,7 +171,7 @@ class Inbox:
         signal: Signal[None] = Signal()
         self.waiters.append(signal)
         try:
-            if self.has_messages() or self.ended:
+            if self.frames or self.ended:
                 fulfill(signal)
             yield signal
         finally:
@@ -252,7 +227,7 @@ class Inbox:
             self.loop.unwatch(fd)
             del self.holders[fd]
             parent_death.close(holder.connection)
-        if self.waiters and self.chunks:
+        if self.waiters and self.frames:
             self._wake_waiters()
         if self._is_full():
             self._pause_reading()

@@ -1,7 +1,7 @@
 """The pore I/O thread: one native thread for all pores that a process owns, while it owns any.
 
     a listener is readable ──> a holder connects ──> its hello ──> greeting, with the descriptor
-    a holder is readable   ──> Inbox.chunks; waiting receivers are woken
+    a holder is readable   ──> Inbox.frames; waiting receivers are woken
     posted: the beginning and the end of an inbox, and that there is room again
 
 A sender wakes a waiting receiver, and often has to yield the processor to it, so that each message
