@@ -92,7 +92,7 @@ POINTS = {
         ("drone", "does calls", "drone.executor:DroneExecutor._run_calls"),
         ("drone", "does one", "drone.executor:DroneExecutor._run_task"),
         ("drone", "says what it starts", "wire.status_page:StatusPage.mark_started"),
-        ("drone", "opens its function", "drone.functions:_Callable.function"),
+        ("drone", "opens its function", "drone.functions:LoadedFunction.function"),
         ("drone", "runs a slice", "drone.slices:SliceRun.run"),
         ("drone", "ends a slice", "drone.executor:DroneExecutor._end_slice"),
         ("drone", "cuts a slice", "drone.slices:SliceRun.cut"),

@@ -690,7 +690,7 @@ def test_a_drone_forgets_a_function_that_nobody_has_any_more():
 def _opened():
     """The functions that this drone has."""
     gc.collect()
-    return sum(type(each).__qualname__ == "_Callable" for each in gc.get_objects())
+    return sum(type(each).__qualname__ == "LoadedFunction" for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("use", [_recursive, _with_a_namespace])

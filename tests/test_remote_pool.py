@@ -533,7 +533,7 @@ def test_its_timeline_is_that_of_the_pool(remote, pool, tmp_path):
 def opened():
     """The functions that this drone has, its own and those of clients."""
     gc.collect()
-    return sum(type(each).__qualname__ == "_Callable" for each in gc.get_objects())
+    return sum(type(each).__qualname__ == "LoadedFunction" for each in gc.get_objects())
 
 
 def test_the_functions_of_a_client_that_has_left_are_forgotten(pool, card):

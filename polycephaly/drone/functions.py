@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 
 class LoadedFunction:
-    """A callable or code string, called with pickled arguments."""
-
-    def __init__(self, payload: Any) -> None:
-        self._payload = payload  # bytes, or `Received`
+    """A callable, called with pickled arguments. A code string is one without arguments."""
 
     overlaps = False
     """True if calls give coroutines that are run beside others."""
@@ -37,9 +34,17 @@ class LoadedFunction:
     brief = False
     """True if the last call was brief: then only measurements that cost nothing are made."""
 
+    # Names that were in `__main__` at the snapshot, or pushed. They are looked up at each call,
+    # because a task may have bound them to other objects.
+    _free_names: FreeNames = {}  # noqa: RUF012 - not changed
+
+    def __init__(self, payload: Any, function: Callable[..., Any] | None = None) -> None:
+        self._payload = payload  # bytes, or `Received`
+        self._function = function
+
     def sets_tag(self) -> bool:
         """Return True if calls set the output tag of a client themselves: see forwarded.py."""
-        return False
+        return getattr(self._function, "sets_tag", False) is True
 
     def call(self, kind: int, payload: Any) -> Any:
         """Return the value of a call; a coroutine is run to its end, as a green thread."""
@@ -47,27 +52,14 @@ class LoadedFunction:
 
     def call_with(self, args: tuple[Any, ...]) -> Any:
         """Return the value of a call with unpickled arguments."""
-        raise NotImplementedError
+        function = self._function
+        if function is None or self._free_names:
+            function = self.function(False)
+        value = function(*args)
+        return value if type(value) in BATCHED_TYPES else run_if_coroutine(value)
 
     def begin(self, kind: int, payload: Any) -> Any:
         """Return the value of a call, or a coroutine that is still to be run."""
-        raise NotImplementedError
-
-    def function(self, fresh: bool) -> Callable[..., Any]:
-        """Return the callable; if `fresh`, unpickle it once more."""
-        raise NotImplementedError
-
-
-class _Callable(LoadedFunction):
-    _function: Callable[..., Any] | None = None
-    # Names that were in `__main__` at the snapshot, or pushed. They are looked up at each call,
-    # because a task may have bound them to other objects.
-    _free_names: FreeNames = {}  # noqa: RUF012 - not changed
-
-    def sets_tag(self) -> bool:
-        return getattr(self._function, "sets_tag", False) is True
-
-    def begin(self, kind: int, payload: Any) -> Any:
         function = self.function(False)
         try:
             args, kwargs = _arguments(kind, payload)
@@ -78,14 +70,8 @@ class _Callable(LoadedFunction):
             raise
         return function(*args, **kwargs)
 
-    def call_with(self, args: tuple[Any, ...]) -> Any:
-        function = self._function
-        if function is None or self._free_names:
-            function = self.function(False)
-        value = function(*args)
-        return value if type(value) in BATCHED_TYPES else run_if_coroutine(value)
-
     def function(self, fresh: bool) -> Callable[..., Any]:
+        """Return the callable; if `fresh`, unpickle it once more."""
         function = self._function
         if function is None or fresh:
             function = self._open()
@@ -113,21 +99,21 @@ def run_if_coroutine(value: Any) -> Any:
     return value
 
 
-class _Code(LoadedFunction):
-    _body: CodeType | None = None
-    _last: CodeType | None = None
+class _Code:
+    """A code string, compiled at its first call, so that an error rejects that call only."""
 
-    def begin(self, kind: int, payload: Any) -> Any:
-        if self._body is None:
-            source = self._payload.decode("utf-8", "surrogatepass")
-            self._body, self._last = compile_source(source)
-            self._payload = b""
+    _compiled: tuple[CodeType, CodeType | None] | None = None
+
+    def __init__(self, source: bytes) -> None:
+        self._source = source
+
+    def __call__(self) -> Any:
+        if self._compiled is None:
+            self._compiled = compile_source(self._source.decode("utf-8", "surrogatepass"))
+        body, last = self._compiled
         namespace = main_namespace()
-        exec(self._body, namespace)
-        return None if self._last is None else eval(self._last, namespace)
-
-    def call_with(self, args: tuple[Any, ...]) -> Any:
-        return self.call(CALL, b"")
+        exec(body, namespace)
+        return None if last is None else eval(last, namespace)
 
 
 def compile_source(source: str, file: str | None = None) -> tuple[CodeType, CodeType | None]:
@@ -177,10 +163,10 @@ _source_numbers = itertools.count(1)
 
 def define(kind: int, payload: Any) -> LoadedFunction:
     if kind == DEFINE_CODE:
-        return _Code(payload)
-    callable_ = _Callable(payload)
-    callable_.overlaps = kind == DEFINE_OVERLAPPING
-    return callable_
+        return LoadedFunction(b"", _Code(payload))
+    definition = LoadedFunction(payload)
+    definition.overlaps = kind == DEFINE_OVERLAPPING
+    return definition
 
 
 def _arguments(kind: int, payload: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
