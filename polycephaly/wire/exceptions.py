@@ -19,7 +19,7 @@ shows the remote lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pickle import dumps, loads
 from traceback import format_exception
 from types import TracebackType
@@ -111,22 +111,18 @@ def _pack(
 
 
 def _body(error: BaseException, pickle_value: Callable[[object], bytes]) -> tuple[str, bytes]:
+    members: Sequence[BaseException] = ()
     if isinstance(error, BaseExceptionGroup):
-        recipe: Any = (type(error), error.message, error.__dict__)
-        bodies: list[tuple[str, Any, Callable[[Any], BaseException]]] = [
-            ("group", recipe, lambda r: _regroup(r, error.exceptions))
-        ]
+        members = error.exceptions
+        bodies: dict[str, Any] = {"group": (type(error), (error.message,), error.__dict__, {})}
     else:
         fields = {f: getattr(error, f) for f in _OS_FIELDS} if isinstance(error, OSError) else {}
-        bodies = [
-            ("pickled", error, lambda e: e),
-            ("rebuilt", (type(error), error.args, error.__dict__, fields), _rebuild),
-        ]
+        bodies = {"pickled": error, "rebuilt": (type(error), error.args, error.__dict__, fields)}
     reason = ""  # why its own pickle does not serve, in words that follow "because"
-    for body, value, build in bodies:
+    for body, value in bodies.items():
         try:
             data = pickle_value(value)
-            if _is_same(build(loads(data)), error):
+            if _is_same(_rebuild(body, data, members), error):
                 return body, data
             reason = reason or "its copy is another exception"
         except Exception as failure:
@@ -148,9 +144,16 @@ def _is_same(copy: BaseException, error: BaseException) -> bool:
     )
 
 
-def _rebuild(recipe: Any) -> BaseException:
-    cls, args, attributes, fields = recipe
-    error: BaseException = cls.__new__(cls, *args)
+def _rebuild(body: str, data: bytes, members: Sequence[BaseException]) -> BaseException:
+    """Return the exception that has this body; `members` are those of a group."""
+    error: BaseException
+    if body == "pickled":
+        error = loads(data)
+        return error
+    cls, args, attributes, fields = loads(data)
+    if body == "group":
+        args = *args, list(members)
+    error = cls.__new__(cls, *args)
     error.args = args
     for name, value in fields.items():
         setattr(error, name, value)
@@ -158,36 +161,23 @@ def _rebuild(recipe: Any) -> BaseException:
     return error
 
 
-def _regroup(recipe: Any, members: Any) -> BaseException:
-    cls, message, attributes = recipe
-    group: BaseException = cls.__new__(cls, message, list(members))
-    group.__dict__.update(attributes)
-    return group
-
-
 def _unpack(fields: tuple[Any, ...], text: str, made: dict[int, BaseException]) -> BaseException:
     """Return the error made of `fields`. `made` has those that were made before, by `id`."""
     if id(fields) in made:
         return made[id(fields)]
     packed = _PackedException(*fields)
-    error: BaseException
-    try:
-        if packed.body == "pickled":
-            error = loads(packed.data)
-        elif packed.body == "rebuilt":
-            error = _rebuild(loads(packed.data))
-        elif packed.body == "group":
+    error: BaseException = RemoteError(packed.type_name, packed.message, text)
+    if packed.body == "text":
+        error.add_note(f"the exception arrives as text, because {packed.data.decode()}")
+    else:
+        try:
             members = [_unpack(each, text, made) for each in packed.members]
-            error = _regroup(loads(packed.data), members)
-        else:
-            error = RemoteError(packed.type_name, packed.message, text)
-            error.add_note(f"the exception arrives as text, because {packed.data.decode()}")
-    except Exception as failure:
-        error = RemoteError(packed.type_name, packed.message, text)
-        error.add_note(
-            "the exception could not be rebuilt in this process: "
-            f"{type(failure).__name__}: {failure}"
-        )
+            error = _rebuild(packed.body, packed.data, members)
+        except Exception as failure:
+            error.add_note(
+                "the exception could not be rebuilt in this process: "
+                f"{type(failure).__name__}: {failure}"
+            )
     made[id(fields)] = error
     for name, value in packed.extra.items():
         setattr(error, name, value)
