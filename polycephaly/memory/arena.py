@@ -180,8 +180,8 @@ class RangeRef:
         self.arena = arena
         self.offset = offset
         self.length = length
-        # If true, the end of this object frees nothing: another process owns the range, or a child
-        # that user code forked may still read it.
+        # If true, the end of this object frees nothing, because a child that user code forked may
+        # still read the range.
         self.permanent = False
         self.pid = arena.pid
         arena.range_refs[id(self)] = (offset, length)

@@ -14,13 +14,12 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from pickle import loads
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from ..memory.arena import Arena, Full, RangeRef, view
+from ..memory.arena import Arena, Full
 from ..memory.blocks import Store
-from ..memory.references import Serialized, load_with_buffers
+from ..memory.references import RefTable, Serialized, load
 from .main_names import MainSnapshot, main_namespace
 from .pickling import capture, pack_strictly, pickled_size, store_pickle
 from .reducers import CACHED_TYPE
@@ -36,36 +35,16 @@ user's.
 """
 
 
-class Placed(NamedTuple):
-    """A pickle whose large parts are in the arena.
-
-    The process that took the snapshot holds the ranges.
-    """
-
-    inline: bytes
-    # Offset and length of the range; start and length of the part in it.
-    places: list[tuple[int, int, int, int]]
-
-    def load(self, arena: Arena | None) -> Any:
-        assert arena is not None  # None only if there was no store, and then nothing is `Placed`
-        views = []
-        for offset, whole, start, length in self.places:
-            range_ref = RangeRef(arena, offset, whole)
-            # The controller process owns the range: the end of this object frees nothing.
-            range_ref.permanent = True
-            views.append(view(range_ref)[start : start + length])
-        return load_with_buffers(self.inline, views)
-
-
 class Snapshot(NamedTuple):
-    pickles: dict[str, bytes | Placed]  # by name, definitions first
+    # By name, definitions first: headers, each with its pickle, whose large parts are in the arena.
+    pickles: dict[str, bytes]
     left_out: dict[str, str]
 
 
-def take_snapshot(store: Store | None = None, range_refs: list[RangeRef] | None = None) -> Snapshot:
+def take_snapshot(store: Store | None = None, ref_table: RefTable | None = None) -> Snapshot:
     """Return a snapshot of this process's `__main__`.
 
-    Ranges used in the store are added to `range_refs`; the caller keeps them while drones may open
+    Ranges used in the store are lent by `ref_table`; the caller keeps them while drones may open
     them.
     """
     snapshot = Snapshot({}, {})
@@ -76,20 +55,22 @@ def take_snapshot(store: Store | None = None, range_refs: list[RangeRef] | None 
             isinstance(value, (FunctionType, type, CACHED_TYPE))
             and getattr(value, "__module__", None) == "__main__"
         ):
-            _add_pickle(name, snapshot, range_refs, _pickle_definition, value, store)
+            _add_pickle(name, snapshot, ref_table, _pickle_definition, value, store)
     defined = MainSnapshot(snapshot.pickles)
     for name, value in names.items():
         if name not in snapshot.pickles and name not in snapshot.left_out:
-            _add_pickle(name, snapshot, range_refs, _pickle_data, value, store, defined)
+            _add_pickle(name, snapshot, ref_table, _pickle_data, value, store, defined)
     return snapshot
 
 
 def restore_snapshot(snapshot: Snapshot, arena: Arena | None = None) -> MainSnapshot:
     """Put the snapshot into this process's `__main__`, except values that cannot be opened."""
     main = main_namespace()
-    for name, pickled in snapshot.pickles.items():
+    # The controller process lends the ranges for ever: no number is returned.
+    ref_table = RefTable(arena, None, lambda: None)  # type: ignore[arg-type]
+    for name, header in snapshot.pickles.items():
         try:
-            main[name] = pickled.load(arena) if isinstance(pickled, Placed) else loads(pickled)
+            main[name] = load(ref_table.receive(header))
         except Exception as error:
             print(
                 f"{name} of the controller process could not be loaded: "
@@ -102,7 +83,7 @@ def restore_snapshot(snapshot: Snapshot, arena: Arena | None = None) -> MainSnap
 def _add_pickle(
     name: str,
     snapshot: Snapshot,
-    range_refs: list[RangeRef] | None,
+    ref_table: Any,
     pickle_value: Callable[..., bytes | Serialized],
     *args: Any,
 ) -> None:
@@ -113,15 +94,9 @@ def _add_pickle(
     except Exception as error:
         snapshot.left_out[name] = f"the value cannot be pickled: {type(error).__name__}: {error}"
     else:
-        if isinstance(pickled, Serialized):
-            assert range_refs is not None
-            range_refs += [range_ref for range_ref, _, _ in pickled.places]
-            snapshot.pickles[name] = Placed(
-                pickled.inline,
-                [(r.offset, r.length, start, length) for r, start, length in pickled.places],
-            )
-        else:
-            snapshot.pickles[name] = pickled
+        if not isinstance(pickled, Serialized):
+            pickled = Serialized(pickled, [])
+        snapshot.pickles[name] = pickled.pack_header(ref_table)
 
 
 class _TooLarge(Exception):

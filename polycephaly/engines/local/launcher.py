@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...memory.arena import RangeRef, hold_ranges_through_fork
 from ...memory.blocks import Store
+from ...memory.references import RefTable
 from ...runtime import fork_guard, parent_death
 from ...wire import addresses
 from ...wire.main_names import MainSnapshot, shared_snapshots
@@ -79,7 +80,9 @@ class Launcher:
             self._kept_memory.clear()
             from ...wire.main_snapshot import take_snapshot
 
-            self.main_copy = take_snapshot(store, self._kept_memory)
+            ref_table = RefTable(self.arena, None, lambda: None)
+            self.main_copy = take_snapshot(store, ref_table)
+            self._kept_memory += ref_table.lent.values()
             self.snapshot = MainSnapshot(self.main_copy.pickles, self.main_copy.left_out)
         from .bare import start_bare_zygote
 
