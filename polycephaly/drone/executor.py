@@ -116,7 +116,7 @@ class DroneExecutor:
         self._definitions: dict[int, LoadedFunction] = {}
         self._todo: deque[ReceivedTask | Calls] = deque()
         self._calls: Calls | None = None  # being run
-        self._overlap: Overlap | None = None
+        self._overlap = Overlap(self._wake_main_thread)
         self._slice: SliceRun | None = None
         self._split_by_bulk = False
         self._last_done = 0
@@ -368,8 +368,6 @@ class DroneExecutor:
     def _start_overlapped(self, task: ReceivedTask) -> None:
         """Start a task that runs beside others."""
         overlap = self._overlap
-        if overlap is None:
-            overlap = self._overlap = Overlap(self._wake_main_thread)
         self._status_page.mark_started(task.number)
         started = monotonic()
         try:
@@ -384,8 +382,8 @@ class DroneExecutor:
                 task.number, ERROR, started, monotonic(), self._outcomes.pack_error(error)
             )
 
-    def _collect_ended(self, overlap: Overlap) -> None:
-        for number, thread, keeps, started, finished in overlap.take_ended():
+    def _collect_ended(self) -> None:
+        for number, thread, keeps, started, finished in self._overlap.take_ended():
             status = VALUE
             payload: bytes | Serialized = b""
             try:
@@ -399,7 +397,7 @@ class DroneExecutor:
             finally:
                 del thread  # no cycle through the error's traceback, which would keep the arguments
             self._add_overlapped_outcome(number, status, started, finished, payload)
-            if not overlap.running:
+            if not self._overlap.running:
                 self._last_done = number
 
     def _add_overlapped_outcome(
@@ -526,11 +524,10 @@ class DroneExecutor:
             self._send(pack_outcomes(outcomes))
         self._pending_interrupts |= targets - {0}
         current, overlap = self._current, self._overlap
-        if overlap is not None:
-            begun = {
-                each for each in targets if each in overlap.running and self._claim_interrupt(each)
-            }
-            overlap.interrupt(begun | (targets & {0}))
+        begun = {
+            each for each in targets if each in overlap.running and self._claim_interrupt(each)
+        }
+        overlap.interrupt(begun | (targets & {0}))
         if current and (current in targets or 0 in targets):
             self._pending_interrupts.discard(current)
             self._interrupt_target = current
@@ -548,7 +545,7 @@ class DroneExecutor:
         requests = unpack_numbers(frames)
         if len(requests) != 1:
             raise Malformed(f"a request for frames with {len(requests)} numbers")
-        overlapped = {} if self._overlap is None else dict(self._overlap.running)
+        overlapped = dict(self._overlap.running)
         main, runner = self._main_thread, DroneExecutor._run_next.__code__
         report = frames_now(main, runner, self._current, overlapped, self._owns_process)
         self._send(pack_frames(requests[0], report))
@@ -596,10 +593,8 @@ class DroneExecutor:
 
     def beat(self) -> None:
         self._status_page.beats += 1
-        overlap = self._overlap
-        if overlap is not None:
-            self._status_page.holder = overlap.holder()
-        has_overlapped = overlap is not None and bool(overlap.running)
+        has_overlapped = bool(self._overlap.running)
+        self._status_page.holder = self._overlap.holder() if has_overlapped else 0
         if has_overlapped or self._main_thread in promise.waiting_threads:
             # None if another thread is importing the module.
             green = getattr(sys.modules.get("polycephaly.green.scheduler"), "scheduler", None)

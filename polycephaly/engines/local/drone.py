@@ -140,9 +140,8 @@ class LocalDrone(DroneExecutor):
     def serve(self) -> None:
         todo = self._todo
         while True:
-            overlap = self._overlap
-            if overlap is not None:
-                self._collect_ended(overlap)
+            if self._overlap.ended:
+                self._collect_ended()
             self.send_requested_values()
             if not todo:
                 self.busy = False
@@ -167,11 +166,7 @@ class LocalDrone(DroneExecutor):
             gc.collect()
 
     def _can_end(self) -> bool:
-        busy = (
-            self._todo
-            or self._drone_store.requested
-            or (self._overlap is not None and self._overlap.running)
-        )
+        busy = self._todo or self._drone_store.requested or self._overlap.running
         return self._stopping and not busy
 
     def _open_debugger(self, *args: Any, **kwargs: Any) -> None:
@@ -231,8 +226,7 @@ class LocalDrone(DroneExecutor):
                 self._pending_interrupts.clear()  # no call is between queue and start now
                 self._waiting = True
             # Checked after `_waiting` was set: see `_wake_main_thread`.
-            overlap = self._overlap
-            if not (self._ref_table.returned or (overlap is not None and overlap.ended)):
+            if not (self._ref_table.returned or self._overlap.ended):
                 self._wait()
         with self.socket_lock:
             self._waiting = False
@@ -244,10 +238,8 @@ class LocalDrone(DroneExecutor):
         Overlapped tasks run on meanwhile, and the heartbeat shows that the drone is alive.
         """
         events: list[tuple[int, int]] = []
-        overlap = self._overlap
         while not events and (
-            (has_overlapped := overlap is not None and bool(overlap.running))
-            or self._store.has_idle_memory()
+            (has_overlapped := bool(self._overlap.running)) or self._store.has_idle_memory()
         ):
             events = self.epoll.poll(HEARTBEAT_SECONDS if has_overlapped else tuning.warm_seconds)
             self.beat()

@@ -194,8 +194,7 @@ class RayDrone(DroneExecutor):
                 self._run_next()
                 self._return_tasks_if_large_result()
             self.send_requested_values()
-            if self._overlap is not None:
-                self._collect_ended(self._overlap)
+            self._collect_ended()
             if len(self._pending_interrupts) > MAX_PENDING_INTERRUPTS:
                 self._pending_interrupts.clear()
             with self.socket_lock:
@@ -264,11 +263,10 @@ class RayDrone(DroneExecutor):
 
     def collect_ended_tasks(self) -> None:
         """Collect ended overlapped tasks, as soon as the main thread is in no call."""
-        overlap = self._overlap
-        if overlap is not None and overlap.ended:
+        if self._overlap.ended:
             if self.call_lock.acquire(blocking=False):
                 try:
-                    self._collect_ended(overlap)
+                    self._collect_ended()
                 finally:
                     self.call_lock.release()
             else:
