@@ -239,15 +239,14 @@ class DroneExecutor:
                 self._current = 0
                 finished = monotonic()
                 self.keep_frames(number, error)
-                outcomes.add(number, ERROR, started, finished, outcomes.pack_error(error))
-                kept = outcomes.save_last()
+                packed = outcomes.pack_error(error)
+                kept = outcomes.add(number, ERROR, started, finished, packed)
             else:
                 finished = monotonic()
                 if together:
                     kept = add_value(number, started, finished, value)
                 else:
-                    outcomes.add(number, VALUE, started, finished, payload)
-                    kept = outcomes.save_last()
+                    kept = outcomes.add(number, VALUE, started, finished, payload)
             self._last_done = number
             if not kept or finished - self._last_flush > tuning.flush_seconds:
                 self._flush()
@@ -295,13 +294,13 @@ class DroneExecutor:
         head = b""
         if self._slice is not None:
             status, head, payload = self._end_slice(self._slice)
-        outcomes.add(number, status, started, finished, payload, head)
+        # The last part of a slice must not outlive this drone if the part before may not.
+        may_save = not self._split_by_bulk
+        kept = outcomes.add(number, status, started, finished, payload, head, may_save=may_save)
         self._last_done = number
         flush_due = finished - self._last_flush > (
             tuning.flush_seconds if task.kind != CALL_SLICE else SLICE_FLUSH_SECONDS
         )
-        # The last part of a slice must not outlive this drone if the part before may not.
-        kept = not self._split_by_bulk and outcomes.save_last()
         if not kept or (flush_due and self._todo):
             self._flush()
             self._receive(wait=False)
@@ -404,8 +403,7 @@ class DroneExecutor:
         self, number: int, status: int, started: float, finished: float, payload: bytes | Serialized
     ) -> None:
         # A line that was begun may be that of another task.
-        self._outcomes.add(number, status, started, finished, payload, ends_lines=False)
-        if not self._outcomes.save_last():
+        if not self._outcomes.add(number, status, started, finished, payload, ends_lines=False):
             self._flush()
 
     def _flush(self) -> None:

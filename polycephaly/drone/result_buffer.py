@@ -1,7 +1,7 @@
 """The outcomes of a drone's tasks, from the end of each task until they are sent.
 
     a task ends ──add──> lists ──take_message──> one RESULTS message
-                           └──save_last──> the status page, which outlives this drone
+                 └──saved──> the status page, which outlives this drone
 
 Values that are small and immutable are stored as they are and pickled together when they are sent.
 In the status page each is an outcome by itself.
@@ -68,10 +68,7 @@ class ResultBuffer:
         self._drone_store = drone_store
         self._events = events
         self._generation = forked.generation
-        # True if the last outcome contains new handles of kept values.
-        self._has_new_handles = False
         self._entries: list[tuple[bytes, list[bytes]]] = []
-        self._last: tuple[bytes, list[bytes]] = (b"", [])
         self._values: list[tuple[int, float, float, Any]] = []
 
     # -- packing -----------------------------------------------------------------------------------
@@ -146,13 +143,22 @@ class ResultBuffer:
         payload: bytes | Serialized,
         head: bytes = b"",
         ends_lines: bool = True,
-    ) -> None:
-        self._has_new_handles = bool(self._drone_store.unreported)
-        if self._has_new_handles:
-            self._entries += [(entry, []) for entry in self.kept_value_entries(number)]
+        may_save: bool = True,
+    ) -> bool:
+        """Add an outcome; return True if it outlives this drone from now on.
+
+        Otherwise it must be sent at once: it may not be saved, the status page is full, or has no
+        place for the payload beside the entry or for new handles of kept values.
+        """
+        new_handles = self.kept_value_entries(number)
+        self._entries += [(entry, []) for entry in new_handles]
         output = self._tail.take(ends_lines)
-        self._last = self.entry(number, status, started, finished, payload, head, output)
-        self._entries.append(self._last)
+        entry, large = self.entry(number, status, started, finished, payload, head, output)
+        self._entries.append((entry, large))
+        return self._save(entry, may_save and not (large or new_handles))
+
+    def _save(self, entry: bytes, may_save: bool) -> bool:
+        return may_save and self._status_page.keep(entry)
 
     def kept_value_entries(self, number: int) -> list[bytes]:
         """Return the entries that precede an outcome with handles of values kept by this drone.
@@ -162,23 +168,12 @@ class ResultBuffer:
         report = self._drone_store.take_unreported() if self._drone_store.unreported else b""
         return [pack_outcome(number, KEPT_VALUES, 0.0, 0.0, report, b"")] if report else []
 
-    def save_last(self) -> bool:
-        """Return True if the last outcome outlives this drone from now on.
-
-        Otherwise it must be sent at once: the status page is full, or has no place for the payload
-        beside the entry.
-        """
-        entry, large = self._last
-        self._last = b"", []  # an idle drone keeps no large result
-        return not large and not self._has_new_handles and self._status_page.keep(entry)
-
     def add_value(self, number: int, started: float, finished: float, value: Any) -> bool:
         """Add a small, immutable value of a task; return True if the page keeps it."""
-        if self._tail.pieces or forked.generation != self._generation:
-            self.add(number, VALUE, started, finished, b"" if value is None else dumps(value, 5))
-            return self.save_last()
-        self._values.append((number, started, finished, value))
         pickled = b"" if value is None else dumps(value, 5)
+        if self._tail.pieces or forked.generation != self._generation:
+            return self.add(number, VALUE, started, finished, pickled)
+        self._values.append((number, started, finished, value))
         return self._status_page.keep(pack_outcome(number, VALUE, started, finished, pickled, b""))
 
     # -- sending -----------------------------------------------------------------------------------

@@ -149,12 +149,12 @@ class DroneActor:
 
 
 class _ResultBuffer(ResultBuffer):
-    def save_last(self) -> bool:
-        """Keep the result noted last, unless its buffers go beside: those die with this drone."""
-        if status_of(self._last[0]) & SHARED:
+    def _save(self, entry: bytes, may_save: bool) -> bool:
+        """Save an outcome, unless its buffers go beside: those die with this drone."""
+        if status_of(entry) & SHARED:
             self._status_page.skip_result()  # type: ignore[attr-defined]
             return False
-        return super().save_last()
+        return super()._save(entry, may_save)
 
 
 class RayDrone(DroneExecutor):
