@@ -85,14 +85,14 @@ class Shared(StoredHandle[tuple[bytes, list[Any], list[Any]]], Generic[T]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
         context = pickling_state.context
-        rebuild: Callable[..., Any] = _rebuild_handle
+        rebuild: Callable[..., Any] = Shared
         if context is not None and context.snapshot is not None:
             if self._snapshot not in (None, context.snapshot):
                 return _same, (self.value,)
-            rebuild = _rebuild_value
+            rebuild = load_with_buffers
         pickled, views, _ = self._get_content()
         wrap: Any = bytes if protocol < 5 else PickleBuffer
-        return rebuild, (pickled, *map(wrap, views))
+        return rebuild, (pickled, list(map(wrap, views)))
 
 
 def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
@@ -143,14 +143,6 @@ def _make_handle(serialized: Serialized, snapshot: MainSnapshot | None) -> Share
         [ranges[key][part] for key, part in places] for ranges in (pristine, writable)
     ]
     return Shared(serialized.inline, views, writable_views, snapshot)
-
-
-def _rebuild_handle(pickled: bytes, *views: Any) -> Shared[Any]:
-    return Shared(pickled, list(views))
-
-
-def _rebuild_value(pickled: bytes, *views: Any) -> Any:
-    return load_with_buffers(pickled, list(views))
 
 
 def _same(value: T) -> T:
