@@ -15,6 +15,7 @@ docs/decisions/0015-two-threads-of-a-drone.md.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -78,10 +79,11 @@ from ..wire.slices import (
     split_head,
 )
 from ..wire.status_page import StatusPage
-from .console import OutputTail, current_tag, disable_record_order, set_tag
+from .console import OutputTail, current_tag, disable_record_order, open_console, set_tag
 from .frames import DRONE_DIR, frames_now, sampled_threads
 from .functions import LoadedFunction, define
 from .inbox import Calls, ReceivedTask
+from .logs import install_log_forwarding
 from .overlap import Overlap
 from .result_buffer import ResultBuffer
 from .slices import SliceRun
@@ -108,7 +110,6 @@ class DroneExecutor:
         snapshot: MainSnapshot,
         store: Any,
         ref_table: RefTable,
-        tail: OutputTail,
         events: EventLog = event_log,
     ) -> None:
         """Create the executor in the main thread, whose handler for SIGINT is replaced."""
@@ -132,17 +133,21 @@ class DroneExecutor:
         self._ref_table = ref_table
         self._drone_store = DroneStore(name)
         self._events = events
+        tail = self._take_over_process()
         self._outcomes = self._buffer_type(
             status_page, snapshot, store, ref_table, tail, self._drone_store, events
         )
-        self._take_over_process()
 
-    def _take_over_process(self) -> None:
+    def _take_over_process(self) -> OutputTail:
         """Make this process a drone, which has this executor and no other."""
+        tail = open_console()
+        install_log_forwarding()
+        faulthandler.enable(file=2)
         placeholders.local_store = self._drone_store
         placeholders.drone_thread.__dict__.clear()  # a task of an inline drone has forked this one
         signal.signal(signal.SIGINT, self._on_sigint)
         _executors[:] = [self]  # a drone from which this one was forked has nothing left to do
+        return tail
 
     # -- implemented by the drone of each engine ---------------------------------------------------
 

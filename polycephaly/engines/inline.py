@@ -152,12 +152,13 @@ class InlineDrone(DroneExecutor):
 
     def __init__(self, engine: InlineEngine, handle: InlineHandle) -> None:
         self._engine, self._handle, self.ended = engine, handle, False
-        snapshot, table, tail = engine.dispatcher.registry.snapshot, handle.ref_table, OutputTail()
+        snapshot, table = engine.dispatcher.registry.snapshot, handle.ref_table
         page = handle.status_page
-        super().__init__(handle.name, page, snapshot, _nothing, table, tail, EventLog())
+        super().__init__(handle.name, page, snapshot, _nothing, table, EventLog())
 
-    def _take_over_process(self) -> None:
-        """Leave signals and forks of this process to the program."""
+    def _take_over_process(self) -> OutputTail:
+        """Leave streams, signals and forks of this process to the program."""
+        return OutputTail()
 
     # -- any thread that holds the reactor's lock --------------------------------------------------
 

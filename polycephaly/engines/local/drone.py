@@ -10,7 +10,6 @@ does the control thread begin to receive. A thread that uses the sockets holds `
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import json
 import os
@@ -27,9 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _compat
 from ...drone.child import prepare_child
-from ...drone.console import open_console
 from ...drone.executor import DroneExecutor, log_malformed
-from ...drone.logs import install_log_forwarding
 from ...drone.pdb_import import replace_set_trace
 from ...errors import Malformed
 from ...memory.blocks import Store
@@ -94,21 +91,13 @@ class LocalDrone(DroneExecutor):
         status_page: StatusPage,
         snapshot: MainSnapshot,
     ) -> None:
-        tail = open_console()
-        install_log_forwarding()
-        faulthandler.enable(file=2)
         if not os.environ.get("PYTHONBREAKPOINT"):
             sys.breakpointhook = self._open_debugger
         replace_set_trace(self._open_debugger)
         spec, arena = zygote.spec, zygote.arena
         store = Store(arena, order.number)
         super().__init__(
-            order.name,
-            status_page,
-            snapshot,
-            store,
-            RefTable(arena, None, self._wake_main_thread),
-            tail,
+            order.name, status_page, snapshot, store, RefTable(arena, None, self._wake_main_thread)
         )
         self._post_mortem = spec.post_mortem
         self._debugger: Debugger | None = None

@@ -16,7 +16,6 @@ on one machine. See docs/decisions/0011-ray-engine.md.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import shutil
 import signal
@@ -32,9 +31,7 @@ from typing import Any, NamedTuple
 import ray
 
 from ... import _compat
-from ...drone.console import open_console
 from ...drone.executor import DroneExecutor
-from ...drone.logs import install_log_forwarding
 from ...drone.result_buffer import ResultBuffer
 from ...runtime.fork_guard import flush_standard_streams
 from ...runtime.procfs import boot_id, memory_of
@@ -163,12 +160,9 @@ class RayDrone(DroneExecutor):
     _ref_table: RayRefTable
 
     def __init__(self, spawn_request: SpawnRequest, folder: str, snapshot: Any) -> None:
-        tail = open_console()
-        install_log_forwarding()
-        faulthandler.enable(file=2)
         self._exit_record = ExitRecord(folder)
         store, ref_table = PendingResultStore(), RayRefTable()
-        super().__init__(spawn_request.name, self._exit_record, snapshot, store, ref_table, tail)
+        super().__init__(spawn_request.name, self._exit_record, snapshot, store, ref_table)
         self.spawn_request = spawn_request
         # stderr is read first: see `OutputMerger`.
         self._output_files = [OutputFile(folder, name) for name in (ERR, OUT)]
