@@ -183,17 +183,14 @@ class OutputSource(LineSplitter):
         return self._file.fileno()
 
     def read(self) -> OrderedItems:
-        first = self._file.read(_READ_BYTES)
-        if first is None:  # no output: nearly always so when read before a result is handled
-            return []
-        chunks = [first]
-        while chunks[-1] and len(chunks) < _MAX_READS:
+        chunks: list[bytes] = []
+        while self.open and len(chunks) < _MAX_READS:
             data = self._file.read(_READ_BYTES)
-            if data is None:
+            if data is None:  # at once, nearly always, if read before a result is handled
                 break
             chunks.append(data)
-        self.open = bool(chunks[-1])
-        return self._parse(b"".join(chunks))
+            self.open = bool(data)
+        return self._parse(b"".join(chunks)) if chunks else []
 
     def close(self) -> None:
         self.open = False
