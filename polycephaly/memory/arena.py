@@ -78,8 +78,7 @@ class Arena:
         local engine then schedules `Store.free_idle_memory`.
         """
         self._warned = False
-        key = id(self)
-        _arenas[key] = weakref.ref(self, lambda _: _arenas.pop(key, None))
+        _arenas[id(self)] = self
 
     def adopt(self) -> None:
         """Take the arena over in a drone, where it was inherited.
@@ -140,9 +139,9 @@ class Arena:
         # Prevents a range reference that ends now from closing the arena in the meantime.
         self.range_refs[0] = (0, 0)
         self.ended = True
-        # A child that user code forked may read these ranges for ever.
+        # A child that user code forked may read these ranges for ever: no process frees them.
         for range_ref in (forked := _pop_ranges_of(self)):
-            range_ref.permanent = True
+            range_ref.pid = 0
         self.clear(0, MAX_REGIONS * REGION_BYTES)
         forked.clear()
         release_ended_forks()
@@ -166,24 +165,21 @@ class Arena:
             os.close(fd)
 
 
-# The arenas of this process, by `id`. `_before_fork` copies the values to a list in one step,
-# because other threads may be adding arenas.
-_arenas: dict[int, weakref.ref[Arena]] = {}
+# The arenas of this process, by `id`. `valuerefs` copies them to a list in one step, because other
+# threads may be adding arenas.
+_arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 
 
 class RangeRef:
     """A range that stays unchanged for as long as this object lives."""
 
-    __slots__ = ("__weakref__", "arena", "length", "offset", "permanent", "pid")
+    __slots__ = ("__weakref__", "arena", "length", "offset", "pid")
 
     def __init__(self, arena: Arena, offset: int, length: int) -> None:
         self.arena = arena
         self.offset = offset
         self.length = length
-        # If true, the end of this object frees nothing, because a child that user code forked may
-        # still read the range.
-        self.permanent = False
-        self.pid = arena.pid
+        self.pid = arena.pid  # of the process that frees the range
         arena.range_refs[id(self)] = (offset, length)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -197,7 +193,7 @@ class RangeRef:
             return
         arena = self.arena
         arena.range_refs.pop(id(self), None)
-        if not self.permanent and self.belongs_to_this_process():
+        if self.belongs_to_this_process():
             if arena.ended:
                 arena.punch_hole(self.offset, self.length)
             else:
@@ -332,7 +328,7 @@ def _before_fork() -> None:
     release_ended_forks()
     me = os.getpid()  # inherited ranges are kept by the process that lent them
     arenas = [
-        arena for ref in list(_arenas.values()) if (arena := ref()) is not None and arena.pid == me
+        arena for ref in _arenas.valuerefs() if (arena := ref()) is not None and arena.pid == me
     ]
     mapped = [ref() for arena in arenas for ref in list(arena.mapped.values())]
     range_refs = [each.range_ref for each in mapped if each is not None]
