@@ -33,7 +33,7 @@ from ..memory.references import load
 from ..promises.promise import pickling_state
 from ..store.kept import restore_handle
 from ..wire import placeholders
-from ..wire.kept_values import pack_description, pack_kept_value
+from ..wire.kept_values import pack_kept_value
 
 _DRONE_NUMBER_BIT = 1 << 63  # marks numbers that no task has
 _MAX_EXAMINED_PARTS = 1000  # of a value whose size is estimated
@@ -52,11 +52,11 @@ class DroneStore:
         self._claims_lock = threading.Lock()
 
     def keep(self, number: int, value: Any) -> bytes:
-        """Store a value, and return its description for the controller."""
-        description = pack_description(size_of(value), type(value).__qualname__)
+        """Store a value, and return the answer for the controller, which describes the value."""
+        answer = pack_kept_value(number, size_of(value), type(value).__qualname__)
         self._claim(number)
         self._values[number] = value
-        return description
+        return answer
 
     def make(self, value: Any) -> LocalKeptValue:
         return LocalKeptValue(self, value)

@@ -29,7 +29,7 @@ from ..memory.references import Received, load
 from ..promises.promise import Promise, fulfill, pickling_state, reject, stored_error
 from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
-from ..wire.kept_values import unpack_description, unpack_kept_values
+from ..wire.kept_values import unpack_answer, unpack_kept_values
 from ..wire.messages import FETCH, TaskBatch
 from ..wire.placeholders import known_owners, resolve
 from .dispatcher_base import DispatcherBase
@@ -192,7 +192,7 @@ class ObjectDirectory:
         """Record that `task` was answered by drone `handle`, which keeps the value."""
         remote_object = task.remote_object
         if remote_object is None:
-            nbytes, kind = unpack_description(payload)
+            nbytes, kind = unpack_answer(payload)
             remote_object = RemoteObject(self, task.number, task.definition.label, nbytes, kind)
             self._remote_objects[task.number] = remote_object
             if task.retries > 0 and task.target is None:

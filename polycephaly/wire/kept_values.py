@@ -8,17 +8,12 @@ from typing import Any
 
 from ..errors import Malformed
 
-_SIZE = Struct("<Q")
 _KEPT_VALUE = Struct("<QQB")
 
 
-def pack_description(nbytes: int, type_name: str) -> bytes:
-    return _SIZE.pack(nbytes) + _pack_name(type_name)
-
-
 def pack_kept_value(number: int, nbytes: int, type_name: str) -> bytes:
-    """Return one entry of a KEPT_VALUES message."""
-    name = _pack_name(type_name)
+    """Return one entry of a KEPT_VALUES message, or the answer to a call whose value is kept."""
+    name = type_name.encode("utf-8", "replace")[:200]
     return _KEPT_VALUE.pack(number, nbytes, len(name)) + name
 
 
@@ -36,12 +31,10 @@ def unpack_kept_values(payload: Any) -> Iterator[tuple[int, int, str]]:
         yield number, nbytes, bytes(payload[at - length : at]).decode("utf-8", "replace")
 
 
-def _pack_name(type_name: str) -> bytes:
-    return type_name.encode("utf-8", "replace")[:200]
-
-
-def unpack_description(payload: Any) -> tuple[int, str]:
-    """Return bytes and type name from a description."""
-    if len(payload) < _SIZE.size:
+def unpack_answer(payload: Any) -> tuple[int, str]:
+    """Return bytes and type name of the only value; 0 and "?" if the answer is malformed."""
+    try:
+        [(_, nbytes, type_name)] = unpack_kept_values(payload)
+    except ValueError:
         return 0, "?"
-    return _SIZE.unpack_from(payload)[0], bytes(payload[_SIZE.size :]).decode("utf-8", "replace")
+    return nbytes, type_name
