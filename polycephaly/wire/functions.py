@@ -23,7 +23,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from math import inf
 from operator import is_
 from pickle import dumps
@@ -189,7 +189,7 @@ class FunctionRegistry:
         self._entries: dict[int, _Entry] = {}
         # The last function without guards, and its definition.
         self._last: tuple[ref[Any], Any] = (ref(self), None)
-        self._code: dict[str, RemoteFunction] = {}
+        self._define_code = lru_cache(_MAX_CODE_STRINGS)(_define_code)
         self._shared_seconds: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
 
     def define(self, fn: str | Callable[..., Any]) -> RemoteFunction:
@@ -256,16 +256,6 @@ class FunctionRegistry:
         self._entries.clear()
         self._last = ref(self), None
 
-    def _define_code(self, source: str) -> RemoteFunction:
-        known = self._code.get(source)
-        if known is None:
-            payload = source.encode("utf-8", "surrogatepass")
-            known = RemoteFunction(next(_numbers), DEFINE_CODE, payload, f"code {source[:60]!r}")
-            if len(self._code) >= _MAX_CODE_STRINGS:
-                self._code.clear()
-            self._code[source] = known
-        return known
-
     def _remember(self, fn: Any, definition: RemoteFunction) -> bool:
         if not isinstance(fn, (FunctionType, BuiltinFunctionType, type, partial)):
             return False  # An instance or a bound method: its state may change at any time.
@@ -278,6 +268,11 @@ class FunctionRegistry:
         # reused.
         entries[key] = _Entry(ref(fn, partial(entries.pop, key)), guards, definition)
         return True
+
+
+def _define_code(source: str) -> RemoteFunction:
+    payload = source.encode("utf-8", "surrogatepass")
+    return RemoteFunction(next(_numbers), DEFINE_CODE, payload, label(source))
 
 
 def call_argument(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
