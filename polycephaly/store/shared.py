@@ -50,22 +50,17 @@ class Shared(StoredHandle[tuple[bytes, list[Any], list[Any]]], Generic[T]):
     1000000
     """
 
-    def __init__(
-        self,
-        pickled: bytes,
-        views: list[Any],
-        writable_views: list[Any] | None = None,
-        snapshot: MainSnapshot | None = None,
-    ) -> None:
-        """Hold `views`, and the same places again as `writable_views` of this process.
+    # The one that the value was pickled against, if its pickle depends on that.
+    _snapshot: MainSnapshot | None = None
 
-        `snapshot` is the one that the value was pickled against, if its pickle depends on that.
-        """
+    def __init__(
+        self, pickled: bytes, views: list[Any], writable_views: list[Any] | None = None
+    ) -> None:
+        """Hold `views`, and the same places again as `writable_views` of this process."""
         nbytes = len(pickled) + sum(memoryview(each).nbytes for each in views)
         super().__init__(
             (pickled, views, views if writable_views is None else writable_views), nbytes
         )
-        self._snapshot = snapshot
 
     @property
     def value(self) -> T:
@@ -104,18 +99,16 @@ def share(value: T, snapshot: MainSnapshot, store: Store) -> Shared[T]:
         serialized = pack_strictly(value, snapshot, store)
     except OSError as error:
         raise Full(f"no shared memory: {error}") from error
-    if not isinstance(serialized, Serialized):
-        return Shared(serialized, [], snapshot=_needed(snapshot, serialized))
-    handle: Shared[T] = _make_handle(serialized, snapshot)
+    handle: Shared[T]
+    if isinstance(serialized, Serialized):
+        handle = _make_handle(serialized)
+    else:
+        handle = Shared(serialized, [])
     pickled, views, _ = handle._get_content()
-    # A large pickle is the first of the views itself.
-    handle._snapshot = _needed(snapshot, pickled or views[0])
+    # A large pickle is the first of the views itself. One without that name can be opened anywhere.
+    if re.search(b"__main__", pickled or views[0]):
+        handle._snapshot = snapshot
     return handle
-
-
-def _needed(snapshot: MainSnapshot, pickled: Any) -> MainSnapshot | None:
-    """Return `snapshot` if the pickle names `__main__`; other pickles can be opened anywhere."""
-    return snapshot if re.search(b"__main__", pickled) else None
 
 
 def store_pickled(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
@@ -128,10 +121,10 @@ def store_pickled(runs: Sequence[Sequence[bytes]], store: Store) -> Shared[Any]:
     except OSError as error:
         raise Full(f"no shared memory: {error}") from error
     serialized = Serialized(b"", [(segment, start, length) for start, length in places])
-    return _make_handle(serialized, None)
+    return _make_handle(serialized)
 
 
-def _make_handle(serialized: Serialized, snapshot: MainSnapshot | None) -> Shared[Any]:
+def _make_handle(serialized: Serialized) -> Shared[Any]:
     # Segments of handles inside the value are included.
     segments = {id(segment): segment for segment, _, _ in serialized.places}
     pristine = {key: pristine_view(segment) for key, segment in segments.items()}
@@ -142,7 +135,7 @@ def _make_handle(serialized: Serialized, snapshot: MainSnapshot | None) -> Share
     views, writable_views = [
         [ranges[key][part] for key, part in places] for ranges in (pristine, writable)
     ]
-    return Shared(serialized.inline, views, writable_views, snapshot)
+    return Shared(serialized.inline, views, writable_views)
 
 
 def _same(value: T) -> T:
