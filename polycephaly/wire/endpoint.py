@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import zmq
@@ -22,26 +23,14 @@ _RECONNECT_MILLISECONDS = 5
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
-class _Readable:
+class _End:
     socket: zmq.Socket[bytes]
 
-    def has_input(self) -> bool:
-        return has_input(self.socket)
-
-    def fileno(self) -> int:
-        """Return a descriptor that becomes readable when something happens.
-
-        The descriptor is edge-triggered: call `has_input` before waiting on it.
-        """
-        return cast(int, self.socket.getsockopt(zmq.FD))
-
-
-class _End(_Readable):
     _resources: ExitStack
 
     def receive(self) -> list[bytes] | None:
         """Return the frames of the next message, or None if no message is there."""
-        return self.socket.recv_multipart(zmq.NOBLOCK) if self.has_input() else None
+        return self.socket.recv_multipart(zmq.NOBLOCK) if has_input(self.socket) else None
 
     def close(self) -> None:
         self._resources.close()
@@ -103,9 +92,13 @@ def has_input(end: zmq.Socket[bytes]) -> bool:
     return bool(cast(int, end.getsockopt(_EVENTS)) & _POLLIN)
 
 
-class SocketSource(_Readable):
-    """A socket as a source of an event loop."""
+class SocketSource:
+    """A socket as a source of an event loop.
+
+    Its descriptor, which becomes readable when something happens, is edge-triggered.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[], object]) -> None:
-        self.socket = socket
+        self.fileno = socket.fileno
+        self.has_input = partial(has_input, socket)
         self.receive = receive

@@ -310,7 +310,7 @@ class LocalDrone(DroneExecutor):
             self._bulk.socket.send_multipart(self._hello)
             self._last_bulk_send = monotonic()
             self._bulk_may_have_messages = True
-            self.epoll.register(self._bulk.fileno(), select.EPOLLIN)
+            self.epoll.register(self._bulk.socket.fileno(), select.EPOLLIN)
         return self._bulk
 
     def _is_bulk_delivered(self, sent: float) -> bool:
