@@ -999,7 +999,9 @@ def test_a_pore_does_not_go_to_a_served_pool(pool, tmp_path):
 def test_a_pore_of_another_machine_says_so():
     with poly.Pore(8, name="far") as pore:
         elsewhere = poly.Pore.__new__(poly.Pore)
-        elsewhere._set(replace(pore._identity, address="none", machine_id="another"), (8,), None, 8)
+        elsewhere._set(
+            replace(pore._identity, address="none", owner_start_time="another:1"), (8,), None, 8
+        )
         with pytest.raises(
             RuntimeError, match="the pore 'far' is on another machine, in MainProcess"
         ):

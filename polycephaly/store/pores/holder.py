@@ -30,7 +30,7 @@ from ...errors import PoreClosed, copy_error
 from ...memory.arena import map_range
 from ...runtime import parent_death
 from ...runtime.deferred_sigint import DeferredSigint
-from ...runtime.procfs import start_time_of
+from ...runtime.procfs import boot_id, start_time_of
 from .frames import FAREWELL, GREETING
 from .inbox import MAX_NAME_BYTES, is_trusted_peer
 
@@ -44,8 +44,7 @@ class PoreIdentity:
     secret: bytes
     owner: int
     owner_name: str
-    owner_start_time: str
-    machine_id: str
+    owner_start_time: str  # begins with the boot ID of the owner's machine
 
     def closed_error(self, ended: bool, was_connected: bool = True) -> PoreClosed:
         """Return the error to raise. `was_connected`: whether this process was ever connected."""
@@ -62,16 +61,6 @@ class PoreIdentity:
             owner=self.owner,
             ended=ended,
         )
-
-
-def machine_id() -> str:
-    """Return an identifier of this machine since its last boot."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            return boot.read().strip()
-    # Other errors propagate: if no descriptor is left, the machine cannot be identified.
-    except (FileNotFoundError, PermissionError):
-        return os.uname().nodename
 
 
 def process_name() -> str:
@@ -189,7 +178,8 @@ class Holder:
             identity = self._identity
             if self._closed_error is not None:
                 raise copy_error(self._closed_error)
-            if identity.machine_id != machine_id():
+            # Empty if no descriptor is left, which the connection will show.
+            if not identity.owner_start_time.startswith(boot_id()):
                 raise RuntimeError(
                     f"the pore {identity.pore!r} is on another machine, in {identity.owner_name}"
                 )

@@ -27,7 +27,7 @@ from ...runtime.procfs import start_time_of
 from ...runtime.system_limits import shared_memory_ceiling
 from ...wire import main_names, pickling
 from .frames import HEAD, MAX_MESSAGE_BYTES, TOLD, WROTE, Message, message_of
-from .holder import Content, Holder, PoreIdentity, machine_id, process_name
+from .holder import Content, Holder, PoreIdentity, process_name
 from .inbox import Inbox
 from .io_thread import add_inbox
 
@@ -116,7 +116,6 @@ class Pore:
             owner=os.getpid(),
             owner_name=process_name(),
             owner_start_time=start_time_of(os.getpid()),
-            machine_id=machine_id(),
         )
         # A Ctrl-C would leak descriptors that no object holds, or that only the I/O thread holds.
         with DeferredSigint(), ExitStack() as made:
