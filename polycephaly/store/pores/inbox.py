@@ -155,10 +155,6 @@ class Inbox:
             self.loop.post(self._resume)
         return name, frame
 
-    def is_exhausted(self) -> bool:
-        """Return whether no message is left and none will come."""
-        return self.ended and not self.frames
-
     def _is_full(self) -> bool:
         try:
             return self.bytes_read - self.frames[0][2] >= MAX_UNRECEIVED_BYTES

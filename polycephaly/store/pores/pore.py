@@ -467,7 +467,8 @@ class Pore:
         return self._inbox
 
     def _check_not_exhausted(self, inbox: Inbox) -> None:
-        if inbox.is_exhausted():
+        """Raise `PoreClosed` if no message is left and none will come."""
+        if inbox.ended and not inbox.frames:
             raise self._identity.closed_error(ended=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
