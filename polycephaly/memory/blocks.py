@@ -43,8 +43,6 @@ MIN_MAPPED_BYTES = 1 << 20
 COPY_CHUNK_BYTES = 4 << 20
 """Bytes copied between two chances for other threads."""
 
-_MAP_POPULATE = 0x8000
-
 
 class _Block:
     __slots__ = ("capacity", "idle_since", "mapping", "offset", "resident_bytes")
@@ -77,7 +75,6 @@ class Store:
 
     def __init__(self, arena: Arena, number: int) -> None:
         self.arena = arena
-        self.pid = os.getpid()
         self._top = number * REGION_BYTES
         self._end = self._top + REGION_BYTES if number < MAX_REGIONS else self._top
         self._free: dict[int, deque[_Block]] = {}  # by size; warm blocks on the right
@@ -90,7 +87,7 @@ class Store:
 
         Raises `Full` if the ceiling would be exceeded, and `OSError` if the system refuses.
         """
-        if os.getpid() != self.pid:  # a forked child: this region is its parent's
+        if os.getpid() != self.arena.pid:  # a forked child: this region is its parent's
             raise Full("the pool belongs to another process")
         places: list[tuple[int, int]] = []
         size = 0
@@ -188,7 +185,7 @@ class Store:
         target: memoryview | None = None
         if MIN_MAPPED_BYTES <= size <= block.resident_bytes:
             if block.mapping is None or len(block.mapping) < size:
-                flags = mmap.MAP_SHARED | _MAP_POPULATE
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                 block.mapping = map_range(self.arena.fd, block.offset, block.resident_bytes, flags)
             target = memoryview(block.mapping)
         for run, (at, _) in zip(runs, places, strict=True):
