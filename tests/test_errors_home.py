@@ -85,6 +85,11 @@ class BrokenStr(Exception):
         raise RuntimeError("no text")
 
 
+class ExitingStr(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+
 class UnpicklableResult:
     def __reduce__(self):
         raise TypeError("this result stays where it is")
@@ -314,6 +319,10 @@ def raise_in_code_of(name):
 def test_an_exception_whose_str_fails_comes_home(pool):
     error = pool.promise(raise_in_code_of, "BrokenStr").exception()
     assert type(error) in (BrokenStr, poly.RemoteError)
+
+
+def test_an_exception_whose_str_exits_comes_home(pool):
+    assert type(pool.promise(raise_, ExitingStr()).exception()) is ExitingStr
 
 
 @pytest.mark.parametrize(

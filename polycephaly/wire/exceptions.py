@@ -196,18 +196,15 @@ def describe_error(error: BaseException) -> str:
     """Return the type of `error` and the first line of its message, as text that has UTF-8. Raises
     no error: the caller has yet to settle the task.
     """
-    try:
-        message = str.partition(str(error), "\n")[0][:MAX_DESCRIPTION_CHARACTERS]
-        message = message.encode("utf-8", "backslashreplace").decode()  # of a file's name, perhaps
-    except BaseException as broken:  # a SystemExit of the error's own code, too
-        message = f"<__str__ raised {type(broken).__name__}>"
+    message = str.partition(message_of(error), "\n")[0][:MAX_DESCRIPTION_CHARACTERS]
+    message = message.encode("utf-8", "backslashreplace").decode()  # of a file's name, perhaps
     return f"{type(error).__qualname__}: {message}" if message else type(error).__qualname__
 
 
 def message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:
+    except BaseException as broken:  # a SystemExit of the error's own code, too
         return f"<__str__ raised {type(broken).__name__}>"
 
 
