@@ -16,7 +16,7 @@ these numbers (KEPT_VALUES) before the result.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakValueDictionary
 
@@ -122,13 +122,9 @@ def resolve(number: int) -> Any:
     return store.value(number)
 
 
-class _PromisedValues(threading.local):
-    """Values of promises among the arguments, while this thread of a drone unpickles these."""
-
-    values: Sequence[Any] = ()
-
-
-promised_values = _PromisedValues()
+# Its `values` are those of promises among the arguments, while this thread of a drone unpickles
+# these.
+promised_values = threading.local()
 
 
 def promised_value(index: int) -> Any:
