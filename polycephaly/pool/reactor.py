@@ -351,10 +351,8 @@ class Reactor(EventLoop):
             with self._lock:
                 self._read_fast(events)
                 self._run_tenants(self.timers.now())
-                batch = self._take_deliveries()
-            if batch is not None:
-                self._deliver(batch)
-                batch = None  # nothing of it is kept while this thread waits
+            if self._deliveries:
+                self._deliver()
 
     def _nudge(self) -> None:
         if not self.has_ended:

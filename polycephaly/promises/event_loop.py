@@ -75,7 +75,11 @@ class EventLoop:
         self._sources: list[Source] = []
         self._watched: dict[int, Callable[[], object]] = {}
         self._jobs_outside_lock: deque[Callable[[], object]] = deque()
-        self._deliveries: list[Callable[[], object]] = []
+        self._deliveries: deque[Callable[[], object]] = deque()
+        self.deliver: Callable[[Callable[[], object]], None] = self._deliveries.append
+        """Called while holding the lock: have the callback called after its release. The order is
+        that of the calls. The callback may run code of users.
+        """
         self._deliverer: int | None = None  # the thread that runs deliveries, if any
         self._stopping = self._asleep = self._turn_requested = False
         with ExitStack() as undo:
@@ -159,13 +163,6 @@ class EventLoop:
         self.wake()  # a sleeping thread does not know of this timer
         return timer
 
-    def deliver(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called after the lock is released.
-
-        The order is that of the calls. `callback` may run code of users.
-        """
-        self._deliveries.append(callback)
-
     def run_outside_lock(self, callback: Callable[[], object]) -> None:
         """Have the loop's thread call `callback` without the lock, because it forks or blocks. Any
         thread may call this.
@@ -179,10 +176,8 @@ class EventLoop:
         while True:
             with self._lock:
                 self._run_once()
-                batch = self._take_deliveries()
-            if batch is not None:
-                self._deliver(batch)
-                batch = None  # nothing of it is kept during the sleep
+            if self._deliveries:
+                self._deliver()
             self._run_jobs_outside_lock()
             if self._end_if_over():
                 return
@@ -221,23 +216,20 @@ class EventLoop:
         except Exception:
             log.exception("a bug in polycephaly: %r failed", callback)
 
-    def _take_deliveries(self) -> list[Callable[[], object]] | None:
-        """Return the callbacks to deliver, or None if there are none or another thread delivers.
-
-        That thread will deliver these, too. Called while holding the lock.
+    def _deliver(self) -> None:
+        """Make the deliveries, unless another thread does, which then makes these too. Called
+        without the lock.
         """
-        if self._deliverer is not None or not self._deliveries:
-            return None
-        self._deliverer = get_ident()
-        batch, self._deliveries = self._deliveries, []
-        return batch
-
-    def _deliver(self, batch: list[Callable[[], object]] | None) -> None:
         me = get_ident()
         is_outermost = me not in settling_threads
-        settling_threads.add(me)
-        while batch is not None:
-            for callback in batch:
+        while self._deliveries:
+            with self._lock:
+                if self._deliverer is not None:
+                    return
+                self._deliverer = me
+            settling_threads.add(me)
+            while self._deliveries:
+                callback = self._deliveries.popleft()
                 generation = forked.generation
                 try:
                     callback()
@@ -247,13 +239,11 @@ class EventLoop:
                     callbacks.exception("a callback failed")
                 if me == self.thread.ident:
                     forked.exit_if_forked(generation)
-            del callback
             with self._lock:
                 self._deliverer = None
                 self._after_deliveries()
-                batch = self._take_deliveries()
-        if is_outermost:
-            settling_threads.discard(me)
+            if is_outermost:
+                settling_threads.discard(me)
 
     def _after_deliveries(self) -> None:
         """Act on the deliveries just made. Called while holding the lock."""
