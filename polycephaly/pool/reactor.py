@@ -193,7 +193,7 @@ def _is_in_callback(frame: FrameType | None) -> bool:
 
 class Reactor(EventLoop):
     def __init__(self) -> None:
-        super().__init__("polycephaly-reactor")
+        super().__init__("polycephaly-reactor", self._run_tenants)
         self.users = 0
         self.tenants: list[Tenant] = []
         self.last_callbacks: list[Callable[[], object]] = []
@@ -204,7 +204,7 @@ class Reactor(EventLoop):
         self._driver_lock = threading.Lock()
         self._driver_id = 0  # the thread that holds `_driver_lock`
         self._lent_to_driver = False
-        self._drive_count = self._drive_count_at_tick = 0
+        self._driven_since_tick = False
         self._next_tick = 0.0
         self._fast_epoll = parent_death.close_in_child(select.epoll())
         self._fast_callbacks: dict[int, Callable[[], object]] = {}
@@ -273,7 +273,7 @@ class Reactor(EventLoop):
                     try:
                         if not self.has_ended:
                             self._read_fast(self._fast_epoll.poll(0))
-                            self._run_tenants(self.timers.now())
+                            self._run_tenants()
                     finally:
                         self._lock.release()
                 if self._deliveries or self._can_send():
@@ -283,13 +283,14 @@ class Reactor(EventLoop):
         """Read the fast transports until `promise` is settled or the time is `deadline`.
 
         Returns at once if another thread does so, or this one cannot. The caller then waits for a
+        lock. Called by `Promise._wait`, which refuses threads that settle promises or hold the
         lock.
         """
         if self.belongs_to_parent:
             raise RuntimeError(
                 f"{promise!r} belongs to another process, of which this one is a fork"
             )
-        if not (self.can_wait() and is_safe_from_signals()):
+        if not is_safe_from_signals():
             return
         with DeferredSigint(self._nudge, _is_in_callback) as deferred_sigint:
             # A finalizer in a drive of this thread: no other thread would drive.
@@ -299,7 +300,7 @@ class Reactor(EventLoop):
             self._driver_id = get_ident()
             hook = self._nudge_driver
             try:
-                self._drive_count += 1
+                self._driven_since_tick = True
                 if not self._lent_to_driver and not self.has_ended:
                     self._lent_to_driver = True
                     self._epoll.unregister(self._fast_epoll.fileno())
@@ -326,10 +327,10 @@ class Reactor(EventLoop):
             return
         self._next_tick = now + TICK_SECONDS
         if self._driver_lock.acquire(blocking=False):
-            if self._drive_count == self._drive_count_at_tick:
+            if not self._driven_since_tick:
                 self._lent_to_driver = False
                 self._epoll.register(self._fast_epoll.fileno(), select.EPOLLIN)
-            self._drive_count_at_tick = self._drive_count
+            self._driven_since_tick = False
             self._driver_lock.release()
 
     def _drive(
@@ -350,7 +351,7 @@ class Reactor(EventLoop):
                 )
             with self._lock:
                 self._read_fast(events)
-                self._run_tenants(self.timers.now())
+                self._run_tenants()
             if self._deliveries:
                 self._deliver()
 
@@ -385,15 +386,11 @@ class Reactor(EventLoop):
 
     # -- the reactor's thread ----------------------------------------------------------------------
 
-    def _run_once(self) -> None:
-        super()._run_once()
-        self._run_tenants(self.timers.now())
-
-    def _run_tenants(self, now: float) -> None:
+    def _run_tenants(self) -> None:
         for tenant in self.tenants[:]:
             try:
                 if tenant.queue or tenant.needs_dispatch:
-                    tenant.dispatch(now)
+                    tenant.dispatch(self.timers.now())
                 tenant.after_critical_section()
             except Exception as error:
                 tenant.fail(error)
@@ -409,7 +406,7 @@ class Reactor(EventLoop):
 
     def _after_deliveries(self) -> None:
         if self._can_send():
-            self._run_tenants(self.timers.now())
+            self._run_tenants()
 
     def _poll(self, timeout: float) -> list[tuple[int, int]]:
         events = super()._poll(
