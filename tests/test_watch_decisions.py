@@ -9,6 +9,7 @@ import math
 import pickle
 import time
 from concurrent.futures.process import BrokenProcessPool
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -1004,12 +1005,12 @@ def test_the_item_of_a_map_is_told_where_it_is_one(count, item, reactor):
     ],
 )
 def test_the_log_tells_with_which_items_a_drone_died_or_did_not_respond(
-    count, begun, items, reactor, caplog, monkeypatch
+    count, begun, items, reactor, caplog
 ):
     caplog.set_level(logging.INFO, "polycephaly.pool.supervisor")
     handle, task = busy(reactor)
     task.first_item, task.count = 5, count
-    monkeypatch.setattr(handle, "calls_begun", lambda: begun)
+    handle.status_page = SimpleNamespace(call=begun)
     handle.quiet = True
     reactor.pass_(FIRST + QUIET + LOOK)
     handle.dies()
@@ -1021,12 +1022,12 @@ def test_the_log_tells_with_which_items_a_drone_died_or_did_not_respond(
     assert str(task.exception()) == death and task.exception().running == "sleep"
 
 
-def test_a_task_that_runs_again_may_be_at_any_of_its_items(reactor, monkeypatch):
+def test_a_task_that_runs_again_may_be_at_any_of_its_items(reactor):
     dispatcher = dispatcher_of(reactor, 1)
     (handle,) = dispatcher.handles
     task = give(dispatcher, sleep, 1, retries=1)
     task.first_item, task.count = 5, 3
-    monkeypatch.setattr(handle, "calls_begun", lambda: 2)
+    handle.status_page = SimpleNamespace(call=2)
     handle.dies()
     assert not task.done() and task.items == (5, 3)
 

@@ -82,7 +82,7 @@ class Cancellation:
                     request = StackRequest(self._dispatcher, handle)
                     handle.deadlines[number] = deadline, request
                     self._dispatcher.stack_requests.send(request)
-            elif handle.is_debugged():
+            elif handle.status_page.debugged:
                 assert task.timeout is not None
                 handle.deadlines[number] = now + task.timeout, None
             else:

@@ -68,6 +68,8 @@ log = logging.getLogger(__name__)
 # Interval of the checks whether a malformed message has replaced an answer.
 LOST_ANSWER_CHECK_SECONDS = 0.25
 _MAX_BATCH_TASKS = 2048
+# A mask: once in so many calls, a thread that submits many tasks serves the drones.
+_CATCH_UP_MASK = 1024 - 1
 MAX_UNSWEPT_TASKS = 1000
 """Cancelled tasks that may stay in queues that are shorter than that."""
 
@@ -264,9 +266,12 @@ class Dispatcher(DispatcherBase):
             self._find_holder(task, payload)
         if task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
             self.locality.add(task, task.preferred_drone)
-            return
-        self.queue.append(task)
-        self.request_dispatch(task)
+        else:
+            self.queue.append(task)
+        if self.wants_tasks:
+            self.reactor.send_tasks(self)
+        elif not task.number & _CATCH_UP_MASK:
+            self.reactor.catch_up()
         if self.has_ended:
             self.reject_all(self.queue)
 
@@ -401,31 +406,28 @@ class Dispatcher(DispatcherBase):
                     self.send(handle, handle.dedicated, len(handle.dedicated), now)
                 if handle.preferred and handle.can_take():
                     self.send(handle, handle.preferred, len(handle.preferred), now)
+        reserved = None
         if self.resources.queues:
             self.resources.dispatch(now)
-            self._dispatch_queue(now, self.resources.reserved)
-            self.resources.dispatch(now)  # the tasks that came behind those of the queue
-        else:
-            self._dispatch_queue(now)
-
-    def _dispatch_queue(self, now: float, reserved: DroneHandle | None = None) -> None:
-        """Send tasks of the queue, but none to the drone that is `reserved`."""
+            reserved = self.resources.reserved
         queue = self.queue
         if len(queue) == 1:
             for handle in self.handles:
                 if not handle.in_flight and handle.can_take():
                     self.send(handle, queue, 1, now)
-                    return
+                    break
         while queue:
             takers = [
                 handle for handle in self.handles if handle.can_take() and handle is not reserved
             ]
             if not takers:
-                return
-            takers.sort(key=_load)
+                break
+            takers.sort(key=lambda handle: (bool(handle.in_flight), handle.load))
             share = -(-len(queue) // len(takers))
             if not sum(self.send(handle, queue, share, now) for handle in takers):
-                return
+                break
+        if self.resources.queues:
+            self.resources.dispatch(now)  # the tasks that came behind those of the queue
 
     def send(self, handle: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
         """Send at most `share` tasks from the head of `queue`, and return how many."""
@@ -588,14 +590,11 @@ class Dispatcher(DispatcherBase):
         """Update `handle` after an answer to one of its tasks in flight."""
         if handle.dedicated or handle.preferred or self.resources.queues:
             self.needs_dispatch = True
-        if (
-            handle.state is State.READY
-            and handle.tasks_left(self.config.max_tasks) <= 0
-            and len(handle.in_flight) <= 1
-        ):
+        if handle.state is not State.READY:
+            self.stop_if_retired(handle)
+        elif handle.tasks_left(self.config.max_tasks) <= 0 and len(handle.in_flight) <= 1:
             # Not with more in flight: retiring would recall tasks that the drone may still run.
             self.supervisor.retire(handle)
-        self.stop_if_retired(handle)
 
     # -- holding the reactor's lock: tasks that take kept values -----------------------------------
 
@@ -942,8 +941,3 @@ class _StartsAnew(Dispatcher):
 
 _restarting = threading.Lock()
 renew_in_child(_restarting)  # the drones of the new dispatcher are forked while it is held
-
-
-def _load(handle: DroneHandle) -> float:
-    """Return the sort key for drones that take tasks: idle drones come first."""
-    return handle.load if handle.in_flight else -1.0

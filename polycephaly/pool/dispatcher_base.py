@@ -30,9 +30,6 @@ from .record import TraceBuffer
 from .stack_requests import StackRequests
 from .task import Task, fail
 
-# A mask: once in so many calls, a thread that submits many tasks serves the drones.
-_CATCH_UP_MASK = 1024 - 1
-
 
 class DispatcherBase(TaskRunner, Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
@@ -76,7 +73,7 @@ class DispatcherBase(TaskRunner, Tenant):
         self.parked: set[Task] = set()
         self.delayed: dict[Task, Timer] = {}  # those of `parked` that run again after a delay
         self.handles: list[DroneHandle] = []
-        # A drone is idle: a thread that adds a task calls `request_dispatch`.
+        # The first: a drone is idle, so a thread that adds a task calls `Reactor.send_tasks`.
         self.wants_tasks = self.needs_dispatch = False
         self.has_ended = False
         self.closing = False
@@ -105,13 +102,6 @@ class DispatcherBase(TaskRunner, Tenant):
             for handle in list(self.handles)
             if handle.state < State.RETIRING and not handle.retire_when_ready
         ]
-
-    def request_dispatch(self, task: Task) -> None:
-        """Wake an idle drone for the queued `task`."""
-        if self.wants_tasks:
-            self.reactor.send_tasks(self)
-        elif not task.number & _CATCH_UP_MASK:
-            self.reactor.catch_up()
 
     def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:
         """Reject all tasks in `queue`, each by the thread that pops it. Not called while holding

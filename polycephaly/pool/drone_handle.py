@@ -180,10 +180,6 @@ class DroneHandle:
         """Return the number of the last task whose answer was sent and may still arrive, or 0."""
         return self.status_page.answered
 
-    def calls_begun(self) -> int:
-        """Return how many calls of the slice begun last have begun, or 0 if that is not known."""
-        return self.status_page.call
-
     def heartbeat(self) -> tuple[object, Times]:
         """Return a value that changes while the drone lives, and the processor times of its
         threads.
@@ -275,10 +271,6 @@ class DroneHandle:
         if not self.alive:
             return False
         return self.last_started() == number or (self.overlapping > 0 and number in self.in_flight)
-
-    def is_debugged(self) -> bool:
-        """Return whether the drone waits at a `breakpoint()`, or a debugger has stopped it."""
-        return bool(self.status_page.debugged)
 
     def running_task(self) -> Task | None:
         """Return the task that runs, as far as known: the one that has begun last, else the first

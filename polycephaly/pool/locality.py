@@ -43,14 +43,13 @@ class Locality:
         self._next_rebalance_at = inf  # when `rebalance` will be tried again
 
     def add(self, task: Task, handle: DroneHandle) -> None:
-        """Queue `task` for `handle`. An idle drone takes over the task if that has waited for as
-        long as moving its kept values takes. Any thread may call this.
+        """Queue `task` for `handle`, to be sent by `dispatch`. An idle drone takes over the task if
+        that has waited for as long as moving its kept values takes. Any thread may call this.
         """
         dispatcher = self._dispatcher
         task.preferred_since = dispatcher.reactor.timers.now()
         handle.preferred.append(task)
         dispatcher.needs_dispatch = True
-        dispatcher.request_dispatch(task)
         # The queue was emptied when the drone retired, perhaps before the append above.
         if handle.state >= State.RETIRING:
             dispatcher.post(dispatcher.release_preferred, handle)

@@ -328,7 +328,7 @@ class Supervisor:
             *self._dispatcher.take_delayed(handle),
         ]
         if running is not None:
-            calls = handle.calls_begun()
+            calls = handle.status_page.call  # of its slice; 0 if not known
             running.lost_call = calls - 1 if 0 < calls <= running.count else None
         error = _death(handle, running)
         if error.__cause__ is not handle.cause:
