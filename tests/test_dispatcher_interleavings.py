@@ -183,8 +183,9 @@ def test_a_task_for_one_drone_gets_the_error_of_the_pool_that_broke_meanwhile(re
     late = Task(dispatcher)
     late.definition, late.args = dispatcher.registry.define(brief), (1,)
     late.target = handle
-    handle.dedicated.append(late)  # by a thread that has seen the drone ready just before
-    handle.dies()
+    dispatcher.inbound.append(late)  # by a thread that has seen the drone ready just before
+    dispatcher.queue_inbound()
+    reactor.turn()
     assert isinstance(late.exception(), ValueError)
 
 

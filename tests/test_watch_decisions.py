@@ -1076,7 +1076,7 @@ def test_where_all_wait_and_calls_are_queued_that_is_told_once(reactor, caplog):
 def test_what_only_one_of_them_may_run_is_queued_too(reactor, caplog):
     dispatcher, _ = all_wait(reactor)
     give(dispatcher, abs, 1, target=dispatcher.handles[1])
-    dispatcher.locality.add(give_to_none(dispatcher), dispatcher.handles[0])
+    dispatcher.handles[0].preferred.append(give_to_none(dispatcher))
     reactor.pass_(LOOK)
     (said,) = deadlocks(caplog)
     assert "(2, the first is " in said

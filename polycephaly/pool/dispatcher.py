@@ -5,12 +5,12 @@
                               └─────────────────────┘
 
 A task with a `target` waits in that drone's `dedicated` queue, one that needs resources in
-resources.py, and one whose kept values a drone has in locality.py. All others wait in `queue`. From
-the first task with a priority or resources on, all come by `inbound`, whence `dispatch` queues them
-in order. A drone receives up to `tuning.batch_seconds` of known short tasks at once, but only one
-task at a time if the task is long or its length is not known yet. If a drone turns out to be busy
-with tasks behind the running one while another drone is idle, the tasks that have not begun are
-recalled.
+resources.py, and one whose kept values a drone has in locality.py. All others wait in `queue`. Any
+thread appends to `queue` and to `inbound`, from which `dispatch` puts tasks into the other queues.
+From the first task with a priority or resources on, all come by `inbound`. A drone receives up to
+`tuning.batch_seconds` of known short tasks at once, but only one task at a time if the task is long
+or its length is not known yet. If a drone turns out to be busy with tasks behind the running one
+while another drone is idle, the tasks that have not begun are recalled.
 
 The supervisor (supervisor.py) decides which drones exist, and starts and ends them. The supervisor
 and the other parts of the dispatcher share the state in dispatcher_base.py.
@@ -243,42 +243,22 @@ class Dispatcher(DispatcherBase):
         return self.backpressure is None or self.backpressure.has_room(None)
 
     def _enqueue(self, task: Task) -> None:
-        """Queue `task`."""
-        if self.keeps_order:
-            self.inbound.append(task)
+        """Queue `task`, or let `dispatch` do so, which finds its place among several queues."""
+        if self.keeps_order or task.target is not None or type(task.payload) is PayloadWithRefs:
+            queue = self.inbound
+            queue.append(task)
             self.needs_dispatch = True
-            self.reactor.wake()
-            if self.has_ended:
-                self.reject_all(self.inbound)
-            return
-        target = task.target
-        if target is not None:
-            target.dedicated.append(task)
-            self.needs_dispatch = True
-            self.reactor.wake()
-            # The queue was emptied when the drone died, perhaps before the append above.
-            if target.state is State.DEAD:
-                self.reject_all(target.dedicated, target.closed_error())
-            return
-        # Read once: if the task is cancelled, another thread may clear the payload.
-        payload = task.payload
-        if type(payload) is PayloadWithRefs:
-            self._find_holder(task, payload)
-        if task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
-            self.locality.add(task, task.preferred_drone)
         else:
-            self.queue.append(task)
+            queue = self.queue
+            queue.append(task)
         if self.wants_tasks:
             self.reactor.send_tasks(self)
+        elif self.needs_dispatch:
+            self.reactor.wake()
         elif not task.number & _CATCH_UP_MASK:
             self.reactor.catch_up()
         if self.has_ended:
-            self.reject_all(self.queue)
-
-    def _find_holder(self, task: Task, payload: PayloadWithRefs) -> None:
-        task.preferred_drone, task.bytes_to_move = self.directory.best_holder(
-            payload.remote_objects.values()
-        )
+            self.reject_all(queue)
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
@@ -537,12 +517,16 @@ class Dispatcher(DispatcherBase):
             self.inbound.popleft()  # only now, so that an error leaves it to `break_pool`
 
     def _queue_in_order(self, task: Task) -> None:
+        # Read once: if the task is cancelled, another thread may clear the payload.
         payload = task.payload
         if type(payload) is PayloadWithRefs:
-            self._find_holder(task, payload)
-        if not task.done():
+            task.preferred_drone, task.bytes_to_move = self.directory.best_holder(
+                payload.remote_objects.values()
+            )
+        if task.done():
+            self.stop_if_retired(task.target)
+        else:
             self.insert(task)
-        self.stop_if_retired(task.target)
 
     def requeue(self, tasks: list[Task]) -> None:
         """Put `tasks` back into their queues, in the same order, before other tasks of their
@@ -661,11 +645,10 @@ class Dispatcher(DispatcherBase):
         """Remove the cancelled tasks, which would pile up while all drones are busy, if they may be
         a third of all. Not after the end, because other threads take tasks then.
         """
-        alive = [handle for handle in self.handles if handle.alive]  # as those of the dead
         queues = [
             self.queue,
             *self.resources.queues.values(),
-            *(queue for handle in alive for queue in (handle.dedicated, handle.preferred)),
+            *(queue for each in self.handles for queue in (each.dedicated, each.preferred)),
         ]
         if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS + sum(map(len, queues)) // 2:
             self._cancelled_since_sweep = 0
@@ -773,7 +756,7 @@ class Dispatcher(DispatcherBase):
         return 0 if self.abandoned or (self.closing and not self._unfinished()) else self.size
 
     def _close(self, cancel: bool, running: bool) -> None:
-        # A Ctrl-C in `_enqueue` may have left an inbound or dedicated task without this flag.
+        # A Ctrl-C in `_enqueue` may have left an inbound task without this flag.
         self.closing = self.needs_dispatch = True
         if cancel:
             self.has_cancelled = True
@@ -854,6 +837,7 @@ class Dispatcher(DispatcherBase):
 
     def abandon(self, reason: str = "") -> None:
         """Kill every drone now; their tasks are lost, with errors that give `reason`."""
+        self.queue_inbound()  # those for one drone are lost with it
         self.closing = self.abandoned = True
         for task in [*self.queue, *self.unqueued_tasks()]:
             self.reactor.deliver(task.cancel)

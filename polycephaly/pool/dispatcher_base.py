@@ -65,7 +65,9 @@ class DispatcherBase(TaskRunner, Tenant):
         # Receivers of tagged output in place of `output`, by tag.
         self.output_listeners: dict[str, Listener] = {}
         self.queue: deque[Task] = deque()
-        self.inbound: deque[Task] = deque()  # to be queued in order
+        # To be queued by `dispatch`: tasks for one drone, those that take kept values, and all if
+        # there are priorities or resources.
+        self.inbound: deque[Task] = deque()
         # Tasks that wait for promises among their arguments.
         self.awaiting_inputs: set[Task] = set()
         # Tasks that wait for kept values, resources or another attempt, or are leased to another
@@ -103,15 +105,14 @@ class DispatcherBase(TaskRunner, Tenant):
             if handle.state < State.RETIRING and not handle.retire_when_ready
         ]
 
-    def reject_all(self, queue: deque[Task], error: BaseException | None = None) -> None:
+    def reject_all(self, queue: deque[Task]) -> None:
         """Reject all tasks in `queue`, each by the thread that pops it. Not called while holding
         the reactor's lock, because callbacks run.
         """
-        error = error or self.refusal
-        assert error is not None  # set before the end
+        assert self.refusal is not None  # set before the end
         with suppress(IndexError):
             while True:
-                reject(queue.popleft(), copy_error(error))
+                reject(queue.popleft(), copy_error(self.refusal))
 
     def note_failure(
         self, task: str, item: int | None, drone: str | None, error: BaseException

@@ -4,9 +4,9 @@
                                                           any state ──exited──> DEAD
 
 A handle holds the tasks that were sent, an estimate of their time, and the state of the drone. Only
-threads that hold the reactor's lock change a handle, but any thread may append to its queues
-(`dedicated`, `preferred`), and read `pid`, `state`, `exitcode` and `in_flight`. Each
-engine has a subclass, which sends messages to the drone and observes its process: see engine.py.
+threads that hold the reactor's lock change a handle, but any thread may read `pid`, `state`,
+`exitcode` and `in_flight`. Each engine has a subclass, which sends messages to the drone and
+observes its process: see engine.py.
 """
 
 from __future__ import annotations

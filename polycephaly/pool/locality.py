@@ -9,10 +9,7 @@
 So the drone with the value is preferred, and no task waits twice as long as necessary. A task is in
 one queue at a time: here, or in the dispatcher's queue once no drone is preferred any more.
 
-Any thread adds tasks; only a thread that holds the reactor's lock takes tasks. When a drone retires
-or dies, its queue is emptied under that lock. A thread that adds a task checks the state of the
-drone afterwards, and has the queue emptied again if needed. So no task stays with a drone that
-takes no more.
+When a drone retires or dies, its queue is emptied. All is done while holding the reactor's lock.
 """
 
 from __future__ import annotations
@@ -24,9 +21,6 @@ from ..runtime.tuning import tuning
 from ..wire.placeholders import PayloadWithRefs
 from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase
-from .drone_handle import DroneHandle
-from .interfaces import State
-from .task import Task
 
 MOVE_SECONDS_PER_BYTE = 2e-9
 """Approximate seconds to move a byte between drones: pickling, one copy, unpickling."""
@@ -41,22 +35,6 @@ class Locality:
         self._dispatcher = dispatcher
         self._directory = directory
         self._next_rebalance_at = inf  # when `rebalance` will be tried again
-
-    def add(self, task: Task, handle: DroneHandle) -> None:
-        """Queue `task` for `handle`, to be sent by `dispatch`. An idle drone takes over the task if
-        that has waited for as long as moving its kept values takes. Any thread may call this.
-        """
-        dispatcher = self._dispatcher
-        task.preferred_since = dispatcher.reactor.timers.now()
-        handle.preferred.append(task)
-        dispatcher.needs_dispatch = True
-        # The queue was emptied when the drone retired, perhaps before the append above.
-        if handle.state >= State.RETIRING:
-            dispatcher.post(dispatcher.release_preferred, handle)
-        if dispatcher.has_ended:
-            dispatcher.reject_all(handle.preferred)
-
-    # -- holding the reactor's lock ----------------------------------------------------------------
 
     def rebalance(self, now: float) -> None:
         """Let idle drones take tasks that have waited for a busy one as long as moving their kept

@@ -247,6 +247,7 @@ class Supervisor:
 
     def resize(self, size: int) -> None:
         """Start drones, or retire some, so that `size` drones take tasks."""
+        self._dispatcher.queue_inbound()  # so that the drones with the fewest tasks retire
         self._dispatcher.size = size
         self.engine.make_room(size)
         for handle in surplus(self._dispatcher.current_drones(), size):
@@ -337,10 +338,7 @@ class Supervisor:
         self._dispatcher.requeue([task for task in not_begun if task.target is None])
         self._dispatcher.record.add_lost(handle.name, lost)
         self._dispatcher.reject_or_retry(lost, error, may_retry=True)
-        # Those of a broken pool were added by threads that had not noticed yet.
-        self._dispatcher.reject_or_retry(
-            dedicated, self._dispatcher.broken or error, may_retry=False
-        )
+        self._dispatcher.reject_or_retry(dedicated, error, may_retry=False)
         if handle.in_flight:
             self._dispatcher.call_later(
                 LATE_RESULTS_SECONDS, self._give_up_late_results, handle, error
@@ -383,9 +381,8 @@ class Supervisor:
         handle.print_output()
         handle.close()
         handle.state = State.DEAD
-        self._dispatcher.reject_or_retry(
-            drain(handle.dedicated), handle.closed_error(), may_retry=False
-        )
+        tasks = drain(handle.dedicated)
+        self._dispatcher.reject_or_retry(tasks, handle.closed_error(), may_retry=False)
         self._dispatcher.release_preferred(handle)
         if handle in self._dispatcher.handles:
             self._dispatcher.handles.remove(handle)
