@@ -239,7 +239,9 @@ def test_a_second_one_ends_a_callback_of_the_thread_that_drives(added):
     add(callback)
     if added == "two":
         add(seen.append)
-    with pytest.raises(KeyboardInterrupt), DeferredSigint(may_raise=_is_in_callback):
+    deferred = DeferredSigint()
+    deferred.may_raise = _is_in_callback
+    with pytest.raises(KeyboardInterrupt), deferred:
         try:
             promise.set_result(1)
         except KeyboardInterrupt:
@@ -256,7 +258,9 @@ def test_a_second_one_ends_a_callback_of_the_thread_that_drives(added):
 
 def test_two_of_them_are_deferred_outside_of_callbacks():
     seen = []
-    with pytest.raises(KeyboardInterrupt), DeferredSigint(may_raise=_is_in_callback):
+    deferred = DeferredSigint()
+    deferred.may_raise = _is_in_callback
+    with pytest.raises(KeyboardInterrupt), deferred:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         seen.append("the end")

@@ -292,7 +292,9 @@ class Reactor(EventLoop):
             )
         if not is_safe_from_signals():
             return
-        with DeferredSigint(self._nudge, _is_in_callback) as deferred_sigint:
+        deferred_sigint = DeferredSigint()
+        deferred_sigint.on_trip, deferred_sigint.may_raise = self._nudge, _is_in_callback
+        with deferred_sigint:
             # A finalizer in a drive of this thread: no other thread would drive.
             nested = self._driver_id == get_ident()
             if not nested and not self._driver_lock.acquire(blocking=False):

@@ -59,23 +59,17 @@ def end_by_sigint() -> None:
 class DeferredSigint:
     """A context manager that defers SIGINT in the main thread, and does nothing in other threads.
 
-    ``with DeferredSigint(on_trip):`` sets `tripped` if a SIGINT arrives, and then calls `on_trip`,
-    which ends a wait. The deferred handler runs on exit. A second SIGINT is not deferred where
-    `may_raise`, which gets the interrupted frame, returns True.
+    The block sets `tripped` if a SIGINT arrives, and then calls `on_trip`, if set, which ends a
+    wait. The deferred handler runs on exit. A second SIGINT is not deferred where `may_raise`, if
+    set, which gets the interrupted frame, returns True.
     """
 
-    __slots__ = ("_frame", "_may_raise", "_on_trip", "handler", "tripped")
-
-    def __init__(
-        self,
-        on_trip: Callable[[], object] | None = None,
-        may_raise: Callable[[FrameType | None], bool] | None = None,
-    ) -> None:
-        self._on_trip = on_trip
-        self._may_raise = may_raise
-        self.handler: Callable[[int, FrameType | None], object] | None = None
-        self._frame: FrameType | None = None
-        self.tripped = False
+    # No `__init__`, because this is on the path of every round trip.
+    tripped = False
+    on_trip: Callable[[], object] | None = None
+    may_raise: Callable[[FrameType | None], bool] | None = None
+    handler: Callable[[int, FrameType | None], object] | None = None
+    _frame: FrameType | None = None
 
     def __enter__(self) -> Self:
         if get_ident() == _main_thread_id:
@@ -87,11 +81,11 @@ class DeferredSigint:
 
     def _record(self, signum: int, frame: FrameType | None) -> None:
         handler = self.handler
-        if self.tripped and handler and self._may_raise and self._may_raise(frame):
+        if self.tripped and handler and self.may_raise and self.may_raise(frame):
             handler(signum, frame)
         self.tripped, self._frame = True, frame
-        if self._on_trip is not None:
-            self._on_trip()
+        if self.on_trip is not None:
+            self.on_trip()
 
     def __exit__(self, *exc: object) -> None:
         handler = self.handler
