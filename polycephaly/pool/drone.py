@@ -444,16 +444,13 @@ class _OwnerCallback:
             )
 
 
-class _ThreadDrones:
+class _ThreadDrones(weakref.WeakSet[_OwnerCallback]):
     """The drones that a native thread started. CPython drops a thread's locals, and so this object,
     when the thread ends.
     """
 
-    def __init__(self) -> None:
-        self.owner_callbacks: weakref.WeakSet[_OwnerCallback] = weakref.WeakSet()
-
     def __del__(self) -> None:
-        for owner_callback in list(self.owner_callbacks):
+        for owner_callback in list(self):
             owner_callback.kill()
 
 
@@ -481,7 +478,7 @@ def end_with_owner(dispatcher: Dispatcher) -> None:
     thread = threading.current_thread()
     if thread is not threading.main_thread():
         drones = _locals.__dict__.setdefault("drones", _ThreadDrones())
-        drones.owner_callbacks.add(_OwnerCallback(dispatcher, f"thread {thread.name!r}"))
+        drones.add(_OwnerCallback(dispatcher, f"thread {thread.name!r}"))
 
 
 def _is_prompt_task(task: asyncio.Task[Any]) -> bool:
