@@ -96,7 +96,6 @@ class Dispatcher(DispatcherBase):
         # to `inbound`, and `dispatch` queues them in order.
         self.keeps_order = False
         self._cancelled_since_sweep = 0
-        self.finishes_at_exit = False  # to run all its tasks before the interpreter ends
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
         # The object that the `Pool` holds, if this was made in its place: see `_StartsAnew`.
         self.held: Dispatcher | None = None
@@ -850,7 +849,8 @@ class Dispatcher(DispatcherBase):
     def _end(self) -> None:
         self.refusal = self.refusal or RuntimeError(f"{self.config.name} has ended")
         self.has_ended = True  # after `refusal`, which is the error for tasks added from here on
-        self.supervisor.end()
+        self.registry.forget()
+        self.supervisor.engine.end()
         self.directory.close()
         self.reactor.tenants.remove(self)
         self.reactor.deliver(self._finish)

@@ -50,7 +50,7 @@ class EventLoop(Protocol):
 class TaskRunner:
     """The base of dispatchers and connections, as pools, maps and tasks see them."""
 
-    finishes_at_exit: bool
+    finishes_at_exit = False  # whether all tasks are finished before the interpreter ends
     task_options: TaskOptions
     width: int
     size: int

@@ -76,8 +76,6 @@ class Tenant:
     """Tasks in `queue` can be sent: a thread that adds one calls `Reactor.send_tasks`."""
     needs_dispatch = False
     """`dispatch` may have something to send that is not in `queue`."""
-    finishes_at_exit = False
-    """To finish all its tasks before the interpreter ends."""
 
     def dispatch(self, now: float) -> None:
         """Send tasks. Called if there are any."""

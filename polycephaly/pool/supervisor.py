@@ -390,11 +390,6 @@ class Supervisor:
         self._dispatcher.settle_signal(handle.ended)
         self.engine.reclaim(handle)
 
-    def end(self) -> None:
-        """Release the engine; no drone is left."""
-        self._dispatcher.registry.forget()
-        self.engine.end()
-
 
 def surplus(handles: Sequence[DroneHandle], size: int) -> list[DroneHandle]:
     """Return the drones to retire so that `size` are left: idle ones first, then those that will

@@ -125,9 +125,6 @@ class LocalHandle(DroneHandle):
         else:
             self.kill(kill_reason)
 
-    def is_up(self) -> bool:
-        return self.alive and self.fast_transport is not None
-
     # -- state of the drone ------------------------------------------------------------------------
 
     def heartbeat(self) -> tuple[object, Times]:
