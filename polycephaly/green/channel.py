@@ -41,7 +41,7 @@ from .run import forbid_in_step, in_asyncio, wait_in_proxy
 from .scheduler import PARK, scheduler
 from .select import Guard
 from .thread import GreenThread, check_count, outside_error
-from .waiting import NOTHING, ChannelQueues, QueuedOperation, Refused
+from .waiting import NOTHING, ChannelQueues, Refused, Waiter
 
 T = TypeVar("T")
 
@@ -152,6 +152,7 @@ class Channel(ChannelQueues, Generic[T]):
         if get_ident() != scheduler.owner:
             yield from self._run_in_proxy_thread(Channel.send, item)
             return
+        waiter: Any = None
         if receiver is None and self.generation >= oldest_generation:
             buffer = self.buffer
             if buffer is not None:
@@ -159,23 +160,23 @@ class Channel(ChannelQueues, Generic[T]):
                     buffer.append(item)
                     return
             elif self._sender is None:
-                self._sender = thread = scheduler.current
+                self._sender = waiter = scheduler.current
                 self._item = item
-                while True:
-                    try:
-                        refused = yield PARK
-                        break
-                    except BaseException as error:
-                        if self._withdraw_thread(thread) or isinstance(error, GeneratorExit):
-                            raise
-                        thread.interrupt(error)
-                if refused is not None:
-                    raise refused.error
+        if waiter is None:
+            self.convert_inherited()
+            if self.attempt_send(scheduler.current, item):
                 return
-        self.convert_inherited()
-        thread = scheduler.current
-        if not self.attempt_send(thread, item):
-            yield from QueuedOperation(thread, self, "send", item)
+            waiter = Waiter(scheduler.current, item)
+            self.enqueue("send", waiter)
+        while True:
+            try:
+                refused = yield PARK
+                break
+            except BaseException as error:
+                if self.break_off(waiter, error):
+                    raise
+        if refused is not None:
+            raise refused.error
 
     @coroutine
     def receive(self) -> Generator[Any, Any, T]:
@@ -203,28 +204,31 @@ class Channel(ChannelQueues, Generic[T]):
         if get_ident() != scheduler.owner:
             item = yield from self._run_in_proxy_thread(Channel.receive)
             return item
+        waiter: Any = None
         if sender is None and self.generation >= oldest_generation:
             if self.buffer:  # so no receiver waits
                 item = self.buffer.popleft()
                 return item
             if self._receiver is None:
-                self._receiver = thread = scheduler.current
-                while True:
-                    try:
-                        given = yield PARK
-                        break
-                    except BaseException as error:
-                        if self._withdraw_thread(thread) or isinstance(error, GeneratorExit):
-                            raise
-                        thread.interrupt(error)
-                if given.__class__ is Refused:
-                    raise given.error
+                self._receiver = waiter = scheduler.current
+        if waiter is None:
+            self.convert_inherited()
+            given = self.attempt_receive(scheduler.current)
+            if given is not NOTHING:
                 return given  # type: ignore[no-any-return]
-        self.convert_inherited()
-        thread = scheduler.current
-        given = self.attempt_receive(thread)
-        if given is NOTHING:
-            given = yield from QueuedOperation(thread, self, "receive")
+            waiter = Waiter(scheduler.current)
+            self.enqueue("receive", waiter)
+        while True:
+            try:
+                given = yield PARK
+                break
+            except BaseException as error:
+                if self.break_off(waiter, error):
+                    raise
+        if given.__class__ is Refused:
+            raise given.error
+        if waiter.__class__ is Waiter and self.is_remote:
+            given = self.open_item(given)
         return given  # type: ignore[no-any-return]
 
     def __aiter__(self) -> AsyncIterator[T]:

@@ -25,7 +25,6 @@ from ..timeline.event_log import event_log
 from .parking import Parking
 from .scheduler import IN_CALL, PARKED, Schedulable, scheduler, unwrap
 from .thread import GreenThread, NativeThread
-from .waiting import QueuedOperation
 from .watchdog import watchdog
 
 MAX_LISTED_THREADS = 20  # in a `Deadlock`
@@ -133,7 +132,7 @@ def timeline() -> Timeline:
 
 def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
     coro = unwrap(thread.coro)
-    chain: list[FrameType | Parking | QueuedOperation] = list(_chain(coro))
+    chain: list[FrameType | Parking] = list(_chain(coro))
     # The last of these is shown: that of the user's code or, in a coroutine, else the outermost.
     candidates = [each for each in chain if isinstance(each, FrameType)][:1]
     if isinstance(thread, NativeThread) and coro is None:
@@ -154,7 +153,7 @@ def _info(thread: Schedulable, frames: Mapping[int, FrameType]) -> ThreadInfo:
     return ThreadInfo(thread.name, state, file, line, operation)
 
 
-def _chain(coro: Any) -> Iterator[FrameType | Parking | QueuedOperation]:
+def _chain(coro: Any) -> Iterator[FrameType | Parking]:
     """Yield the frames of a coroutine and of all that it awaits, outermost first.
 
     If the coroutine is parked in an operation without a frame, that operation comes last.
@@ -167,7 +166,7 @@ def _chain(coro: Any) -> Iterator[FrameType | Parking | QueuedOperation]:
         elif isinstance(coro, AsyncGeneratorType):
             frame, coro = coro.ag_frame, coro.ag_await
         else:
-            if isinstance(coro, (Parking, QueuedOperation)):
+            if isinstance(coro, Parking):
                 yield coro
             return
         if frame is not None:

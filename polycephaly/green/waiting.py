@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from ..errors import ChannelClosed
-from .scheduler import PARK, scheduler
+from .scheduler import scheduler
 from .thread import GreenThread
 
 T = TypeVar("T")
@@ -307,10 +307,23 @@ class ChannelQueues:
         if not self._receiver:
             self._receiver = None
 
-    def _withdraw_thread(self, thread: GreenThread[Any]) -> bool:
-        """Withdraw `thread`, which stood alone in the slot when it began to wait. Return False if
-        it has been served.
+    def break_off(self, waiter: Waiter | GreenThread[Any], error: BaseException) -> bool:
+        """End a wait whose await has raised `error`. Return True if the error is to be raised now,
+        not after the value that the waiter has already been given.
+
+        `waiter` is the thread itself if it stood alone in the slot when it began to wait.
         """
+        if isinstance(waiter, Waiter):
+            if not isinstance(error, GeneratorExit):
+                return self.interrupt_waiter(waiter, error)
+            self.withdraw_waiter(waiter)
+            return True
+        if self._withdraw_thread(waiter) or isinstance(error, GeneratorExit):
+            return True
+        waiter.interrupt(error)
+        return False
+
+    def _withdraw_thread(self, thread: GreenThread[Any]) -> bool:
         if self._sender is thread:
             self._sender = self._item = None
             return True
@@ -403,48 +416,3 @@ class ChannelQueues:
         self._receiver = self._sender = self._item = None
         self.generation = generation
         self.__class__ = kind
-
-
-class QueuedOperation(Waiter):
-    """A green thread's place in a channel's queue, and its awaitable. Like `Parking`, it has no
-    frame.
-    """
-
-    __slots__ = ("channel", "end", "parked")
-
-    def __init__(
-        self, thread: GreenThread[Any], channel: ChannelQueues, end: str, item: Any = None
-    ) -> None:
-        super().__init__(thread, item)
-        self.channel = channel
-        self.end = end
-        self.parked = False
-
-    @property
-    def name(self) -> str:
-        return f"Channel.{self.end}"
-
-    def __iter__(self) -> QueuedOperation:
-        return self
-
-    def __next__(self) -> Any:
-        if self.parked:
-            raise StopIteration
-        self.parked = True
-        self.channel.enqueue(self.end, self)
-        return PARK
-
-    def send(self, value: Any) -> Any:
-        if value.__class__ is Refused:
-            raise value.error
-        if self.channel.is_remote:
-            value = self.channel.open_item(value)
-        raise StopIteration(value)
-
-    def throw(self, error: BaseException, *_: Any) -> Any:
-        if self.channel.interrupt_waiter(self, error):
-            raise error
-        return PARK
-
-    def close(self) -> None:
-        self.channel.withdraw_waiter(self)
