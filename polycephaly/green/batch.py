@@ -12,8 +12,9 @@ The *crosser* is a green thread that exists only while requests wait. Only the s
 runs this code, except `close`, so there are no locks. A request withdrawn before its crossing is
 left out. If withdrawn during the crossing, the request stays, and its result is dropped.
 
-The requests of a crossing stay in `in_flight` until their threads are woken. So no thread waits for
-ever, however the crosser ends: requests in flight get an error, those that wait another crosser.
+The requests of a crossing stay in `_in_flight` until their threads are woken. So no thread waits
+for ever, however the crosser ends: requests in flight get an error, those that wait another
+crosser.
 """
 
 from __future__ import annotations
@@ -61,7 +62,14 @@ class Batch(Generic[Q, R]):
         if limit is not None:
             check_count("limit= takes", "request", limit)
         update_wrapper(self, fn)
-        self._crossings = _Crossings(fn, limit)
+        self._fn = fn
+        self._limit = limit
+        self._name = qualname(fn)
+        self._waiting: deque[_Request] = deque()
+        self._in_flight: deque[_Request] = deque()
+        self._crossings = 0
+        self._closed = False
+        self._crosser: GreenThread[None] | None = None
 
     def __call__(self, request: Q) -> Awaitable[R]:
         return _Request(self, request)
@@ -69,12 +77,12 @@ class Batch(Generic[Q, R]):
     @property
     def crossings(self) -> int:
         """The number of calls of the function so far."""
-        return self._crossings.count
+        return self._crossings
 
     @property
     def waiting(self) -> int:
         """The number of requests that wait for the next crossing."""
-        return sum(not each.withdrawn for each in list(self._crossings.waiting))
+        return sum(not each.withdrawn for each in list(self._waiting))
 
     def close(self) -> Promise[None]:
         """Close the batch: further requests raise `RuntimeError`.
@@ -86,8 +94,17 @@ class Batch(Generic[Q, R]):
         Promise
             Settled when all waiting requests have been served.
         """
-        self._crossings.closed = True
-        return self._crossings.promise_end()
+        self._closed = True
+        # Cancelling this promise has no effect on the crosser or other callers.
+        ended: Signal[None] = Signal()
+        crosser = self._crosser
+        if crosser is not None and self._has_crosser():
+            crosser.add_done_callback(
+                lambda crosser: ended._settle(FINISHED, None, stored_error(crosser))
+            )
+        else:
+            fulfill(ended)
+        return ended
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,12 +120,84 @@ class Batch(Generic[Q, R]):
         name, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
         if module != "__main__" and getattr(sys.modules.get(module), name, None) is self:
             return str(name)
-        crossings = self._crossings
-        return Batch, (crossings.fn, crossings.limit)
+        return Batch, (self._fn, self._limit)
 
     def __repr__(self) -> str:
-        state = "closed" if self._crossings.closed else f"{self.waiting} waiting"
-        return f"<Batch {self._crossings.name}, {state}>"
+        state = "closed" if self._closed else f"{self.waiting} waiting"
+        return f"<Batch {self._name}, {state}>"
+
+    # -- for the owner -----------------------------------------------------------------------------
+
+    def _add_request(self, request: _Request) -> None:
+        if self._closed:
+            raise RuntimeError(f"the batch of {self._name} was closed before this request")
+        if not self._has_crosser():
+            self._waiting.clear()  # left over from the process that this one was forked from
+            self._start_crosser()
+        self._waiting.append(request)
+
+    def _has_crosser(self) -> bool:
+        return self._crosser is not None and self._crosser in scheduler.live
+
+    def _start_crosser(self) -> None:
+        self._in_flight = deque()  # may be left over from such a process too
+        context = Context()  # of no particular thread, because the crosser serves all
+        name = f"batch of {self._name}"
+        self._crosser = context.run(start, self._serve(), (), name=name)
+        self._crosser.add_done_callback(self._on_crosser_end)
+
+    def _on_crosser_end(self, crosser: Promise[None]) -> None:
+        """Reject the requests in flight, because the crosser has ended.
+
+        Start another crosser if requests wait. Some may have come since this one was cancelled,
+        perhaps before its first step.
+        """
+        if crosser is self._crosser and not sys.is_finalizing():
+            in_flight, self._in_flight = self._in_flight, deque()
+            error = RuntimeError(f"the batch of {self._name} failed before this request was served")
+            error.__cause__ = stored_error(crosser)
+            self._reject(in_flight, error)
+            if self._waiting:
+                self._start_crosser()
+
+    async def _serve(self) -> None:
+        while self._waiting:
+            # Here, because an error of the crosser's own in a crossing would go to the requests.
+            scheduler.current.raise_if_interrupted()
+            requests = self._start_crossing()
+            if not requests:  # all were withdrawn
+                return
+            self._crossings += 1
+            try:
+                results = await _call(self._fn, [each.request for each in requests])
+                results = _as_result_list(results, len(requests), self._name)
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                self._reject(requests, error)
+                continue
+            for result in results:
+                each = requests.popleft()
+                if not each.withdrawn:
+                    each.wake(Refused(result) if isinstance(result, BaseException) else result)
+
+    def _start_crossing(self) -> deque[_Request]:
+        """Move the requests of the next crossing from `_waiting` to `_in_flight`; return them."""
+        waiting = self._waiting
+        taken = self._in_flight = deque()
+        while waiting and len(taken) != self._limit:
+            request = waiting.popleft()
+            if not request.withdrawn:
+                taken.append(request)
+        return taken
+
+    def _reject(self, requests: deque[_Request], error: BaseException) -> None:
+        trace = skip_own_frames(error.__traceback__)
+        while requests:
+            refused = Refused(copy_error(error).with_traceback(trace))
+            each = requests.popleft()
+            if not each.withdrawn:
+                each.wake(refused)
 
 
 class _Request(Parking):
@@ -124,7 +213,7 @@ class _Request(Parking):
         self.withdrawn = False
 
     def enter(self) -> bool:
-        self.batch._crossings.add_request(self)
+        self.batch._add_request(self)
         return True
 
     def leave(self) -> None:
@@ -134,109 +223,6 @@ class _Request(Parking):
         if value.__class__ is Refused:
             raise value.error
         return super().send(value)
-
-
-class _Crossings:
-    """The state of a batch.
-
-    The crosser refers only to this object, so that the crosser does not keep the batch alive.
-    """
-
-    def __init__(self, fn: Callable[[list[Any]], Any], limit: int | None) -> None:
-        self.fn = fn
-        self.limit = limit
-        self.name = qualname(fn)
-        self.waiting: deque[_Request] = deque()
-        self.in_flight: deque[_Request] = deque()
-        self.count = 0
-        self.closed = False
-        self._crosser: GreenThread[None] | None = None
-
-    def add_request(self, request: _Request) -> None:
-        if self.closed:
-            raise RuntimeError(f"the batch of {self.name} was closed before this request")
-        if not self._has_crosser():
-            self.waiting.clear()  # left over from the process that this one was forked from
-            self._start_crosser()
-        self.waiting.append(request)
-
-    def _has_crosser(self) -> bool:
-        return self._crosser is not None and self._crosser in scheduler.live
-
-    def _start_crosser(self) -> None:
-        self.in_flight = deque()  # may be left over from such a process too
-        context = Context()  # of no particular thread, because the crosser serves all
-        name = f"batch of {self.name}"
-        self._crosser = context.run(start, self._serve(), (), name=name)
-        self._crosser.add_done_callback(self._on_crosser_end)
-
-    def _on_crosser_end(self, crosser: Promise[None]) -> None:
-        """Reject the requests in flight, because the crosser has ended.
-
-        Start another crosser if requests wait. Some may have come since this one was cancelled,
-        perhaps before its first step.
-        """
-        if crosser is self._crosser and not sys.is_finalizing():
-            in_flight, self.in_flight = self.in_flight, deque()
-            error = RuntimeError(f"the batch of {self.name} failed before this request was served")
-            error.__cause__ = stored_error(crosser)
-            self._reject(in_flight, error)
-            if self.waiting:
-                self._start_crosser()
-
-    def promise_end(self) -> Promise[None]:
-        """Return a promise of the end of the crosser, if there is one.
-
-        Cancelling this promise has no effect on the crosser or other callers.
-        """
-        ended: Signal[None] = Signal()
-        crosser = self._crosser
-        if crosser is not None and self._has_crosser():
-            crosser.add_done_callback(
-                lambda crosser: ended._settle(FINISHED, None, stored_error(crosser))
-            )
-        else:
-            fulfill(ended)
-        return ended
-
-    async def _serve(self) -> None:
-        while self.waiting:
-            # Here, because an error of the crosser's own in a crossing would go to the requests.
-            scheduler.current.raise_if_interrupted()
-            requests = self._start_crossing()
-            if not requests:  # all were withdrawn
-                return
-            self.count += 1
-            try:
-                results = await _call(self.fn, [each.request for each in requests])
-                results = _as_result_list(results, len(requests), self.name)
-            except GeneratorExit:
-                raise
-            except BaseException as error:
-                self._reject(requests, error)
-                continue
-            for result in results:
-                each = requests.popleft()
-                if not each.withdrawn:
-                    each.wake(Refused(result) if isinstance(result, BaseException) else result)
-
-    def _start_crossing(self) -> deque[_Request]:
-        """Move the requests of the next crossing from `waiting` to `in_flight`, and return them."""
-        waiting = self.waiting
-        taken = self.in_flight = deque()
-        while waiting and len(taken) != self.limit:
-            request = waiting.popleft()
-            if not request.withdrawn:
-                taken.append(request)
-        return taken
-
-    def _reject(self, requests: deque[_Request], error: BaseException) -> None:
-        trace = skip_own_frames(error.__traceback__)
-        while requests:
-            refused = Refused(copy_error(error).with_traceback(trace))
-            each = requests.popleft()
-            if not each.withdrawn:
-                each.wake(refused)
 
 
 def _as_result_list(results: Any, count: int, name: str) -> list[Any]:
