@@ -29,19 +29,25 @@ def _describe_waiting(queue: WaitQueue[Parking]) -> str:
 
 
 class _QueuedWait(Parking):
-    """A wait in a queue. `enter` first checks whether the thread has to wait at all. That check is
-    a step of its own, made at the await.
+    """A wait in the queue of a primitive, unless that lets the thread pass at once. This is decided
+    in a step of its own, made at the await.
     """
 
     __slots__ = ("primitive", "queue")
-    queue: WaitQueue[Parking]
 
     def __init__(self, primitive: Any) -> None:
         super().__init__()
         self.primitive = primitive
 
-    def enqueue(self) -> bool:
-        self.queue = self.primitive._queue
+    @property
+    def name(self) -> str:
+        return f"{self.primitive._kind}.{self.primitive._operation}"
+
+    def enter(self) -> bool:
+        # Before `_try_pass`, because `Event.set` in another thread replaces the queue.
+        self.queue: WaitQueue[Parking] = self.primitive._queue
+        if self.primitive._try_pass():
+            return False
         self.queue.append(self)
         return True
 
@@ -86,14 +92,7 @@ class Semaphore(_OfOneProcess):
     """
 
     _kind = "Semaphore"
-
-    class _Acquire(_QueuedWait):
-        __slots__ = ()
-        name = "Semaphore.acquire"
-        primitive: Semaphore
-
-        def enter(self) -> bool:
-            return not self.primitive._try_acquire() and self.enqueue()
+    _operation = "acquire"
 
     def __init__(self, value: int = 1) -> None:
         check_count("a semaphore lets in", "green thread", value, 0)
@@ -108,12 +107,12 @@ class Semaphore(_OfOneProcess):
     @parks
     def acquire(self) -> Awaitable[None]:
         """Park until the caller is let in."""
-        return self._Acquire(self)
+        return _QueuedWait(self)
 
     def __repr__(self) -> str:
         return f"<Semaphore {self._value}{_describe_waiting(self._queue)} at {id(self):#x}>"
 
-    def _try_acquire(self) -> bool:
+    def _try_pass(self) -> bool:
         if self._value > 0:  # 0 while threads wait, so that none is overtaken
             self._value -= 1
             return True
@@ -170,10 +169,6 @@ class Lock(Semaphore):
 
     _kind = "Lock"
 
-    class _Acquire(Semaphore._Acquire):
-        __slots__ = ()
-        name = "Lock.acquire"
-
     def __init__(self) -> None:
         super().__init__(1)
         self._held = False
@@ -186,7 +181,7 @@ class Lock(Semaphore):
         state = "held" if self._held else "free"
         return f"<Lock {state}{_describe_waiting(self._queue)} at {id(self):#x}>"
 
-    def _try_acquire(self) -> bool:
+    def _try_pass(self) -> bool:
         if self._value:
             self._value = 0
             self._held = True
@@ -227,20 +222,8 @@ class Event(_OfOneProcess):
     True
     """
 
-    class _Wait(_QueuedWait):
-        __slots__ = ()
-        name = "Event.wait"
-        primitive: Event
-
-        def enter(self) -> bool:
-            # Read the queue first, then the flag. `set` replaces the queue before it sets the flag,
-            # and then wakes all threads of the old queue. So a thread that misses the flag is in a
-            # queue that this `set`, or a later one, wakes.
-            self.queue = queue = self.primitive._queue
-            if self.primitive._set:
-                return False
-            queue.append(self)
-            return True
+    _kind = "Event"
+    _operation = "wait"
 
     def __init__(self) -> None:
         self._set = False
@@ -252,7 +235,13 @@ class Event(_OfOneProcess):
     @parks
     def wait(self) -> Awaitable[None]:
         """Park until the event is set; return at once if it is."""
-        return self._Wait(self)
+        return _QueuedWait(self)
+
+    def _try_pass(self) -> bool:
+        # Called when the thread has read the queue. `set` replaces the queue before it sets the
+        # flag, and then wakes all threads of the old queue. So a thread that misses the flag is in
+        # a queue that this `set`, or a later one, wakes.
+        return self._set
 
     def set(self) -> None:
         """Set the event and wake all its waiters. Any thread may call this."""
@@ -303,19 +292,8 @@ class Barrier(_OfOneProcess):
     [0, 1]
     """
 
-    class _Sync(_QueuedWait):
-        __slots__ = ()
-        name = "Barrier.sync"
-        primitive: Barrier
-
-        def enter(self) -> bool:
-            others = self.primitive.waiting
-            if others + 1 < self.primitive.enrolled:
-                # The place is assigned at the end, because threads that came earlier may be
-                # cancelled.
-                return self.enqueue()
-            self.primitive._release_all()
-            raise StopIteration(others)  # the value of the await
+    _kind = "Barrier"
+    _operation = "sync"
 
     def __init__(self, n: int) -> None:
         check_count("a barrier is for", "green thread", n)
@@ -385,7 +363,15 @@ class Barrier(_OfOneProcess):
         """
         if not self._enrolled:
             raise RuntimeError("no green thread is enrolled in this barrier: call enroll first")
-        return self._Sync(self)
+        return _QueuedWait(self)
+
+    def _try_pass(self) -> bool:
+        others = self.waiting
+        if others + 1 < self._enrolled:
+            # The place is assigned at the end, because threads that came earlier may be cancelled.
+            return False
+        self._release_all()
+        raise StopIteration(others)  # the value of the await
 
     def _release_if_complete(self) -> None:
         if self.waiting and self.waiting >= self._enrolled:

@@ -35,11 +35,15 @@ class Parking:
     __slots__ = ("thread",)
 
     is_parking = True
-    name = "this"
     alternative = GREEN_RUN_ADVICE
 
     def __init__(self) -> None:
         self.thread: GreenThread[Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The operation, for errors and reports."""
+        raise NotImplementedError
 
     def enter(self) -> bool:
         """Begin the wait. Return False if there is nothing to wait for.
