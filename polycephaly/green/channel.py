@@ -33,7 +33,6 @@ from types import coroutine
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from ..errors import ChannelClosed, DroneDied
-from ..promises.promise import Promise
 from ..wire import addresses
 from . import spawning
 from .locks import Lock
@@ -511,15 +510,14 @@ class Channel(ChannelQueues, Generic[T]):
             # Most often, the wait was cancelled. If the proxy has failed, this does nothing.
             proxy.cancel()
             if not args:
-                proxy.add_done_callback(self._return_item)
+                proxy.then(self._return_item)
             raise
 
-    def _return_item(self, receiving: Promise[Any]) -> None:
+    def _return_item(self, item: Any) -> None:
         """Give back the item of a receiver that is gone. The next receiver gets it before all
         others.
         """
-        if not receiving.cancelled() and receiving.exception() is None:
-            scheduler.post(partial(self.return_item_here, receiving.result()))
+        scheduler.post(partial(self.return_item_here, item))
 
 
 def _closed_by_death(closed: ChannelClosed) -> bool:

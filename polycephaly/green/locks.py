@@ -11,7 +11,6 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Any, NoReturn
 
-from ..promises.promise import Promise
 from .parking import Parking, parks
 from .run import forbid_in_step, wait_in_proxy
 from .scheduler import scheduler
@@ -140,12 +139,7 @@ class Semaphore(_OfOneProcess):
         """
         statement = f"with {self._kind.lower()}"
         forbid_in_step(f"`{statement}`", f"async {statement}")
-        wait_in_proxy(self.acquire, (), f"{self._kind}.acquire", undo=self._release_unused)
-
-    def _release_unused(self, acquiring: Promise[Any]) -> None:
-        """Release if the caller is gone that was let in."""
-        if not acquiring.cancelled() and acquiring.exception() is None:
-            self.release()
+        wait_in_proxy(self.acquire, (), f"{self._kind}.acquire", undo=lambda _: self.release())
 
     def __exit__(self, *exc: object) -> None:
         self.release()

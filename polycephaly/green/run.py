@@ -8,7 +8,6 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, TypeVar, overload
 
-from ..promises.promise import Promise
 from ..runtime.coroutines import is_coroutine
 from ..runtime.deferred_sigint import DeferredSigint
 from .scheduler import scheduler
@@ -99,12 +98,12 @@ def wait_in_proxy(
     name: str,
     timeout: float | None = None,
     failure: str = "",
-    undo: Callable[[Promise[Any]], object] | None = None,
+    undo: Callable[[Any], object] | None = None,
 ) -> Any:
     """Run `op` in a proxy green thread for plain code, and wait for its result.
 
     If the timeout is over but the proxy has its item all the same, return that. If the wait is
-    broken off, the proxy is cancelled, and `undo` gets the promise of its end.
+    broken off, the proxy is cancelled. If it has a value all the same, `undo` gets that.
     """
     proxy = None
     try:
@@ -128,7 +127,7 @@ def wait_in_proxy(
         if proxy is not None:
             proxy.cancel()
             if undo is not None:
-                proxy.add_done_callback(undo)
+                proxy.then(undo)
         raise
 
 
