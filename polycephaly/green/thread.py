@@ -268,8 +268,6 @@ class GreenThread(Promise[T]):
     # -- result and error --------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> T:
-        if not self.done():
-            self._check_can_wait()
         try:
             return super().result(timeout)
         finally:
@@ -277,8 +275,6 @@ class GreenThread(Promise[T]):
             del self  # as in `Promise.result`: no cycle through the error's traceback
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        if not self.done():
-            self._check_can_wait()
         try:
             return super().exception(timeout)
         finally:  # also if the thread has ended only during the wait
@@ -299,13 +295,15 @@ class GreenThread(Promise[T]):
         self._mark_error_seen()
         super().add_done_callback(fn)
 
-    def _check_can_wait(self) -> None:
-        scheduler.step_aside()
-        if scheduler.in_step():
-            raise RuntimeError(
-                f"{self.name} was waited for inside a coroutine, where waiting would stop every "
-                "green thread, this one too; use `await promise`"
-            )
+    def _wait(self, timeout: float | None) -> None:
+        if not self.done():
+            scheduler.step_aside()
+            if scheduler.in_step():
+                raise RuntimeError(
+                    f"{self.name} was waited for inside a coroutine, where waiting would stop "
+                    "every green thread, this one too; use `await promise`"
+                )
+        super()._wait(timeout)
 
     def _help(self, deadline: float | None) -> None:
         if deadline is None:
