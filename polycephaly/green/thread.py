@@ -83,12 +83,11 @@ class GreenThread(Promise[T]):
     # How many `cancel()` requests have reached the thread. A time limit that ends later must not
     # turn such a cancellation into a `TimeoutError`.
     cancel_count = 0
-    given_name: str | None = None  # by `spawn`
+    given_name: str | None = None  # by `spawn`, or set when there is no coroutine left to ask
     spawned_at: float | None = None  # when the thread was spawned, if its life is logged
     log_number = 0  # in the event log
 
     _group: Any  # the `Group` that the thread is in, or None
-    _qualname: str | None = None  # set when there is no coroutine left to ask
     _unseen: UnseenErrorReport | None = None
     _owned: WeakSet[Any] | None = None
 
@@ -101,7 +100,7 @@ class GreenThread(Promise[T]):
     @property
     def name(self) -> str:
         """The name given to `spawn`, or else the qualified name of the function."""
-        return self.given_name or self._qualname or qualname(self.coro)
+        return self.given_name or qualname(self.coro)
 
     # The green thread in whose group this one is, if any.
     @property
@@ -131,11 +130,11 @@ class GreenThread(Promise[T]):
         self.__dict__  # noqa: B018
         scheduler.live.discard(self)
         group = self._group
-        self._qualname = self.name
+        self.given_name = name = self.name
         if self.spawned_at is not None and monotonic() - self.spawned_at >= MIN_EVENT_SECONDS:
             event_log.add_life(self, self.spawned_at, error is not None)
         if error is not None and group is None and not self._hooks:
-            self._unseen = UnseenErrorReport(self._qualname, error)
+            self._unseen = UnseenErrorReport(name, error)
         self.coro = None
         for each in self._owned or ():
             each.kill()
@@ -327,7 +326,7 @@ class NativeThread(GreenThread[T]):
         super().__init__(None, group)
         self.native_ident = 0  # of the native thread that runs the function; 0 if none does
         self.end_requested = self.end_delivered = False
-        self._qualname = qualname(fn)
+        self.given_name = qualname(fn)
 
     def start_job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         context = copy_context()
