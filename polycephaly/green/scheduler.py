@@ -21,7 +21,6 @@ and why no wake-up is lost.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from _thread import LockType, allocate_lock, get_ident
@@ -39,7 +38,7 @@ from ..promises import promise
 from ..runtime import fork_guard, forked
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.timers import Timers
-from .native import IDLE_WORKER_SECONDS, NO_THREAD, NativeThreadPool
+from .native import IDLE_WORKER_SECONDS, NO_THREAD, NativeThreadPool, log
 
 DEADLOCK_GRACE_SECONDS = 0.02  # without a runnable thread, before the owner checks for a deadlock
 MAX_NATIVE_THREADS = 16384  # the usual limits of the kernel are 2 to 6 times as many
@@ -50,8 +49,6 @@ NO_CALL = 0
 TAKEN = -1
 
 STEPS_PER_CLOCK_CHECK = range(32)  # steps between two looks at the clock
-
-log = promise.SafeLog(logging.getLogger("polycephaly.green"))
 
 
 PARK: Any = object()  # yielded: this green thread has parked, or is in `ready` already
