@@ -130,8 +130,7 @@ class _After(Guard[None]):
         return None if self.seconds <= 0 else NOTHING
 
     def register(self, offer: Offer) -> None:
-        when = scheduler.timers.now() + self.seconds
-        offer.registration = scheduler.timers.set(when, partial(offer.serve, None))
+        offer.registration = scheduler.timers.after(self.seconds, partial(offer.serve, None))
 
     def withdraw(self, offer: Offer) -> None:
         scheduler.timers.cancel(offer.registration)
