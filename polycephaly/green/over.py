@@ -98,21 +98,15 @@ class Spread(Collected):
         jobs: Channel[tuple[int, Any]] = Channel()
         done: Channel[tuple[int, Any]] = Channel(workers)
         free_places = Semaphore(workers * MAX_PENDING_PER_WORKER)
-        try:
-            shares = [
-                drone.promise(share_of_map, self._fn, jobs, done, self._width)
-                for drone in self._drones
-            ]
-        except BaseException:  # a drone has retired, say: the others would wait for ever
-            jobs.close()
-            done.close()
-            raise
-        promises = [*shares, spawn(self._feed, jobs, done, free_places)]
-        for each in promises:
-            each.add_done_callback(partial(_close_after_an_error, done))
+        promises: list[Any] = []  # of the shares, then of the feeder
         out_of_order: dict[int, Any] = {}
         next_index, total = 0, -1
         try:
+            for drone in self._drones:
+                promises.append(drone.promise(share_of_map, self._fn, jobs, done, self._width))
+            promises.append(spawn(self._feed, jobs, done, free_places))
+            for each in promises:
+                each.add_done_callback(partial(_close_after_an_error, done))
             while next_index != total:
                 index, value = await done.receive()
                 if index == _END_INDEX:
@@ -139,10 +133,11 @@ class Spread(Collected):
                 spawn(_drain(done))
             if self._progress is not None:
                 self._progress.close()
+        *shares, feeder = promises
         for share in shares:
             if not share.cancel(running=False):  # has begun, and has no items left
                 await share
-        await promises[-1]
+        await feeder
 
     async def _feed(
         self, jobs: Channel[tuple[int, Any]], done: Channel[tuple[int, Any]], free_places: Semaphore
