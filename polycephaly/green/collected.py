@@ -52,6 +52,16 @@ async def run_all(fns: Sequence[Any]) -> list[Any]:
     return [thread.value for thread in threads]
 
 
+async def run_workers(work: Callable[[], Any], width: int, name: str | None = None) -> None:
+    """Run `work` in `width` green threads. The first error ends the others and is raised."""
+    try:
+        async with Group() as group:
+            for _ in range(width):
+                group.spawn(work, name=name)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
 def awaiting(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return `fn` if it is a coroutine function, else one that makes foreign calls of `fn`."""
 

@@ -21,8 +21,7 @@ from ..runtime.coroutines import is_coroutine_function
 from ..runtime.progress import Progress, total_of
 from ..timeline.event_log import MIN_EVENT_SECONDS, event_log
 from .channel import Channel
-from .collected import Collected, awaiting, run_all
-from .group import Group
+from .collected import Collected, awaiting, run_all, run_workers
 from .over import Spread, par_over
 from .run import in_asyncio, run
 from .scheduler import scheduler
@@ -202,11 +201,7 @@ class Mapped(Collected):
                     self._on_call_end(thread, item, began, not slot)
 
         try:
-            async with Group() as group:
-                for _ in range(self._width):
-                    group.spawn(task, name=f"map {qualname(self._fn)}")
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            await run_workers(task, self._width, f"map {qualname(self._fn)}")
         finally:
             if self._progress is not None:
                 self._progress.close()

@@ -25,8 +25,7 @@ from ..errors import ChannelClosed, Deadlock, ItemLost, copy_error
 from ..promises.promise import Promise
 from ..runtime.coroutines import is_coroutine
 from .channel import Channel
-from .collected import Collected, awaiting, run_all
-from .group import Group
+from .collected import Collected, awaiting, run_all, run_workers
 from .locks import Semaphore
 from .scheduler import scheduler
 from .spawning import spawn
@@ -179,12 +178,7 @@ async def share_of_map(
             with suppress(ChannelClosed):  # the value is no longer wanted
                 await done.send((index, value))
 
-    try:
-        async with Group() as group:
-            for _ in range(width):
-                group.spawn(task)
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    await run_workers(task, width)
 
 
 async def _drain(done: Channel[Any]) -> None:
