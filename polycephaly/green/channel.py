@@ -140,8 +140,9 @@ class Channel(ChannelQueues, Generic[T]):
         receiver = self._receiver
         # Fast path, from here to the append. CPython switches native threads only at calls, loop
         # ends and function entries. There is none between the look at the slot and its clearing, so
-        # the thread that runs these lines has the waiter to itself.
-        if receiver.__class__ is GreenThread:
+        # the thread that runs these lines has the waiter to itself. To ask None for its class would
+        # take longer than the look for None.
+        if receiver is not None and receiver.__class__ is GreenThread:
             self._receiver = None
             receiver.next_send = item
             ready.append(receiver)
@@ -192,7 +193,7 @@ class Channel(ChannelQueues, Generic[T]):
             If the channel is closed and there is no item left.
         """
         sender = self._sender
-        if sender.__class__ is GreenThread:  # the fast path, as in `send`
+        if sender is not None and sender.__class__ is GreenThread:  # the fast path, as in `send`
             item: T = self._item
             self._sender = self._item = None
             sender.next_send = None
@@ -226,7 +227,7 @@ class Channel(ChannelQueues, Generic[T]):
                     raise
         if given.__class__ is Refused:
             raise given.error
-        if waiter.__class__ is Waiter and self.is_remote:
+        if self.generation < 0 and self.is_remote:  # as the generation of each proxy is
             given = self.open_item(given)
         return given  # type: ignore[no-any-return]
 
