@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from itertools import compress
 from operator import not_
@@ -337,6 +337,20 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not heed an interrupt is killed soon. For tests in which nothing else is
     interrupted."""
     monkeypatch.setattr("polycephaly.runtime.tuning.tuning.grace_seconds", 0.1)
+
+
+@pytest.fixture
+def later() -> Callable[[polycephaly.Pool, float], None]:
+    """Moves on the time of a pool that ends with the test: a time limit is over then, and not
+    because the machine stood still."""
+
+    def move(pool: polycephaly.Pool, seconds: float) -> None:
+        reactor = pool._dispatcher.reactor
+        now = reactor.timers.now
+        reactor.timers.now = lambda: now() + seconds
+        reactor.wake()
+
+    return move
 
 
 @pytest.fixture

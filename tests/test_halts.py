@@ -114,7 +114,10 @@ def test_a_limit_shorter_than_the_time_for_frames_has_them_too(reactor, alone):
     assert task.exception().__cause__ is not None
 
 
+@pytest.mark.guarantee("promise-4")
 def test_time_in_the_queue_does_not_count(reactor, alone):
+    """Also of one that would be sent ahead if it had no limit."""
+    known_to_be_short(alone)
     holding = run(alone)
     limited = give(alone.dispatcher, abs, -1, timeout=3.0)
     reactor.pass_(100)

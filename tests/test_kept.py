@@ -507,17 +507,19 @@ def test_a_value_that_cannot_be_computed_again_says_why(pool, tmp_path):
     assert isinstance(lost.value.__cause__, FileNotFoundError)
 
 
-def test_the_time_that_a_call_may_take_holds_when_it_is_computed_again_too(pool, tmp_path):
+def test_the_time_that_a_call_may_take_holds_when_it_is_computed_again_too(pool, tmp_path, later):
     ran, never = tmp_path / "ran", tmp_path / "never"
 
     def first_at_once():
         append(ran, "ran")
         return 1 if len(lines(ran)) == 1 else hold_until(never)
 
-    kept = pool.options(retries=1, timeout=3).promise(first_at_once, keep=True).value
+    kept = pool.options(retries=1, timeout=1000).promise(first_at_once, keep=True).value
     drone_of(pool, kept).kill()
     wait_for(lambda: kept.drone is None)
     asked = pool.promise(here, kept)
+    wait_for(lambda: len(lines(ran)) == 2)
+    later(pool, 1000)
     with pytest.raises(Lost, match=r"computing it again failed: TimeoutError") as lost:
         asked.result(30)
     assert isinstance(lost.value.__cause__, TimeoutError) and len(lines(ran)) == 2

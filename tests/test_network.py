@@ -936,7 +936,7 @@ def test_the_readers_refuse_every_other_shape(reader):
 
 def test_a_connection_that_nobody_has_any_more_is_closed(server, card):
     remote = poly.connect(card)
-    limited = remote.options(timeout=5)
+    limited = remote.options(timeout=1000)
     last = remote.promise(slow, 0.1)
     del remote
     gc.collect()

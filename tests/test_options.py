@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 from engines import local_only, on_each_engine, poly
-from faults import append, lines, wait_for
+from faults import append, hold_until, lines, wait_for
 from scripts import Script
 
 from polycephaly.pool.interfaces import TaskOptions
@@ -56,20 +56,6 @@ def test_the_error_of_a_time_limit_has_the_lines_at_which_it_struck(
         texts = (str(limited.promise(outer).exception().__cause__) for _ in range(100))
         text = next(text for text in texts if "time.sleep(1000)" in text)
     assert text.index(".outer\n") < text.index(".deep\n") < text.index("time.sleep(1000)")
-
-
-@pytest.mark.guarantee("promise-4")
-def test_time_in_the_queue_or_behind_other_work_does_not_count():
-    with poly.Pool(1) as pool:
-        for _ in range(100):
-            pool.doit(abs, 1)  # known to be short: sent ahead
-        before = [pool.promise(slow, 3.2), *[pool.promise(abs, 1) for _ in range(50)]]
-        limited = pool.options(timeout=3)
-        promises = [limited.promise(slow, 0.01) for _ in range(50)] + [
-            limited.promise(abs, -1) for _ in range(50)
-        ]
-        assert [p.value for p in promises] == [0.01] * 50 + [1] * 50
-        assert before[0].done()
 
 
 def test_a_pools_own_time_limit_can_be_made_longer_and_shorter():
@@ -169,14 +155,17 @@ def test_retries_of_one_promise(tmp_path):
         pool.options(retries=0).doit(die_once, str(tmp_path / "c"))
 
 
-def test_options_hold_for_each_call_of_a_map(tmp_path):
-    with poly.Pool(2) as pool:
-        assert (
-            list(pool.options(timeout=2).map(slow, [0.05] * 100)) == [0.05] * 100
-        )  # 2.5 s in each drone
-        results = pool.options(timeout=2).map(slow, [0.01, 100, 0.01])
-        assert next(results) == 0.01
-        with pytest.raises(TimeoutError, match="more than 2 s"):
+def test_options_hold_for_each_call_of_a_map(tmp_path, later):
+    with poly.Pool(1) as pool:
+        begun = str(tmp_path / "begun")
+        notes = [str(tmp_path / "a"), str(tmp_path / "b"), begun]
+        results = pool.options(timeout=1000).map(hold_until, ["/", "/", "/nowhere"], notes)
+        for _ in "12":
+            assert next(results) == "held"
+            later(pool, 600)  # the next call may run meanwhile
+        wait_for(lambda: lines(begun))
+        later(pool, 1000)
+        with pytest.raises(TimeoutError, match="more than 1000 s"):
             next(results)
         assert list(pool.options(retries=1).map(die_once, [str(tmp_path / "d")])) == [2]
 
