@@ -107,7 +107,7 @@ class PackedSlowly:
         return str, ("packed",)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> object:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> object:
     """Polls until `condition` holds; fails after `seconds`: long, as a machine that others use too
     may stand still."""
     end = time.monotonic() + seconds
@@ -120,7 +120,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> object:
 def wait_for_ends(pidfds: list[int]) -> None:
     """Waits for each of these processes, and closes its pidfd. A zombie counts as ended."""
     for pidfd in pidfds:
-        assert select.select([pidfd], [], [], 30.0)[0], "still running"
+        assert select.select([pidfd], [], [], 60.0)[0], "still running"
         os.close(pidfd)
 
 

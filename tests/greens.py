@@ -8,7 +8,7 @@ from polycephaly import green
 from polycephaly.green.scheduler import scheduler
 
 
-def run(main, *args, seconds=30.0):
+def run(main, *args, seconds=60.0):
     """`green.run`, with a guard: what hangs fails, and says who waits where. What is left at the
     end is cancelled."""
 

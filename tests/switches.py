@@ -38,7 +38,7 @@ import polycephaly
 from polycephaly.promises import promise
 from polycephaly.runtime.tuning import tuning
 
-PATIENCE = 30
+PATIENCE = 60
 """Seconds after which an operation that has not returned is taken to hang. Reached only where a
 test fails."""
 SELDOM = 0.1

@@ -38,7 +38,7 @@ class Terminal:
     def type(self, text):
         os.write(self.keys, text.encode())
 
-    def read_until(self, wanted, seconds=30.0):
+    def read_until(self, wanted, seconds=60.0):
         end = time.monotonic() + seconds
         while wanted not in self.said:
             assert time.monotonic() < end, f"{wanted!r} did not come, but {self.said!r}"

@@ -256,7 +256,7 @@ def test_async_for_waits_for_no_result_in_the_loop(kind):
 
     async def main(pool, pipe):
         seen = []
-        async for x in pool.map(read_one, [pipe[0]] * 6, timeout=20, **kind):
+        async for x in pool.map(read_one, [pipe[0]] * 6, timeout=60, **kind):
             seen.append(x)
             asyncio.get_running_loop().call_later(0.02, os.write, pipe[1], b"x")
         return seen

@@ -37,7 +37,7 @@ def test_a_call_that_is_one_too_many_waits_for_room(paths):
         thread.join(0.3)
         assert thread.is_alive() and not late
         open_gate(gate)
-        thread.join(10)
+        thread.join(60)
         assert [p.value for p in (holding, *queued, *late)] == ["held", 0, 1, 2, 9]
 
 
@@ -105,7 +105,7 @@ def test_a_drone_of_its_own_has_a_queue_of_its_own(paths):
         thread.join(0.2)
         assert not late
         open_gate(gate)
-        thread.join(10)
+        thread.join(60)
         assert [p.value for p in (*mine, *late)] == [0, 1, 9]
 
 
@@ -147,7 +147,7 @@ def test_who_waits_for_room_is_told_when_no_more_work_is_taken(how, paths):
     else:
         pool.shutdown(wait=False)
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert len(errors) == 3
     if how == "break":
         assert isinstance(queued.exception(), poly.DroneDied)

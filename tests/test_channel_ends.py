@@ -74,7 +74,7 @@ def test_an_end_goes_with_its_last_holder_in_whatever_order_the_reports_arrive(f
         ch, end = after_reports(merged(streams, order))
         assert end is None, order
         with pytest.raises(ChannelClosed) as closed:
-            ch.get(20)
+            ch.get(60)
         reason = "the last end that could send was in B, which was killed"
         assert str(closed.value.__cause__) == (reason if fate == "lost" else "None"), order
 

@@ -26,7 +26,7 @@ from faults import (
 )
 from scripts import Script
 
-SOON = 10.0  # seconds
+SOON = 60.0  # seconds
 STARTS = ("fork", "spawn")
 ERRORS = {"raise": Failed, "sys.exit": SystemExit}
 

@@ -206,7 +206,7 @@ def test_everywhere_while_drones_die_gives_promises_and_never_raises(pool):
                 os.kill(pid, signal.SIGKILL)
         for _ in range(20):
             for p in pool.everywhere(abs, -1):
-                assert p.exception(10) is None or isinstance(p.exception(), poly.DroneDied)
+                assert p.exception(60) is None or isinstance(p.exception(), poly.DroneDied)
 
 
 @pytest.mark.parametrize("round_", range(3))
@@ -228,7 +228,7 @@ def test_killed_in_random_places_work_is_rejected_or_done_once(round_, tmp_path)
             first = [d.pid for d in pool.drones] or first
         done, lost = set(), 0
         for i, p in enumerate(work):
-            error = p.exception(20)
+            error = p.exception(60)
             if error is None:
                 assert p.value == i
                 done.add(i)
@@ -256,7 +256,7 @@ def test_a_pool_that_breaks_on_death_rejects_all_and_takes_no_more(tmp_path):
         work = [pool.promise(hold_until, gate) for _ in range(4)]
         os.kill(pool.drones[0].pid, signal.SIGKILL)
         for p in work:
-            assert isinstance(p.exception(10), BrokenProcessPool)
+            assert isinstance(p.exception(60), BrokenProcessPool)
         with pytest.raises(BrokenExecutor):
             pool.submit(abs, 1)
 
@@ -294,7 +294,7 @@ def test_a_lone_drone_that_dies_before_it_is_ready_tells_its_own_death(killed, t
             drone.kill()
         else:
             asked.touch()
-        died = waiting.exception(20)
+        died = waiting.exception(60)
         assert type(died) is poly.DroneDied and died.exitcode == (
             -signal.SIGKILL if killed else told(3)
         )
@@ -304,7 +304,7 @@ def test_a_lone_drone_that_dies_before_it_is_ready_tells_its_own_death(killed, t
 
 @local_only
 def test_a_fresh_drone_for_one_promise_tells_its_death():
-    assert poly.promise(exit_hard, 9).exception(10).exitcode == 9
+    assert poly.promise(exit_hard, 9).exception(60).exitcode == 9
 
 
 @pytest.mark.guarantee("death-4")
@@ -338,7 +338,7 @@ def test_a_drone_stopped_and_then_killed_is_told_like_any_other():
         os.kill(victim.pid, signal.SIGSTOP)
         p = victim.promise(abs, -1)
         os.kill(victim.pid, signal.SIGKILL)
-        assert p.exception(10).exitcode == told(-signal.SIGKILL)
+        assert p.exception(60).exitcode == told(-signal.SIGKILL)
         assert pool.doit(abs, -1) == 1
 
 
@@ -347,7 +347,7 @@ def test_death_while_a_child_process_of_the_drone_holds_its_pipes(tmp_path):
     with poly.Pool(1, output="discard") as pool:
         pids = str(tmp_path / "pids")
         p = pool.promise(start_and_die, pids)
-        assert p.exception(10).exitcode == told(11)
+        assert p.exception(60).exitcode == told(11)
         child = int(lines(pids)[0])
         wait_for(lambda: not os.path.exists(f"/proc/{child}"))
 
@@ -369,9 +369,9 @@ def scribble_over_the_running_page():
 def test_garbage_that_a_dead_drone_left_in_its_page_harms_nobody():
     with poly.Pool(2, output="discard") as pool:
         assert isinstance(
-            pool.promise(scribble_over_the_running_page).exception(10), poly.DroneDied
+            pool.promise(scribble_over_the_running_page).exception(60), poly.DroneDied
         )
-        assert [p.result(10) for p in [pool.promise(abs, -i) for i in range(100)]] == list(
+        assert [p.result(60) for p in [pool.promise(abs, -i) for i in range(100)]] == list(
             range(100)
         )
 
@@ -406,11 +406,11 @@ def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_co
 
     with poly.Pool(1, output="discard") as pool:
         list(pool.map(number, [0] * 1000))  # known as short, so many go together
-        pool.promise(lose_large_messages).result(10)
+        pool.promise(lose_large_messages).result(60)
         *done, large, small, last = [pool.promise(number, i) for i in [0] * 300 + [1, 2, 3]]
-        assert {p.exception(10) for p in done} == {None} and small.result(10) == 2
-        assert isinstance(large.exception(10), poly.DroneDied) and isinstance(
-            last.exception(10), poly.DroneDied
+        assert {p.exception(60) for p in done} == {None} and small.result(60) == 2
+        assert isinstance(large.exception(60), poly.DroneDied) and isinstance(
+            last.exception(60), poly.DroneDied
         )
 
 
@@ -424,7 +424,7 @@ def test_waits_in_threads_while_pools_are_killed_always_end():
 
     def wait_on(promise):
         try:
-            promise.result(20)
+            promise.result(60)
         except (poly.DroneDied, CancelledError):
             pass
         except BaseException as error:
@@ -442,7 +442,7 @@ def test_waits_in_threads_while_pools_are_killed_always_end():
         for each in waiters[2:]:
             each.start()
         for each in waiters:
-            each.join(25)
+            each.join(60)
             assert not each.is_alive()
         pool.shutdown()
     assert not wrong

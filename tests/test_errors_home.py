@@ -587,5 +587,5 @@ def test_a_cause_that_several_errors_have_is_sent_once():
 
 
 def test_the_error_of_a_c_function_shows_nothing_of_the_package(pool):
-    error = pool.promise(int, "x").exception(20)
+    error = pool.promise(int, "x").exception(60)
     assert "ValueError" in remote_traceback(error) and "polycephaly" not in remote_traceback(error)

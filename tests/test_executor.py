@@ -29,10 +29,10 @@ def test_it_is_one():
 def test_wait_and_as_completed_work_on_its_futures():
     with poly.Pool(2) as pool:
         futures = [pool.submit(abs, -i) for i in range(100)]
-        done, not_done = concurrent.futures.wait(futures, timeout=20)
+        done, not_done = concurrent.futures.wait(futures, timeout=60)
         assert len(done) == 100 and not not_done
         futures = {pool.submit(abs, -i): i for i in range(100)}
-        assert {futures[f] for f in concurrent.futures.as_completed(futures, timeout=20)} == set(
+        assert {futures[f] for f in concurrent.futures.as_completed(futures, timeout=60)} == set(
             range(100)
         )
 
@@ -83,7 +83,7 @@ def test_shutdown_without_wait_returns_and_the_work_is_done(tmp_path):
     pool.shutdown(wait=False)
     assert not work[0].done()
     append(gate, "open")
-    assert [p.result(10) for p in work] == ["held"] * 3
+    assert [p.result(60) for p in work] == ["held"] * 3
     pool.shutdown()
 
 
@@ -95,9 +95,9 @@ def test_shutdown_with_cancel_futures_cancels_what_no_drone_has_begun(tmp_path):
     pool.shutdown(wait=False, cancel_futures=True)
     for p in work[1:]:
         with pytest.raises(CancelledError):
-            p.result(10)
+            p.result(60)
     append(gate, "open")
-    assert work[0].result(10) == "held"
+    assert work[0].result(60) == "held"
     pool.shutdown()
     assert len(lines(started)) == 1
 
@@ -135,7 +135,7 @@ def test_submitting_while_another_thread_shuts_down_settles_or_refuses_every_cal
         pool.shutdown()
         thread.join()
         for i, p in work:
-            error = p.exception(10)
+            error = p.exception(60)
             assert p.value == i if error is None else isinstance(error, RuntimeError)
 
 
@@ -163,8 +163,8 @@ def test_work_may_submit_to_a_pool_from_a_callback():
         pool.promise(abs, -1).add_done_callback(
             lambda p: pool.promise(abs, -5).add_done_callback(over.set_result)
         )
-        assert over.result(10).value == 5
-        assert pool.promise(abs, -2).then(lambda v: pool.promise(pow, v, 3)).result(10) == 8
+        assert over.result(60).value == 5
+        assert pool.promise(abs, -2).then(lambda v: pool.promise(pow, v, 3)).result(60) == 8
 
 
 def test_spans_tell_the_life_of_work_in_order():
@@ -240,7 +240,7 @@ def test_a_shutdown_in_a_callback_is_an_error_there_and_the_work_is_done(tmp_pat
     work = [pool.promise(hold_until, gate) for _ in range(10)]
     pool.promise(abs, 1).add_done_callback(shut)
     append(gate, "open")
-    assert [p.exception(10) for p in work] == [None] * 10
+    assert [p.exception(60) for p in work] == [None] * 10
     pool.shutdown()
     assert len(errors) == 1
 

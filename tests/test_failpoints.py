@@ -18,7 +18,7 @@ import polycephaly as poly
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nobody_is_killed_for_being_slow")]
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 OURS = [point for point in POINTS if point.startswith("controller")]
 THEIRS = [point for point in POINTS if point not in OURS]
 LARGE = 300_000

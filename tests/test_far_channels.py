@@ -1124,7 +1124,7 @@ def items_and_error(ch):
     seen = []
     try:
         while True:
-            seen.append(ch.get(20))
+            seen.append(ch.get(60))
     except Exception as error:
         return [*seen, causes(error)]
 
@@ -1145,7 +1145,7 @@ def give_by(way):
 
 
 def keep_from(way):
-    AT_HAND["end"] = way.get(20)
+    AT_HAND["end"] = way.get(60)
 
 
 def put_here(item):
@@ -1157,7 +1157,7 @@ def close_here():
 
 
 def first_of(ch):
-    return ch.get(20)
+    return ch.get(60)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -1170,7 +1170,7 @@ def test_an_end_goes_with_the_last_who_had_it_whatever_its_way(seed):
 
     with poly.Pool(3, output="discard") as pool:
         for round_ in range(4):
-            wait_for(lambda: len(pool.drones) == 3, 20)
+            wait_for(lambda: len(pool.drones) == 3)
             drones = pool.drones
             home = luck.choice([None, 0])
             ch = at(home, Channel, 4)
@@ -1187,7 +1187,7 @@ def test_an_end_goes_with_the_last_who_had_it_whatever_its_way(seed):
                     way = Channel()
                     given = drones[before].promise(give_by, way)
                     at(place, keep_from, way)
-                    given.result(20)
+                    given.result(60)
             at(place, put_here, 1)
             assert at(home, first_of, ch) == 1
             victim = luck.choice([each for each in (0, 1, 2) if each != home])
@@ -1234,9 +1234,9 @@ def test_an_end_that_was_handed_on_is_not_lost_since_the_machine_stood_still():
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.3)
             os.kill(after.pid, signal.SIGCONT)
-            kept.result(20)
+            kept.result(60)
             after.doit(put_here, 2)
-            print(ch.get(20), flush=True)
+            print(ch.get(60), flush=True)
     """) as script:
         assert script.read_line() == "stopped"
         script.stand_still(2.2)
@@ -1268,7 +1268,7 @@ def test_how_an_image_ended_is_told_though_the_machine_stood_still_meanwhile():
             print(zygote, flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
             try:
-                ch.get(20)
+                ch.get(60)
             except ChannelClosed as error:
                 while error.__cause__ is not None:
                     error = error.__cause__
@@ -1370,11 +1370,11 @@ def test_a_closed_channel_tells_though_the_last_pool_went_with_who_had_places_in
         ch = Channel(8)
         with poly.Pool(1, output="discard") as pool:
             pool.promise(put_and_spin, ch)
-            assert ch.get(20) == 1
+            assert ch.get(60) == 1
             pool._dispatcher.kill()
         ch.close()
         with pytest.raises(ChannelClosed):
-            ch.get(20)
+            ch.get(60)
 
 
 def test_two_to_whom_an_end_was_given_hold_it_both(pool, tmp_path):
@@ -1390,14 +1390,14 @@ def test_two_to_whom_an_end_was_given_hold_it_both(pool, tmp_path):
         drone.promise(put, end, k, gate)
         for k, (drone, gate) in enumerate(zip(pool.drones, gates, strict=False))
     ]
-    assert {ch.get(10), ch.get(10)} == {0, 1}
+    assert {ch.get(60), ch.get(60)} == {0, 1}
     append(gates[0], "")
-    assert isinstance(died[0].exception(10), poly.DroneDied)
+    assert isinstance(died[0].exception(60), poly.DroneDied)
     with pytest.raises(TimeoutError):
         ch.get(0.05)
     append(gates[1], "")
     with pytest.raises(ChannelClosed, match=r"exit status 3|was closed"):
-        ch.get(10)
+        ch.get(60)
 
 
 stored = []
@@ -1487,7 +1487,7 @@ def test_a_sender_is_told_that_the_call_of_the_receiver_has_ended(pool):
     ch = Channel()
     first = pool.promise(lambda end: end.get(), ch.receiver())
     ch.put("an item")
-    assert first.result(20) == "an item"
+    assert first.result(60) == "an item"
     with pytest.raises(ChannelClosed):
         while True:
             ch.put("another")
@@ -1535,7 +1535,7 @@ def test_an_end_that_came_twice_is_let_go_with_the_last_reference(pool):
     drone = pool.drones[0]
     end = ch.sender()
     drone.doit(store, end)
-    assert drone.promise(put_three, end) and [ch.get(20) for _ in range(3)] == [0, 1, 2]
+    assert drone.promise(put_three, end) and [ch.get(60) for _ in range(3)] == [0, 1, 2]
     drone.promise(put_three, behind.sender())
     assert list(behind) == [0, 1, 2] and not ch.closed
     drone.doit(forget_all)
@@ -1560,10 +1560,10 @@ def test_an_end_that_a_call_has_handed_on_is_its_next_holders(pool):
     one, other, _ = pool.drones
     back = one.doit(lambda end: end, ch.sender())  # comes home
     again = other.promise(lambda end: (end.put("an item"), end)[1], back)
-    assert ch.get(20) == "an item"
-    held = again.result(20)
+    assert ch.get(60) == "an item"
+    held = again.result(60)
     green.spawn(held.send, "from home")
-    assert ch.get(20) == "from home" and not ch.closed
+    assert ch.get(60) == "from home" and not ch.closed
     held.close()
     assert list(ch) == []
 
@@ -1590,7 +1590,7 @@ def test_an_end_that_a_call_could_not_hand_on_is_let_go_with_it(pool, way):
     call = pool.promise(hand_on_beside_a_generator, ch.sender(), other)
     assert "generator" in str(call.exception())
     with pytest.raises(ChannelClosed):
-        ch.get(20)
+        ch.get(60)
 
 
 def put_in_vain(end, other):
@@ -1682,14 +1682,14 @@ import os
 pid = os.fork()
 if not pid:
     try:
-        os._exit(kept.get(20) != ["an item"])
+        os._exit(kept.get(60) != ["an item"])
     finally:
         os._exit(2)
 os.waitpid(pid, 0)[1]
 """)
         == 0
     )
-    assert ch.get(20) == ["an item"]  # the original still has it
+    assert ch.get(60) == ["an item"]  # the original still has it
 
 
 def os_exit_with(end):
@@ -1702,14 +1702,14 @@ def test_a_channel_that_comes_home_after_its_end_still_tells_why(pool, capacity)
     home, one, other = pool.drones
     ch = made_in(home, capacity)
     died = one.promise(os_exit_with, home.doit(ch.sender))
-    assert isinstance(died.exception(10), poly.DroneDied)
+    assert isinstance(died.exception(60), poly.DroneDied)
     assert (
         "exit status 3" in items_and_error(ch)[-1]
     )  # now it is closed, and its home has forgotten it
     for place in (home, other):
         for _ in range(2):
             assert "exit status 3" in place.doit(items_and_error, ch)[-1]
-            assert "exit status 3" in causes(place.promise(ch.put, 1).exception(10))
+            assert "exit status 3" in causes(place.promise(ch.put, 1).exception(60))
     assert home.doit(lambda: ch.closed)
 
 
@@ -1728,7 +1728,7 @@ def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(captured,
     for _ in range(20):  # it may die before it has said that it has the end, or after
         ch, died = call(pool, lambda end: os._exit(3))
         assert "DroneDied" in items_and_error(ch)[-1] and isinstance(
-            died.exception(10), poly.DroneDied
+            died.exception(60), poly.DroneDied
         )
     wait_for(lambda: len(pool.drones) == 3)
     home = pool.drones[2]
@@ -1741,13 +1741,13 @@ def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(captured,
             one.promise(partial(os_exit_with, end)) if captured else one.promise(os_exit_with, end)
         )
         assert "exit status 3" in home.doit(items_and_error, ch)[-1] and isinstance(
-            died.exception(10), poly.DroneDied
+            died.exception(60), poly.DroneDied
         )
     unborn = poly.Promise()
     ch, rejected = call(pool, lambda end, value: value, unborn)
     unborn.set_exception(KeyError("of its input"))
     assert "of its input" in items_and_error(ch)[-1] and isinstance(
-        rejected.exception(10), KeyError
+        rejected.exception(60), KeyError
     )
     ch, cancelled = call(pool, lambda end, value: value, poly.Promise())
     cancelled.cancel()
@@ -1758,7 +1758,7 @@ def test_a_call_that_comes_to_nothing_takes_the_ends_that_went_with_it(captured,
         end.close()
 
     ch, fine = call(pool, put_and_close)
-    assert list(ch) == [1] and fine.result(10) is None
+    assert list(ch) == [1] and fine.result(60) is None
 
 
 def hand_on_and_die(end, to):
@@ -1836,7 +1836,7 @@ def test_an_end_that_goes_with_many_calls_is_counted_once_for_each_drone(pool):
     wait_for(lambda: len(counted.holders) == 1)
     drone.kill()
     with pytest.raises(ChannelClosed):
-        ch.get(20)
+        ch.get(60)
 
 
 def short_or_not(end, free=None):
@@ -1869,7 +1869,7 @@ def test_a_call_that_its_drone_has_and_has_not_begun_takes_its_ends_when_it_is_c
             assert items_and_error(kept)[-1].startswith("ChannelClosed")
         else:
             (tmp_path / "free").touch()
-            assert calls[0].result(10) == 1 and held.result(10) == "held"
+            assert calls[0].result(60) == 1 and held.result(60) == "held"
             with pytest.raises(TimeoutError):
                 kept.get(0.3)
             assert not kept.closed
@@ -1891,11 +1891,11 @@ def store_and_fail(end):
 def test_an_end_that_a_call_has_stored_stays_though_the_call_comes_to_nothing(pool, work):
     ch, drone = Channel(), pool.drones[0]
     begun = drone.promise(work, ch.sender())
-    assert ch.get(20) == "began"
+    assert ch.get(60) == "began"
     if work is store_and_sleep:
         assert begun.cancel()
     else:
-        assert isinstance(begun.exception(20), KeyError)
+        assert isinstance(begun.exception(60), KeyError)
     with pytest.raises(TimeoutError):
         ch.get(3 * tuning.next_holder_seconds)
     drone.doit(forget_all)
@@ -1955,9 +1955,9 @@ def test_a_call_that_comes_to_nothing_harms_no_end_that_is_somewhere_else(pool):
     end = ch.sender()
     unborn = poly.Promise()
     rejected = pool.promise(lambda end, value: value, end, unborn)
-    assert pool.promise(lambda end: store(end) or end.put(1), end) and ch.get(10) == 1
+    assert pool.promise(lambda end: store(end) or end.put(1), end) and ch.get(60) == 1
     unborn.set_exception(KeyError("of its input"))
-    assert isinstance(rejected.exception(10), KeyError)
+    assert isinstance(rejected.exception(60), KeyError)
     with pytest.raises(TimeoutError):
         ch.get(0.05)
     end.close()
@@ -1971,12 +1971,12 @@ def test_who_is_given_a_channel_that_a_death_has_closed_is_told_the_cause_too(po
 
     ch = Channel()
     dead = pool.promise(put_and_die, ch.sender())
-    assert ch.get(10) == 1 and isinstance(dead.exception(10), poly.DroneDied)
+    assert ch.get(60) == 1 and isinstance(dead.exception(60), poly.DroneDied)
     with pytest.raises(ChannelClosed, match=r"was killed by SIGKILL|was closed"):
         for _ in ch:
             raise AssertionError("something came")
     for _ in range(2):
-        told = pool.promise(receive_all, ch).exception(10)
+        told = pool.promise(receive_all, ch).exception(60)
         assert isinstance(told, ChannelClosed) and "DroneDied" in causes(told)
 
 
@@ -1999,7 +1999,7 @@ def test_who_sends_again_is_told_the_cause_again(pool):
     for capacity in (0, 4):
         ch = Channel(capacity)
         pool.promise(take_and_die, ch.receiver())
-        assert all("exit status 3" in each for each in pool.promise(put_until_told, ch).result(20))
+        assert all("exit status 3" in each for each in pool.promise(put_until_told, ch).result(60))
 
 
 def causes(error):
@@ -2015,7 +2015,7 @@ def test_plain_code_iterates_over_a_channel_and_its_end(pool):
     for capacity in (0, 4):
         ch = Channel(capacity)
         sent = pool.promise(send_all, ch, range(10), close=True)
-        assert list(ch) == list(range(10)) and sent.result(10) == 10
+        assert list(ch) == list(range(10)) and sent.result(60) == 10
         ch = Channel(capacity)
         pool.promise(send_all, ch, range(10), close=True)
         with ch.receiver() as end:
@@ -2042,10 +2042,10 @@ def test_an_item_whose_opening_exits_ends_nobody_and_is_heard_once():
         got = []
         while len(got) < 4:
             try:
-                got.append(ch.get(10))
+                got.append(ch.get(60))
             except RuntimeError as error:
                 got.append(error.__cause__.code)
-        assert got == [1, 3, 2, 3] and put.result(10) is None
+        assert got == [1, 3, 2, 3] and put.result(60) is None
 
 
 def test_senders_are_told_that_no_receiver_is_left(pool):
@@ -2408,7 +2408,7 @@ def test_an_item_whose_pickling_ends_its_image_ends_nobody(pool):
         ch.put(Ends(), 20)
     ch.put("another", 20)
     ch.close()
-    assert told.result(20)[0] == "another"
+    assert told.result(60)[0] == "another"
 
 
 def test_the_handle_of_what_a_drone_keeps_does_not_go_through_a_channel(pool):
@@ -2648,7 +2648,7 @@ def test_a_channel_from_the_snapshot_works_in_each_pool_that_there_is():
     for number in range(3):
         with poly.Pool(1, output="discard") as pool:
             put = pool.promise(lambda n: INHERITED_ALWAYS.put(n), number)
-            assert INHERITED_ALWAYS.get(10) == number and put.result(10) is None
+            assert INHERITED_ALWAYS.get(60) == number and put.result(60) is None
 
 
 INHERITED_ALWAYS = Channel(4)
@@ -2668,7 +2668,7 @@ def test_a_channel_from_the_snapshot_is_found_though_it_was_frozen():
             gc.freeze()  # as the documentation of `gc` advises before a fork
             with poly.Pool(1) as pool:
                 done = pool.promise(put)
-                assert ch.get(10) == 1 and done.result(10) is None
+                assert ch.get(60) == 1 and done.result(60) is None
     """)
 
 
@@ -2693,9 +2693,9 @@ def test_a_step_that_goes_on_for_long_keeps_nothing_back(pool, tmp_path, capacit
         computing = pool.drones[0].promise(send_and_compute, ch, own)
         receiver = pool.drones[2].promise(receive_n, own, 3)
         ch.put("x", 10)
-        assert receiver.result(10) == [0, 1, 2]
+        assert receiver.result(60) == [0, 1, 2]
         append(gate, "")
-        assert computing.result(10)
+        assert computing.result(60)
 
 
 def test_an_end_that_has_come_home_outlives_the_drone_where_it_was(pool):

@@ -139,7 +139,7 @@ def test_a_served_pool_runs_graphs_too(tmp_path):
     card = tmp_path / "card.json"
     with poly.Pool(2) as pool, poly.serve(pool, file=card), poly.connect(card):
         assert total([local(1), local(2), local(local(3))]).value == 6
-        error = add(local_failure()).exception(10)
+        error = add(local_failure()).exception(60)
         assert isinstance(error, ZeroDivisionError)
 
 
@@ -511,9 +511,9 @@ def test_what_then_gives_may_not_wait_for_what_then_gave():
     with poly.Pool(1):
         itself = late.then(lambda _: add(itself))
         late.set_result(1)
-        error = itself.exception(10)
+        error = itself.exception(60)
         assert isinstance(error, poly.Deadlock) and "add #" in str(error)
-        assert isinstance(add(itself).exception(10), poly.Deadlock)
+        assert isinstance(add(itself).exception(60), poly.Deadlock)
 
 
 def test_a_long_circle_is_named_shortly():
@@ -564,7 +564,7 @@ def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
         )
         assert len(visited) == len(seen) == 301
         first.cancel()
-        assert isinstance(last.exception(10), CancelledError)
+        assert isinstance(last.exception(60), CancelledError)
 
 
 def test_a_node_that_has_an_end_of_a_channel_is_cancelled_with_what_it_led_to():

@@ -249,6 +249,6 @@ def test_a_value_that_cannot_be_opened_here_is_an_error_for_whoever_asks():
         asked.append(pool.promise(abs, -1).then(lambda _: made))
         for each in asked:
             with pytest.raises(ValueError, match="not here"):
-                each.result(10)
+                each.result(60)
         with pytest.raises(ValueError, match="not here"):
             asyncio.run(asyncio.wait_for(wait_for_one(), 10))

@@ -119,7 +119,7 @@ def test_a_multiprocessing_child_can_have_drones_and_harms_none(method):
         mine, its = context.Pipe()
         child = context.Process(target=in_child, args=[its])
         child.start()
-        assert mine.poll(20) and mine.recv() == 7
+        assert mine.poll(60) and mine.recv() == 7
         child.join()
         assert child.exitcode == 0
         child.close()
@@ -261,7 +261,7 @@ def test_a_pool_or_a_promise_that_crossed_a_fork_says_so(tmp_path):
             cured = []
             def use():
                 told = []
-                for call in (lambda: pool.doit("1"), lambda: p.result(5)):
+                for call in (lambda: pool.doit("1"), lambda: p.result(60)):
                     try:
                         call()
                     except RuntimeError as error:

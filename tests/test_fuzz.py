@@ -46,7 +46,7 @@ from polycephaly.wire.messages import (
     pack_outcomes,
 )  # fmt: skip
 
-SOON = 10.0  # seconds
+SOON = 60.0  # seconds
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(1 << 31)))
 
 

@@ -84,7 +84,7 @@ def work_from_a_callback(make, _):
         first.add_done_callback(
             lambda f: executor.submit(pow, f.result() + 1, 3).add_done_callback(seen.set_result)
         )
-        return seen.result(10).result()
+        return seen.result(60).result()
 
 
 def map_and_its_options(make, folder):
@@ -166,7 +166,7 @@ def shutdown_that_cancels(make, folder):
     append(gate, "open")
     wait_for(rest[-1].cancelled)  # the library never tells of those it has cancelled
     executor.shutdown()
-    return first.result(10), rest[-1].cancelled(), error_of(executor.submit, abs, 1)
+    return first.result(60), rest[-1].cancelled(), error_of(executor.submit, abs, 1)
 
 
 def a_block_in_a_block(make, _):
@@ -184,7 +184,7 @@ def a_killed_process_breaks_it(make, folder):
         wait_for(lambda: lines(started))
         os.kill(next(iter(executor._processes)), signal.SIGKILL)
         broken = futures.process.BrokenProcessPool
-        seen = [isinstance(each.exception(10), broken) for each in [running, *waiting]]
+        seen = [isinstance(each.exception(60), broken) for each in [running, *waiting]]
         return seen, error_of(executor.submit, abs, -1) is not None, _refuses(executor, broken)
 
 
@@ -251,8 +251,8 @@ def what_only_a_start_hands_over(make, _):
         return [
             *seen,
             value.value,
-            queue.get(timeout=10),
-            sorted(queue.get(timeout=10) for _ in range(10)),
+            queue.get(timeout=60),
+            sorted(queue.get(timeout=60) for _ in range(10)),
         ]
     finally:
         queue.close()
@@ -263,7 +263,7 @@ def a_failing_initializer_breaks_it(make, _):
     broken = futures.process.BrokenProcessPool
     with make(1, initializer=divmod, initargs=(1, 0)) as executor:
         try:
-            return isinstance(executor.submit(abs, -1).exception(10), broken)
+            return isinstance(executor.submit(abs, -1).exception(60), broken)
         except broken:  # it was known by then
             return True
 
@@ -444,6 +444,6 @@ def test_a_drone_has_its_name_in_multiprocessing_and_sends_what_is_in_its_queues
     queue = queue_in_use()
     with poly.Drone(name="scout", initializer=set_up, initargs=(None, queue, None)) as drone:
         assert drone.doit(put_in_what_was_inherited) == ("scout", [])
-    assert [queue.get(timeout=10) for _ in range(2)] == ["in use", "from a drone"]
+    assert [queue.get(timeout=60) for _ in range(2)] == ["in use", "from a drone"]
     queue.close()
     queue.join_thread()

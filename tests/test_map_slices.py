@@ -37,7 +37,7 @@ from polycephaly.wire.slices import ENDED, ITEMS, pack_answers, pack_calls, spli
 
 pytestmark = pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 SOAKS = int(os.environ.get("POLYCEPHALY_SOAKS", "3"))
 
 
@@ -787,7 +787,7 @@ def test_those_after_a_long_call_are_run_before_it_ends_and_given_in_order(pool,
     source = Counting(range(5000))
     results = pool.map(known, source, timeout=PATIENCE)
     assert [next(results) for _ in range(100)] == list(range(100))
-    wait_for(lambda: len(ran(paths[0])) == source.taken > 110, PATIENCE)
+    wait_for(lambda: len(ran(paths[0])) == source.taken > 110)
     append(paths[1], "open")
     assert list(results) == list(range(100, 5000))
     assert ran(paths[0]) == Counter(range(5000))
@@ -1119,7 +1119,7 @@ def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(pool, paths)
     pids = {d.pid for d in pool.drones}
     results = pool.map(known, range(3000), timeout=PATIENCE)
     assert [next(results) for _ in range(300)] == list(range(300))
-    wait_for(lambda: lines(paths[2]), PATIENCE)
+    wait_for(lambda: lines(paths[2]))
     results.close()
     assert_nothing_goes_on(pool, paths[0])
     assert {d.pid for d in pool.drones} == pids
@@ -1209,7 +1209,7 @@ def test_a_pool_whose_block_fails_cancels_its_maps(paths):
         make_known_as_short(pool, known)
         results = pool.map(known, range(3000), timeout=PATIENCE)
         assert [next(results) for _ in range(300)] == list(range(300))
-        wait_for(lambda: lines(paths[2]), PATIENCE)
+        wait_for(lambda: lines(paths[2]))
         1 / 0  # noqa: B018
     with pytest.raises((CancelledError, RuntimeError)):
         list(results)
@@ -1369,7 +1369,7 @@ def test_who_does_not_consume_keeps_large_results_from_being_made(pool, paths, o
         assert next(results).nbytes == 1 << 20
     taken = source.taken
     assert taken < 60 + 64 + 64
-    wait_for(lambda: len(lines(paths[0])) == taken, PATIENCE)
+    wait_for(lambda: len(lines(paths[0])) == taken)
     for p in [pool.promise(abs, -1) for _ in range(500)]:
         p.result(PATIENCE)
     assert source.taken == taken == len(lines(paths[0]))
@@ -1459,7 +1459,7 @@ def test_calls_that_are_cancelled_in_the_queue_never_run_and_the_others_do(paths
         for p in [pool.promise(known, -1) for _ in range(500)]:
             p.result(PATIENCE)
         holder = pool.promise(hold_until, paths[1], paths[2])
-        wait_for(lambda: lines(paths[2]), PATIENCE)
+        wait_for(lambda: lines(paths[2]))
         made = [pool.promise(known, i) for i in range(3000)]
         gone = set(dice.sample(range(3000), 1000))
         assert all(made[i].cancel() for i in gone)
@@ -1514,7 +1514,7 @@ def test_submitting_threads_get_each_its_own_and_callbacks_are_called_once(pool)
     for each in threads:
         each.join(2 * PATIENCE)
         assert not each.is_alive()
-    wait_for(lambda: len(called) == 6000, PATIENCE)
+    wait_for(lambda: len(called) == 6000)
     assert not wrong and set(called.values()) == {1} and len(kept) == 6000
 
 

@@ -35,7 +35,7 @@ from polycephaly.wire.messages import CALL, DEFINE_CALLABLE
 
 np = pytest.importorskip("numpy")
 
-SOON = 10.0
+SOON = 60.0
 
 
 @pytest.fixture

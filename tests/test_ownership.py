@@ -70,7 +70,7 @@ def test_what_ended_with_its_owner_says_with_whom_and_names_the_cure(owner):
         r"\(use Drone\(detached=True\) or a Pool to outlive the owner\)"
     )
     with pytest.raises(poly.DroneDied, match=said):
-        promise.result(20)
+        promise.result(60)
     with pytest.raises(RuntimeError, match=said):
         drone.promise(abs, 1)
 
@@ -166,7 +166,7 @@ def test_a_pool_without_references_finishes_its_work_and_ends():
     work = [pool.promise(abs, -i) for i in range(100)]
     del pool
     gc.collect()
-    assert [p.result(10) for p in work] == list(range(100))
+    assert [p.result(60) for p in work] == list(range(100))
     for pid in pids:
         wait_for(gone(pid))
 
@@ -197,7 +197,7 @@ def test_a_settled_promise_does_not_keep_the_pool_alive():
 @local_only
 def test_a_fresh_drone_for_one_promise_ends_with_its_work():
     p = poly.promise(os.getpid)
-    wait_for(gone(p.result(10)))
+    wait_for(gone(p.result(60)))
 
 
 @local_only
@@ -298,7 +298,7 @@ def test_a_pool_dropped_inside_its_own_callback_ends():
             del pool
             over.set()
         pool.promise(abs, -1).add_done_callback(drop)
-        assert over.wait(10)
+        assert over.wait(60)
         print("over")
     """)
     assert done.stdout == "over\n", done.stderr

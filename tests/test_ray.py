@@ -398,7 +398,7 @@ def test_nothing_is_left_of_a_controller_that_ends(how):
         pids = [int(pid) for pid in script.read_line().split()]
         assert len(pids) == 5
         script.wait()
-        wait_for(lambda: all(map(gone, pids)), 10)
+        wait_for(lambda: all(map(gone, pids)))
 
 
 @on_ray

@@ -25,7 +25,7 @@ from polycephaly.server.session import ClientFunction
 from polycephaly.wire.messages import CALL, DEFINE_CODE, VALUE
 from polycephaly.wire.output import Line
 
-SOON = 30.0
+SOON = 60.0
 
 
 @pytest.fixture

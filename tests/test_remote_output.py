@@ -10,7 +10,7 @@ import polycephaly as poly
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server.join import join
 
-SOON = 30.0
+SOON = 60.0
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from polycephaly.pool.dispatcher import MAX_UNSWEPT_TASKS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server.server import _process_name
 
-SOON = 30.0
+SOON = 60.0
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from polycephaly.server.join import join
 
 np = pytest.importorskip("numpy")
 
-SOON = 30.0
+SOON = 60.0
 
 
 @pytest.fixture

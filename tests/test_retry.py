@@ -624,7 +624,7 @@ def test_a_client_that_closes_waits_for_the_repetition_or_cancels_it(tmp_path):
         with poly.connect(card) as remote:
             retried = remote.options(retries=poly.Retry(2, delay=0.1))
             waited_for = retried.promise(fail_until, str(tmp_path / "a"), 3)
-        assert waited_for.result(20) == (3,)
+        assert waited_for.result(60) == (3,)
         with poly.connect(card) as remote:
             late = remote.options(retries=poly.Retry(2, delay=1000))
             cancelled, left = (late.promise(fail_until, str(tmp_path / n), 9) for n in "bc")

@@ -31,7 +31,6 @@ from polycephaly.memory import blocks as store_module
 from polycephaly.pool.interfaces import State
 
 MARK = 64 * 1024  # from here on a buffer goes through shared memory
-LONG = 30.0  # seconds: what takes longer does not come
 
 
 CHARACTERS = "w" if sys.version_info >= (3, 13) else "u"
@@ -350,7 +349,7 @@ def used(pool):
 
 def nothing_is_used(pool):
     gc.collect()
-    wait_for(lambda: used(pool) == 0, LONG)
+    wait_for(lambda: used(pool) == 0)
 
 
 # -- equal to what was sent ------------------------------------------------------------------------
@@ -698,7 +697,7 @@ def test_what_is_written_after_the_call_is_not_in_it(tmp_path):
         a[:] = 2
         raw[:] = b"2" * 300_000
         append(gate, "open")
-        one, two, three, four = (each.result(LONG) for each in waiting)
+        one, two, three, four = (each.result(60) for each in waiting)
         assert is_full(one, 1) and is_full(three[0], 1) and is_full(four["k"][0], 1)
         assert two == four["k"][1] == b"1" * 300_000
         assert blocking.value == "held"
@@ -787,7 +786,7 @@ def test_a_drone_that_keeps_an_argument_keeps_its_memory_and_no_more(impatient):
         pool.doit(keep, "part", full(2, 1_000_000)[:9000].copy())
         for _ in range(5):
             pool.doit(echo, full(3, 1_000_000))
-        wait_for(lambda: used(pool) <= a.nbytes + 80_000, LONG)
+        wait_for(lambda: used(pool) <= a.nbytes + 80_000)
         assert used(pool) >= a.nbytes
         assert pool.doit(kept_is_full, "a", 1) and pool.doit(kept_is_full, "part", 2)
         pool.doit(drop_kept)
@@ -822,9 +821,7 @@ def test_any_view_of_a_view_keeps_it(kind):
             assert is_full(list(view) if kind == "iterator" else view, i)
         del view, views
         gc.collect()
-        wait_for(
-            lambda: not any(handle.ref_table.returned for handle in pool._dispatcher.handles), LONG
-        )
+        wait_for(lambda: not any(handle.ref_table.returned for handle in pool._dispatcher.handles))
         assert not live_keeps(pool)
 
 
@@ -916,7 +913,7 @@ def test_an_array_outlives_a_pool_that_is_broken_off():
 
 
 def gone_with(pid):
-    wait_for(lambda: not os.path.exists(f"/proc/{pid}"), LONG)
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
 
 
 @pytest.mark.guarantee("work-14")
@@ -930,17 +927,17 @@ def test_an_array_outlives_the_drone_that_made_it_and_its_successor(impatient, p
             os.kill(pid, signal.SIGKILL)
         else:
             drone.kill()
-        wait_for(lambda drone=drone: not drone.alive and len(pool.drones) == 2, LONG)
+        wait_for(lambda drone=drone: not drone.alive and len(pool.drones) == 2)
     for _ in range(20):
         pool.doit(full, 100)
     for i, got in enumerate(results):
         assert is_full(got, i)
-    wait_for(lambda: used(pool) <= 4 * 204_800, LONG)
+    wait_for(lambda: used(pool) <= 4 * 204_800)
     assert used(pool) >= 4 * 200_000
     del got
     while results:
         results.pop()
-        wait_for(lambda: used(pool) <= len(results) * 204_800, LONG)
+        wait_for(lambda: used(pool) <= len(results) * 204_800)
         for i, got in enumerate(results):
             assert is_full(got, i)
         got = None
@@ -966,7 +963,7 @@ def test_arguments_of_a_drone_that_dies_are_free_and_those_of_others_not(impatie
     one.doit(keep, "a", full(2))
     error = one.promise(lambda a: kill_myself(), full(3)).exception()
     assert isinstance(error, poly.DroneDied)
-    wait_for(lambda: 0 < used(pool) <= 204_800, LONG)
+    wait_for(lambda: 0 < used(pool) <= 204_800)
     for i in range(20):
         pool.drones[0].doit(len, full(100 + i))
     assert two.doit(kept_is_full, "a", 1)
@@ -1081,7 +1078,7 @@ def test_after_a_refresh_a_shared_value_is_still_not_copied():
         before = used(pool)
         calls = [pool.promise(lambda: is_full(shared, 1)) for _ in range(5)]
         calls += [pool.promise(is_full, shared, 1) for _ in range(5)]
-        assert all(each.result(LONG) for each in calls) and used(pool) < before + 100_000
+        assert all(each.result(60) for each in calls) and used(pool) < before + 100_000
 
 
 def test_handles_that_main_had_at_the_snapshot_are_their_values_too():
@@ -1207,7 +1204,7 @@ def test_work_that_was_submitted_before_the_release_has_it(tmp_path):
         wait_for(lambda: lines(started))
         others = [pool.share(full(2)) for _ in range(5)]
         append(gate, "open")
-        assert all(each.result(LONG) for each in waiting) and blocking.value == "held"
+        assert all(each.result(60) for each in waiting) and blocking.value == "held"
         assert all(is_full(each.value, 2) for each in others)
 
 
@@ -1271,7 +1268,7 @@ def test_more_than_the_ceiling_is_a_memory_error_and_less_is_not(impatient):
         assert pool.doit(sum, small) == 6
         one.release()
         gc.collect()
-        two = wait_for(lambda: shared_or_none(pool, full(2, 1_500_000)), LONG)
+        two = wait_for(lambda: shared_or_none(pool, full(2, 1_500_000)))
         assert pool.doit(is_full, two, 2)
 
 
@@ -1305,7 +1302,7 @@ def test_without_room_all_of_it_arrives_through_sockets_with_one_warning(ceiling
             assert not differs(pool.doit(echo, each), each)
         promises = [pool.promise(echo, each) for _ in range(10) for each in sent.values()]
         for promise, each in zip(promises, [*sent.values()] * 10, strict=True):
-            assert not differs(promise.result(LONG), each)
+            assert not differs(promise.result(60), each)
         assert not differs(list(pool.map(echo, [*sent.values()] * 5)), [*sent.values()] * 5)
         assert used(pool) <= ceiling
         with pytest.raises(MemoryError):
@@ -1318,7 +1315,7 @@ def test_one_warning_also_for_results_alone():
     with said() as warned, pool_with_ceiling(0) as pool:
         for i in range(5):
             assert is_full(pool.doit(full, i), i)
-        wait_for(warned, LONG)
+        wait_for(warned)
     assert len(warned()) == 1 and "result" in warned()[0]
 
 
@@ -1336,7 +1333,7 @@ def test_when_there_is_room_again_it_is_used_again(impatient):
         held = [pool.doit(full, i, 300_000) for i in range(6)]
         assert all(is_full(each, i) for i, each in enumerate(held))
         assert used(pool) <= 1_000_000 and len(live_keeps(pool)) < 6
-        wait_for(warned, LONG)
+        wait_for(warned)
         del held
         nothing_is_used(pool)
         got = pool.doit(full, 7, 300_000)
@@ -1369,7 +1366,7 @@ def test_where_the_system_refuses_memory_nothing_is_lost(where, after, monkeypat
             with pytest.raises(MemoryError, match="no space"):
                 pool.share(full(1))
         monkeypatch.setattr(store_module, "_write", write)
-        wait_for(warned, LONG)
+        wait_for(warned)
         with pool.share(full(1)) as shared:
             assert pool.doit(is_full, shared, 1)
         assert is_full(pool.doit(echo, full(1)), 1)
@@ -1508,7 +1505,7 @@ def test_many_threads_at_once():
                 )
                 got = pool.promise(echo, sent)
                 other = pool.promise(full, seed)
-                if differs(got.result(LONG), sent) or not is_full(other.result(LONG), seed):
+                if differs(got.result(60), sent) or not is_full(other.result(60), seed):
                     failures.append((seed, i))
         except BaseException as error:
             failures.append(error)
@@ -1752,7 +1749,7 @@ def test_a_drone_that_drops_an_array_of_its_image_takes_it_from_nobody(held, how
         elif how == "refreshed":
             pool.refresh()
         pool.refresh()
-        pool.promise(drop_held).result(LONG)
+        pool.promise(drop_held).result(60)
         for i in range(5):
             pool.doit(full, 100 + i)
         assert is_full(mine, 1)
@@ -1763,7 +1760,7 @@ def test_a_drone_of_another_pool_that_drops_an_array_of_its_image_takes_it_from_
         mine = held["a"] = pool.doit(full, 1)
         with poly.Pool(1) as other:
             assert other.doit(held_is_full, "a", 1)
-            other.promise(drop_held).result(LONG)
+            other.promise(drop_held).result(60)
         with poly.Drone() as lone:
             lone.doit(fill_held, "a", 3)
             assert lone.doit(held_is_full, "a", 3)
@@ -1855,7 +1852,7 @@ def test_while_drones_are_killed_all_that_arrives_is_what_was_sent(turn, impatie
             while len(under_way) > rng.randrange(20):
                 promise, wanted, size = under_way.pop(rng.randrange(len(under_way)))
                 try:
-                    got = promise.result(LONG)
+                    got = promise.result(60)
                 except poly.DroneDied:
                     continue
                 assert is_full(got, wanted), (seed, wanted)
@@ -1870,7 +1867,7 @@ def test_while_drones_are_killed_all_that_arrives_is_what_was_sent(turn, impatie
         for got, wanted in held:
             assert is_full(got, wanted), (seed, wanted)
         for promise, wanted, _ in under_way:
-            if promise.exception(LONG) is None:
+            if promise.exception(60) is None:
                 assert is_full(promise.value, wanted), (seed, wanted)
             else:
                 assert isinstance(promise.exception(), poly.DroneDied)

@@ -215,7 +215,7 @@ def test_what_waits_for_one_that_answered_while_its_controller_was_stopped_is_do
             wait_for(lambda: drone.unresponsive)
             print(drone.pid, flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
-            print(waiting.result(20), flush=True)
+            print(waiting.result(60), flush=True)
     """, str(gate), str(done)) as script:  # fmt: skip
         drone = int(script.read_line())
         script.wait_until_stopped()
