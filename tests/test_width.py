@@ -389,21 +389,27 @@ def test_a_drone_with_something_that_hangs_finishes_the_rest_and_is_replaced(sho
 
 @local_only
 @pytest.mark.parametrize("in_group", [False, True])
-def test_one_that_lets_no_other_run_is_killed_when_its_time_is_over(short_grace, in_group):
-    async def spin():
-        await green.sleep(0)
+def test_one_that_lets_no_other_run_is_killed_when_its_time_is_over(
+    short_grace, in_group, tmp_path, later
+):
+    async def spin(begun):
+        append(begun, "begun")
         while True:
             pass
 
-    async def spin_in_group():
+    async def spin_in_group(begun):
         async with green.Group() as group:
-            group.spawn(spin)
+            group.spawn(spin, begun)
 
+    begun = str(tmp_path / "begun")
     with poly.Pool(1, width=3) as pool:
         beside = pool.promise(green.sleep, 1000)
         fn = spin_in_group if in_group else spin
+        spinning = pool.options(timeout=1000).promise(fn, begun)
+        wait_for(lambda: lines(begun))
+        later(pool, 1000)
         with pytest.raises(TimeoutError):
-            pool.options(timeout=0.3).promise(fn).result(60)
+            spinning.result(60)
         with pytest.raises(poly.DroneDied, match="was told to stop, does not await"):
             beside.result(60)
         assert pool.promise(echo, 1).result(60) == 1
