@@ -269,6 +269,7 @@ def test_who_does_not_heed_an_interrupt_is_killed_after_grace_in_steps(reactor, 
     assert len(alone.kills) == 1
 
 
+@pytest.mark.guarantee("promise-3")
 def test_a_pause_of_this_process_takes_one_step_of_grace(reactor, alone):
     run(alone).cancel()
     reactor.stand_still(1000 * GRACE)

@@ -9,7 +9,6 @@ import weakref
 import pytest
 from engines import local_only, on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
-from scripts import Script
 
 from polycephaly.pool.interfaces import TaskOptions
 
@@ -68,67 +67,22 @@ def test_a_pools_own_time_limit_can_be_made_longer_and_shorter():
 
 
 @local_only
-@pytest.mark.slow
-def test_what_ended_in_time_while_its_controller_was_stopped_is_not_too_late(tmp_path):
-    """As by Ctrl-Z, and `fg` much later."""
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    with Script("""
-        import sys
-        import polycephaly as poly
-        from faults import hold_until
-        with poly.Pool(2) as pool:
-            pool.doit(abs, -1)
-            drones = {drone.pid for drone in pool.drones}
-            for place in sys.argv[1:]:
-                work = [
-                    pool.options(timeout=2).promise(hold_until, place + "/gate", place + "/started")
-                    for _ in "12"
-                ]
-                print(
-                    [each.exception() for each in work],
-                    drones == {drone.pid for drone in pool.drones},
-                    flush=True,
-                )
-    """, *(str(tmp_path / name) for name in "abc")) as script:  # fmt: skip
-        for name in "abc":
-            wait_for(lambda started=tmp_path / name / "started": len(lines(started)) == 2)
-            script.signal(signal.SIGSTOP)
-            (tmp_path / name / "gate").touch()
-            time.sleep(2.2)
-            script.signal(signal.SIGCONT)
-            assert script.read_line() == "[None, None] True"
-        assert script.wait() == 0
-
-
-@pytest.mark.guarantee("promise-3")
-@local_only
-def test_a_drone_is_not_killed_since_the_machine_stood_still_after_an_interrupt():
-    """It had no time to heed it."""
-    with Script("""
-        import os, signal, time
-        import polycephaly as poly
-        from polycephaly.runtime.tuning import tuning
-        from polycephaly.runtime.procfs import state_of
-        tuning.grace_seconds = 3.0
-        with poly.Pool(1) as pool:
-            pid = pool.doit(os.getpid)
-            sleeping = pool.promise(time.sleep, 1000)
-            while not sleeping.running():
-                time.sleep(0.01)
-            os.kill(pid, signal.SIGSTOP)
-            sleeping.cancel()
-            print("stops", flush=True)
-            time.sleep(0.3)  # for the reactor, to interrupt it
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.5)
-            print(state_of(pid), flush=True)
-            os.kill(pid, signal.SIGKILL)
-    """) as script:  # fmt: skip
-        assert script.read_line() == "stops"
-        script.stand_still(3)
-        assert script.read_line() == "T"
-        assert script.wait() == 0
+def test_what_ended_in_time_while_its_controller_was_stopped_is_not_too_late(tmp_path, later):
+    """As by Ctrl-Z, and `fg` much later: then nobody reads."""
+    gate, started = str(tmp_path / "gate"), str(tmp_path / "started")
+    with poly.Pool(2) as pool:
+        drones = {drone.pid for drone in pool.drones}
+        limited, reactor = pool.options(timeout=1000), pool._dispatcher.reactor
+        work = [limited.promise(hold_until, gate, started) for _ in "12"]
+        wait_for(lambda: len(lines(started)) == 2)
+        with reactor._lock:
+            append(gate, "open")
+            handles = pool._dispatcher.handles
+            wait_for(lambda: {each.last_answered() for each in handles} == {p.number for p in work})
+            later(pool, 1000)
+            reactor.timers.fire_due()  # before anything is read
+        assert [each.exception() for each in work] == [None, None]
+        assert {drone.pid for drone in pool.drones} == drones
 
 
 def test_a_drone_has_options_too(nobody_is_killed_for_being_slow):
