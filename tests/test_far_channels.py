@@ -1888,7 +1888,9 @@ def store_and_fail(end):
 
 
 @pytest.mark.parametrize("work", [store_and_sleep, store_and_fail])
-def test_an_end_that_a_call_has_stored_stays_though_the_call_comes_to_nothing(pool, work):
+def test_an_end_that_a_call_has_stored_stays_though_the_call_comes_to_nothing(
+    pool, work, nobody_is_killed_for_being_slow
+):
     ch, drone = Channel(), pool.drones[0]
     begun = drone.promise(work, ch.sender())
     assert ch.get(60) == "began"
