@@ -47,6 +47,9 @@ def after_reports(reports):
                 ends._on_opened(ch, number, peers[place], ends._Report(*tokens))
             elif kind == "dropped":
                 ends._on_dropped(ch, number, peers[place], ends._Report(*tokens))
+            elif kind == "pause":
+                clock.advance(1000.0)
+                await sleep(0)
             else:
                 ends.on_loss(peers[place])
 
@@ -77,6 +80,14 @@ def test_an_end_goes_with_its_last_holder_in_whatever_order_the_reports_arrive(f
             ch.get(60)
         reason = "the last end that could send was in B, which was killed"
         assert str(closed.value.__cause__) == (reason if fate == "lost" else "None"), order
+
+
+@pytest.mark.parametrize("pauses", range(1, ends.GRACE_STEPS + 1))
+def test_a_pause_of_the_machine_takes_one_step_of_the_time_in_which_the_next_holder_reports(pauses):
+    """The next holder had no time to say so."""
+    lost = [("A", ("opened", 1, 0)), ("A", ("lost",))]
+    _, end = after_reports([*lost, *[(HERE, ("pause",))] * pauses, ("B", ("opened", 2, 1))])
+    assert (end is None) == (pauses == ends.GRACE_STEPS)
 
 
 def test_an_end_that_goes_about_is_counted_where_it_is():
