@@ -906,9 +906,9 @@ INTERRUPTED = """
         global armed
         over.clear()
         thread = threading.Thread(target=interrupt)
-        seen, end = 0, time.monotonic() + 1.5
+        seen = 0
         thread.start()
-        while time.monotonic() < end:
+        while seen < 200:
             try:
                 armed = True
                 fn(*args)
@@ -917,7 +917,6 @@ INTERRUPTED = """
                 seen += 1
         over.set()
         thread.join()
-        return seen
 
     with poly.Drone() as drone, open(os.devnull) as file:
         drone.doit(
@@ -926,7 +925,8 @@ INTERRUPTED = """
         pore = drone["pore"]
         use(pore), make(file), gc.collect()
         before = len(descriptors())
-        assert through_interrupts(use, pore) and through_interrupts(make, file)
+        through_interrupts(use, pore)
+        through_interrupts(make, file)
         use(pore), make(file), gc.collect()
         while len(descriptors()) > before:  # the io_thread ends
             time.sleep(0.001)

@@ -310,7 +310,6 @@ def test_a_worker_that_is_told_to_end_gives_back_and_finishes(
 
 
 def test_a_worker_that_is_silent_is_given_up(remote, server, card, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "client_silence_seconds", 3.0)
     monkeypatch.setattr(tuning, "client_check_seconds", 0.2)
     started = str(tmp_path / "started")
     with Script(WORKER, card) as script:
@@ -319,6 +318,7 @@ def test_a_worker_that_is_silent_is_given_up(remote, server, card, tmp_path, mon
         promises = [remote.promise(block_for_ever, started) for _ in range(3)]
         wait_for(lambda: len(lines(started)) == 3)
         script.signal(signal.SIGSTOP)
+        monkeypatch.setattr(tuning, "client_silence_seconds", 3.0)
         wait_for(lambda: sum(p.done() for p in promises) == 2)
         errors = [str(p.exception()) for p in promises if p.done()]
         assert sum("received no message for 3 s" in each for each in errors) == 2
