@@ -212,9 +212,9 @@ def die_slowly(path, where, i):
     return i
 
 
-def make_known_as_short(pool, fn, count=3000):
-    """So that the next calls of `fn` go in slices."""
-    assert len(list(pool.map(fn, itertools.repeat(-1, count)))) == count
+def make_known_as_short(pool, fn):
+    """So that the next calls of `fn` go in slices, however slow this machine is."""
+    pool._dispatcher.registry.define(fn).record_duration(0.03, 1000)
 
 
 def ran(path):
@@ -717,7 +717,7 @@ def test_what_cannot_come_home_is_an_error_in_its_place(pool, home_is_known, fn,
 def test_a_result_that_does_not_unpickle_at_home_cancels_the_rest_at_once(home_is_known, paths):
     with poly.Pool(2) as pool:
         fn = functools.partial(give_what_cannot_be_opened_and_block, paths[0])
-        make_known_as_short(pool, fn, 1000)
+        make_known_as_short(pool, fn)
         results = pool.map(fn, range(5000), buffersize=400, timeout=PATIENCE)
         assert [next(results) for _ in range(50)] == [[n] for n in range(50)]
         with pytest.raises(LookupError):
@@ -820,7 +820,7 @@ def test_many_cuts_in_a_row(paths, drones):
     known = functools.partial(slow_now_and_then, paths[0])
     with poly.Pool(drones) as pool:
         for _ in range(3):
-            make_known_as_short(pool, known, 1000)
+            make_known_as_short(pool, known)
             wanted = [[i, bytes(i)] if i % 3 else i for i in range(1000)]
             assert list(pool.map(known, range(1000))) == wanted
             assert ran(paths[0]) == Counter(range(1000))
@@ -1151,7 +1151,7 @@ def test_closing_in_the_moment_of_a_cut_leaves_nothing_running(paths, dice):
     known = functools.partial(slow_now_and_then, paths[0])
     with poly.Pool(2) as pool:
         for _ in range(25):
-            make_known_as_short(pool, known, 600)
+            make_known_as_short(pool, known)
             results = pool.map(known, itertools.count())
             for _ in range(dice.randrange(1, 120)):
                 next(results)
@@ -1183,7 +1183,7 @@ def test_a_time_limit_comes_after_what_was_done(pool, paths, ordered, monkeypatc
 def test_with_a_pools_time_limit_each_call_has_its_own(paths, later):
     known = functools.partial(held_at, *paths, {300})
     with poly.Pool(1, timeout=1000, output="discard") as pool:
-        make_known_as_short(pool, known, 300)
+        make_known_as_short(pool, known)
         results = pool.map(known, range(400))
         for n in range(300):
             assert next(results) == n
@@ -1455,7 +1455,7 @@ def test_one_drone_runs_calls_of_all_kinds_in_their_order(paths, dice):
 def test_calls_that_are_cancelled_in_the_queue_never_run_and_the_others_do(paths, dice):
     with poly.Pool(1) as pool:
         known = functools.partial(note, paths[0])
-        make_known_as_short(pool, known, 500)
+        make_known_as_short(pool, known)
         for p in [pool.promise(known, -1) for _ in range(500)]:
             p.result(PATIENCE)
         holder = pool.promise(hold_until, paths[1], paths[2])
