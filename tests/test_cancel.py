@@ -153,7 +153,9 @@ def test_cancelling_one_does_not_touch_its_neighbours(paths):
         assert [h.value for h in holders] == ["held", "held"]
 
 
-def test_cancel_in_the_moment_of_finishing_never_hits_the_next_work():
+def test_cancel_in_the_moment_of_finishing_never_hits_the_next_work(
+    nobody_is_killed_for_being_slow,
+):
     with poly.Pool(1) as pool:
         for i in range(300):
             p = pool.promise(abs, -i)

@@ -2258,7 +2258,7 @@ def test_a_call_of_a_map_over_a_pool_that_is_cancelled_from_within_is_an_error_a
             run(lambda where=where: green.map(give_up, range(6), width=2, **where))
 
 
-def test_a_map_over_a_pool_that_is_left_leaves_nothing(pool):
+def test_a_map_over_a_pool_that_is_left_leaves_nothing(pool, nobody_is_killed_for_being_slow):
     def big(n):
         return bytes(100_000)
 
