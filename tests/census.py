@@ -36,6 +36,9 @@ MARKER = "POLYCEPHALY_TEST_RUN"
 MARKER_FD = 700
 # Seconds of a machine that lets us run (`Patience`): DESIGN's bound for everything to be gone.
 DEADLINE = 2.0
+# Seconds after which a test has left something. One process that stood still is late, and no leak:
+# how soon all is gone, `endings.py` measures.
+LEAK_SECONDS = 15.0
 
 _marker_file: str | None = None
 _shared_memory_is_ours = True
@@ -258,7 +261,7 @@ class Patience:
         return self.left <= 0
 
 
-def wait_until_clean(before: Census, seconds: float = DEADLINE) -> list[str]:
+def wait_until_clean(before: Census, seconds: float = LEAK_SECONDS) -> list[str]:
     """What is left since `before`, after at most `seconds` for it to go."""
     patience = Patience(seconds)
     while left := Census.take().left_since(before):
@@ -270,9 +273,9 @@ def wait_until_clean(before: Census, seconds: float = DEADLINE) -> list[str]:
 
 
 def wait_until_gone(value: str, patience: Patience | None = None) -> list[str]:
-    """The processes with this marker that are left after at most `DEADLINE`, or when that patience
-    is over."""
-    patience = patience or Patience(DEADLINE)
+    """The processes with this marker that are left after at most `LEAK_SECONDS`, or when that
+    patience is over."""
+    patience = patience or Patience(LEAK_SECONDS)
     while left := marked(value):
         if patience.over:
             return [describe(pid) for pid in sorted(left)]

@@ -54,7 +54,7 @@ _folder = ""
 _not_to_be_kept: list[Path] = []
 _real_stderr = sys.stderr
 # Seconds that it may take: pytest-timeout ends a test that hangs, a deadline a teardown that does.
-_TEARDOWN = 40.0
+_TEARDOWN = 90.0
 _UNDER_NOHUP = "POLYCEPHALY_TESTS_UNDER_NOHUP"
 
 

@@ -12,7 +12,7 @@ import textwrap
 import time
 from types import TracebackType
 
-from census import DEADLINE, MARKER, Patience, homes, wait_until_gone
+from census import LEAK_SECONDS, MARKER, Patience, homes, wait_until_gone
 from faults import wait_for
 
 from polycephaly.runtime.procfs import state_of
@@ -95,7 +95,7 @@ class Script:
     def wait(self, timeout: float = TIMEOUT) -> int:
         return self.process.wait(timeout)
 
-    def left(self, seconds: float = DEADLINE) -> list[str]:
+    def left(self, seconds: float = LEAK_SECONDS) -> list[str]:
         """What is left of it and of all that it started, `seconds` after now: processes and
         directories."""
         patience = Patience(seconds)
