@@ -42,6 +42,7 @@ import tiers
 
 import polycephaly
 from polycephaly.green.testing import Clock, virtual_time
+from polycephaly.runtime.tuning import tuning
 from polycephaly.server.join import join
 
 TESTS = Path(__file__).parent
@@ -130,6 +131,8 @@ def pytest_configure(config: pytest.Config) -> None:
     global _folder, _real_stderr
     _real_stderr = os.fdopen(os.dup(2), "w")
     _let_signals_come()
+    # Nor is a drone killed that does not heed an interrupt within a second: see `short_grace`.
+    tuning.grace_seconds = 60.0
     for each in (polycephaly.connect, join):  # else a server that stands still for 5 s is lost
         each.__kwdefaults__["timeout"] = 60.0
     config.addinivalue_line("markers", "guarantee(*ids): shows these rows of docs/guarantees.md")
@@ -326,13 +329,6 @@ def clock() -> Iterator[Clock]:
     While a promise of others or asyncio code is waited for, the test has to `advance` it."""
     with virtual_time() as clock:
         yield clock
-
-
-@pytest.fixture
-def nobody_is_killed_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drone that does not heed an interrupt within a second is killed. For tests of what survives
-    one: a machine that stands still for so long must not have it killed."""
-    monkeypatch.setattr("polycephaly.runtime.tuning.tuning.grace_seconds", 60.0)
 
 
 @pytest.fixture

@@ -275,7 +275,6 @@ def test_the_next_breakpoint_waits_for_a_new_terminal():
         assert isinstance(limited.promise(time.sleep, 60).exception(), TimeoutError)
 
 
-@pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
 @pytest.mark.parametrize("attached", [False, True])
 def test_a_task_that_is_cancelled_leaves_the_debugger(attached):
     with poly.Pool(1, name="lab", output="discard") as pool:

@@ -105,9 +105,7 @@ def test_short_work_sent_ahead_is_withdrawn_too(paths):
 @pytest.mark.parametrize(
     "work", [sleep_long, spin_for_ever, wait_for_a_lock, block_for_ever, sleep_in_a_green_thread]
 )
-def test_running_work_is_interrupted_and_the_drone_lives(
-    work, paths, nobody_is_killed_for_being_slow
-):
+def test_running_work_is_interrupted_and_the_drone_lives(work, paths):
     with poly.Pool(1) as pool:
         pid = pool.doit(os.getpid)
         p = pool.promise(work, paths[0])
@@ -116,7 +114,7 @@ def test_running_work_is_interrupted_and_the_drone_lives(
         assert pool.doit(os.getpid) == pid
 
 
-def test_interrupted_work_cleans_up(paths, nobody_is_killed_for_being_slow):
+def test_interrupted_work_cleans_up(paths):
     started, cleaned, _ = paths
     with poly.Pool(1) as pool:
         p = pool.promise(clean_up, started, cleaned)
@@ -153,9 +151,7 @@ def test_cancelling_one_does_not_touch_its_neighbours(paths):
         assert [h.value for h in holders] == ["held", "held"]
 
 
-def test_cancel_in_the_moment_of_finishing_never_hits_the_next_work(
-    nobody_is_killed_for_being_slow,
-):
+def test_cancel_in_the_moment_of_finishing_never_hits_the_next_work():
     with poly.Pool(1) as pool:
         for i in range(300):
             p = pool.promise(abs, -i)
@@ -198,9 +194,7 @@ def test_settled_work_cannot_be_cancelled():
 
 
 @pytest.mark.guarantee("promise-4")
-def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(
-    paths, nobody_is_killed_for_being_slow
-):
+def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(paths):
     with poly.Pool(1, timeout=0.3) as pool:
         unlimited = pool.options(timeout=1e6)
         pid = unlimited.doit(os.getpid)
@@ -211,7 +205,7 @@ def test_work_that_runs_longer_than_the_timeout_is_rejected_and_interrupted(
 
 
 @pytest.mark.slow
-def test_a_timeout_kills_what_cannot_be_interrupted(paths):
+def test_a_timeout_kills_what_cannot_be_interrupted(paths, short_grace):
     with poly.Drone(timeout=0.2) as drone:
         assert isinstance(
             drone.promise(sleep_holding_the_gil, paths[0]).exception(60), TimeoutError
@@ -219,7 +213,7 @@ def test_a_timeout_kills_what_cannot_be_interrupted(paths):
         wait_for(lambda: not drone.alive)
 
 
-def test_interrupt_stops_what_runs_with_keyboard_interrupt(paths, nobody_is_killed_for_being_slow):
+def test_interrupt_stops_what_runs_with_keyboard_interrupt(paths):
     with poly.Drone() as drone:
         p = drone.promise(sleep_long, paths[0])
         wait_for(lambda: lines(paths[0]))
@@ -235,7 +229,7 @@ def test_interrupting_an_idle_drone_does_nothing():
             assert drone.doit(abs, -i) == i
 
 
-def test_a_cancelled_asyncio_wait_cancels_the_work(paths, nobody_is_killed_for_being_slow):
+def test_a_cancelled_asyncio_wait_cancels_the_work(paths):
     async def main(pool):
         async def wait():
             await pool.promise(sleep_long, paths[0])

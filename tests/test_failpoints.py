@@ -16,7 +16,7 @@ from scripts import run_script
 
 import polycephaly as poly
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nobody_is_killed_for_being_slow")]
+pytestmark = pytest.mark.slow
 
 PATIENCE = 60.0
 OURS = [point for point in POINTS if point.startswith("controller")]

@@ -1848,9 +1848,7 @@ def store_and_fail(end):
 
 
 @pytest.mark.parametrize("work", [store_and_sleep, store_and_fail])
-def test_an_end_that_a_call_has_stored_stays_though_the_call_comes_to_nothing(
-    pool, work, nobody_is_killed_for_being_slow
-):
+def test_an_end_that_a_call_has_stored_stays_though_the_call_comes_to_nothing(pool, work):
     ch, drone = Channel(), pool.drones[0]
     begun = drone.promise(work, ch.sender())
     assert ch.get(60) == "began"
@@ -2258,7 +2256,7 @@ def test_a_call_of_a_map_over_a_pool_that_is_cancelled_from_within_is_an_error_a
             run(lambda where=where: green.map(give_up, range(6), width=2, **where))
 
 
-def test_a_map_over_a_pool_that_is_left_leaves_nothing(pool, nobody_is_killed_for_being_slow):
+def test_a_map_over_a_pool_that_is_left_leaves_nothing(pool):
     def big(n):
         return bytes(100_000)
 

@@ -35,8 +35,6 @@ from polycephaly.pool.task import Slice
 from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
 from polycephaly.wire.slices import ENDED, ITEMS, pack_answers, pack_calls, split_head
 
-pytestmark = pytest.mark.usefixtures("nobody_is_killed_for_being_slow")
-
 PATIENCE = 60.0
 SOAKS = int(os.environ.get("POLYCEPHALY_SOAKS", "3"))
 

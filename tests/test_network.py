@@ -158,9 +158,7 @@ def test_map_is_lazy_and_ends_with_its_error(remote):
 
 
 @pytest.mark.guarantee("remote-10")
-def test_cancelled_work_is_interrupted_and_neighbours_are_not(
-    remote, pool, tmp_path, nobody_is_killed_for_being_slow
-):
+def test_cancelled_work_is_interrupted_and_neighbours_are_not(remote, pool, tmp_path):
     started = str(tmp_path / "started")
     drones = {drone.pid for drone in pool.drones}
     spinning = [remote.promise(spin_for_ever, started) for _ in range(2)]

@@ -29,7 +29,7 @@ def die_once(path):
 
 
 @pytest.mark.guarantee("promise-4")
-def test_a_time_limit_of_one_promise_does_not_touch_its_neighbours(nobody_is_killed_for_being_slow):
+def test_a_time_limit_of_one_promise_does_not_touch_its_neighbours():
     with poly.Pool(2) as pool:
         drones = {drone.pid for drone in pool.drones}
         limited = [pool.options(timeout=0.3).promise(slow, 100) for _ in range(3)]
@@ -41,9 +41,7 @@ def test_a_time_limit_of_one_promise_does_not_touch_its_neighbours(nobody_is_kil
         assert {drone.pid for drone in pool.drones} == drones
 
 
-def test_the_error_of_a_time_limit_has_the_lines_at_which_it_struck(
-    nobody_is_killed_for_being_slow,
-):
+def test_the_error_of_a_time_limit_has_the_lines_at_which_it_struck():
     def deep():
         time.sleep(1000)
 
@@ -85,7 +83,7 @@ def test_what_ended_in_time_while_its_controller_was_stopped_is_not_too_late(tmp
         assert {drone.pid for drone in pool.drones} == drones
 
 
-def test_a_drone_has_options_too(nobody_is_killed_for_being_slow):
+def test_a_drone_has_options_too():
     with poly.Drone() as drone:
         drone.doit("x = 5")
         with pytest.raises(TimeoutError):

@@ -374,9 +374,7 @@ async def tell_in_call(pore):
     return await green.call(pore.tell, "in a call")
 
 
-def test_a_tell_that_is_interrupted_while_it_waits_spoils_nothing(
-    pool, nobody_is_killed_for_being_slow
-):
+def test_a_tell_that_is_interrupted_while_it_waits_spoils_nothing(pool):
     with poly.Pore(1) as pore:
         blocked = [
             pool.promise(tell_large, pore) for _ in range(2)
@@ -728,7 +726,7 @@ def test_drones_accept_connections_of_one_listening_socket():
         assert sorted(pore.get(30).value for _ in served) == sorted(answers)
 
 
-def test_a_pipe_of_a_drones_ends_with_it(nobody_is_killed_for_being_slow):
+def test_a_pipe_of_a_drones_ends_with_it():
     with poly.Drone(name="keeper") as drone:
         drone.doit("import os, polycephaly as poly; ends = os.pipe(); os.write(ends[1], b'there')")
         drone.doit("pore = poly.Pore(file=ends[0], name='pipe')")

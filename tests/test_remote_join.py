@@ -105,9 +105,7 @@ def test_errors_and_deaths_on_the_far_side_come_home(remote, joined, far):
         remote.options(timeout=0.2).drones[-1].promise(hold_until, "/nowhere").result(SOON)
 
 
-def test_single_drones_are_used_from_afar(
-    remote, joined, far, tmp_path, nobody_is_killed_for_being_slow
-):
+def test_single_drones_are_used_from_afar(remote, joined, far, tmp_path):
     here, there = remote.drones
     there["x"] = 41
     here["x"] = 1

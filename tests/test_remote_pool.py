@@ -114,7 +114,7 @@ def test_work_for_one_drone_waits_for_that_one(remote, tmp_path):
 
 
 @pytest.mark.guarantee("remote-10")
-def test_a_drone_is_interrupted_and_killed(remote, pool, tmp_path, nobody_is_killed_for_being_slow):
+def test_a_drone_is_interrupted_and_killed(remote, pool, tmp_path):
     one, two = remote.drones
     started = str(tmp_path / "started")
     promise = one.promise(nap, started)
@@ -311,9 +311,7 @@ CLIENT = """
 
 
 @pytest.mark.guarantee("remote-3")
-def test_a_client_killed_in_mid_work_loses_its_own_only(
-    pool, card, tmp_path, nobody_is_killed_for_being_slow
-):
+def test_a_client_killed_in_mid_work_loses_its_own_only(pool, card, tmp_path):
     """Also what waited for single drones; the others' work, on the same drones, is done."""
     started = str(tmp_path / "started")
     with (

@@ -209,9 +209,7 @@ def computes(started):
         pass
 
 
-def test_a_drone_that_computes_or_is_idle_waits_in_no_system_call(
-    started, nobody_is_killed_for_being_slow
-):
+def test_a_drone_that_computes_or_is_idle_waits_in_no_system_call(started):
     with poly.Drone() as drone:
         task = drone.promise(computes, started)
         begun(started)

@@ -168,7 +168,7 @@ def test_what_does_not_pickle_rejects_only_itself():
         assert lock.value == 2
 
 
-def test_one_is_cancelled_and_the_others_go_on(tmp_path, nobody_is_killed_for_being_slow):
+def test_one_is_cancelled_and_the_others_go_on(tmp_path):
     path = str(tmp_path / "long")
     with poly.Pool(1, width=3) as pool:
         pid = pool.doit(os.getpid)
@@ -194,7 +194,7 @@ def test_interrupting_the_drone_interrupts_all_that_it_overlaps(tmp_path):
 
 
 @pytest.mark.guarantee("green-20")
-def test_a_time_limit_is_each_ones_own(tmp_path, nobody_is_killed_for_being_slow):
+def test_a_time_limit_is_each_ones_own(tmp_path):
     path = str(tmp_path / "long")
     with poly.Pool(1, width=3, timeout=0.3) as pool:
         pid = pool.options(timeout=60).doit(os.getpid)
