@@ -302,7 +302,7 @@ def a_source(dice, items):
 
 @pytest.mark.guarantee("pool-7")
 def test_map_is_the_builtin_map_for_whatever_items_and_sources(pool, dice):
-    for _ in range(25):
+    for _ in range(10):
         mixed = (
             [a_value(dice) for _ in range(400)] if dice.random() < 0.5 else values_of_one_kind(dice)
         )
@@ -465,12 +465,12 @@ def test_inputs_are_taken_one_after_another_in_the_callers_thread_and_not_far_ah
 
     counting = Counting(source())
     results = pool.map(same, counting)
-    for n in range(30_000):
+    for n in range(3000):
         assert next(results) == n
         assert counting.taken <= n + 1 + 8192
     assert threads == {threading.get_ident()}
     results.close()
-    assert counting.taken < 30_000 + 8192
+    assert counting.taken < 3000 + 8192
 
 
 def test_buffersize_bounds_slices_too(pool):
@@ -478,7 +478,7 @@ def test_buffersize_bounds_slices_too(pool):
     for size in (1, 2, 40, 500):
         counting = Counting(itertools.count())
         results = pool.map(same, counting, buffersize=size)
-        for n in range(1000):
+        for n in range(max(100, 2 * size)):
             assert next(results) == n
             assert counting.taken <= n + 1 + size
         results.close()
@@ -1231,7 +1231,7 @@ def test_a_pool_that_is_shut_down_gives_what_was_under_way(paths):
 
 
 def test_a_map_keeps_its_pool():
-    assert list(poly.Pool(2).map(double, range(200_000))) == list(map(double, range(200_000)))
+    assert list(poly.Pool(2).map(double, range(20_000))) == list(map(double, range(20_000)))
 
 
 def test_an_interrupt_of_the_consumer_ends_the_work_and_leaves_the_pool():
@@ -1275,9 +1275,7 @@ def test_an_interrupt_of_the_consumer_ends_the_work_and_leaves_the_pool():
                 flush=True,
             )
     """
-    with Script(text, "") as script:
-        pass
-    for _ in range(3):
+    for _ in range(2):
         with Script(text.replace("sys.argv[1]", "__file__ + '.ran'")) as script:
             script.read_until("ready")
             script.signal(signal.SIGINT)
@@ -1442,12 +1440,12 @@ def test_one_drone_runs_calls_of_all_kinds_in_their_order(paths, dice):
     more = [(), (1,), ("text",), ([1],), ({},), ("x" * 300,), ("x" * 200_000,), (b"x" * 40_000,)]
     with poly.Drone() as drone:
         made = []
-        for i in range(3000):
+        for i in range(1000):
             fn = write if dice.random() < 0.7 else lambda i, *_: append(paths[0], str(i))
             made.append(drone.promise(fn, i, *dice.choices(more, [50, 50, 50, 20, 20, 5, 1, 1])[0]))
         for p in made:
             p.result(PATIENCE)
-        assert lines(paths[0]) == [str(i) for i in range(3000)]
+        assert lines(paths[0]) == [str(i) for i in range(1000)]
 
 
 def test_calls_that_are_cancelled_in_the_queue_never_run_and_the_others_do(paths, dice):
@@ -1518,22 +1516,22 @@ def test_submitting_threads_get_each_its_own_and_callbacks_are_called_once(pool)
 
 def test_a_function_that_is_defined_anew_between_calls_is_the_new_one(pool):
     made = []
-    for i in range(1500):
+    for i in range(900):
 
         def f(n, i=i // 3):
             return n, i
 
         made.append(pool.promise(f, i))
-    assert [p.result(PATIENCE) for p in made] == [(i, i // 3) for i in range(1500)]
+    assert [p.result(PATIENCE) for p in made] == [(i, i // 3) for i in range(900)]
     k = 0
 
     def g(n):
         return n, k
 
     made = []
-    for k in range(1000):
+    for k in range(400):
         made.append(pool.promise(g, -k))
-    assert [p.result(PATIENCE) for p in made] == [(-i, i) for i in range(1000)]
+    assert [p.result(PATIENCE) for p in made] == [(-i, i) for i in range(400)]
 
 
 def test_a_call_that_is_refused_harms_none_before_or_after_it(pool):
