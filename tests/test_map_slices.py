@@ -553,13 +553,13 @@ def test_maps_of_several_threads_and_promises_beside_them_are_all_right(pool):
     def mapping(k):
         fn = (double, wrapped, functools.partial(both, k), lambda n: n + k)[k % 4]
         for ordered in (True, False):
-            said = list(pool.map(fn, range(3000), ordered=ordered))
-            if (said if ordered else sorted(said)) != list(map(fn, range(3000))):
+            said = list(pool.map(fn, range(1000), ordered=ordered))
+            if (said if ordered else sorted(said)) != list(map(fn, range(1000))):
                 wrong.append((k, ordered))
 
     def promising(k):
-        said = [p.result(PATIENCE) for p in [pool.promise(pow, n, k) for n in range(1500)]]
-        if said != [n**k for n in range(1500)]:
+        said = [p.result(PATIENCE) for p in [pool.promise(pow, n, k) for n in range(500)]]
+        if said != [n**k for n in range(500)]:
             wrong.append(k)
 
     threads = [threading.Thread(target=mapping, args=[k]) for k in range(4)]
