@@ -29,7 +29,7 @@ from faults import (
     wait_for,
     wait_holding_the_gil,
 )
-from scripts import Script, run_script
+from scripts import run_script
 
 import polycephaly as poly
 from polycephaly.engines.local.launcher import Launcher
@@ -190,42 +190,6 @@ def test_one_that_does_not_respond_is_given_no_more_work(quick):
         assert other.alive
         os.kill(stopped.pid, signal.SIGCONT)
         assert [p.value for p in held] == [0, 1]
-
-
-@pytest.mark.slow
-def test_what_waits_for_one_that_answered_while_its_controller_was_stopped_is_done(tmp_path):
-    gate, done = tmp_path / "gate", tmp_path / "done"
-    with Script("""
-        import os, signal, sys, time
-        import polycephaly as poly
-        from faults import append, hold_until, wait_for
-        from polycephaly.runtime.tuning import tuning
-        tuning.health_check_seconds, tuning.stalled_seconds = 0.05, 0.3
-
-        def hold(gate, done):
-            hold_until(gate)
-            append(done, "done")
-
-        with poly.Pool(1) as pool:
-            drone = pool.drones[0]
-            held = drone.promise(hold, *sys.argv[1:])
-            wait_for(held.running)
-            os.kill(drone.pid, signal.SIGSTOP)
-            waiting = drone.promise(abs, -5)
-            wait_for(lambda: drone.unresponsive)
-            print(drone.pid, flush=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            print(waiting.result(60), flush=True)
-    """, str(gate), str(done)) as script:  # fmt: skip
-        drone = int(script.read_line())
-        script.wait_until_stopped()
-        gate.touch()
-        os.kill(drone, signal.SIGCONT)
-        wait_for(lambda: lines(str(done)))
-        time.sleep(1)  # a long one, for a watch of this kind
-        script.signal(signal.SIGCONT)
-        assert script.read_line() == "5"
-        assert script.wait() == 0
 
 
 @pytest.mark.guarantee("death-8")
@@ -392,35 +356,6 @@ def test_a_pool_ends_though_its_zygote_is_stopped(monkeypatch):
     monkeypatch.setattr(launcher, "close", stops_and_ends)
     pool.shutdown()
     wait_for(lambda: not os.path.exists(f"/proc/{launcher.pid}"))
-
-
-@pytest.mark.slow
-def test_a_controller_that_was_stopped_itself_blames_nobody(tmp_path):
-    path = str(tmp_path / "go on")
-    with Script("""
-        import os, sys, time
-        import polycephaly as poly
-        from faults import hold_until, wait_for
-        with poly.Pool(1, hang_timeout=1.5) as pool:
-            p = pool.promise(hold_until, sys.argv[1] + " to the end")
-            wait_for(p.running)
-            print("up", flush=True)
-            hold_until(sys.argv[1])
-            for _ in range(3):
-                looked = pool._dispatcher.health_monitor._checked_at
-                wait_for(lambda: pool._dispatcher.health_monitor._checked_at != looked)
-            open(sys.argv[1] + " to the end", "w").close()
-            p.result()
-            print("done", flush=True)
-    """, path) as script:  # fmt: skip
-        script.read_until("up")
-        script.signal(signal.SIGSTOP)
-        time.sleep(2)  # more than it would forgive a drone
-        append(path, "go on")
-        script.signal(signal.SIGCONT)
-        assert script.read_line() == "done"
-        assert script.wait() == 0
-        assert "respond" not in script.process.stderr.read()
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 0.1, float("nan")])
