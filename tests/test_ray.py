@@ -236,7 +236,7 @@ def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(mon
     ray.get([each.ping.remote() for each in others])
 
     def make_room_when_it_is_told():
-        wait_for(lambda: any("still waits for " in each.message for each in caplog.records), 40)
+        wait_for(lambda: any("still waits for " in each.message for each in caplog.records))
         seconds.append(monotonic() - began)
         others.clear()  # Ray ends whom nobody has any more
 
@@ -245,7 +245,7 @@ def test_a_drone_for_which_there_is_no_room_is_told_of_once_it_waits_so_long(mon
     thread.start()
     with poly.Pool(2, num_cpus=1):  # the first has room
         thread.join()
-    assert 6.0 <= seconds[0] < 3 * 6.0
+    assert seconds[0] >= 6.0
 
 
 @on_ray
