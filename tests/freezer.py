@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from random import Random
 
@@ -48,8 +49,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen, times, seconds = Random(options.seed), 0, 0.0
     group.mkdir()
+    procs = group / "cgroup.procs"
     try:
-        procs = group / "cgroup.procs"
         with subprocess.Popen(
             options.command, preexec_fn=lambda: procs.write_text(str(os.getpid()))
         ) as command:
@@ -66,6 +67,9 @@ def main() -> int:
                 raise
     finally:
         (group / switch).write_text(off)
+        end = time.monotonic() + 10
+        while procs.read_text() and time.monotonic() < end:  # multiprocessing's tracker, say
+            time.sleep(0.01)
         group.rmdir()
     print(f"frozen {times} times, {seconds:.0f} s altogether (seed {options.seed})", flush=True)
     return command.returncode
