@@ -105,15 +105,23 @@ def test_at_a_prompt_that_waits_for_a_task_which_has_stopped_before(tmp_path):
 ATTACH = ("-m", "polycephaly", "attach")
 
 
-STOPS = ("breakpoint()", "import pdb; pdb.set_trace()", "from pdb import set_trace; set_trace()")
+@pytest.mark.parametrize(
+    "stop", ["import pdb; pdb.set_trace()", "from pdb import set_trace; set_trace()"]
+)
+def test_a_task_stops_in_pdb_as_at_a_breakpoint(stop):
+    lines = []
+    with poly.Pool(1, output=lines.append) as pool:
+        promise = pool.promise(stop)
+        wait_for(lambda: lines)
+        assert "To debug it: polycephaly attach" in lines[0].text
+        promise.cancel()
 
 
-@pytest.mark.parametrize("stop", STOPS)
-def test_without_a_terminal_one_is_attached(stop):
+def test_without_a_terminal_one_is_attached():
     lines = []
     folder = tempfile.gettempdir()
     with poly.Pool(1, name="lab", output=lines.append) as pool:
-        promise = pool.promise(f"x = 5; {stop}; x + 1")
+        promise = pool.promise("x = 5; breakpoint(); x + 1")
         wait_for(lambda: lines)
         pid = pool.drones[0].pid
         assert lines[0].text.endswith(f"To debug it: polycephaly attach {pid}")
