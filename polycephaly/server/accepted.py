@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import socket
 import struct
 import termios
@@ -140,7 +141,7 @@ class Accepted:
         """Shut a connection. Return False if there is no descriptor for that now."""
         tcp = self._tcps[fd]
         try:
-            with borrow(fd) as borrowed, borrowed.dup() as connection:
+            with _duplicate(fd) as connection:
                 if connection.getpeername() == tcp.peer:
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
@@ -149,6 +150,16 @@ class Accepted:
                 return False
         del self._tcps[fd]
         return True
+
+
+def _duplicate(fd: int) -> socket.socket:
+    """Return a socket on a duplicate of `fd`. Raise `OSError` if `fd` is closed or no socket."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except BaseException:
+        os.close(copy)
+        raise
 
 
 def _bytes_read(connection: socket.socket) -> int:
