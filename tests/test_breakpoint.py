@@ -126,7 +126,7 @@ def test_without_a_terminal_one_is_attached():
         pid = pool.drones[0].pid
         assert lines[0].text.endswith(f"To debug it: polycephaly attach {pid}")
         (handle,) = pool._dispatcher.handles
-        assert handle.is_debugged()
+        assert handle.status_page.debugged
         run = subprocess.run(
             [sys.executable, *ATTACH, "lab"], stdin=subprocess.DEVNULL, capture_output=True
         )
