@@ -322,11 +322,13 @@ def test_an_error_that_was_met_keeps_no_pool_alive(on_death):
 
 
 @local_only
-def test_an_alarm_that_interrupts_the_making_of_a_pool_leaves_no_process(monkeypatch):
+@pytest.mark.parametrize("was_posted", [False, True])
+def test_an_alarm_that_interrupts_the_making_of_a_pool_leaves_no_process(monkeypatch, was_posted):
     def post_and_be_interrupted(dispatcher, callback, *args):
         made.append(dispatcher)
         monkeypatch.undo()
-        dispatcher.post(callback, *args)
+        if was_posted:
+            dispatcher.post(callback, *args)
         raise TimeoutError("of the handler of an alarm")
 
     made = []

@@ -125,6 +125,7 @@ class Dispatcher(DispatcherBase):
                 self.post(self._begin)
         except BaseException:  # Ctrl-C, deferred until now, or what another signal's handler raises
             if has_begun:
+                self.post(self._begin)  # that may have come to nothing
                 self.kill()
             raise
 
@@ -358,10 +359,11 @@ class Dispatcher(DispatcherBase):
         return self.supervisor.engine.frames_address(task)
 
     def pending(self) -> int:
+        unqueued = len(self.unqueued_tasks())  # before the queues into which the tasks come
         of_drones = sum(
             len(each.in_flight) + len(each.dedicated) + len(each.preferred) for each in self.handles
         )
-        return len(self.queue) + len(self.unqueued_tasks()) + of_drones
+        return unqueued + len(self.queue) + of_drones
 
     def note_waiting_thread(self) -> None:
         self.stall_detector.request_check()
@@ -369,6 +371,8 @@ class Dispatcher(DispatcherBase):
     # -- holding the reactor's lock: sending -------------------------------------------------------
 
     def _begin(self) -> None:
+        if self in self.reactor.tenants:
+            return
         self.reactor.tenants.append(self)
         self.supervisor.engine.begin()
         self.supervisor.start_missing()
