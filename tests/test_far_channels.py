@@ -29,6 +29,7 @@ import polycephaly as poly
 from polycephaly import green
 from polycephaly.errors import ItemLost
 from polycephaly.green import Channel, ChannelClosed, select, testing
+from polycephaly.green.distributed.packed import pack_item
 from polycephaly.green.distributed.transport import get_transport
 from polycephaly.runtime.tuning import tuning
 
@@ -1600,6 +1601,18 @@ def test_an_end_in_an_item_that_no_process_receives_is_still_its_senders(pool, s
     with pytest.raises(ChannelClosed):
         ch.get(20)
     call.result(20)
+
+
+def send_while_it_comes_again(end):
+    sent = pack_item(end)
+    end.arrive(12345)
+    pack_item(end)  # to be sent in vain
+    sent.hand_on_ends()
+    return end.is_held()
+
+
+def test_an_end_that_has_come_again_is_not_handed_on_by_what_was_sent_before(pool):
+    assert pool.drones[0].doit(send_while_it_comes_again, Channel().sender())
 
 
 def send_to_oneself(end, other):

@@ -70,7 +70,7 @@ class _CountedEnd(channels.End[T]):
         self._calls = 0  # calls on their way with this end
         self._closed = self._came_with_call = False
         # The tokens that the end had when it was last pickled, and when it was handed on.
-        self._pickled_token: int | None = None
+        self.pickled_token: int | None = None
         self._handed_on_token: int | None = None
         self._generation = channels.generation
 
@@ -118,7 +118,7 @@ class _CountedEnd(channels.End[T]):
 
     def __reduce__(self) -> Any:
         self._open_channel()
-        self._pickled_token = self._token
+        self.pickled_token = self._token
         if pickling_state.context is not None:  # handed on with the call or the received item
             pickling_state.context.add_moved(self)
         elif pickling_state.result_ends is not None:  # handed on with the whole result
@@ -127,11 +127,11 @@ class _CountedEnd(channels.End[T]):
             self.hand_on()
         return _unpickle_end, (type(self), self.channel, self._number, self._token)
 
-    def hand_on(self) -> None:
+    def hand_on(self, token: int | None = None) -> None:
         """Note that the end has another holder, so dropping it here releases nothing, unless the
-        end has come here again meanwhile.
+        end has come here again meanwhile. `token` is that of the pickle, if not of the last one.
         """
-        self._handed_on_token = self._pickled_token
+        self._handed_on_token = self.pickled_token if token is None else token
 
     def _follow_task(self, task: Any) -> None:
         """Follow a task that has the end among its arguments, or captured. Any thread may call

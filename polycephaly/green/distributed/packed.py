@@ -17,18 +17,20 @@ channel's name."""
 
 
 class PackedItem:
-    """A pickled item, and the ends of channels in it that this process still holds."""
+    """A pickled item, and the ends of channels in it that this process still holds, each with the
+    token that it had when it was pickled.
+    """
 
-    __slots__ = ("_ends", "content")
+    __slots__ = ("content", "ends")
 
-    def __init__(self, content: bytes, ends: Sequence[Any] = ()) -> None:
+    def __init__(self, content: bytes, ends: Sequence[tuple[Any, int]] = ()) -> None:
         self.content = content
-        self._ends = ends
+        self.ends = ends
 
     def hand_on_ends(self) -> None:
         """Note that the item has been received, or will be."""
-        for end in self._ends:
-            end.hand_on()
+        for end, token in self.ends:
+            end.hand_on(token)
 
 
 def pack_item(item: Any) -> PackedItem:
@@ -43,7 +45,7 @@ def pack_item(item: Any) -> PackedItem:
         raise RuntimeError(
             f"pickling an item of a channel raised {type(error).__name__}: {error}"
         ) from error
-    return PackedItem(content, pickling.moved or ())
+    return PackedItem(content, [(each, each.pickled_token) for each in pickling.moved or ()])
 
 
 def unpack_item(item: Any) -> Any:

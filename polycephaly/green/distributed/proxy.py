@@ -137,8 +137,9 @@ class ChannelProxy(Channel[Any]):
             peer = self._peer(may_be_closed=end == "receive")
             payload = opcodes.SELECT.pack(0 if waiter.select is None else select_number(waiter)[1])
             if end == "send":
-                waiter.item = pack_item(waiter.item)
-                payload += waiter.item.content
+                packed = pack_item(waiter.item)
+                payload += packed.content
+                waiter.item = PackedItem(b"", packed.ends)  # the message alone has the content
         except BaseException as error:
             waiter.refuse(error)
             return
