@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 
 import click
 
@@ -32,10 +31,15 @@ def interrupt(name: str, drones: tuple[str, ...]) -> None:
             raise click.ClickException(
                 f"{name} has no drone {missing[0]!r}, but {', '.join(names) or 'none'}"
             )
+        errors = []
         for each in known:
             if not drones or each.name in drones:
-                with suppress(RuntimeError):  # the drone has ended
+                try:
                     each.interrupt()
+                except RuntimeError as error:
+                    errors.append(f"{each.name}: {error}")
+        if errors:
+            raise click.ClickException("\n".join(errors))
 
 
 @click.command(cls=Command)

@@ -138,6 +138,7 @@ class Server:
             self._router = open_socket(undo, zmq.ROUTER, options)
             self._zap = self._router.context.socket(zmq.REP)
             undo.callback(self._zap.close)
+            undo.callback(self._router.close)  # first: without ZAP it would let in any key
             self._zap.bind("inproc://zeromq.zap.01")
             self._monitor = self._router.get_monitor_socket(
                 zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
