@@ -123,9 +123,9 @@ class Dispatcher(DispatcherBase):
                     raise
                 has_begun = True
                 self.post(self._begin)
-        except BaseException:  # Ctrl-C, deferred until now, or what another signal's handler raises
+        except BaseException:  # Ctrl-C, deferred until now, or an error of a signal's handler
             if has_begun:
-                self.post(self._begin)  # that may have come to nothing
+                self.post(self._begin)  # the post above may not have happened
                 self.kill()
             raise
 
