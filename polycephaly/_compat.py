@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import logging
 import os
 import sys
@@ -23,6 +24,8 @@ current_frames = sys._current_frames
 """The frame in which each native thread is, by its identity."""
 
 get_frame = sys._getframe
+
+_importlib: Any = importlib._bootstrap
 
 TemporaryFile = tempfile._TemporaryFileWrapper
 
@@ -100,6 +103,25 @@ def detach_log_handlers() -> list[object]:
     del module._handlerList[:]
     module._handlers.clear()
     return references
+
+
+def imports_elsewhere() -> list[str]:
+    """Return the names of the modules that other threads import at this moment."""
+    locks = [reference() for reference in list(_importlib._module_locks.values())]
+    return [lock.name for lock in locks if lock and lock.owner not in (None, threading.get_ident())]
+
+
+def end_imports_elsewhere() -> None:
+    """In a forked child: forget what the parent's other threads were importing.
+
+    The child has copies of their locks, but not the threads that would release them. A module that
+    one of them had half imported is imported anew when it is needed.
+    """
+    for name in imports_elsewhere():
+        if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
+            del sys.modules[name]
+    _importlib._module_locks.clear()
+    _importlib._blocking_on.clear()
 
 
 def seed_numpy() -> None:

@@ -1,17 +1,22 @@
 """Forks: ours beside our own threads and the user's, the user's own beside ours."""
 
+import importlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+from types import ModuleType
 
 import pytest
 from faults import wait_for
 from scripts import output_of, run_script
 
 import polycephaly as poly
+from polycephaly import _compat
+from polycephaly.runtime import fork_guard
+from polycephaly.runtime.tuning import tuning
 
 STRICT = (
     "-W",
@@ -526,6 +531,91 @@ def test_a_pool_is_made_while_another_thread_imports_green_threads():
             print(pool.doit(seven))
         importing.join()
     """).split() == ["7"]
+
+
+@pytest.fixture
+def importing(tmp_path, monkeypatch):
+    """A thread is in the middle of an import of `half_imported`, which ends when told so."""
+    (tmp_path / "half_imported.py").write_text(
+        "import gate_of_the_import as gate\n"
+        "first = 1\n"
+        "gate.begun.set()\n"
+        "gate.may_end.wait()\n"
+        "last = 42\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    gate = ModuleType("gate_of_the_import")
+    gate.begun, gate.may_end = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, gate.__name__, gate)
+    thread = threading.Thread(target=importlib.import_module, args=("half_imported",))
+    thread.start()
+    gate.begun.wait()
+    try:
+        yield gate
+    finally:
+        gate.may_end.set()
+        thread.join()
+        del sys.modules["half_imported"]
+
+
+def test_a_fork_waits_for_the_import_of_another_thread(importing, monkeypatch):
+    checked = []
+
+    def look_and_let_it_end(names=_compat.imports_elsewhere):
+        checked.append(names())
+        importing.may_end.set()
+        return checked[-1]
+
+    monkeypatch.setattr(tuning, "import_wait_seconds", 60.0)
+    monkeypatch.setattr(fork_guard, "imports_elsewhere", look_and_let_it_end)
+    with poly.Pool(1) as pool:
+        assert pool.doit("__import__('half_imported').last") == 42
+    assert checked[0] == ["half_imported"] and checked[-1] == []
+
+
+def test_what_another_thread_imports_for_long_is_imported_anew_in_a_drone(
+    importing, monkeypatch, caplog
+):
+    def last():
+        import gate_of_the_import as gate
+
+        gate.may_end.set()
+        import half_imported
+
+        return half_imported.last
+
+    monkeypatch.setattr(tuning, "import_wait_seconds", 0.0)
+    monkeypatch.setattr(fork_guard, "_long_imports", set())
+    for _ in range(2):
+        with poly.Pool(1) as pool:
+            assert pool.doit(last) == 42
+    assert not importing.may_end.is_set() and not hasattr(sys.modules["half_imported"], "last")
+    (told,) = caplog.messages
+    assert "half_imported" in told and "after the import" in told
+
+
+def test_a_module_that_makes_a_pool_while_it_is_imported_is_the_drones_too(tmp_path, monkeypatch):
+    (tmp_path / "makes_a_pool.py").write_text(
+        "import threading\n"
+        "runs = []\n"
+        "def imported_in_a_thread():\n"
+        "    import makes_a_pool\n"
+        "    runs.append(makes_a_pool.first)\n"
+        "def in_a_drone():\n"
+        "    thread = threading.Thread(target=imported_in_a_thread)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+        "    return runs\n"
+        "first = 1\n"
+        "with threading.Pool(1) as pool:\n"
+        "    answer = pool.doit(in_a_drone)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(threading, "Pool", poly.Pool, raising=False)
+    try:
+        assert importlib.import_module("makes_a_pool").answer == [1]
+    finally:
+        del sys.modules["makes_a_pool"]
 
 
 def test_a_child_that_a_callback_has_forked_ends():

@@ -22,6 +22,7 @@ warning is shown.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -30,10 +31,15 @@ from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from importlib import import_module
+from time import monotonic, sleep
 from typing import Any
 
-from .._compat import is_held_here
+from .._compat import end_imports_elsewhere, imports_elsewhere, is_held_here
+from .tuning import tuning
 
+log = logging.getLogger(__name__)
+
+IMPORT_CHECK_SECONDS = 0.002
 _MODULES_LOADED_LATE = ("cloudpickle", f"{__package__.rpartition('.')[0]}.wire.by_value")
 
 guard = threading.RLock()
@@ -63,6 +69,10 @@ class OwnThread(threading.Thread):
         super().__init__(name=name, target=target, daemon=True)
 
 
+_long_imports: set[str] = set()
+"""Modules whose import by another thread was waited for in vain."""
+
+
 def fill_standard_descriptors() -> None:
     """Open those of the descriptors 0 to 2 that are closed. Otherwise a descriptor of this package
     could be one of them, and a forked process, which replaces these three, would lose it.
@@ -88,6 +98,26 @@ def remove_thread_lock(thread: threading.Thread) -> None:
         _thread_locks.pop(thread, None)
 
 
+def wait_for_imports() -> None:
+    """Wait until no other thread imports a module. Call this before `fork`, without a lock.
+
+    A fork in the middle of an import has half of the module. An import that takes too long (it may
+    wait for this thread) is waited for once; the child will have to import that module anew.
+    """
+    deadline = monotonic() + tuning.import_wait_seconds
+    while names := set(imports_elsewhere()) - _long_imports:
+        if monotonic() >= deadline:
+            _long_imports.update(names)
+            log.warning(
+                "a thread has been importing %s for %g s: drones that need it import it anew. Make "
+                "the pool after the import, or import it in the main thread first",
+                ", ".join(sorted(names)),
+                tuning.import_wait_seconds,
+            )
+            return
+        sleep(IMPORT_CHECK_SECONDS)
+
+
 def fork() -> int:
     """Call `os.fork` while all threads of this package are at a safe point.
 
@@ -107,6 +137,7 @@ def fork() -> int:
         with _no_warning_of_own_threads():
             pid = os.fork()
         if pid == 0:
+            end_imports_elsewhere()
             # The parent's threads own these locks; `_after_fork_in_child` has forgotten them.
             safe_points.pop_all()
         return pid

@@ -32,6 +32,8 @@ class Tuning:
     """
     start_report_seconds: float = 10.0
     """Time for a drone to start on Ray, before a warning names the resources that are awaited."""
+    import_wait_seconds: float = 5.0
+    """Time that a fork waits for the imports of other threads."""
     thread_settle_seconds: float = 0.25
     """Processor time of this process in which a running native thread ends or waits.
 

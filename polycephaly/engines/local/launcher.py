@@ -70,6 +70,7 @@ class Launcher:
 
     def _start(self, start: str | None, spec: DroneSpec, store: Store, name: str) -> int:
         if start != "spawn":
+            fork_guard.wait_for_imports()
             try:
                 if start is None:
                     check_before_fork()
