@@ -26,6 +26,7 @@ from typing import Any
 from .drone.child import call_as_imported
 from .pool.pool import Pool, dispatcher_of
 from .promises.promise import Promise
+from .runtime.hidden import Hidden
 from .store.shared import Shared
 from .wire.main_names import ATOMIC_TYPES, MainSnapshot, global_names, main_namespace
 from .wire.reducers import extra_reducers
@@ -149,6 +150,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         if n_jobs == 1:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         options = {"n_jobs": n_jobs, **self.backend_kwargs, **options}
+        options["env"] = Hidden(options.get("env"))  # drones inherit this frame
         pool_options = {name: options[name] for name in options if name not in _MEMMAP_OPTIONS}
         if self._pool is not None and (
             pool_options != self._pool_options or dispatcher_of(self._pool).refusal is not None
@@ -168,7 +170,7 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
     def _start_pool(
         self,
         n_jobs: int,
-        env: Any = None,
+        env: Hidden[Any],
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
         **options: Any,
@@ -177,7 +179,8 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         threads = int(limits["OMP_NUM_THREADS"].partition(",")[0])
 
         def drone_env(index: int) -> dict[str, str]:
-            return {**limits, **(env(index) if callable(env) else env or {})}
+            own = env.value
+            return {**limits, **(own(index) if callable(own) else own or {})}
 
         return Pool(
             n_jobs,

@@ -23,6 +23,7 @@ from polycephaly.pool.engine import Engine
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.promises.event_loop import EventLoop
+from polycephaly.runtime.hidden import Hidden
 from polycephaly.runtime.timers import Timers
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.main_names import MainSnapshot
@@ -324,7 +325,7 @@ USUAL = {
     "env": (),
     "cwd": None,
     "initializer": None,
-    "initargs": (),
+    "initargs": Hidden(()),
     "output": None,
     "width": 1,
     "task_options": TaskOptions(None, 0),

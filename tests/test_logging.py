@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import traceback
 import warnings
 
 import pytest
@@ -16,6 +17,7 @@ from engines import NO_FORK, local_only, on_each_engine, poly
 from faults import kill_myself, segfault
 from scripts import run_script
 
+import polycephaly
 from polycephaly import green
 from polycephaly.wire.chunks import MAX_BODY_BYTES
 
@@ -505,3 +507,49 @@ def root_format():
 def test_the_roots_handler_in_a_drone_has_a_formatter():
     with poly.Pool(1) as pool:
         assert pool.doit(root_format)
+
+
+SECRET = "only-for-the-drone"
+
+
+def locals_below():
+    """What a tool that prints the locals of all frames prints of those below a task that are of
+    this package, or of what starts its processes.
+    """
+    own = os.path.dirname(polycephaly.__file__), os.path.dirname(multiprocessing.__file__)
+    stack = traceback.StackSummary.extract(traceback.walk_stack(None), capture_locals=True)
+    return [(each.name, each.locals) for each in stack if each.filename.startswith(own)]
+
+
+def shown_secrets(of):
+    frames = of.doit(locals_below)
+    assert {"_run_task", "serve"} <= {name for name, _ in frames}
+    identities = [handle.identity for handle in of._dispatcher.handles]
+    secrets = [SECRET, *map(repr, identities), *(each.hex() for each in identities)]
+    secrets.append(repr(bytes(multiprocessing.current_process().authkey)))
+    return [
+        (name, local, secret)
+        for name, values in frames
+        for local, value in values.items()
+        for secret in secrets
+        if secret in value
+    ]
+
+
+@pytest.mark.guarantee("wire-2")
+@local_only(NO_FORK)
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", [poly.Pool, poly.Drone])
+def test_no_frame_below_a_task_shows_env_or_initargs_or_the_drones_identity(kind, start):
+    given = {"env": {"TOKEN": SECRET}, "initializer": str, "initargs": (SECRET,), "start": start}
+    with kind(**given) as one:
+        assert shown_secrets(one) == []
+
+
+@local_only(NO_FORK)
+def test_nor_does_a_frame_of_a_drone_that_came_later():
+    with poly.Pool(1, env=lambda index: {"TOKEN": SECRET}, retries=3) as pool:
+        pool.refresh()
+        assert shown_secrets(pool) == []
+        os.kill(pool.doit(os.getppid), signal.SIGKILL)  # the pool takes a new snapshot
+        assert shown_secrets(pool) == []

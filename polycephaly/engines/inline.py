@@ -60,7 +60,8 @@ class InlineEngine(Engine):
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         config = dispatcher.config
-        if config.start is not None or config.cwd is not None or any(config.env):
+        has_env = any(each.value for each in config.env)
+        if config.start is not None or config.cwd is not None or has_env:
             raise ValueError("engine='inline' runs tasks in this process: no start, cwd or env")
         self.dispatcher = dispatcher
         self.turns: SimpleQueue[tuple[InlineDrone, list[bytes]] | None] = SimpleQueue()

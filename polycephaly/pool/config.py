@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..runtime.hidden import Hidden
 from ..wire.output import Line, forward
 from .interfaces import TaskOptions
 
@@ -30,10 +31,10 @@ class PoolConfig(NamedTuple):
     name: str
     drone_name: Callable[[int], str]
     start: str | None  # None: fork if that is safe
-    env: tuple[dict[str, str], ...]  # of the first `size` drones, by index
+    env: tuple[Hidden[dict[str, str]], ...]  # of the first `size` drones, by index
     cwd: str | None
     initializer: Callable[..., object] | None
-    initargs: tuple[Any, ...]
+    initargs: Hidden[tuple[Any, ...]]
     output: Callable[[Line], object] | None
     width: int
     task_options: TaskOptions
@@ -165,7 +166,7 @@ def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
     return os.path.abspath(cwd)
 
 
-def check_env(env: Any, size: int, first: int = 0) -> tuple[dict[str, str], ...]:
+def check_env(env: Any, size: int, first: int = 0) -> tuple[Hidden[dict[str, str]], ...]:
     """Return the environments of the drones with the indices from `first` to ``size - 1``.
 
     A callable `env` is called now, because replacements are started where no code of users may
@@ -182,7 +183,9 @@ def check_env(env: Any, size: int, first: int = 0) -> tuple[dict[str, str], ...]
             raise TypeError(
                 f"env({index}) returned {one!r}, not a mapping of variables for that drone"
             )
-    return tuple({str(name): str(value) for name, value in one.items()} for one in environments)
+    return tuple(
+        Hidden({str(name): str(value) for name, value in one.items()}) for one in environments
+    )
 
 
 def check_initializer(initializer: Any) -> Any:

@@ -40,6 +40,7 @@ from ..memory.references import Serialized
 from ..promises.combining import race
 from ..promises.promise import CANCELLED, PENDING, Promise, Signal, fulfill, reject
 from ..runtime.deferred_sigint import DeferredSigint
+from ..runtime.hidden import Hidden
 from ..runtime.tuning import tuning
 from ..wire.exceptions import message_of
 from ..wire.functions import RemoteFunction
@@ -299,7 +300,9 @@ class Dispatcher(DispatcherBase):
             self.supervisor.engine.discard(snapshot)
             self.check_open()
 
-    def resize(self, size: int, first: int, environments: tuple[dict[str, str], ...]) -> None:
+    def resize(
+        self, size: int, first: int, environments: tuple[Hidden[dict[str, str]], ...]
+    ) -> None:
         """Have `size` drones from now on. `environments` are those of the drones with the indices
         from `first` on.
         """
@@ -747,7 +750,11 @@ class Dispatcher(DispatcherBase):
     # -- holding the reactor's lock: size and end --------------------------------------------------
 
     def _resize(
-        self, size: int, first: int, environments: tuple[dict[str, str], ...], resized: Signal[None]
+        self,
+        size: int,
+        first: int,
+        environments: tuple[Hidden[dict[str, str]], ...],
+        resized: Signal[None],
     ) -> None:
         # Another call may have added some of them meanwhile.
         self.environments += environments[len(self.environments) - first :]

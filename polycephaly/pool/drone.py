@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..promises.promise import Promise
+from ..runtime.hidden import Hidden
 from ..timeline import Timeline
 from ..wire.output import forward
 from .base import Async, DroneBase, wait_for
@@ -135,7 +136,7 @@ class Drone(DroneBase):
             env=check_env(env, 1),
             cwd=check_cwd(cwd),
             initializer=check_initializer(initializer),
-            initargs=tuple(initargs),
+            initargs=Hidden(tuple(initargs)),
             output=forward,
             width=check_at_least("width", width, 1),
             task_options=TaskOptions(check_timeout(timeout), check_retries(retries)),
@@ -145,6 +146,8 @@ class Drone(DroneBase):
             on_death="end",
         )
         machine.check(1)
+        # Drones inherit this frame, and tools that log errors print the locals of all frames.
+        del env, initargs
         dispatcher = self._dispatcher = Dispatcher(config, machine.open)
         dispatcher.close_when_collected(self)
         if not detached:
@@ -353,6 +356,8 @@ class Drone(DroneBase):
         return hash(self._handle)
 
     def __repr__(self) -> str:
+        if "_handle" not in vars(self):  # as in the frame of `__init__` that drones inherit
+            return "<Drone, being made>"
         return f"<Drone {self.name} pid {self._handle.pid}, {drone_state(self._handle)}>"
 
     def _repr_html_(self) -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..runtime.hidden import Hidden
 from ..store.shared import Shared
 from ..timeline import Timeline
 from ..wire.output import Line
@@ -189,7 +190,7 @@ class Pool(ExecutorBase):
             env=check_env(env, size),
             cwd=check_cwd(cwd),
             initializer=check_initializer(initializer),
-            initargs=tuple(initargs),
+            initargs=Hidden(tuple(initargs)),
             output=check_output(output),
             width=check_at_least("width", width, 1),
             task_options=TaskOptions(check_timeout(timeout), check_retries(retries)),
@@ -206,6 +207,8 @@ class Pool(ExecutorBase):
         machine.check(size)
         self._maps = {}
         self._machine, self._env = machine, env
+        # Drones inherit this frame, and tools that log errors print the locals of all frames.
+        del env, initargs
         self._dispatcher = Dispatcher(config, machine.open)
         self._dispatcher.close_when_collected(self)
         self._dispatcher.wait_begun()
@@ -490,6 +493,8 @@ class Pool(ExecutorBase):
             self._dispatcher.finish()
 
     def __repr__(self) -> str:
+        if "_dispatcher" not in vars(self):  # as in the frame of `__init__` that drones inherit
+            return "<Pool, being made>"
         dispatcher = self._dispatcher
         if dispatcher.has_ended:
             return f"<Pool {dispatcher.config.name}, ended>"

@@ -85,7 +85,7 @@ class Supervisor:
 
     def _capture_initializer(self) -> Task | None:
         """Pickle the initializer, now and once. Raises the errors of pickling."""
-        initializer, initargs = self._config.initializer, self._config.initargs
+        initializer, initargs = self._config.initializer, self._config.initargs.value
         if initializer is None:
             return None
         initializer, initargs = self.engine.initializer(initializer, initargs)

@@ -21,9 +21,11 @@ import sys
 from multiprocessing import reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
+from multiprocessing.process import current_process
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...memory.arena import Arena
+from ...runtime.hidden import Hidden
 from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot
 from .main_maker import MainMaker
@@ -42,6 +44,7 @@ class _BareZygote:
         self.descriptors = control, arena.fd
         self._ceiling = arena.ceiling
         self._spec = spec
+        self._authkey = current_process().authkey
         self._owner = os.getpid()
 
     def _bootstrap(self, parent_sentinel: int) -> NoReturn:
@@ -51,6 +54,8 @@ class _BareZygote:
             # Its drones will need it: imported once, for all of them.
             from ...wire import by_value  # noqa: F401
 
+        current_process().authkey = self._authkey
+        del self._authkey
         os.close(parent_sentinel)
         for fd in self.descriptors:
             os.set_inheritable(fd, False)
@@ -85,13 +90,16 @@ def start_bare_zygote(
     a spawned one that is still importing its main module.
     """
     preparation_data = main_and_settings()
+    # `multiprocessing` would keep it in a local of a frame below all tasks.
+    del preparation_data["authkey"]
     module = {
         key: preparation_data.pop(key) for key in _MAIN_MODULE_KEYS if key in preparation_data
     }
     spawning, pickled = _PopenStandIn(), io.BytesIO()
     set_spawning_popen(spawning)  # type: ignore[arg-type]  # has the needed methods
     try:
-        inherited_args = None if spec.inherited_args is None else _pickled(spec.inherited_args)
+        args = spec.inherited_args.value
+        inherited_args = Hidden(None if args is None else _pickled(args))
         zygote = _BareZygote(
             control,
             arena,

@@ -60,7 +60,7 @@ def drone_main(
     channel = sys.modules.get("polycephaly.green.channel")
     if channel is not None and addresses.parent_address is not None:
         channel.lineage.append((channel.oldest_generation, addresses.parent_address))
-    prepare_child(order.name, spec.inherited_args)
+    prepare_child(order.name, spec.inherited_args.value)
     if spec.main is not None:
         snapshot = spec.main.make(zygote.arena)
     shared_snapshots[:] = [lambda: snapshot]
@@ -103,7 +103,7 @@ class LocalDrone(DroneExecutor):
         self._debugger: Debugger | None = None
         self._debugger_lock = threading.Lock()  # one thread at a time waits for a terminal
         self._kept_frames: dict[int, str] = {}  # addresses, by the process that keeps the frames
-        self._directory, self._identity = spec.directory, bytes.fromhex(order.identity)
+        self._directory, self._identity = spec.directory, bytes.fromhex(order.identity.value)
         self._fast_transport = parent_death.close_in_child(FastTransport(fast_transport))
         self._bulk: Dealer | None = None
         self._has_router = False

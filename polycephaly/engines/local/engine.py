@@ -26,6 +26,7 @@ from ...pool.drone_handle import DroneHandle
 from ...pool.engine import Engine
 from ...promises.promise import Promise
 from ...runtime import parent_death
+from ...runtime.hidden import Hidden
 from ...runtime.system_limits import (
     check_descriptors,
     name_limit,
@@ -88,9 +89,9 @@ class LocalEngine(Engine):
             self._tidy_scheduled = False
             self._store = Store(self._arena, 0)
             self._arena.request_cleanup = self._schedule_tidy
-            self._inherited_args = (
-                self._config.initargs if needs_inheritance(self._config.initargs) else None
-            )
+            initargs = self._config.initargs.value
+            self._inherited_args = Hidden(initargs if needs_inheritance(initargs) else None)
+            del initargs  # a drone inherits this frame
             self._launcher = self.snapshot()
             undo.callback(self._launcher.end)
             self._bulk.open()
@@ -105,7 +106,7 @@ class LocalEngine(Engine):
     def initializer(
         self, initializer: Callable[..., object], initargs: tuple[Any, ...]
     ) -> tuple[Any, tuple[Any, ...]]:
-        if self._inherited_args is not None:
+        if self._inherited_args.value is not None:
             return call_with_inherited_args, (initializer,)
         if self._config.start == "spawn":
             return call_as_imported, (initializer, *initargs)
@@ -179,7 +180,7 @@ class LocalEngine(Engine):
             handle.status_page = StatusPage(map_page(ends[-1]))
             order = Order(
                 handle.number,
-                handle.identity.hex(),
+                Hidden(handle.identity.hex()),
                 name,
                 self._dispatcher.environments[index],
                 self._config.cwd,

@@ -169,7 +169,7 @@ class Launcher:
 
         Raises `OSError` if the zygote is gone, and `ValueError` if the order is too large.
         """
-        message = json.dumps(order._asdict()).encode()
+        message = order.pack()
         if len(message) > MAX_ORDER_BYTES:
             raise ValueError(
                 f"env= is too large for a drone: {len(message)} of at most {MAX_ORDER_BYTES} bytes"

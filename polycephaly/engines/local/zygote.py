@@ -40,6 +40,7 @@ from ... import _compat
 from ...memory.arena import Arena
 from ...runtime import parent_death
 from ...runtime.connections import replace_connections
+from ...runtime.hidden import Hidden
 from ...wire.addresses import channel_address, record_exit
 from ...wire.main_names import MainSnapshot
 from ...wire.status_page import StatusPage, map_page
@@ -69,10 +70,19 @@ class Order(NamedTuple):
     number: int  # of the drone in its pool, and of the drone's region in the arena
     # Hex. A process that knows the identity can send to the reactor, so it is in no file and on no
     # command line.
-    identity: str
+    identity: Hidden[str]
     name: str
-    env: dict[str, str]
+    env: Hidden[dict[str, str]]
     cwd: str | None
+
+    def pack(self) -> bytes:
+        number, identity, name, env, cwd = self
+        return json.dumps({"start": (number, identity.value, name, env.value, cwd)}).encode()
+
+    @classmethod
+    def unpack(cls, message: dict[str, Any]) -> Order:
+        number, identity, name, env, cwd = message["start"]
+        return cls(number, Hidden(identity), name, Hidden(env), cwd)
 
 
 class DroneSpec(NamedTuple):
@@ -84,7 +94,7 @@ class DroneSpec(NamedTuple):
     pool: str  # its name, or a single drone's
     # Objects that a process can get only at its start; see drone/child.py. Pickled for a bare
     # zygote.
-    inherited_args: tuple[Any, ...] | bytes | None = None
+    inherited_args: Hidden[tuple[Any, ...] | bytes | None]
     main: MainMaker | None = None  # of a bare zygote
     post_mortem: bool = False
 
@@ -154,7 +164,7 @@ class Zygote:
         reset_inherited_state()
         # Only a fork has the controller's connections; a bare zygote has none of these.
         if self.spec.main is None:
-            replace_connections(self._owner, self.spec.inherited_args or ())
+            replace_connections(self._owner, self.spec.inherited_args.value or ())
         for number in _IGNORED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         parent_death.join_family(self.spec.family)
@@ -203,25 +213,34 @@ class Zygote:
 
     def _handle_order(self) -> None:
         try:
-            message, fds = parent_death.receive_fds(self.control, MAX_ORDER_BYTES, 4)
+            order, fds = self._receive_order()
         except ConnectionResetError:
             return  # the owner has not read all reports; its last orders, a goodbye say, come next
         except OSError:
-            message, fds = b"", []
-        if not message:
-            self._owner_gone = True
-            return
-        order = json.loads(message)
+            order, fds = None, []
         try:
-            if "goodbye" in order:
+            if order is None:
+                self._owner_gone = True
+            elif isinstance(order, Order):
+                self._start(order, fds)
+            elif "goodbye" in order:
                 self._said_goodbye = self._owner_gone = True
-            elif "kill" in order:
-                self._kill(order["kill"], order["signal"])
             else:
-                self._start(Order(**order), fds)
+                self._kill(order["kill"], order["signal"])
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _receive_order(self) -> tuple[Order | dict[str, Any] | None, list[int]]:
+        """Return an order, None at end-of-file, and the descriptors that came with it.
+
+        What an `Order` hides is in no frame of a drone: this one has ended when a drone is forked.
+        """
+        message, fds = parent_death.receive_fds(self.control, MAX_ORDER_BYTES, 4)
+        if not message:
+            return None, fds
+        order = json.loads(message)
+        return Order.unpack(order) if "start" in order else order, fds
 
     def _start(self, order: Order, stream_fds: list[int]) -> None:
         zygote = os.getpid()
@@ -276,7 +295,7 @@ class Zygote:
             for fd in (*pipe, self._owner_pidfd, stdout, stderr, status_file):
                 if fd is not None:
                     os.close(fd)
-            os.environ.update(order.env)
+            os.environ.update(order.env.value)
             if order.cwd is not None:
                 os.chdir(order.cwd)
             if self._collector_enabled:

@@ -34,6 +34,7 @@ from ... import _compat
 from ...drone.executor import DroneExecutor
 from ...drone.result_buffer import ResultBuffer
 from ...runtime.fork_guard import flush_standard_streams
+from ...runtime.hidden import Hidden
 from ...runtime.procfs import boot_id, memory_of
 from ...wire.main_snapshot import Snapshot, restore_snapshot
 from ...wire.messages import RETURNED, SHARED, pack_numbers, status_of
@@ -53,7 +54,7 @@ class SpawnRequest(NamedTuple):
 
     number: int
     name: str
-    env: dict[str, str]
+    env: Hidden[dict[str, str]]
     cwd: str | None
     path: list[str]  # the driver's `sys.path`
     switch: Any
@@ -101,7 +102,7 @@ class DroneActor:
 
     def __init__(self, spawn_request: SpawnRequest, snapshot: Snapshot) -> None:
         self._folder = open_folder()
-        os.environ.update(spawn_request.env)
+        os.environ.update(spawn_request.env.value)
         sys.path += [each for each in spawn_request.path if each not in sys.path]
         if spawn_request.cwd is not None:
             os.chdir(spawn_request.cwd)
