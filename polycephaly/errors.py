@@ -227,6 +227,18 @@ def _copy_without_init(error: BaseException) -> BaseException:
     return twin
 
 
+def stop_as_error(stop: StopIteration | StopAsyncIteration, raised_by: str) -> RuntimeError:
+    """Return the error to raise in place of `stop` where a loop would take `stop` for its end (PEP
+    479). It has the notes of `stop`, which say what has failed.
+    """
+    kind = type(stop).__qualname__
+    error = RuntimeError(f"{raised_by} raised {kind}, which a loop would take for its end")
+    for note in getattr(stop, "__notes__", ()):
+        error.add_note(note)
+    error.__cause__ = stop
+    return error
+
+
 def is_own_frame(frame: FrameType) -> bool:
     """Return whether the frame is of this package."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "polycephaly"

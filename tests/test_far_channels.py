@@ -2003,6 +2003,33 @@ class Exits:
         return {"x": 1}
 
 
+class StopsTheLoop:
+    def __reduce__(self):
+        return stop_the_loop, ()
+
+
+def stop_the_loop():
+    raise StopAsyncIteration
+
+
+def test_an_item_whose_opening_raises_stop_async_iteration_does_not_end_the_loop_in_silence():
+    async def read(ch):
+        with pytest.raises(RuntimeError, match="raised StopAsyncIteration"):
+            async for _ in ch:
+                pass
+        return await ch.receive()
+
+    def put_all(ch):
+        for item in StopsTheLoop(), 2:
+            ch.put(item)
+
+    with poly.Pool(1) as pool:
+        ch = Channel(4)
+        sent = pool.promise(put_all, ch)
+        assert run(read, ch) == 2
+        sent.result(60)
+
+
 def test_an_item_whose_opening_exits_ends_nobody_and_is_heard_once():
     with poly.Pool(1) as pool:
         ch = Channel(8)
@@ -2248,8 +2275,9 @@ def test_map_over_a_pool_raises_the_error_of_a_call_of_the_items_and_of_a_drone(
     def die(n):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(LookupError, match="7"):
+    with pytest.raises(LookupError, match="7") as raised:
         green.map(bad, range(100), over=pool)
+    assert "in bad" in str(raised.value.__cause__)  # the remote traceback
     with pytest.raises(ZeroDivisionError):
         green.map(bad, items(), over=pool)
     with pytest.raises(poly.DroneDied):

@@ -7,6 +7,8 @@ import gc
 import signal
 import threading
 from concurrent.futures import CancelledError
+from contextlib import nullcontext
+from functools import partial
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -751,6 +753,57 @@ def test_an_error_of_the_items_is_raised_by_map():
     for fn in (lambda: green.map(double, items()), lambda: green.run(main)):
         with pytest.raises(ValueError, match="items"):
             fn()
+
+
+def raise_at_two(error, n):
+    if n == 2:
+        raise error
+    return n
+
+
+async def await_and_raise_at_two(error, n):
+    return raise_at_two(error, n)
+
+
+def items_up_to(error):
+    yield from range(2)
+    raise error
+
+
+@pytest.mark.parametrize("run", [asyncio.run, green.run])
+@pytest.mark.parametrize("over", [False, True])
+def test_a_stop_async_iteration_of_users_is_an_error_in_async_for(run, over):
+    stop = StopAsyncIteration("mine")
+
+    async def read(fn, items, **options):
+        async for _ in green.map(fn, items, **options):
+            pass
+
+    with poly.Pool(1) if over else nullcontext() as pool:
+        options = {"over": pool} if over else {}
+        for fn in raise_at_two, await_and_raise_at_two:
+            with pytest.raises(RuntimeError, match=r"map\(.*item 2 raised Stop") as raised:
+                run(read(partial(fn, stop), range(9), **options))
+            assert over or raised.value.__cause__ is stop
+        with pytest.raises(RuntimeError, match=r"the input of .*\(double.*item 2 raised Stop"):
+            run(read(double, items_up_to(stop), **options))
+
+
+def test_an_error_of_a_map_keeps_its_cause_and_context():
+    async def fail(error_has_cause):
+        try:
+            raise LookupError("first")
+        except LookupError as first:
+            if error_has_cause:
+                raise ValueError("second") from first
+            raise ValueError("second")  # noqa: B904 - with a context
+
+    for has_cause in (True, False):
+        with pytest.raises(ValueError, match="second") as raised:
+            green.map(fail, [has_cause])
+        assert isinstance(raised.value.__context__, LookupError)
+        assert (raised.value.__cause__ is raised.value.__context__) is has_cause
+        assert raised.value.__suppress_context__ is has_cause
 
 
 def test_map_takes_items_only_as_they_are_asked_for():

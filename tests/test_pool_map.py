@@ -13,6 +13,7 @@ import warnings
 import weakref
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -604,6 +605,88 @@ def test_awaited_errors_may_stand_in_their_places(pool):
 
     error, value = asyncio.run(take())
     assert isinstance(error, KeyError) and value == 4
+
+
+def stop(error):
+    raise error
+
+
+class Stops:
+    """Raises the error when it is unpickled."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        return stop, (self.error,)
+
+
+def stop_at_five(error, n):
+    return stop(error) if n == 5 else n
+
+
+def unpickle_to_stop_at_five(error, n):
+    return Stops(error) if n == 5 else [n]
+
+
+class StopsAtFive:
+    def __init__(self, error):
+        self.items, self.error = iter(range(1, 6)), error
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.items, None) or stop(self.error)
+
+
+def generate_and_stop(error):
+    yield from range(5)
+    raise error
+
+
+def in_calls(pool, error):
+    return pool.map(partial(stop_at_five, error), range(9))
+
+
+def in_slices(pool, error):
+    list(pool.map(stop_at_five, itertools.repeat(error, 1000), range(-1000, 0)))  # known as short
+    return pool.map(stop_at_five, itertools.repeat(error), range(9))
+
+
+STOPS = {
+    "call": in_calls,
+    "unordered": lambda pool, error: pool.map(
+        partial(stop_at_five, error), range(9), ordered=False
+    ),
+    "call of a slice": in_slices,
+    "result": lambda pool, error: pool.map(partial(unpickle_to_stop_at_five, error), range(9)),
+}
+INPUT_STOPS = {
+    "iterator": lambda pool, error: pool.map(double, StopsAtFive(error)),
+    "generator": lambda pool, error: pool.map(double, generate_and_stop(error)),
+}
+
+
+@pytest.mark.parametrize("run", [asyncio.run, poly.green.run])
+@pytest.mark.parametrize("start", {**STOPS, **INPUT_STOPS}.values(), ids={**STOPS, **INPUT_STOPS})
+def test_a_stop_async_iteration_of_users_is_an_error_in_async_for(pool, run, start):
+    async def read():
+        async for _ in start(pool, StopAsyncIteration("mine")):
+            pass
+
+    with pytest.raises(RuntimeError, match=r"map.* raised StopAsyncIteration") as raised:
+        run(read())
+    assert raised.value.__cause__.args == ("mine",)
+    assert "), item 5" in raised.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("start", STOPS.values(), ids=STOPS)
+def test_a_stop_iteration_of_users_is_an_error_that_names_its_item(pool, start):
+    with pytest.raises(RuntimeError, match="raised StopIteration") as raised:
+        list(start(pool, StopIteration("mine")))
+    assert raised.value.__cause__.args == ("mine",)
+    assert "), item 5" in raised.value.__notes__[-1]
 
 
 class Unprintable:

@@ -195,6 +195,26 @@ def test_each_senders_messages_come_in_its_order_and_each_once(pool):
         assert [each.value for each in done] == [None, None]
 
 
+def stop_the_loop():
+    raise StopAsyncIteration
+
+
+class StopsTheLoop:
+    def __reduce__(self):
+        return stop_the_loop, ()
+
+
+def test_a_message_whose_unpickling_raises_stop_async_iteration_is_an_error():
+    async def read(pore):
+        async for _ in pore:
+            pass
+
+    with poly.Pore(1) as pore:
+        pore.tell(StopsTheLoop())
+        with pytest.raises(RuntimeError, match=r"a message of .* raised StopAsyncIteration"):
+            asyncio.run(read(pore))
+
+
 def test_plain_code_green_threads_and_asyncio_receive(pool):
     async def received(pore, done):
         told = []

@@ -27,6 +27,9 @@ class Collected:
         self._width = width
         self._progress = progress
 
+    def _place_of(self, index: int) -> str:
+        return f"green.map({qualname(self._fn)}, ...), item {index}"
+
     def __await__(self) -> Generator[Any, Any, list[Any]]:
         if scheduler.in_step():
             return self.collect().__await__()

@@ -15,7 +15,7 @@ from operator import length_hint
 from time import monotonic
 from typing import Any, TypeVar, overload
 
-from ..errors import ChannelClosed
+from ..errors import ChannelClosed, stop_as_error
 from ..promises.promise import Promise
 from ..runtime.coroutines import is_coroutine_function
 from ..runtime.progress import Progress, total_of
@@ -212,6 +212,13 @@ class Mapped(Collected):
     def _cancelled_error(self) -> CancelledError:
         return CancelledError(f"a call of {qualname(self._fn)} was cancelled")
 
+    def _error_for_reader(self, error: BaseException, index: int) -> BaseException:
+        if isinstance(error, AsyncioCancelled):
+            return self._cancelled_error()
+        if isinstance(error, StopAsyncIteration):
+            return stop_as_error(error, self._place_of(index))
+        return error
+
     def __aiter__(self) -> AsyncIterator[Any]:
         """Start workers, each of which takes an item and puts a slot for its value into the
         channel.
@@ -219,14 +226,16 @@ class Mapped(Collected):
         apply = awaiting(self._fn)
         slots: Channel[_Slot] = Channel(self._width * MAX_UNREAD_PER_WORKER)
         busy_workers = self._width
+        taken = 0
 
         async def work() -> None:
-            nonlocal busy_workers
+            nonlocal busy_workers, taken
             thread = scheduler.current
             event_log.number_of(thread)
             try:
                 for item in self._items:
-                    slot = _Slot()
+                    slot, index = _Slot(), taken
+                    taken += 1
                     # In the step that took the item, so that slots are in the order of the items.
                     await slots.send(slot)
                     began = monotonic()
@@ -234,14 +243,15 @@ class Mapped(Collected):
                         slot.set_result(await apply(item))
                     except BaseException as error:
                         # The reader, which is not cancelled, gets an error like any other.
-                        cancelled = isinstance(error, AsyncioCancelled)
-                        slot.set_exception(self._cancelled_error() if cancelled else error)
+                        slot.set_exception(self._error_for_reader(error, index))
                         if not isinstance(error, Exception):
                             raise
                     finally:
                         self._on_call_end(thread, item, began, slot.exception() is not None)
             except Exception as error:  # raised by the items' iterator
                 slot = _Slot()
+                if isinstance(error, StopAsyncIteration):
+                    error = stop_as_error(error, f"the input of {self._place_of(taken)}")
                 slot.set_exception(error)
                 await slots.send(slot)
             finally:

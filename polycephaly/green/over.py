@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..errors import ChannelClosed, Deadlock, ItemLost, copy_error
+from ..errors import ChannelClosed, Deadlock, ItemLost, copy_error, stop_as_error
 from ..promises.promise import Promise
 from ..runtime.coroutines import is_coroutine
 from .channel import Channel
@@ -142,15 +142,16 @@ class Spread(Collected):
         self, jobs: Channel[tuple[int, Any]], done: Channel[tuple[int, Any]], free_places: Semaphore
     ) -> None:
         count = 0
-        for item in self._items:
-            await free_places.acquire()
-            try:
+        try:
+            for item in self._items:
+                await free_places.acquire()
                 await jobs.send((count, item))
-            except (ChannelClosed, ItemLost):
-                # No more values are wanted, or a drone has died, as the promise of its share
-                # reports.
-                return
-            count += 1
+                count += 1
+        except (ChannelClosed, ItemLost):
+            # No more values are wanted, or a drone has died, as the promise of its share reports.
+            return
+        except StopAsyncIteration as stop:
+            raise stop_as_error(stop, f"the input of {self._place_of(count)}") from stop
         await done.send((_END_INDEX, count))
 
 
@@ -175,6 +176,8 @@ async def share_of_map(
                     raise
                 # The call itself was cancelled, not this green thread.
                 raise CancelledError(f"a call of {label(fn)} was cancelled") from error
+            except StopAsyncIteration as stop:  # would end the `async for` in the caller's process
+                raise stop_as_error(stop, f"green.map({label(fn)}, ...), item {index}") from stop
             with suppress(ChannelClosed):  # the value is no longer wanted
                 await done.send((index, value))
 

@@ -23,6 +23,7 @@ from threading import Lock
 from time import monotonic
 from typing import Any, Self, TypeVar
 
+from ..errors import stop_as_error
 from ..promises.promise import Promise, fulfill
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
@@ -78,6 +79,9 @@ class Results(chain[T]):
                 if some is None:
                     break
                 self._awaited_values = iter(some)
+        except StopAsyncIteration as stop:
+            self.close()
+            raise stop_as_error(stop, f"map({self._stream.source.label}, ...)") from stop
         except BaseException:
             self.close()
             raise
@@ -151,15 +155,17 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
             task = tasks.pop()
             answers: Answers = task.result()
             values = answers.values
-            yield values if answers.plain else _unpickle_values(answers, stream)
-            if answers.failed:
+            yield values if answers.plain else _unpickle_values(answers, task, stream)
+            if answers.opening is not None:
                 break
             if answers.error is not None:
                 # No local variable: the error's traceback would refer to the variable, and the
                 # error to the traceback.
                 raise _failure(answers, task, stream)
         if stream.source.error is not None:
-            raise stream.source.error
+            raise _input_error(stream)
+    except StopIteration as stop:
+        raise stop_as_error(stop, f"map({stream.source.label}, ...)") from stop
     finally:
         values.clear()  # if the iterator is closed in the middle, the rest is not given out
         tasks.clear()
@@ -198,19 +204,28 @@ def _pop_error(tasks: list[Task], stream: Ordered) -> BaseException:
     return error
 
 
+def _input_error(stream: Ordered) -> Exception:
+    source, error = stream.source, stream.source.error
+    assert error is not None
+    if isinstance(error, StopAsyncIteration):  # which `async for` cannot raise
+        error.add_note(f"in the input of map({source.label}, ...), item {source.item}")
+    return error
+
+
 def _pop_values(tasks: list[Task]) -> Iterator[Any]:
     """Yield the values of `tasks`, without keeping a reference to any."""
     while tasks:
         yield tasks.pop().result()
 
 
-def _unpickle_values(answers: Answers, stream: Ordered) -> Iterator[Any]:
+def _unpickle_values(answers: Answers, task: Task, stream: Ordered) -> Iterator[Any]:
     try:
         yield from answers
     except BaseException as error:
         stream.cancel()  # at once, because a consumer that stops here may keep the iterator
-        if answers.failed:
+        if answers.opening is not None:
             error.add_note(f"while unpickling a result of {stream.source.label}")
+            add_note(error, stream.source.label, task, answers.opening)
         raise
 
 

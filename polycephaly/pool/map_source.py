@@ -77,7 +77,7 @@ class Source:
         self.dispatcher = dispatcher
         self._task_options = task_options
         self._fn = fn
-        self._item = 0  # the index of the next call
+        self.item = 0  # the index of the next call
         self.exhausted = False  # True after the end of the input was noticed
         self.why_unsent = ""  # why the end of the pool did not send the rest
         # The newest task until the caller has it, so that a Ctrl-C in between does not lose it.
@@ -164,7 +164,7 @@ class Source:
                     error.add_note(_EARLY_END_NOTE % reason)
                 self.error, self.exhausted = error, True
         if task is not None and not isinstance(task, Slice):
-            self._item += 1
+            self.item += 1
             self._definition = getattr(task, "definition", self._definition)  # none if it failed
         return task
 
@@ -249,7 +249,7 @@ class Source:
             pickled = self._pickled(args) if max_calls > 1 else None
             if pickled is None:
                 task = self.latest_task = Task(self.dispatcher)
-                task.first_item = self._item + len(rows)
+                task.first_item = self.item + len(rows)
                 self.dispatcher.submit(self._fn, args, {}, None, self._task_options, task)
                 self._next = task
                 break
@@ -317,6 +317,6 @@ class Source:
         self._row_bytes = max(1.0, len(calls) / len(rows))
         task = self.latest_task = Slice(self.dispatcher, self._definition, calls, len(rows))
         task.set_options(self._task_options)
-        task.first_item, self._item = self._item, self._item + len(rows)
+        task.first_item, self.item = self.item, self.item + len(rows)
         self.dispatcher.submit_task(task)
         return task

@@ -93,7 +93,7 @@ class Answers:
 
     def __init__(self, payload: Any) -> None:
         (self.values, indices, self.error), parts = load_joined(payload)
-        self.failed = False
+        self.opening: int | None = None  # the index of the value that is being unpickled
         # Keeps remote objects alive while handles of them are in the values.
         self.remote_objects: Any = None
         self._parts = dict(zip(indices, parts, strict=True))
@@ -116,9 +116,13 @@ class Answers:
             if part is None:
                 yield value
             else:
-                self.failed = True
-                yield load_with_buffers(*part)
-                self.failed = False
+                yield self._open(index, part)
+
+    def _open(self, index: int, part: Any) -> Any:
+        self.opening = index
+        value = load_with_buffers(*part)
+        self.opening = None
+        return value
 
 
 def split_head(done: int, rest: int, state: int) -> bytes:

@@ -54,7 +54,8 @@ def unpack_item(item: Any) -> Any:
         return item
     try:
         return loads(item.content)
-    except (SystemExit, GeneratorExit) as error:  # of the item's own code: must end no thread
+    # Of the item's own code: must end neither a thread nor a loop over the channel.
+    except (SystemExit, GeneratorExit, StopIteration, StopAsyncIteration) as error:
         raise RuntimeError(
             "unpickling an item that another process sent through a channel raised "
             f"{type(error).__name__}: {error}"

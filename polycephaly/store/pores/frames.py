@@ -14,7 +14,7 @@ from pickle import loads
 from struct import Struct
 from typing import Any, NamedTuple
 
-from ...errors import Malformed
+from ...errors import Malformed, stop_as_error
 
 HEAD = Struct("<BQQ")
 TOLD, WROTE = 1, 2
@@ -79,5 +79,8 @@ def message_of(sender: str, frame: Frame) -> Message:
     """Return the message in a frame. Raises the errors of unpickling its value."""
     kind, size, offset, pickled = frame
     if kind == TOLD:
-        return Message(sender, "told", loads(pickled))
+        try:
+            return Message(sender, "told", loads(pickled))
+        except (StopIteration, StopAsyncIteration) as stop:
+            raise stop_as_error(stop, f"unpickling a message of {sender}") from stop
     return Message(sender, "wrote", None, offset, size)
