@@ -62,7 +62,13 @@ async def run_workers(work: Callable[[], Any], width: int, name: str | None = No
             for _ in range(width):
                 group.spawn(work, name=name)
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+    else:
+        return
+    try:
+        raise first  # not in the `except`, where the error would get another context or cause
+    finally:
+        del first  # in a cycle with the error's traceback
 
 
 def awaiting(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:

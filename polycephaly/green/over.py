@@ -121,7 +121,7 @@ class Spread(Collected):
         except ChannelClosed:
             for each in promises:
                 if each.done() and not each.cancelled() and each.exception() is not None:
-                    raise each.exception() from None
+                    raise each.exception() from each.exception().__cause__  # its remote traceback
             raise
         finally:
             jobs.close()
