@@ -5,8 +5,10 @@ import inspect
 import math
 import os
 import resource
+import time
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from engines import local_only, on_each_engine, poly
 from scripts import output_of, run_script
@@ -83,7 +85,44 @@ def test_seconds_that_are_too_many_for_a_clock_are_a_value_error(name):
         with pytest.raises(ValueError, match=f"{name} must be less than 1e308"):
             poly.Pool(1, **{name: seconds})
     for allowed in (1e300, math.inf, Fraction(1, 3), 10**9):
-        assert check_timeout(allowed) is allowed
+        assert check_timeout(allowed) == float(allowed)
+
+
+def test_seconds_and_counts_may_be_scalars_of_numpy():
+    """The clocks, epoll and messages refused them later, in the thread that serves all."""
+    two, soon, late = np.int64(2), np.float32(0.1), np.float32(100)
+    with poly.Pool(
+        np.int64(1), width=two, timeout=late, hang_timeout=late, report_waiting=soon,
+        max_tasks=np.int64(50), max_queued=np.int64(50), max_memory=np.int64(1 << 40),
+    ) as pool:  # fmt: skip
+        again = poly.Retry(two, on=ZeroDivisionError, delay=np.float32(0.01), factor=np.float32(1))
+        for retries in (two, again):
+            limited = pool.options(timeout=soon, retries=retries, priority=two)
+            with pytest.raises(TimeoutError):
+                limited.promise(time.sleep, 1000).result(np.float32(100))
+        with pytest.raises(ZeroDivisionError) as caught:
+            pool.options(retries=again).doit(divmod, 1, 0)
+        assert "failed 3 times; this is the last error" in caught.value.__notes__
+        with pytest.raises(TimeoutError):
+            list(pool.map(time.sleep, [1000], timeout=soon, chunksize=two, buffersize=two))
+        assert len(pool.stacks(timeout=late)) == 1
+        pool.resize(two)
+        assert pool.status()["size"] == 2 and pool.doit(abs, -1) == 1
+
+
+@pytest.mark.guarantee("work-19")
+def test_seconds_that_are_not_a_number_are_a_value_error_at_the_call():
+    with poly.Pool(1) as pool:
+        for call in (
+            lambda: poly.Pool(1, timeout=math.nan),
+            lambda: poly.Retry(1, delay=np.float32("nan")),
+            lambda: pool.options(timeout=math.nan),
+            lambda: pool.map(abs, [1], timeout=math.nan),
+            lambda: pool.stacks(timeout=np.float32("nan")),
+            lambda: pool.promise(time.sleep, 0.1).result(math.nan),
+        ):
+            with pytest.raises(ValueError, match="nan"):
+                call()
 
 
 @pytest.mark.parametrize("how", [{"env": 5}, {"initializer": 5}, {"env": ["a"]}])

@@ -628,7 +628,7 @@ def test_a_number_that_is_none_is_refused(wrong):
     with pytest.raises(TypeError, match="number"):
         Semaphore(wrong)
     for change in (Barrier(2).enroll, Barrier(2).resign):
-        with pytest.raises(ValueError, match="number"):
+        with pytest.raises(TypeError, match="number"):
             change(wrong)
         with pytest.raises(ValueError, match="number"):
             change(-1)

@@ -11,13 +11,15 @@ from contextlib import nullcontext
 from functools import partial
 from unittest.mock import AsyncMock, Mock
 
+import numpy as np
 import pytest
 from faults import wait_for
 from scripts import Script, output_of, run_script
 
 import polycephaly as poly
 from polycephaly import Promise, green
-from polycephaly.green.testing import all_waiting
+from polycephaly.green.scheduler import scheduler
+from polycephaly.green.testing import all_waiting, virtual_time
 from polycephaly.promises.promise import Signal
 
 var = contextvars.ContextVar("var", default="unset")
@@ -885,11 +887,79 @@ def test_wrong_arguments_are_said_at_once():
             green.timeout(wrong)
         with pytest.raises(ValueError, match="seconds"):
             green.run(green.sleep, wrong)
+    for wrong in ("1", True, None):
+        with pytest.raises(TypeError, match="is a number of seconds, not "):
+            green.run(green.sleep, wrong)
     for wrong in (0, -1):
         with pytest.raises(ValueError, match="native_threads"):
             green.configure(native_threads=wrong)
         with pytest.raises(ValueError, match="window"):
             green.configure(window=wrong)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda thread, seconds: thread.result(seconds),
+        lambda _, seconds: green.Channel().get(timeout=seconds),
+        lambda _, seconds: green.Channel().put("item", timeout=seconds),
+    ],
+)
+def test_a_wait_of_plain_code_takes_any_number_of_seconds_and_refuses_nan(wait):
+    thread = green.spawn(forever)
+    with pytest.raises(TimeoutError):
+        wait(thread, np.float32(0.01))
+    with pytest.raises(ValueError, match="timeout is a number of seconds, not nan"):
+        wait(thread, float("nan"))  # it would never end
+    thread.cancel()
+
+
+def test_a_channel_refuses_a_wrong_time_limit_also_where_nothing_has_to_wait():
+    channel = green.Channel(1)
+    with pytest.raises(ValueError, match="not nan"):
+        channel.put("lost", timeout=float("nan"))
+    channel.put("item")
+    with pytest.raises(TypeError, match="not '1'"):
+        channel.get(timeout="1")
+    assert channel.get() == "item"
+
+
+def test_seconds_and_counts_may_be_scalars_of_numpy():
+    """Such seconds ended the scheduler's sleep with an error, and the next one, too."""
+    soon, two = np.float32(0.001), np.int64(2)
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with green.timeout(soon):
+                await green.sleep(np.float32(1000))
+        return await green.select(green.after(soon), green.after(1000))
+
+    assert green.run(main).index == 0
+    assert green.run(green.sleep, soon) is None
+    assert green.map(double, [1, 2], width=two) == [2, 4]
+    assert green.Channel(two).capacity == 2
+    assert "2" in repr(green.Semaphore(two)) and green.Barrier(two).enrolled == 2
+    with virtual_time(jumps=False) as clock:
+        clock.advance(np.float32(2))
+        assert type(clock.time()) is float
+
+
+def test_after_an_error_in_its_sleep_the_scheduler_is_as_before(monkeypatch, caplog):
+    """The waker of that sleep was left in the bell, and later called in vain."""
+    errors = [RuntimeError("from a clock"), RuntimeError("from a clock")]
+    seconds_left = scheduler.timers.seconds_left
+
+    def fail_first():
+        if errors:
+            raise errors.pop()
+        return seconds_left()
+
+    monkeypatch.setattr(scheduler.timers, "seconds_left", fail_first)
+    for _ in range(10):
+        assert green.run(double, 1) == 2
+        green.run(green.sleep, 0.001)
+    assert not errors and len(scheduler.bell) <= 1
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["from a clock"] * 2
 
 
 def test_run_and_waiting_inside_a_coroutine_are_errors_that_say_what_to_do():

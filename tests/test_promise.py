@@ -6,12 +6,15 @@ import copy
 import copyreg
 import gc
 import logging
+import math
 import signal
 import sys
 import threading
 import weakref
 from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 
+import numpy as np
 import pytest
 from faults import hold_until
 from scripts import output_of
@@ -35,6 +38,26 @@ def rejected(error):
     p = Promise()
     p.set_exception(error)
     return p
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda seconds: Promise().result(seconds),
+        lambda seconds: Promise().exception(seconds),
+        lambda seconds: poly.as_completed([Promise()], timeout=seconds),
+    ],
+)
+def test_a_wait_takes_any_number_of_seconds_and_refuses_what_is_none(wait):
+    with suppress(TimeoutError):
+        wait(np.float32(0))
+    with pytest.raises(ValueError, match="a number of seconds, not nan"):  # it would never end
+        wait(math.nan)
+    with pytest.raises(ValueError, match="timeout must be less than 1e308"):
+        wait(10**5000)
+    for wrong in ("1", True, 1j):
+        with pytest.raises(TypeError, match="timeout is a number of seconds, not "):
+            wait(wrong)
 
 
 def race_threads(*acts, rounds=ROUNDS, make=Promise):

@@ -28,12 +28,13 @@ from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overl
 
 from ..errors import copy_error, skip_own_frames, type_with_article
 from ..promises.promise import FINISHED, Promise, Signal, fulfill, stored_error
+from ..runtime.checks import check_count
 from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
 from .parking import Parking
 from .scheduler import scheduler
 from .spawning import start
-from .thread import GreenThread, check_count, qualname
+from .thread import GreenThread, qualname
 from .waiting import Refused
 
 P = ParamSpec("P")
@@ -60,7 +61,7 @@ class Batch(Generic[Q, R]):
                 f"green.call.batch takes a plain function of a list of requests, not {fn!r}"
             )
         if limit is not None:
-            check_count("limit= takes", "request", limit)
+            limit = check_count("limit= takes", "request", limit)
         update_wrapper(self, fn)
         self._fn = fn
         self._limit = limit

@@ -33,13 +33,14 @@ from types import coroutine
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from ..errors import ChannelClosed, DroneDied
+from ..runtime.checks import check_count
 from ..wire import addresses
 from . import spawning
 from .locks import Lock
 from .run import forbid_in_step, in_asyncio, wait_in_proxy
 from .scheduler import PARK, scheduler
 from .select import Guard
-from .thread import GreenThread, check_count, outside_error
+from .thread import GreenThread, outside_error
 from .waiting import NOTHING, ChannelQueues, Refused, Waiter
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class Channel(ChannelQueues, Generic[T]):
     """True if the channel was made, and lives, in another process."""
 
     def __init__(self, capacity: int = 0) -> None:
-        check_count("the capacity of a channel is", "item", capacity, 0)
+        capacity = check_count("the capacity of a channel is", "item", capacity, 0)
         if capacity > sys.maxsize:
             raise ValueError(f"the capacity of a channel is at most {sys.maxsize}, not {capacity}")
         global any_channel_made
@@ -397,6 +398,8 @@ class Channel(ChannelQueues, Generic[T]):
             As `send`.
         TimeoutError
             If `timeout` is over. Then no receiver has got the item.
+        TypeError, ValueError
+            If `timeout` is no number of seconds, or NaN.
         RuntimeError
             In a coroutine, which must use ``await send`` instead.
         """
@@ -423,6 +426,8 @@ class Channel(ChannelQueues, Generic[T]):
             As `receive`.
         TimeoutError
             If there was no item for `timeout` seconds.
+        TypeError, ValueError
+            If `timeout` is no number of seconds, or NaN.
         RuntimeError
             In a coroutine, which must use ``await receive`` instead.
         """

@@ -11,10 +11,10 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Any, NoReturn
 
+from ..runtime.checks import check_at_least, check_count
 from .parking import Parking, parks
 from .run import forbid_in_step, wait_in_proxy
 from .scheduler import scheduler
-from .thread import check_count
 from .waiting import WaitQueue
 
 
@@ -94,8 +94,7 @@ class Semaphore(_OfOneProcess):
     _operation = "acquire"
 
     def __init__(self, value: int = 1) -> None:
-        check_count("a semaphore lets in", "green thread", value, 0)
-        self._value = value
+        self._value = check_count("a semaphore lets in", "green thread", value, 0)
         self._queue: WaitQueue[Parking] = WaitQueue()
 
     @property
@@ -255,12 +254,6 @@ class Event(_OfOneProcess):
         return f"<Event {state}{_describe_waiting(self._queue)} at {id(self):#x}>"
 
 
-def _check_count(n: int) -> int:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"the number of green threads must be at least 1, not {n!r}")
-    return n
-
-
 class Barrier(_OfOneProcess):
     """A barrier, which holds each of `n` enrolled green threads at `sync` until all have arrived.
 
@@ -290,8 +283,7 @@ class Barrier(_OfOneProcess):
     _operation = "sync"
 
     def __init__(self, n: int) -> None:
-        check_count("a barrier is for", "green thread", n)
-        self._enrolled = n
+        self._enrolled = check_count("a barrier is for", "green thread", n)
         self._queue: WaitQueue[Parking] = WaitQueue()
 
     @property
@@ -317,7 +309,7 @@ class Barrier(_OfOneProcess):
         ValueError
             If `n` is less than 1.
         """
-        self._change_enrolled(_check_count(n))
+        self._change_enrolled(check_at_least("the number of green threads", n, 1))
 
     def resign(self, n: int = 1) -> None:
         """Remove `n` green threads from the barrier. Any thread may call this.
@@ -330,7 +322,7 @@ class Barrier(_OfOneProcess):
             If `n` is less than 1, or fewer than `n` of the enrolled threads are not waiting at
             `sync`.
         """
-        self._change_enrolled(-_check_count(n))
+        self._change_enrolled(-check_at_least("the number of green threads", n, 1))
 
     def _change_enrolled(self, n: int) -> None:
         if self._enrolled + n < self.waiting:

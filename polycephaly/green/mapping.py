@@ -17,6 +17,7 @@ from typing import Any, TypeVar, overload
 
 from ..errors import ChannelClosed, stop_as_error
 from ..promises.promise import Promise
+from ..runtime.checks import check_count
 from ..runtime.coroutines import is_coroutine_function
 from ..runtime.progress import Progress, total_of
 from ..timeline.event_log import MIN_EVENT_SECONDS, event_log
@@ -26,7 +27,7 @@ from .over import Spread, par_over
 from .run import in_asyncio, run
 from .scheduler import scheduler
 from .spawning import spawn
-from .thread import GreenThread, check_count, qualname
+from .thread import GreenThread, qualname
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -148,7 +149,7 @@ def map(
     >>> green.map(lambda n: n * n, range(5), width=2)
     [0, 1, 4, 9, 16]
     """
-    check_count("the width is", "green thread", width)
+    width = check_count("the width is", "green thread", width)
     if not callable(fn):
         raise TypeError(f"map takes a function, not {fn!r}")
     bar = Progress(qualname(fn), total_of([items])) if progress else None

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, TypeVar, overload
 
+from ..runtime.checks import check_seconds
 from ..runtime.coroutines import is_coroutine
 from ..runtime.deferred_sigint import DeferredSigint
 from .scheduler import scheduler
@@ -105,6 +106,8 @@ def wait_in_proxy(
     If the timeout is over but the proxy has its item all the same, return that. If the wait is
     broken off, the proxy is cancelled. If it has a value all the same, `undo` gets that.
     """
+    if timeout is not None:
+        check_seconds("timeout", timeout)  # before the proxy takes part
     proxy = None
     try:
         with DeferredSigint():

@@ -385,18 +385,21 @@ class Scheduler:
             # The waker goes into the bell before the look at `ready`: the look sees all that came
             # before, and any thread that comes later finds the waker.
             bell.append(lock.release)
-            left = self.timers.seconds_left()
-            idle_timeout = IDLE_WORKER_SECONDS if transport is None else 1e6
-            timeout = idle_timeout if checked else DEADLOCK_GRACE_SECONDS
-            if (
-                ready
-                or left == 0.0
-                or not lock.acquire(timeout=timeout if left is None else min(left, 1e6))
-            ):
-                try:
-                    bell.pop()
-                except IndexError:  # another thread has popped the waker, and is about to call it
-                    lock.acquire()
+            woken = False
+            try:
+                left = self.timers.seconds_left()
+                idle_timeout = IDLE_WORKER_SECONDS if transport is None else 1e6
+                timeout = idle_timeout if checked else DEADLOCK_GRACE_SECONDS
+                if not ready and left != 0.0:
+                    woken = lock.acquire(timeout=timeout if left is None else min(left, 1e6))
+            finally:
+                # After an error, too: the next sleep adds the waker again, and it is called once.
+                if not woken:
+                    try:
+                        bell.pop()
+                    except IndexError:  # another thread has popped it, and is about to call it
+                        lock.acquire()
+            if not woken:
                 if transport is not None:
                     # Not before the pop: a fork takes an owner with a waker in the bell for asleep.
                     transport.poll()

@@ -25,6 +25,7 @@ from types import EllipsisType, coroutine
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from ..promises.promise import Promise
+from ..runtime.checks import check_seconds
 from .scheduler import PARK, scheduler
 from .thread import GreenThread, add_hook, outside_error, remove_hook
 from .waiting import NOTHING, ChannelQueues, Refused, Waiter
@@ -184,12 +185,12 @@ def after(seconds: float, *, when: bool | Callable[[], object] = True) -> Guard[
 
     Raises
     ------
+    TypeError
+        If `seconds` is not a number.
     ValueError
-        If `seconds` is negative.
+        If `seconds` is negative or NaN.
     """
-    if not seconds >= 0:
-        raise ValueError(f"a timeout is a number of seconds from 0 on, not {seconds!r}")
-    return _After(seconds, when)
+    return _After(check_seconds("the time of an after", seconds, 0), when)
 
 
 def settled(promise: Promise[T], *, when: bool | Callable[[], object] = True) -> Guard[T]:

@@ -6,6 +6,7 @@ from _thread import get_ident
 from collections.abc import Awaitable
 from typing import Any
 
+from ..runtime.checks import check_seconds
 from ..runtime.timers import Timer
 from .parking import Parking, parks
 from .scheduler import YIELDED, scheduler
@@ -56,6 +57,8 @@ def sleep(seconds: float) -> Awaitable[None]:
 
     Raises
     ------
+    TypeError
+        If `seconds` is not a number.
     ValueError
         If `seconds` is negative or NaN.
     RuntimeError
@@ -66,9 +69,7 @@ def sleep(seconds: float) -> Awaitable[None]:
     >>> from polycephaly import green
     >>> green.run(green.sleep, 0.01)
     """
-    if not seconds >= 0:
-        raise ValueError(f"sleep takes a number of seconds from 0 on, not {seconds!r}")
-    return _Sleep(seconds)
+    return _Sleep(check_seconds("the time of a sleep", seconds, 0))
 
 
 def current() -> GreenThread[Any]:
@@ -102,6 +103,8 @@ class timeout:  # noqa: N801 - reads like a function
     ------
     TimeoutError
         At the end of the block, if the limit has interrupted the block.
+    TypeError
+        If `seconds` is not a number.
     ValueError
         If `seconds` is negative or NaN.
     RuntimeError
@@ -128,9 +131,7 @@ class timeout:  # noqa: N801 - reads like a function
     """
 
     def __init__(self, seconds: float | None) -> None:
-        if seconds is not None and not seconds >= 0:
-            raise ValueError(f"a timeout is a number of seconds from 0 on, not {seconds!r}")
-        self.seconds = seconds
+        self.seconds = None if seconds is None else check_seconds("timeout", seconds, 0)
         self.expired = False
         self._thread: Any = None
         self._timer: Timer | None = None
@@ -153,7 +154,7 @@ class timeout:  # noqa: N801 - reads like a function
         self.expired = True
         if self._thread.cancel_count != self._cancel_count:
             return  # the thread is being cancelled
-        self._error = Cancelled(f"the time limit of {self.seconds} s has expired")
+        self._error = Cancelled(f"the time limit of {self.seconds:g} s has expired")
         self._thread.interrupt(self._error)
 
     async def __aexit__(self, kind: object, error: BaseException | None, at: object) -> None:
@@ -169,4 +170,4 @@ class timeout:  # noqa: N801 - reads like a function
         if error is self._error and self._thread.cancel_count != self._cancel_count:
             return  # the thread was also cancelled, and the error counts as that
         if error is self._error or (error is None and self._error.in_call):
-            raise TimeoutError(f"the block was not done within {self.seconds} s") from error
+            raise TimeoutError(f"the block was not done within {self.seconds:g} s") from error

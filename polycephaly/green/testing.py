@@ -15,6 +15,7 @@ from functools import partial
 from time import monotonic
 
 from ..promises import promise
+from ..runtime.checks import check_seconds
 from .report import can_other_threads_act
 from .scheduler import scheduler
 from .sleeping import sleep
@@ -48,12 +49,13 @@ class Clock:
 
         Raises
         ------
+        TypeError
+            If `seconds` is not a number.
         ValueError
             If `seconds` is negative or NaN.
         """
-        if not seconds >= 0:
-            raise ValueError(f"advance takes a number of seconds from 0 on, not {seconds!r}")
-        scheduler.run_in_owner(lambda: self._set_time(self._now + seconds))
+        step = check_seconds("the time to advance", seconds, 0)
+        scheduler.run_in_owner(lambda: self._set_time(self._now + step))
 
     def _set_time(self, when: float) -> None:
         self._now = max(self._now, when)

@@ -467,14 +467,6 @@ def outside_error(name: str, alternative: str = GREEN_RUN_ADVICE) -> RuntimeErro
     )
 
 
-def check_count(sentence: str, unit: str, number: object, least: int = 1) -> None:
-    """Raise `TypeError` or `ValueError` unless `number` is an int, and at least `least`."""
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{sentence} a number of {unit}s, not {number!r}")
-    if number < least:
-        raise ValueError(f"{sentence} at least {least} {unit}{'s' * (least != 1)}, not {number}")
-
-
 # -- waiting for events from outside the scheduler -------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from .._compat import current_frames
 from ..errors import is_own_frame
+from ..runtime.checks import check_at_least, check_positive_seconds
 from .history import history
 from .scheduler import NO_CALL, Driver, scheduler
 
@@ -253,15 +254,13 @@ def configure(*, window: float | None = None, native_threads: int | None = None)
     ValueError
         If an argument is not positive.
     TypeError
-        If `native_threads` is not an int.
+        If `window` is no number, or `native_threads` no whole number.
     """
-    for name, value in (("window", window), ("native_threads", native_threads)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, not {value!r}")
-    if native_threads is not None and not isinstance(native_threads, int):
-        raise TypeError(f"native_threads is a number of threads, not {native_threads!r}")
-    if window is not None:
-        watchdog.window = window
+    seconds = None if window is None else check_positive_seconds("window", window)
+    if native_threads is not None:
+        native_threads = check_at_least("native_threads", native_threads, 1)
+    if seconds is not None:
+        watchdog.window = seconds
     if native_threads is not None:
         scheduler.workers.max_threads = native_threads
         scheduler.workers.start_queued()

@@ -27,16 +27,15 @@ from weakref import WeakKeyDictionary, ref
 
 from .._compat import renew_in_child
 from ..promises.promise import Handle, Promise
+from ..runtime.checks import check_at_least, check_seconds
 from ..runtime.progress import Progress, total_of
 from ..store.kept import Kept
 from . import namespace
 from .config import (
-    check_at_least,
     check_keep,
     check_needs,
     check_priority,
     check_retries,
-    check_seconds,
     check_timeout,
     check_work,
 )
@@ -616,11 +615,12 @@ class ExecutorBase(TaskTarget, Executor):
         ...     list(itertools.islice(squares, 4))
         [0, 1, 4, 9]
         """
-        check_seconds("timeout", timeout)
+        if timeout is not None:
+            timeout = check_seconds("timeout", timeout)
         if chunksize is not None:
             check_at_least("chunksize", chunksize, 1)
         if buffersize is not None:
-            check_at_least("buffersize", buffersize, 1)
+            buffersize = check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
         dispatcher = self._dispatcher
         dispatcher.check_open()

@@ -94,7 +94,7 @@ class Cancellation:
         self, handle: DroneHandle, task: Task, request: StackRequest | None
     ) -> None:
         error = TimeoutError(
-            f"{task.definition.label} ran for more than {task.timeout} s on {handle.name}"
+            f"{task.definition.label} ran for more than {task.timeout:g} s on {handle.name}"
         )
         task.timed_out = True
         if task.next_delay(error) is None:

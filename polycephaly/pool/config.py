@@ -5,12 +5,11 @@ Wrong input is refused at the call, with an error that gives the value and the r
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..runtime.checks import check_at_least, check_positive_seconds, check_seconds, check_whole
 from ..runtime.hidden import Hidden
 from ..wire.output import Line, forward
 from .interfaces import TaskOptions
@@ -66,40 +65,24 @@ def check_start(start: str | None) -> str | None:
     return start
 
 
-def check_seconds(name: str, seconds: float | None) -> None:
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, Real)):
-        raise TypeError(f"{name} is a number of seconds, not {seconds!r}")
-    if seconds is not None and _overflows(seconds):  # its digits may be thousands: not shown
-        raise ValueError(f"{name} must be less than 1e308 seconds; None means no limit")
-
-
-def _overflows(number: float) -> bool:
-    """Return whether a number that is not infinite is too large for a `float`."""
-    try:
-        return math.isinf(float(number)) and abs(number) != math.inf
-    except OverflowError:
-        return True
-
-
 def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
-    check_seconds(name, timeout)
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"{name} must be a positive number of seconds, not {timeout!r}")
-    return timeout
+    return None if timeout is None else check_positive_seconds(name, timeout)
 
 
-def check_hang_timeout(seconds: float | None) -> float | None:
-    check_seconds("hang_timeout", seconds)
-    if seconds is not None and not seconds >= MIN_HANG_TIMEOUT_SECONDS:
+def check_hang_timeout(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    seconds = check_seconds("hang_timeout", timeout)
+    if seconds < MIN_HANG_TIMEOUT_SECONDS:
         raise ValueError(
-            f"hang_timeout must be at least {MIN_HANG_TIMEOUT_SECONDS} seconds, not {seconds!r}, "
+            f"hang_timeout must be at least {MIN_HANG_TIMEOUT_SECONDS} seconds, not {timeout!r}, "
             "because the heartbeats of a drone are a tenth of a second apart"
         )
     return seconds
 
 
 def check_retries(retries: int | Retry) -> int | Retry:
-    if not isinstance(retries, int):
+    if not hasattr(type(retries), "__index__"):
         from .retry import Retry  # not with each pool: dataclasses take milliseconds to import
 
         if isinstance(retries, Retry):
@@ -109,8 +92,7 @@ def check_retries(retries: int | Retry) -> int | Retry:
 
 
 def check_priority(priority: int) -> int:
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise TypeError(f"priority is a whole number (a larger one comes first), not {priority!r}")
+    priority = check_whole(priority, "priority is a whole number (a larger one comes first)")
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise ValueError(
             f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {priority}"
@@ -126,9 +108,10 @@ def check_resources(resources: Mapping[str, int] | None) -> tuple[tuple[str, int
         raise TypeError(
             f"resources maps names to whole numbers, as in {{'db': 2}}, not {resources!r}"
         )
-    for name, amount in resources.items():
-        check_at_least(f"resources[{name!r}]", amount, 1)
-    return tuple(sorted(resources.items()))
+    return tuple(
+        (name, check_at_least(f"resources[{name!r}]", resources[name], 1))
+        for name in sorted(resources)
+    )
 
 
 def check_needs(
@@ -152,7 +135,10 @@ def check_needs(
 
 
 def check_memory(limit: int | None) -> int | None:
-    if limit is not None and check_at_least("max_memory", limit, 1) < MIN_MAX_MEMORY_BYTES:
+    if limit is None:
+        return None
+    limit = check_at_least("max_memory", limit, 1)
+    if limit < MIN_MAX_MEMORY_BYTES:
         raise ValueError(f"max_memory must be at least {MIN_MAX_MEMORY_BYTES:,} bytes, not {limit}")
     return limit
 
@@ -224,11 +210,3 @@ def _has_parameter(fn: Callable[..., object], name: str) -> bool:
         return name in signature(fn).parameters
     except (TypeError, ValueError):  # a function of C that does not tell
         return False
-
-
-def check_at_least(name: str, number: int, minimum: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} is a whole number, not {number!r}")
-    if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, not {number}")
-    return number

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..promises.promise import Promise
+from ..runtime.checks import check_at_least
 from ..runtime.hidden import Hidden
 from ..timeline import Timeline
 from ..wire.output import forward
@@ -18,7 +19,6 @@ from .base import Async, DroneBase, wait_for
 from .collecting import take_timeline
 from .config import (
     PoolConfig,
-    check_at_least,
     check_cwd,
     check_env,
     check_hang_timeout,

@@ -405,7 +405,7 @@ class Ordered:
         except TimeoutError:
             raise TimeoutError(
                 f"the results of map({self.source.label}, ...) did not come within "
-                f"{self._timeout} s"
+                f"{self._timeout:g} s"
             ) from None
         self.show()
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..runtime.checks import check_at_least
 from ..runtime.hidden import Hidden
 from ..store.shared import Shared
 from ..timeline import Timeline
@@ -15,7 +16,6 @@ from .base import ExecutorBase
 from .collecting import take_news, take_timeline
 from .config import (
     PoolConfig,
-    check_at_least,
     check_cwd,
     check_env,
     check_hang_timeout,

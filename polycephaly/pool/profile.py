@@ -19,11 +19,11 @@ from typing import Any, Self
 from ..errors import Malformed
 from ..promises.combining import race
 from ..promises.promise import Signal, fulfill
+from ..runtime.checks import check_at_least
 from ..runtime.sampler import MAX_HERTZ, StackSampler
 from ..runtime.tuning import tuning
 from ..timeline.flame import CONTROLLER, Samples, of_drones, own_samples, page_of, speedscope_of
 from ..wire.messages import PROFILE
-from .config import check_at_least
 from .dispatcher import Dispatcher
 from .interfaces import State
 from .stack_requests import DroneRequest

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from numbers import Real
 from random import SystemRandom
 from typing import Any
 
 from ..errors import DroneDied
+from ..runtime.checks import check_at_least, check_real
 
 MAX_DELAY_SECONDS = 86_400.0
 
@@ -77,15 +77,12 @@ class Retry:
     jitter: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.times, bool) or not isinstance(self.times, int):
-            raise TypeError(f"times is a whole number, not {self.times!r}")
-        if self.times < 0:
-            raise ValueError(f"times must be at least 0, not {self.times}")
-        for name, seconds, least in (("delay", self.delay, 0), ("factor", self.factor, 1)):
-            if isinstance(seconds, bool) or not isinstance(seconds, Real):
-                raise TypeError(f"{name} is a number, not {seconds!r}")
-            if not (seconds >= least and isfinite(seconds)):
-                raise ValueError(f"{name} must be finite and at least {least}, not {seconds!r}")
+        object.__setattr__(self, "times", check_at_least("times", self.times, 0))
+        for name, given, least in (("delay", self.delay, 0), ("factor", self.factor, 1)):
+            number = check_real(name, given)
+            if not (number >= least and isfinite(number)):
+                raise ValueError(f"{name} must be finite and at least {least}, not {given!r}")
+            object.__setattr__(self, name, number)
         if not isinstance(self.jitter, bool):
             raise TypeError(f"jitter is True or False, not {self.jitter!r}")
         kinds: Any = self.on if isinstance(self.on, tuple) else (self.on,)

@@ -21,8 +21,8 @@ from weakref import WeakValueDictionary
 
 from ..errors import Malformed
 from ..promises.promise import fulfill
+from ..runtime.checks import check_positive_seconds
 from ..wire.messages import FRAMES
-from .config import check_timeout
 from .drone_handle import DroneHandle
 from .reactor import DrivingSignal, Tenant
 from .task import Task
@@ -122,7 +122,7 @@ class StackRequests:
 
         Waits, for `timeout` seconds at most.
         """
-        check_timeout(timeout)
+        timeout = check_positive_seconds("timeout", timeout)
         pending = [StackRequest(self._dispatcher, handle) for handle in handles]
         for request in pending:
             if self._dispatcher.has_ended:

@@ -16,6 +16,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar, overload
 
+from ..runtime.checks import check_seconds
 from .promise import (
     CANCELLED,
     FINISHED,
@@ -224,6 +225,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
         self._pending: dict[F, None] = {}
         if isinstance(promises, Future):
             raise TypeError("as_completed() takes one iterable of promises: as_completed([a, b])")
+        limit = None if timeout is None else check_seconds("timeout", timeout)
         distinct = tuple(dict.fromkeys(promises))
         _check_futures("as_completed", distinct)
         # One slot per promise: the k-th promise that settles fills the k-th slot.
@@ -233,7 +235,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
         self._pending = pending = dict.fromkeys(distinct)  # in the order given
         self._next = 0
         self._timeout = timeout
-        self._deadline = None if timeout is None else monotonic() + timeout
+        self._deadline = None if limit is None else monotonic() + limit
         indices = itertools.count()
 
         # This hook has no reference to the iterator, so that an iterator which is no longer used

@@ -34,6 +34,7 @@ from threading import Condition, main_thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
+from ..runtime.checks import check_seconds
 from ..runtime.tuning import tuning
 from .trampoline import Trampoline
 
@@ -214,6 +215,8 @@ class Promise(Future[T], Handle, Generic[T]):
             If the promise is not settled in time.
         concurrent.futures.CancelledError
             If the promise was cancelled.
+        TypeError, ValueError
+            If the promise is not settled, and `timeout` is no number of seconds, or NaN.
         RuntimeError
             If this thread would wait for itself: in a callback of a promise or in a finalizer.
         """
@@ -686,7 +689,7 @@ class Promise(Future[T], Handle, Generic[T]):
                 )
             if green_hooks is not None:
                 check_can_wait((self,))
-            deadline = None if timeout is None else monotonic() + timeout
+            deadline = None if timeout is None else monotonic() + check_seconds("timeout", timeout)
             me = get_ident()
             outer = waiting_threads.get(me)  # set if a callback waits for another promise
             try:

@@ -29,11 +29,11 @@ from ..engines.remote.messages import Item, pack_hello
 from ..engines.remote.server_connection import ServerConnection
 from ..errors import Malformed
 from ..pool import leases
-from ..pool.config import check_timeout
 from ..pool.pool import Pool, dispatcher_of
 from ..pool.status import describe_drones
 from ..pool.task import Task
 from ..promises.promise import Promise
+from ..runtime.checks import check_positive_seconds
 from ..timeline.plain import pack_timeline
 from ..wire.messages import CALL, FORGET
 from ..wire.output import Line
@@ -386,6 +386,6 @@ def join(
     ...         remote.doit(abs, -3)
     3
     """
-    check_timeout(timeout)
+    timeout = check_positive_seconds("timeout", timeout)
     dispatcher_of(pool).check_open()
     return Joined(pool, pool_registry.resolve_card(where, server_key, keys), timeout)

@@ -10,10 +10,11 @@ from typing import Any, NoReturn, TypeVar
 
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...pool.base import ExecutorBase
-from ...pool.config import check_at_least, check_output, check_timeout
+from ...pool.config import check_output
 from ...pool.stacks import Stack, Stacks
 from ...pool.status import COLUMNS
 from ...promises.html import table
+from ...runtime.checks import check_at_least, check_positive_seconds
 from ...timeline import Timeline
 from ...timeline.plain import unpack_timeline
 from ...wire.output import Line
@@ -272,6 +273,6 @@ def connect(
     ValueError
         If a name, file, address or key is malformed.
     """
-    check_timeout(timeout)
+    timeout = check_positive_seconds("timeout", timeout)
     card = pool_registry.resolve_card(where, server_key, keys)
     return RemotePool(Connection(card, timeout, check_output(output)))

@@ -22,6 +22,7 @@ from ...errors import PoreClosed
 from ...memory.arena import make_memory, map_range
 from ...promises import promise
 from ...runtime import parent_death
+from ...runtime.checks import check_seconds
 from ...runtime.deferred_sigint import DeferredSigint
 from ...runtime.procfs import start_time_of
 from ...runtime.system_limits import shared_memory_ceiling
@@ -359,7 +360,7 @@ class Pore:
             The errors of unpickling the message.
         """
         inbox = self._get_own_inbox("get")
-        deadline = None if timeout is None else monotonic() + timeout
+        deadline = None if timeout is None else monotonic() + check_seconds("timeout", timeout)
         while (sent := inbox.take_frame()) is None:
             self._check_not_exhausted(inbox)
             if _is_in_green_thread():
