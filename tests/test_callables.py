@@ -6,6 +6,7 @@ import functools
 import gc
 import operator
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -735,3 +736,79 @@ def test_a_weak_reference_in_main_is_a_value_like_others(monkeypatch):
     snapshot = MainSnapshot()
     assert snapshot.is_current()
     assert snapshot.unchanged("weakly", sys.modules["__main__"].weakly)
+
+
+class Alarm(Exception):
+    pass
+
+
+def on_alarm(signum, frame):
+    raise Alarm
+
+
+def on_alarm_with_any_arguments(*args):
+    raise Alarm
+
+
+def on_last_alarm(signum, frame):
+    signal.signal(signum, signal.SIG_DFL)
+    on_alarm(signum, frame)
+
+
+class Interrupted:
+    """A signal comes while it is pickled for the first time."""
+
+    def __init__(self):
+        self.is_first = True
+
+    def __reduce__(self):
+        if self.is_first:
+            self.is_first = False
+            signal.raise_signal(signal.SIGUSR1)
+        return int, ()
+
+
+def inputs_of_which_one_is_interrupted():
+    yield 0
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def capture_interrupted():
+    interrupted = Interrupted()
+    return lambda: interrupted
+
+
+@pytest.fixture(params=[on_alarm, on_alarm_with_any_arguments, on_last_alarm])
+def alarm(request):
+    before = signal.signal(signal.SIGUSR1, request.param)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.submit(abs, Interrupted()),
+        lambda pool: pool.submit(abs, number=Interrupted()),
+        lambda pool: pool.submit(capture_interrupted()),
+        lambda pool: pool.promise(abs, [Interrupted(), bytes(1 << 20)]),
+        lambda pool: next(pool.map(abs, [Interrupted()])),
+        lambda pool: next(pool.map(abs, inputs_of_which_one_is_interrupted())),
+    ],
+)
+def test_an_error_of_a_signal_handler_is_raised_at_the_call_and_is_not_the_calls_own(
+    pool, alarm, call
+):
+    with pytest.raises(Alarm) as raised:
+        call(pool)
+    # CPython's pickler adds notes of its own, from 3.14 on.
+    assert "while pickling" not in str(getattr(raised.value, "__notes__", ""))
+    assert pool.submit(abs, -1).result() == 1
+
+
+def test_an_error_of_the_same_kind_that_an_argument_raises_is_the_calls_own(pool, alarm):
+    class Wrong:
+        def __reduce__(self):
+            raise Alarm
+
+    assert isinstance(pool.submit(abs, Wrong()).exception(), Alarm)

@@ -41,6 +41,7 @@ from ..promises.combining import race
 from ..promises.promise import CANCELLED, PENDING, Promise, Signal, fulfill, reject
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.hidden import Hidden
+from ..runtime.signal_handlers import is_of_signal_handler
 from ..runtime.tuning import tuning
 from ..wire.exceptions import message_of
 from ..wire.functions import RemoteFunction
@@ -165,6 +166,8 @@ class Dispatcher(DispatcherBase):
             if definition.captures:
                 task.hold_captured()
         except Exception as error:
+            if is_of_signal_handler(error):
+                raise
             reject(task, error)
             return task
         try:

@@ -20,6 +20,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..promises.promise import Handle
+from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.pickling import BULKY_TYPES, capture
 from ..wire.placeholders import PicklingContext
 from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, ROWS, SMALL_TYPES, pack_calls
@@ -228,6 +229,8 @@ class Source:
                 rows = list(source)
             # The input was changed since the last call, so the error is that of the first row.
             except Exception as error:
+                if is_of_signal_handler(error):
+                    raise
                 self.error = error
             if self._fit_together(rows):
                 return self._slice(form, rows)
@@ -270,8 +273,10 @@ class Source:
     def _until_error(self, source: Iterator[Any]) -> Iterator[Any]:
         try:
             yield from source
-        except Exception as error:  # of the input: raised later, in its place
-            self.error = error
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
+            self.error = error  # of the input: raised later, in its place
 
     def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
         """Return the pickled arguments of a call, or None if the call must be a task by itself."""
@@ -287,8 +292,10 @@ class Source:
             # An argument must be notified of the outcome of its call.
             if pickling.moved is not None:
                 return None
-        except Exception:  # too large, or not picklable: then the call's promise reports the error
-            return None
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
+            return None  # too large, or not picklable: then the call's promise reports the error
         return pickled if len(pickled) <= MAX_SLICE_BYTES else None
 
     def _fit_together(self, rows: list[Any]) -> bool:

@@ -32,6 +32,7 @@ from ..promises.promise import (
     outcome,
     reject,
 )
+from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.debugging import MAX_KEPT_FRAMES, debug_frames, release_frames
 from ..wire.functions import FunctionRegistry, RemoteFunction, find_unpicklable
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
@@ -187,6 +188,8 @@ class Task(Promise[Any]):
             except NeedsPlaceholder as misplaced:  # of another pool: no call can carry it
                 raise TypeError(*misplaced.args) from None
             except Exception as error:
+                if is_of_signal_handler(error):
+                    raise
                 first = -self.definition.takes_function
                 error.add_note(
                     f"while pickling the arguments of {self.definition.label}: "
@@ -605,7 +608,8 @@ class LazyTask(Task):
             except Lost as lost:
                 value = self.recompute(lost).result()
             except Exception as error:
-                self._load_error = error
+                if not is_of_signal_handler(error):
+                    self._load_error = error
                 raise
             # Atomic, so that threads that open the value at the same time get the same object.
             self._result = self.__dict__.setdefault("_opened", value)

@@ -36,6 +36,7 @@ from ..memory.blocks import Store
 from ..memory.references import Serialized
 from ..promises.promise import NeedsPlaceholder
 from ..runtime.coroutines import is_coroutine_function
+from ..runtime.signal_handlers import is_of_signal_handler
 from .main_names import (
     ATOMIC_TYPES,
     MainSnapshot,
@@ -216,6 +217,8 @@ class FunctionRegistry:
         except NeedsPlaceholder:
             return self._define_as_argument(fn)
         except Exception as error:
+            if is_of_signal_handler(error):
+                raise
             note = f"while pickling the function itself, {label(fn)}"
             captured = _captured(fn, self.snapshot)
             found = find_unpicklable(captured, self.directory, self.snapshot)

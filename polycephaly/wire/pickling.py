@@ -35,6 +35,7 @@ from ..memory.references import Place, Serialized
 from ..promises import promise as promises
 from ..promises.promise import NeedsPlaceholder
 from ..runtime import fork_guard
+from ..runtime.signal_handlers import is_of_signal_handler
 from .main_names import MainSnapshot
 from .reducers import REDUCERS, has_extra_reducers, with_extra
 
@@ -58,7 +59,9 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
         plain = dumps(value, 5, buffer_callback=_only_small if small else None)
     except (_LargeBuffer, NeedsPlaceholder):
         raise
-    except Exception:
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
         # A lambda, a local class, ...: only the by-value pickler can report the real error.
         plain = b"__main__"
     if b"__main__" not in plain:
@@ -81,8 +84,10 @@ def pack(
             plain = dumps(value, 5, buffer_callback=_only_small)
         except NeedsPlaceholder:
             raise
-        except Exception:  # the value has large buffers, or the plain pickler cannot pickle it
-            pass
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
+            # Else the value has large buffers, or the plain pickler cannot pickle it.
         else:
             names_main = b"__main__" in plain
             # A function that goes by its name: then its name is the whole pickle.
@@ -205,8 +210,9 @@ def _dump_in_pieces(
                 return pieces, buffers, alive
         except NeedsPlaceholder:
             raise
-        except Exception:  # as in `capture`
-            pass
+        except Exception as error:  # as in `capture`
+            if is_of_signal_handler(error):
+                raise
         buffers = []
     pieces, alive = _dump(_by_value_pickler(), value, snapshot, buffers)
     return pieces, buffers, alive

@@ -39,6 +39,7 @@ from ...pool.interfaces import TaskOptions, TaskRunner
 from ...pool.reactor import finish_submitted
 from ...pool.task import Task
 from ...promises.promise import CANCELLED, FINISHED, Promise, reject, stored_error
+from ...runtime.signal_handlers import is_of_signal_handler
 from ...runtime.timers import Timer
 from ...runtime.tuning import tuning
 from ...wire.functions import FunctionRegistry, KnownFunctions
@@ -124,6 +125,8 @@ class Connection(ServerConnection, TaskRunner):
             with self.pickling(task):
                 inputs = task.capture(definition, args, kwargs)
         except Exception as error:
+            if is_of_signal_handler(error):
+                raise
             reject(task, error)
             return task
         if inputs:
