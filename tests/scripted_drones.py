@@ -757,7 +757,7 @@ class Interleaving:
             known = [task for task in in_flight if not task.definition.overlaps]
             assert handle.unknown == sum(task.sending.estimate < 0 for task in known)
             assert abs(handle.load - sum(max(task.sending.estimate, 0) for task in known)) < 1e-9
-            assert all(task.sending.handle is handle for task in in_flight)
+            assert all(task.handle is handle for task in in_flight)
 
         held = [
             amount

@@ -11,6 +11,8 @@
     shared    arrays shared, used once, released
     kept      results that stay in a drone, used there, dropped
     maps      abandoned after their first result
+    results   of 5 MB, in a global name while the next pool, refresh or `poly.promise` takes its
+              snapshot
     clients   of a served pool, one after the other, each with functions of its own
 
 Each part is sampled a hundred times: this process's resident memory; its drones' proportional share
@@ -29,6 +31,7 @@ import os
 import random
 import resource
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -48,6 +51,7 @@ MIB = 1 << 20
 HANG = 300.0  # seconds for a hundredth of a part
 ROUND = 10_000
 KEPT = 16  # arrays
+RESULT_BYTES = 5_000_000
 
 # -- what is sampled -------------------------------------------------------------------------------
 
@@ -309,6 +313,26 @@ def soak_clients(
             yield done, pool
 
 
+def soak_results(
+    count: int, at_least: int, dice: random.Random
+) -> Iterator[tuple[int, poly.Pool | None]]:
+    with poly.Pool(1, output="discard") as lasting:
+        for done in range(count):
+            with poly.Pool(1, output="discard") as pool:
+                _keep_result(pool.promise(bytearray, RESULT_BYTES))
+            lasting.refresh()
+            _keep_result(lasting.promise(bytearray, RESULT_BYTES))
+            _keep_result(poly.promise(bytearray, RESULT_BYTES))
+            if (done + 1) % at_least == 0:
+                yield done + 1, lasting
+
+
+def _keep_result(promise: poly.Promise[bytearray]) -> None:
+    assert len(promise.value) == RESULT_BYTES
+    # In place of the result before, which the next snapshot finds there.
+    sys.modules["__main__"].results = [promise]  # type: ignore[attr-defined]
+
+
 def _no_more_than(before: tuple[int, ...]) -> bool:
     return all(map(le, _open_here(), before))
 
@@ -399,6 +423,7 @@ PARTS = {
     "shared": (soak_shared, 100_000),
     "kept": (soak_kept, 20_000),
     "maps": (soak_maps, 10_000),
+    "results": (soak_results, 300),
     "clients": (soak_clients, 500),
 }
 """And how many make a long day."""

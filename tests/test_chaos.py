@@ -98,10 +98,11 @@ def test_all_is_accounted_for_while_drones_are_killed():
         "lambdas shared",
         "kept maps",
         "clients --clients 20",
+        "results --results 20",
     ],
 )
 def test_nothing_grows(parts):
-    slack = "8" if "clients" in parts else "96"
+    slack = "8" if parts.startswith(("clients", "results")) else "96"
     run_main(
         "soak", "--scale", "0.01", "--samples", "20", "--slack", slack, "--only", *parts.split()
     )

@@ -1,6 +1,7 @@
 """A drone ends with whoever made it: thread, asyncio task, last reference; drones nest."""
 
 import asyncio
+import concurrent.futures
 import gc
 import os
 import subprocess
@@ -192,6 +193,110 @@ def test_a_settled_promise_does_not_keep_the_pool_alive():
     gc.collect()
     wait_for(gone(pid))
     assert p.value == 1
+
+
+class Thing:
+    pass
+
+
+def take(thing):
+    pass
+
+
+def wait_until_nothing_refers_to(reference):
+    """A thread that has the object in hand may not have been let go on since."""
+
+    def is_gone():
+        gc.collect()
+        return reference() is None
+
+    wait_for(is_gone)
+
+
+def cancelled(promise):
+    assert promise.cancel()
+    return promise
+
+
+def cancelled_while_queued(pool):
+    running = pool.promise(block_for_ever)
+    queued = cancelled(pool.promise(abs, -1))
+    cancelled(running)
+    return queued
+
+
+SETTLED = {
+    "a small value": lambda pool: pool.promise(abs, -1),
+    "a large value": lambda pool: pool.promise(bytearray, 1 << 20),
+    "a lambda": lambda pool: pool.promise(lambda: bytes(10)),
+    "an error": lambda pool: pool.promise(int, "x"),
+    "a value of one drone": lambda pool: pool.drones[0].promise(abs, -1),
+    "an error of one drone": lambda pool: pool.drones[0].promise(int, "x"),
+    "a death": lambda pool: pool.promise(exit_hard, 3),
+    "a failed input": lambda pool: pool.drones[0].promise(abs, pool.promise(int, "x")),
+    "cancelled while queued": cancelled_while_queued,
+    "cancelled while running": lambda pool: cancelled(pool.promise(block_for_ever)),
+}
+
+
+@pytest.mark.parametrize("how", SETTLED)
+def test_a_settled_promise_keeps_nothing_of_its_pool(how):
+    thing = Thing()
+    known = weakref.ref(thing)
+    with poly.Pool(1, initializer=take, initargs=(thing,), output="discard") as pool:
+        del thing
+        promise = SETTLED[how](pool)
+        concurrent.futures.wait([promise])
+    assert known() is not None  # the pool keeps it, for drones to come
+    del pool
+    wait_until_nothing_refers_to(known)
+    assert promise.done() and promise.cancel() == promise.cancelled()
+
+
+@local_only
+def test_a_snapshot_keeps_no_value_after_the_pool():
+    main, thing = sys.modules["__main__"], Thing()
+    known = weakref.ref(thing)
+    main.results = [thing]
+    del thing
+    with poly.Pool(1) as pool:
+        del main.results
+        assert known() is not None  # only so can a function be told from one that is rebound
+    wait_until_nothing_refers_to(known)
+    assert pool.drones == []
+
+
+@local_only
+def test_a_snapshot_keeps_no_value_after_its_last_drone():
+    main, thing = sys.modules["__main__"], Thing()
+    known = weakref.ref(thing)
+    main.results = [thing]
+    del thing
+    with poly.Pool(1) as pool:
+        drone = pool.drones[0]
+        del main.results
+        pool.refresh()
+        wait_until_nothing_refers_to(known)
+        assert not drone.alive
+
+
+@local_only
+def test_a_pool_does_not_keep_its_first_drone():
+    with poly.Pool(1, output="discard") as pool:
+        first = pool.drones[0]
+        handle = weakref.ref(first._handle)
+        first.promise(exit_hard, 3).exception()
+        del first
+        wait_until_nothing_refers_to(handle)
+
+
+@local_only
+def test_a_settled_promise_keeps_no_shared_memory_for_its_function():
+    with poly.Pool(1) as pool:
+        content = bytearray(1 << 20)
+        promise = pool.promise(lambda: len(content))
+        assert promise.value == 1 << 20
+        wait_for(lambda: pool._dispatcher.supervisor.engine.shared_memory()[0] == 0)
 
 
 @local_only

@@ -646,6 +646,7 @@ class Dispatcher(DispatcherBase):
                 for queue in [*queues, *self.resources.queues.values()]:
                     with suppress(ValueError):
                         queue.remove(task)
+            task.leave_pool()
             self._cancelled_since_sweep += 1
             if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS and not self.has_ended:
                 self._sweep_queues()

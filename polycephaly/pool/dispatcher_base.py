@@ -151,6 +151,7 @@ class DispatcherBase(TaskRunner, Tenant):
         for task in tasks:
             if task.done():
                 task.payload = b""
+                task.leave_pool()
             elif may_retry and task.retry is not None:
                 self.on_failed(task, copy_error(task.overrun or error))
             elif (

@@ -153,7 +153,7 @@ class Drone(DroneBase):
         if not detached:
             end_with_owner(dispatcher)
         dispatcher.wait_begun()
-        handle = dispatcher.supervisor.first
+        handle, dispatcher.supervisor.first = dispatcher.supervisor.first, None
         assert handle is not None  # because the dispatcher has begun
         self._handle = handle
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -97,6 +98,7 @@ class DroneHandle:
         self.dispatcher = dispatcher
         self.number = number
         self.name = name
+        self.reference = weakref.ref(self)
         self.state = State.STARTING
         self.pid: int | None = None
         self.exitcode: int | None = None
@@ -397,7 +399,7 @@ class DroneHandle:
                 load += estimate
             if definition.number not in self._defined:
                 self._define(definition, message)
-            sending = task.sending = Sending(self, now, estimate)
+            sending = task.sending = Sending(self.reference, self.name, now, estimate)
             number = task.number
             self.sent_count = task.position = self.sent_count + 1
             in_flight[number] = task
@@ -535,7 +537,7 @@ class DroneHandle:
             self.load -= sending.estimate
             self.unknown += 1
         part.number, part.position = task.number, task.position
-        part.sending = Sending(self, sending.at, -1.0, sending.by_bulk)
+        part.sending = Sending(self.reference, self.name, sending.at, -1.0, sending.by_bulk)
         self.in_flight[part.number] = part
 
     def remove_many_in_flight(self, numbers: list[int]) -> list[Task | None]:

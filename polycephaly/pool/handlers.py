@@ -137,6 +137,8 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                 task.payload = b""
                 if not task.done():  # not cancelled by any thread, but no answer will come either
                     dispatcher.reactor.deliver(task.cancel)
+                else:
+                    task.leave_pool()
                 continue
             # The rest of a slice that was cut while running is still in flight.
             if task.position > handle.highest_answered and number not in handle.in_flight:
@@ -275,6 +277,7 @@ def settle_task(task: Task, state: str, value: Any, error: BaseException | None)
         task._settle(state, value, error)
     except BaseException:
         callbacks.exception("a callback of %r failed", task)
+    task.leave_pool()
 
 
 def _open(task: Task) -> tuple[Any, BaseException | None]:
@@ -302,6 +305,8 @@ def _settle_values(tasks: list[Task | None], values: list[Any], answer: AnswerBa
         if task is None:
             continue
         task.answer = answer
+        if task.target is not None or task.definition.single_use:
+            task.leave_pool()
         try:
             try:  # the same as `Promise._settle`: its call takes 11 % of submit and gather
                 del task._unclaimed

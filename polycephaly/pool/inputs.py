@@ -62,6 +62,7 @@ def _reject(task: Any, error: BaseException) -> None:
     finally:
         task.release_inputs()
         task.dispatcher.on_inputs_ready(task)
+        task.leave_pool()
 
 
 def _add_input_note(error: BaseException, settled: Promise[Any]) -> None:

@@ -100,6 +100,29 @@ class TaskRunner:
         return None
 
 
+class _NoRunner(TaskRunner):
+    """In place of a runner that has ended and that nothing refers to any more: its tasks are
+    settled.
+    """
+
+    refusal = RuntimeError("the pool has ended")
+    reactor: Any
+
+    def __init__(self) -> None:
+        self.reactor = self
+        self.withdraw = self.post
+        self.submit_task = lambda task: self.check_open()
+
+    def post(self, callback: Callable[..., object], *args: Any) -> None:
+        """Do nothing: a task that is settled has nothing left to withdraw."""
+
+    def drive(self, promise: Promise[Any], deadline: float | None) -> None:
+        """Do nothing: the promise has been settled since the caller last looked."""
+
+
+NO_RUNNER: Any = _NoRunner()
+
+
 class LivePage(Protocol):
     """A live page of a pool: see `Pool.dashboard`. The class is in integrations/dashboard.
 

@@ -64,6 +64,7 @@ class Supervisor:
         self._resources = resources
         self._config = dispatcher.config
         self._numbers = itertools.count(1)
+        # The drone of a `Drone`, until that has taken it.
         self.first: DroneHandle | None = None
         self._was_complete = False  # as many drones as wanted have started
         self._failed_starts = 0
@@ -122,7 +123,8 @@ class Supervisor:
         self._dispatcher.handles.append(handle)
         self._dispatcher.record.drones[handle.name] = None
         self._dispatcher.schedule_health_check()
-        self.first = self.first or handle
+        if self._config.on_death == "end":
+            self.first = self.first or handle
         return True
 
     def on_start_error(self, error: BaseException) -> None:

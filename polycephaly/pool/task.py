@@ -19,6 +19,7 @@ from functools import partial
 from pickle import dumps, loads
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 from ..errors import Lost, copy_error, type_with_article
 from ..memory.blocks import pristine_view
@@ -46,7 +47,7 @@ from ..wire.placeholders import (
 from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, args_of_call, slice_calls
 from .flow_graph import record_failure
 from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
-from .interfaces import TaskOptions, TaskRunner
+from .interfaces import NO_RUNNER, TaskOptions, TaskRunner
 
 if TYPE_CHECKING:
     from ..promises.spans import Spans
@@ -133,8 +134,15 @@ class Task(Promise[Any]):
         if DICT_AT_CREATION:
             self.__dict__  # noqa: B018
         self.number = next(_numbers)
-        self.dispatcher = dispatcher
+        self._runner = ref(dispatcher)
         self.queued = monotonic()
+
+    @property
+    def dispatcher(self) -> TaskRunner:
+        """The pool of the task. A promise does not keep its pool alive; once that is gone, this is
+        `NO_RUNNER`.
+        """
+        return self._runner() or NO_RUNNER
 
     def set_options(self, task_options: TaskOptions) -> None:
         self.timeout, retries, self.priority, self.resources = task_options
@@ -424,6 +432,14 @@ class Task(Promise[Any]):
     def _attempts(self) -> int:
         return 1 if self.retry is None else self.retry.times - self.retries + 1
 
+    def leave_pool(self) -> None:
+        """Keep nothing of the pool any more, because the task is settled, and the pool is done with
+        it: no drone, and no function that only this call has used.
+        """
+        self.target = self.preferred_drone = None
+        if self.definition.single_use and self.recompute_payload is None:
+            self.definition = self.definition.without_payload()
+
     def release_inputs(self) -> None:
         """Release the inputs and the arguments, because the task is settled."""
         inputs = self.inputs
@@ -493,7 +509,7 @@ class Task(Promise[Any]):
     def handle(self) -> Any:
         """The `DroneHandle` of the drone that the task was sent to, if any."""
         sending = self.sending  # read once: a thread with the reactor's lock may clear it
-        return sending.handle if sending is not None else None
+        return sending.handle() if sending is not None else None
 
     @property
     def label(self) -> str:
@@ -532,8 +548,8 @@ class Task(Promise[Any]):
     def note_failure(self, error: BaseException) -> None:
         """Note that the task is about to be rejected with `error`, unless it was cancelled."""
         if not self.done():
-            handle = self.handle
-            drone = None if handle is None else handle.name
+            sending = self.sending
+            drone = None if sending is None else sending.drone
             self.dispatcher.note_failure(self.label, self.item, drone, error)
 
     @property
@@ -560,7 +576,7 @@ class Task(Promise[Any]):
         from ..promises.spans import Spans
 
         sending, answer = self.sending, self.get_answer()
-        sent, name = (sending.at, sending.handle.name) if sending is not None else (None, None)
+        sent, name = (sending.at, sending.drone) if sending is not None else (None, None)
         if answer is None:
             return Spans(queued=self.queued, sent=sent, drone=name)
         bytes_sent, bytes_received = answer.bytes_sent, answer.bytes_received
@@ -579,6 +595,7 @@ def fail(task: Task, error: BaseException) -> None:
     """Reject a task that was run, and note that. Not called while holding the reactor's lock."""
     task.note_failure(error)
     reject(task, error)
+    task.leave_pool()
 
 
 def _release(address: str) -> None:
@@ -666,12 +683,17 @@ class LazyTask(Task):
 
 
 class Sending:
-    """The data that tasks sent in one message have in common."""
+    """The data that tasks sent in one message have in common. Its tasks are promises, which may be
+    kept for long, so it refers to the drone's handle only weakly.
+    """
 
-    __slots__ = ("at", "by_bulk", "estimate", "handle")
+    __slots__ = ("at", "by_bulk", "drone", "estimate", "handle")
 
-    def __init__(self, handle: Any, at: float, estimate: float, by_bulk: bool = False) -> None:
+    def __init__(
+        self, handle: ref[Any], drone: str, at: float, estimate: float, by_bulk: bool = False
+    ) -> None:
         self.handle = handle
+        self.drone = drone  # its name
         self.at = at
         self.estimate = estimate  # seconds of each task in the drone's load; negative: unknown
         self.by_bulk = by_bulk

@@ -94,6 +94,12 @@ class RemoteFunction:
         # `seconds`, shared with the next definition of the same function
         self.shared_seconds: list[float | None] | None = None
 
+    def without_payload(self) -> RemoteFunction:
+        """Return what is left of a definition for one call when that call is answered."""
+        rest = RemoteFunction(self.number, self.kind, b"", self.label)
+        rest.takes_function, rest.seconds = self.takes_function, self.seconds
+        return rest
+
     def record_duration(self, seconds: float, calls: int) -> None:
         """Update `seconds` from a measured time of `calls` calls.
 
@@ -255,7 +261,10 @@ class FunctionRegistry:
         definition.shared_seconds, definition.seconds = shared, shared[0]
 
     def forget(self) -> None:
-        """Drop all definitions: the drones are gone, and some payloads may occupy shared memory."""
+        """Drop all definitions, and the values of the snapshot: the drones are gone, and some
+        payloads may occupy shared memory.
+        """
+        self.snapshot.forget_values()
         self._entries.clear()
         self._last = ref(self), None
 

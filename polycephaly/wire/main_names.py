@@ -14,6 +14,7 @@ from types import CodeType, FunctionType
 from typing import Any
 from weakref import ref
 
+_FORGOTTEN = object()
 ATOMIC_TYPES = (type(None), bool, int, float, complex, str, bytes)
 """Immutable types: for these, the same object has the same value for ever."""
 
@@ -44,6 +45,16 @@ class MainSnapshot:
 
         self._values = held(list(main) if names is None else names)
         self._left_out = held(left_out)
+
+    def forget_values(self) -> None:
+        """Forget what the names were bound to, because no process is left that has it. From then on
+        everything of `__main__` counts as changed.
+
+        Otherwise a list of promises in a global name would be kept alive by the snapshot of the
+        next pool, for as long as anything refers to that pool.
+        """
+        self._values = dict.fromkeys(self._values, _FORGOTTEN)
+        self._left_out = dict.fromkeys(self._left_out, _FORGOTTEN)
 
     def has(self, name: str) -> bool:
         return name in self._values

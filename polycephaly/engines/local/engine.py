@@ -329,6 +329,7 @@ class LocalEngine(Engine):
 
     def _retire_launcher(self, launcher: Launcher) -> None:
         """Let a zygote end that is no longer needed, and reap it then."""
+        launcher.snapshot.forget_values()
         if launcher not in self._launchers:  # it has ended by itself
             return
         self._reactor.unwatch(launcher.fileno())
