@@ -57,7 +57,7 @@ class Process:
         self._drone = drone
 
     def terminate(self) -> None:
-        os.kill(self._drone.pid, signal.SIGTERM)
+        os.kill(self._drone.pid, signal.SIGKILL)  # after SIGTERM, a drone finishes its call
 
     def join(self) -> None:
         self._drone._handle.ended.result()

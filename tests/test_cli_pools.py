@@ -31,6 +31,7 @@ from polycephaly.cli.join import _work_for
 from polycephaly.cli.top import _ORDERS, Keys, Rates, _move, _render, _sort
 from polycephaly.engines.remote.client import RemotePool
 from polycephaly.engines.remote.keys import Card
+from polycephaly.runtime.procfs import descendants
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "polycephaly"]
@@ -387,6 +388,22 @@ def test_a_pool_asked_to_end_finishes_what_runs_and_its_client_gets_it(shell: Sh
         with shell.running("doit", "lab", SLOW) as client:
             wait_for((shell.folder / "begun").exists)
             server.send_signal(signal.SIGTERM)
+            log = shell.state / "polycephaly" / "lab.log"
+            wait_for(lambda: "lab ends: SIGTERM" in log.read_text())
+            (shell.folder / "go").touch()
+            assert client.communicate() == ("'done'\n", "")
+        assert server.wait() == 0
+
+
+@pytest.mark.guarantee("end-3")
+def test_a_pool_whose_processes_all_get_sigterm_finishes_what_runs(shell: Shell) -> None:
+    with shell.running("start", "lab", "-n", "2") as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("lab: 2 drones")
+        with shell.running("doit", "lab", SLOW) as client:
+            wait_for((shell.folder / "begun").exists)
+            for pid in (server.pid, *descendants(server.pid)):
+                os.kill(pid, signal.SIGTERM)
             log = shell.state / "polycephaly" / "lab.log"
             wait_for(lambda: "lab ends: SIGTERM" in log.read_text())
             (shell.folder / "go").touch()

@@ -70,7 +70,7 @@ def test_a_death_rejects_what_was_running_and_the_pool_goes_on(pool, work, args,
 @pytest.mark.parametrize(
     ("number", "told_as"),
     [
-        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGHUP, "SIGHUP"),
         (signal.SIGABRT, "SIGABRT"),
         (signal.SIGRTMIN + 3, str(signal.SIGRTMIN + 3)),
     ],

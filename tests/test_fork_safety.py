@@ -207,15 +207,17 @@ def test_exit_handlers_of_the_main_image_run_once_and_only_there():
 def test_signal_handlers_of_the_main_image_are_not_the_drones():
     done = run_script("""
         import os, signal, polycephaly as poly
-        signal.signal(signal.SIGTERM, lambda *_: print("caught", flush=True))
-        signal.signal(signal.SIGUSR1, lambda *_: print("caught", flush=True))
+        for number in signal.SIGTERM, signal.SIGUSR1:
+            signal.signal(number, lambda *_: print("caught", flush=True))
         with poly.Pool(1, output="discard") as pool:
             p = pool.promise(
-                "import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
+                "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); signal.pause()"
             )
             print(p.exception().exitcode)
+            pool.doit("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+            print(pool.doit("6 * 7"))
     """)
-    assert done.stdout == "-15\n", done.stderr
+    assert done.stdout == "-10\n42\n", done.stderr
 
 
 @pytest.mark.guarantee("wire-3")
@@ -671,7 +673,7 @@ def test_handlers_of_any_signal_stay_in_the_controller():
     before = {each: signal.signal(each, lambda *_: None) for each in signals}
     try:
         with poly.Pool(1) as pool:
-            assert pool.doit(look) == [signal.SIGINT]
+            assert pool.doit(look) == [signal.SIGINT, signal.SIGTERM]
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -20,6 +20,7 @@ from ..wire.chunks import DEBUG
 from ..wire.debugging import ASK, CELL, MAX_TEXT_BYTES, RELEASE, debug_address, greeting, hanging_up
 from ..wire.status_page import StatusPage
 from .console import STDERR, write_record
+from .sigterm import sigterm
 
 
 def open_debugger(frame: FrameType, directory: str, page: StatusPage) -> Debugger:
@@ -132,6 +133,7 @@ def keep_frames(error: BaseException, address: str) -> int:
         if pid:
             return pid
         try:
+            sigterm.install()  # it lasts as long as its drone
             with ExitStack() as session:
                 try:
                     keyboard, screen = _accept(listener, repr(error), session)

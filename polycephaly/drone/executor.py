@@ -86,6 +86,7 @@ from .inbox import Calls, ReceivedTask
 from .logs import install_log_forwarding
 from .overlap import Overlap
 from .result_buffer import ResultBuffer
+from .sigterm import Sigterm
 from .slices import SliceRun
 from .store import DroneStore
 
@@ -102,6 +103,7 @@ class DroneExecutor:
     """True if this process is a drone, with an output tag and threads of its own."""
     _cpu_time = staticmethod(process_time)
     _buffer_type = ResultBuffer
+    _sigterm = Sigterm()  # never received
 
     def __init__(
         self,
@@ -215,10 +217,10 @@ class DroneExecutor:
         """
         take, call = calls.queue.popleft, calls.definition.call_with
         mark_started = self._status_page.mark_started
-        outcomes = self._outcomes
+        outcomes, sigterm = self._outcomes, self._sigterm
         add_value = outcomes.add_value
         finished = monotonic()
-        while True:
+        while not sigterm.received:
             try:
                 number, args = take()
             except IndexError:
@@ -273,7 +275,12 @@ class DroneExecutor:
                     raise KeyboardInterrupt("interrupted by the controller")
                 if task.kind == CALL_SLICE:
                     self._slice = SliceRun(
-                        number, task.payload, definition.function, outcomes.pack, page.mark_call
+                        number,
+                        task.payload,
+                        definition.function,
+                        outcomes.pack,
+                        page.mark_call,
+                        self._sigterm,
                     )
                     self._slice.run()
                 else:

@@ -358,13 +358,15 @@ class Supervisor:
 
     def _on_unexpected_death(self, handle: DroneHandle, error: DroneDied, before: State) -> None:
         on_death = self._config.on_death
-        if on_death == "break":
+        # After SIGTERM to all drones, the others finish their calls.
+        if on_death == "break" and not _ended_in_order(error.exitcode, error.running):
             self._dispatcher.break_pool(error)
         elif before < State.READY and self._dispatcher.target_size() and on_death == "end":
             self._dispatcher.break_pool(error)  # no other drone takes its place
         elif before < State.READY and self._dispatcher.target_size():
             # Killed from outside: that says little about whether drones can start.
-            killed = error.exitcode == -signal.SIGKILL and not handle.kill_reason
+            by_signal = error.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
+            killed = by_signal and not handle.kill_reason
             reason = pool_error(f"drones of {self._config.name} die before they are ready", error)
             self._count_failed_start(reason, MAX_KILLED_STARTS if killed else MAX_FAILED_STARTS)
         elif on_death == "end":
@@ -406,10 +408,17 @@ def surplus(handles: Sequence[DroneHandle], size: int) -> list[DroneHandle]:
     return sorted(handles, key=cost)[: max(0, len(handles) - size)]
 
 
+def _ended_in_order(code: int | None, running: object) -> bool:
+    """Return whether a drone has ended because of SIGTERM, after its call."""
+    return code == -signal.SIGTERM and running is None
+
+
 def _death(handle: DroneHandle, task: Task | None) -> DroneDied:
     """Return the error that reports a drone's death; `task` was running, or is None."""
     code = handle.exitcode
     end = f"died ({handle.exit_reason})" if code is None else describe_exit(code)
+    if _ended_in_order(code, task):
+        end = "got SIGTERM and has ended"
     reason = ""
     if handle.kill_reason and code in (None, -signal.SIGKILL, -signal.SIGABRT):
         reason = f", because {handle.kill_reason}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import socket
 import sys
 from multiprocessing import reduction, resource_tracker, spawn, util
@@ -29,6 +30,7 @@ from ...runtime.hidden import Hidden
 from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot
 from .main_maker import MainMaker
+from .zygote import GROUP_SIGNALS
 
 if TYPE_CHECKING:
     from .zygote import DroneSpec
@@ -117,7 +119,12 @@ def start_bare_zygote(
         os.lseek(pickle_fd, 0, os.SEEK_SET)
         command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=pickle_fd)
         inherited_fds = [pickle_fd, tracker, *zygote.descriptors, *spawning.descriptors]
-        return util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, inherited_fds)
+        # Until the zygote ignores these signals, it must not be killed by them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+        try:
+            return util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, inherited_fds)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
         os.close(pickle_fd)
 

@@ -28,6 +28,7 @@ from ... import _compat
 from ...drone.child import prepare_child
 from ...drone.executor import DroneExecutor, log_malformed
 from ...drone.pdb_import import replace_set_trace
+from ...drone.sigterm import sigterm
 from ...errors import Malformed
 from ...memory.blocks import Store
 from ...memory.references import RefTable
@@ -71,6 +72,8 @@ def drone_main(
         drone.serve()
     finally:
         drone.close()
+    if sigterm.received:
+        sigterm.end_process()
 
 
 def _report_start(order: Order, snapshot: MainSnapshot, control: socket.socket) -> None:
@@ -83,6 +86,8 @@ def _report_start(order: Order, snapshot: MainSnapshot, control: socket.socket) 
 
 
 class LocalDrone(DroneExecutor):
+    _sigterm = sigterm
+
     def __init__(
         self,
         order: Order,
@@ -118,6 +123,7 @@ class LocalDrone(DroneExecutor):
             parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         )
         self.epoll.register(self._wakeup.fd, select.EPOLLIN)
+        sigterm.wake = self._wake_in_any_case
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
         # Before the HELLO: a drone that cannot start a thread never reports that it is up.
         self._control_thread = ControlThread(self)
@@ -127,18 +133,17 @@ class LocalDrone(DroneExecutor):
     # -- the main thread ---------------------------------------------------------------------------
 
     def serve(self) -> None:
-        todo = self._todo
         while True:
             if self._overlap.ended:
                 self._collect_ended()
             self.send_requested_values()
-            if not todo:
+            if not self._may_begin():
                 self.busy = False
                 self._flush()
                 self._free_channel_ends()
                 if self._can_end():
                     return
-                self._receive(wait=not todo)
+                self._receive(wait=not self._may_begin())
                 continue
             self.busy = True  # set before the next line: see `ControlThread`
             self._control_thread.wake()
@@ -154,9 +159,12 @@ class LocalDrone(DroneExecutor):
             self._last_freed_end = placeholders.last_arrived_end
             gc.collect()
 
+    def _may_begin(self) -> bool:
+        return bool(self._todo) and not sigterm.received
+
     def _can_end(self) -> bool:
-        busy = self._todo or self._drone_store.requested or self._overlap.running
-        return self._stopping and not busy
+        busy = self._may_begin() or self._drone_store.requested or self._overlap.running
+        return (self._stopping or sigterm.received) and not busy
 
     def _open_debugger(self, *args: Any, **kwargs: Any) -> None:
         from ...drone.debugger import open_debugger
@@ -195,8 +203,12 @@ class LocalDrone(DroneExecutor):
         overlapped task has ended. Otherwise the main thread checks before it waits.
         """
         if self._waiting:
-            self._woken = True
-            os.eventfd_write(self._wakeup.fd, 1)
+            self._wake_in_any_case()
+
+    def _wake_in_any_case(self) -> None:
+        """Wake the main thread even if it is only about to wait: after its last check."""
+        self._woken = True
+        os.eventfd_write(self._wakeup.fd, 1)
 
     def _receive(self, wait: bool) -> None:
         """Handle the messages that have arrived; if `wait`, first wait for one.
@@ -207,7 +219,7 @@ class LocalDrone(DroneExecutor):
         """
         if wait:
             with self.socket_lock:
-                if self._todo or self._drone_store.requested or self._can_end():
+                if self._may_begin() or self._drone_store.requested or self._can_end():
                     return
                 if self._bulk_may_have_messages:
                     self.receive_all()

@@ -37,6 +37,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ... import _compat
+from ...drone.sigterm import sigterm
 from ...memory.arena import Arena
 from ...runtime import parent_death
 from ...runtime.connections import replace_connections
@@ -54,11 +55,11 @@ SWEEP_INTERVAL_SECONDS = 0.02  # between searches for orphans
 SWEEP_DURATION_SECONDS = 0.5  # of these searches after a drone's death
 MAX_ORDER_BYTES = 1 << 17  # a mapping of environment variables may be large
 
-_IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """Signals that a whole session or `pkill` gets. The zygote ignores them, because it ends when its
 owner ends, and then ends the drones."""
 # Signals that are reset even if the owner ignores them.
-_RESET_SIGNALS = _IGNORED_SIGNALS | {
+_RESET_SIGNALS = GROUP_SIGNALS | {
     signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
 }  # fmt: skip
 _PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -112,13 +113,15 @@ def _set_process_name(name: str) -> None:
 def reset_inherited_state() -> None:
     """Reset inherited state: the handlers and the mask of signals, and exit handlers.
 
-    The standard input becomes empty.
+    Signals to a whole group are ignored from now on. The standard input becomes empty.
     """
     signal.set_wakeup_fd(-1)
+    ignored = GROUP_SIGNALS | _PYTHON_IGNORES
     for number in signal.valid_signals():
         if number in _RESET_SIGNALS or callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_IGN if number in _PYTHON_IGNORES else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    # Blocked too: in a drone, one that arrives before the handler is installed must wait for it.
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
     _compat.clear_exit_handlers()
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -165,8 +168,6 @@ class Zygote:
         # Only a fork has the controller's connections; a bare zygote has none of these.
         if self.spec.main is None:
             replace_connections(self._owner, self.spec.inherited_args.value or ())
-        for number in _IGNORED_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
         parent_death.join_family(self.spec.family)
         self._wakeup_reader, self._wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -279,9 +280,11 @@ class Zygote:
             os.setsid()
             parent_death.become_subreaper()
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, *_IGNORED_SIGNALS):
+            for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            sigterm.install()
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
             stdout, stderr, fast_transport, status_file = stream_fds
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
