@@ -105,6 +105,12 @@ def detach_log_handlers() -> list[object]:
     return references
 
 
+def count_sub_interpreters() -> int:
+    """Return how many interpreters this process has beside the first one."""
+    name = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
+    return len(importlib.import_module(name).list_all()) - 1
+
+
 def imports_elsewhere() -> list[str]:
     """Return the names of the modules that other threads import at this moment."""
     locks = [reference() for reference in list(_importlib._module_locks.values())]

@@ -351,13 +351,83 @@ def test_a_fork_is_given_up_where_the_kernel_reaps_children():
         import signal
         import polycephaly as poly
         from polycephaly.engines.local import launcher, native_threads as native
-        def refuse(): raise native.UnsafeFork([("libx.so", "x")])
+        def refuse(): raise native.UnsafeThreads([("libx.so", "x")])
         launcher.check_after_fork = refuse
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         with poly.Pool(1) as pool:
             print(pool.doit(abs, -1))
     """
     assert output_of(text, python_args=QUIET) == "1\n"
+
+
+SUB_INTERPRETER = """
+import sys
+if sys.version_info >= (3, 13):
+    import _interpreters as interpreters
+else:
+    import _xxsubinterpreters as interpreters
+import polycephaly as poly
+living = interpreters.create()
+"""
+"""For scripts: a sub-interpreter, idle, as those of an `InterpreterPoolExecutor` are."""
+
+
+@pytest.mark.guarantee("wire-5")
+def test_while_a_sub_interpreter_lives_drones_are_fresh_interpreters_and_it_is_said():
+    text = script("""
+        only_forks_have = (_ for _ in ())
+        with poly.Pool(1) as pool:
+            print(pool.promise("only_forks_have").exception())
+            interpreters.destroy(living)
+            pool.refresh()
+            print(pool.doit("type(only_forks_have).__name__"))
+            living = interpreters.create()
+            pool.refresh()
+            print(pool.doit(abs, -1))
+        interpreters.destroy(living)  # CPython 3.14 and later warn of one that is left
+    """, SUB_INTERPRETER)  # fmt: skip
+    done = run_script(text)
+    first, second, third = done.stdout.splitlines()
+    assert "not forks" in first and "sub-interpreters live (1 here)" in first
+    assert "start='fork'" not in first
+    assert (second, third) == ("generator", "1")
+    assert done.stderr.count("RuntimeWarning") == 1
+    assert "InterpreterPoolExecutor" in done.stderr and "libraries" not in done.stderr
+
+
+@pytest.mark.guarantee("wire-5")
+def test_a_fork_that_is_insisted_on_beside_a_sub_interpreter_is_refused():
+    text = script("""
+        for make in (poly.Pool, lambda n, **options: poly.Drone(**options)):
+            try:
+                make(1, start="fork")
+            except RuntimeError as error:
+                print(error)
+        interpreters.destroy(living)
+        with poly.Pool(1, start="fork") as pool:
+            living = interpreters.create()
+            try:
+                pool.refresh()
+            except RuntimeError as error:
+                print(error)
+            print(pool.doit(abs, -1))
+        interpreters.destroy(living)
+    """, SUB_INTERPRETER)  # fmt: skip
+    *errors, last = output_of(text).splitlines()
+    assert len(errors) == 3 and last == "1"
+    assert all("cannot fork" in each and "shut down the Interp" in each for each in errors)
+
+
+def test_an_error_is_answered_though_a_sub_interpreter_forbids_to_keep_its_frames():
+    text = script("""
+        def fails():
+            interpreters.create()
+            1 / 0
+        interpreters.destroy(living)
+        with poly.Pool(1, post_mortem=True) as pool:
+            print(type(pool.promise(fails).exception()).__name__, pool.doit(abs, -1))
+    """, SUB_INTERPRETER)  # fmt: skip
+    assert output_of(text) == "ZeroDivisionError 1\n"
 
 
 def test_drones_of_fresh_drones_decide_for_themselves():

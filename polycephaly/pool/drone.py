@@ -59,9 +59,9 @@ class Drone(DroneBase):
     name
         Name of the drone. None: ``drone-N``.
     start
-        None: fork this process as it is now. If native threads of a library make that unsafe, start
-        a fresh interpreter, which gets the contents of `__main__` by value, and issue a
-        `RuntimeWarning` that names the library. "fork": always fork. "spawn": start a fresh
+        None: fork this process as it is now. If native threads of a library, or sub-interpreters,
+        make that unsafe, start a fresh interpreter, which gets the contents of `__main__` by value,
+        and issue a `RuntimeWarning` that says why. "fork": always fork. "spawn": start a fresh
         interpreter, which imports the main module.
     env
         Variables that are added to the drone's environment.

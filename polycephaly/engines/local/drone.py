@@ -181,6 +181,8 @@ class LocalDrone(DroneExecutor):
     def keep_frames(self, number: int, error: BaseException) -> None:
         if not self._post_mortem or not isinstance(error, Exception):
             return
+        if _compat.count_sub_interpreters():  # CPython cannot fork: the caller gets the error only
+            return
         from ...drone.debugger import keep_frames
 
         # Of a limit of the system: the caller gets the error without its frames.

@@ -27,7 +27,7 @@ from ...memory.references import RefTable
 from ...runtime import fork_guard, parent_death
 from ...wire import addresses
 from ...wire.main_names import MainSnapshot, shared_snapshots
-from .native_threads import UnsafeFork, check_after_fork, check_before_fork
+from .native_threads import UnsafeFork, check_after_fork, check_before_fork, check_interpreters
 from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, Zygote
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Launcher:
         """The copy of `__main__` for its drones; None if they fork or import the main module."""
         # Shared memory that the zygote and its drones see too: held, so that its content stays.
         self._kept_memory: list[RangeRef] = []
+        self._unsafe: UnsafeFork | None = None
+        """Why its drones are not forks, if they might have been."""
         self._reaped = False
         # The names in an imported main module are unknown until a drone reports them. Until then
         # all of `__main__` is sent by value.
@@ -72,12 +74,17 @@ class Launcher:
         if start != "spawn":
             fork_guard.wait_for_imports()
             try:
+                check_interpreters()
                 if start is None:
                     check_before_fork()
                 with self._control_pair() as theirs:
                     return self._fork(theirs, spec, forced=start is not None)
             except UnsafeFork as unsafe:
+                if start == "fork":
+                    text = f"{name} cannot fork this process, because {unsafe}: {unsafe.cure}"
+                    raise RuntimeError(text) from None
                 unsafe.warn(name)
+                self._unsafe = unsafe
             self._kept_memory.clear()
             from ...wire.main_snapshot import take_snapshot
 
@@ -135,10 +142,12 @@ class Launcher:
 
     def left_out(self, name: str) -> str | None:
         """Return why its drones lack `name` of `__main__`, and a remedy; None if unknown."""
-        if self.main_copy is not None:
+        if self.main_copy is not None and self._unsafe is not None:
             reason = self.main_copy.left_out.get(name)
-            cure = "make it in an initializer, or use start='fork'"
-            return reason and f"they are not forks, because of native threads, and {reason}; {cure}"
+            return reason and (
+                f"they are not forks, because {self._unsafe}, and {reason}; make it in an "
+                f"initializer, or: {self._unsafe.cure}"
+            )
         if not self.imports_main:
             return None
         main = sys.modules["__main__"]

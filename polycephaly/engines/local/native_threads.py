@@ -1,4 +1,4 @@
-"""Checks whether native threads make a fork of this process unsafe, and finds their libraries.
+"""Checks whether native threads or sub-interpreters make a fork of this process unsafe.
 
 A fork copies one thread. If at that moment a thread of a native library holds a lock, or the
 library waits for a thread, the copy waits for ever: GNU's OpenMP, once used, hangs at the next
@@ -28,7 +28,7 @@ from collections import Counter
 from contextlib import suppress
 from time import sleep
 
-from ..._compat import caller_stacklevel, current_frames
+from ..._compat import caller_stacklevel, count_sub_interpreters, current_frames
 from ...runtime.procfs import processor_times, read_text, state_of
 from ...runtime.tuning import tuning
 
@@ -47,41 +47,62 @@ _DESCRIPTOR_BYTES = 2304  # of glibc's thread descriptor, which has the thread's
 
 
 class UnsafeFork(Exception):
-    """Raised if a fork would not copy threads of native libraries; counts those of each library."""
+    """Raised if a fork of this process is not safe, with the reason."""
 
-    def __init__(self, threads: list[tuple[str, str]]) -> None:
-        """Take the library and the name of each thread."""
-        self.owners = Counter(owner for owner, _ in threads)
-        names = {
-            owner: ", ".join(sorted({name.rstrip() for its, name in threads if its == owner}))
-            for owner in self.owners
-        }
-        super().__init__(
-            "; ".join(
-                f"{self.owners[each]} of {each}, named {names[each]}" for each in sorted(names)
-            )
-        )
+    def __init__(self, reason: str, cure: str, causes: frozenset[str]) -> None:
+        """Take what makes `causes` differ from those of other warnings."""
+        super().__init__(reason)
+        self.cure, self.causes = cure, causes
 
     def warn(self, name: str) -> None:
-        """Warn the user, once for each set of libraries."""
-        libraries = frozenset(self.owners)
-        if libraries in _warned_libraries:
+        """Warn the user, once for each set of causes."""
+        if self.causes in _warned_causes:
             return
         warnings.warn(
-            f"{name} does not fork this process, because a fork would copy the locks of its native "
-            f"threads ({self}) and not the threads. The drones are fresh interpreters instead: "
-            "they get copies of the values in __main__ that can be pickled, and import modules "
-            "anew. To choose: start='fork' forks all the same; start='spawn' has each drone import "
-            "the main module; a pool that is made before that library is imported or used can be "
-            "forked.",
+            f"{name} does not fork this process, because {self}. The drones are fresh interpreters "
+            "instead: they get copies of the values in __main__ that can be pickled, and import "
+            f"modules anew. To choose: {self.cure}; start='spawn' has each drone import the main "
+            "module.",
             RuntimeWarning,
             stacklevel=caller_stacklevel(),
         )
         # Only now, because a filter may turn the warning into an error.
-        _warned_libraries.add(libraries)
+        _warned_causes.add(self.causes)
 
 
-_warned_libraries: set[frozenset[str]] = set()
+class UnsafeThreads(UnsafeFork):
+    """Raised if a fork would not copy threads of native libraries; counts those of each library."""
+
+    def __init__(self, threads: list[tuple[str, str]]) -> None:
+        """Take the library and the name of each thread."""
+        owners = Counter(owner for owner, _ in threads)
+        names = {
+            owner: ", ".join(sorted({name.rstrip() for its, name in threads if its == owner}))
+            for owner in owners
+        }
+        counts = "; ".join(
+            f"{owners[each]} of {each}, named {names[each]}" for each in sorted(names)
+        )
+        super().__init__(
+            f"a fork would copy the locks of its native threads ({counts}) and not the threads",
+            "start='fork' forks all the same; a pool that is made before that library is imported "
+            "or used can be forked",
+            frozenset(owners),
+        )
+
+
+_warned_causes: set[frozenset[str]] = set()
+
+
+def check_interpreters() -> None:
+    """Raise `UnsafeFork` if there are sub-interpreters: CPython crashes, or hangs, in the child."""
+    if count := count_sub_interpreters():
+        raise UnsafeFork(
+            f"CPython's os.fork crashes where sub-interpreters live ({count} here)",
+            "a process whose sub-interpreters have ended can be forked (close them, or shut down "
+            "the InterpreterPoolExecutor)",
+            frozenset({"<sub-interpreters>"}),
+        )
 
 
 def check_before_fork() -> None:
@@ -132,14 +153,14 @@ def check_after_fork() -> None:
             ):
                 unsafe.append(("an unknown library", others[thread]))
         if len(unsafe) > raw_count:
-            raise UnsafeFork(unsafe)
+            raise UnsafeThreads(unsafe)
         sleep(0.001)
 
 
 def _raise_if_unsafe(threads: list[tuple[str, str]]) -> None:
     unsafe = [each for each in threads if not each[0].startswith((_PYTHON, *_HARMLESS_LIBRARIES))]
     if unsafe:
-        raise UnsafeFork(unsafe)
+        raise UnsafeThreads(unsafe)
 
 
 def _suspect_threads() -> dict[int, str]:
