@@ -6,8 +6,9 @@ import contextvars
 import gc
 import signal
 import threading
+import weakref
 from concurrent.futures import CancelledError
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from unittest.mock import AsyncMock, Mock
 
@@ -18,6 +19,7 @@ from scripts import Script, output_of, run_script
 
 import polycephaly as poly
 from polycephaly import Promise, green
+from polycephaly.green.aio import close_loop
 from polycephaly.green.scheduler import scheduler
 from polycephaly.green.testing import all_waiting, virtual_time
 from polycephaly.promises.promise import Signal
@@ -1339,3 +1341,254 @@ def test_several_readers_of_one_map_get_each_value_once(clock):
         return got
 
     assert sorted(green.run(main)) == list(range(12))
+
+
+# -- nothing is kept alive by a cycle --------------------------------------------------------------
+
+
+class Held:
+    """An argument or a local variable of code that ends by an error."""
+
+    def __init__(self):
+        held.append(weakref.ref(self))
+
+
+held = []
+
+
+def blame(argument):
+    local = Held()
+    raise ValueError(argument is local)
+
+
+async def blame_later(argument):
+    await green.sleep(0)
+    blame(argument)
+
+
+async def hold(wait, argument):
+    local = Held()
+    await wait()
+    return argument, local
+
+
+def long_sleep(_=None):
+    return green.sleep(1000)
+
+
+async def for_result(awaitables):
+    await awaitables.pop()
+
+
+async def for_all(values):
+    async for _ in values:
+        pass
+
+
+async def in_lock():
+    async with (lock := green.Lock()):
+        await lock.acquire()
+
+
+async def in_claim():
+    async with (channel := green.Channel()).claim("send"):
+        await green.spawn(hold, channel.claim("send").__aenter__, Held())
+
+
+async def in_asyncio():
+    await green.aio(hold(partial(asyncio.sleep, 1000), Held()))
+
+
+async def in_group():
+    async with green.Group() as group:
+        group.spawn(hold, long_sleep, Held())
+        await long_sleep()
+
+
+async def in_timeout():
+    async with green.timeout(1000) as limit:
+        await long_sleep()
+    return limit
+
+
+async def after_call(call):
+    await call(len, "")
+    await long_sleep()
+
+
+WAITS = {
+    "sleep": long_sleep,
+    "event": lambda: green.Event().wait(),
+    "lock": in_lock,
+    "semaphore": lambda: green.Semaphore(0).acquire(),
+    "barrier": lambda: green.Barrier(2).sync(),
+    "send": lambda: green.Channel().send(Held()),
+    "receive": lambda: green.Channel().receive(),
+    "claim": in_claim,
+    "select": lambda: green.select(
+        Promise(), green.Channel().sending(Held()), green.Channel().receiving(), green.after(1000)
+    ),
+    "promise": lambda: for_result([Promise()]),
+    "then": lambda: for_result([Promise().then(blame)]),
+    "thread": lambda: for_result([green.spawn(hold, long_sleep, Held())]),
+    "aio": in_asyncio,
+    "group": in_group,
+    "timeout": in_timeout,
+    "call": partial(after_call, green.call),
+    "call_long": partial(after_call, green.call_long),
+    "map": lambda: for_result([green.map(long_sleep, [Held(), Held()])]),
+    "async for map": lambda: for_all(green.map(long_sleep, [Held(), Held()])),
+    "par": lambda: green.par(long_sleep, partial(hold, long_sleep, Held())),
+}
+
+
+def cancel(wait, clock):
+    async def main():
+        threads = [green.spawn(hold, wait, Held(), bound=bound) for bound in (False, False, True)]
+        await all_waiting()
+        for thread in threads:
+            thread.cancel()
+        for thread in threads:
+            with suppress(CancelledError):
+                await thread
+        raise ValueError
+
+    green.run(main)
+
+
+def limit(wait, clock):
+    async def main(argument):
+        green.spawn(expire)
+        async with green.timeout(1) as limit:
+            await hold(wait, Held())
+        return argument, limit
+
+    async def expire():
+        await all_waiting()
+        clock.advance(1)
+
+    green.run(main, Held())
+
+
+def cancel_by_group(wait, clock):
+    async def main(argument):
+        async with green.Group() as group:
+            group.spawn(hold, wait, Held())
+            await all_waiting()
+            raise ValueError(argument)
+
+    green.run(main, Held())
+
+
+# No frame of these functions holds a promise when its error is raised: that would be a cycle of the
+# user's own, as with any future.
+
+
+def settled(promises, error=None):
+    promise = promises.pop()
+    if error is None:
+        promise.set_result(Held())
+    else:
+        promise.set_exception(error)
+    return promise
+
+
+def result_of(derive):
+    promises = [Promise()]
+    results = [derive(promises[0])]
+    settled(promises)
+    return results.pop().result()
+
+
+async def select_of_rejected(argument, later):
+    local = Held()
+    promises = [Promise()]
+    if later:
+        green.spawn(settled, promises[:], ValueError(argument is local))
+    else:
+        settled(promises[:], ValueError(argument is local))
+    await green.select(promises.pop(), green.Channel().receiving())
+
+
+async def of_closed(operation, later, argument):
+    local = Held()
+    channel = green.Channel()
+    if later:
+        green.spawn(channel.close)
+    else:
+        channel.close()
+    await operation(channel)
+    return argument, local
+
+
+async def call_of_blame(call):
+    await call(blame, Held())
+
+
+def cancelled():
+    promise = Promise()
+    promise.cancel()
+    return promise
+
+
+ERRORS = {
+    "run": lambda: green.run(blame_later, Held()),
+    "run plain": lambda: green.run(blame, Held()),
+    "spawn": lambda: green.spawn(blame_later, Held()).result(),
+    "spawn plain": lambda: green.spawn(blame, Held()).result(),
+    "spawn bound": lambda: green.spawn(blame_later, Held(), bound=True).result(),
+    "spawn lambda": lambda: green.spawn(lambda held: blame_later(held), Held()).result(),
+    "map": lambda: green.map(blame_later, [Held(), Held()]),
+    "map plain": lambda: green.map(blame, [Held(), Held()]),
+    "map of bad items": lambda: green.map(abs, (blame(each) for each in [Held()])),
+    "async for map": lambda: green.run(lambda: for_all(green.map(blame, [Held(), Held()]))),
+    "par": lambda: green.par(partial(blame_later, Held()), partial(blame_later, Held())),
+    "par plain": lambda: green.par(partial(blame, Held()), partial(blame, Held())),
+    "call": lambda: green.run(call_of_blame, green.call),
+    "call bound": lambda: green.spawn(call_of_blame, green.call, bound=True).result(),
+    "call_long": lambda: green.run(call_of_blame, green.call_long),
+    "batch": lambda: green.run(green.call.batch(blame), Held()),
+    "aio": lambda: green.run(green.aio(hold), partial(asyncio.wait_for, None, "no time"), Held()),
+    "unsupported await": lambda: green.run(hold, partial(asyncio.sleep, 0), Held()),
+    "select": lambda: green.run(select_of_rejected, Held(), False),
+    "select later": lambda: green.run(select_of_rejected, Held(), True),
+    "send, closed": lambda: green.run(of_closed, lambda ch: ch.send(1), False, Held()),
+    "send, closed later": lambda: green.run(of_closed, lambda ch: ch.send(1), True, Held()),
+    "receive, closed": lambda: green.run(of_closed, lambda ch: ch.receive(), False, Held()),
+    "receive, closed later": lambda: green.run(of_closed, lambda ch: ch.receive(), True, Held()),
+    "select, closed": lambda: green.run(
+        of_closed, lambda ch: green.select(ch.receiving()), False, Held()
+    ),
+    "put": lambda: green.Channel().put(Held(), timeout=0),
+    "get": lambda: blame(green.Channel().get(timeout=0)),
+    "then": lambda: result_of(lambda promise: promise.then(blame)),
+    "then, of three": lambda: result_of(lambda p: [p.then(blame) for _ in range(3)][1]),
+    "then, settled": lambda: settled([Promise()]).then(blame).result(),
+    "then, followed": lambda: result_of(lambda p: p.then(blame).then(abs).then(abs)),
+    "then, cancelled": lambda: cancelled().then(blame).result(),
+    "deadlock": lambda: green.run(hold, WAITS["event"], Held()),
+}
+
+ENDS = {
+    **{
+        f"{name}: {end.__name__}": partial(end, wait)
+        for name, wait in WAITS.items()
+        for end in (cancel, limit, cancel_by_group)
+    },
+    **{name: lambda clock, fail=fail: fail() for name, fail in ERRORS.items()},
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_an_error_keeps_no_argument_and_no_local_variable_alive_without_the_collector(end, clock):
+    held.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(Exception):
+            end(clock)
+            pytest.fail("there was no error")
+        wait_for(lambda: not any(each() for each in held), seconds=20.0)
+    finally:
+        gc.enable()
+        close_loop()

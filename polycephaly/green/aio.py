@@ -154,6 +154,10 @@ def _await_on_loop(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
         tasks.append(task)
         task.add_done_callback(wake)
 
+    def cancel_task() -> None:
+        for task in tasks:  # none any more if it has ended meanwhile
+            task.cancel()
+
     loop.call_soon_threadsafe(start_task)
     scheduler.external_waits += 1
     interruptions: list[BaseException] = []
@@ -165,15 +169,18 @@ def _await_on_loop(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
                 raise
             except BaseException as error:
                 interruptions.append(error)
-                loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                loop.call_soon_threadsafe(cancel_task)
     finally:
         wake.thread = None
         scheduler.external_waits -= 1
-    task = tasks[0]
+    task = tasks.pop()
     first = interruptions.pop(0) if interruptions and task.cancelled() else None
     # All other interruptions are raised at later awaits, after this one has its value or error.
-    for late in interruptions:
-        scheduler.current.interrupt(late)
-    if first is not None:
-        raise first
-    return task.result()
+    while interruptions:
+        scheduler.current.interrupt(interruptions.pop(0))
+    try:
+        if first is not None:
+            raise first
+        return task.result()
+    finally:
+        del task, first  # no cycle through the error's traceback

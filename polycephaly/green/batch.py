@@ -222,7 +222,10 @@ class _Request(Parking):
 
     def send(self, value: Any) -> Any:
         if value.__class__ is Refused:
-            raise value.error
+            try:
+                raise value.error
+            finally:
+                del self, value  # no cycle through the error's traceback
         return super().send(value)
 
 

@@ -10,9 +10,10 @@ Each step costs two switches of native threads, about 50 us.
 from __future__ import annotations
 
 import sys
-from _thread import allocate_lock
+from _thread import LockType, allocate_lock
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -64,35 +65,38 @@ class _OwnThread(CoroutineWrapper):
         return self._step(self.coro.send, value)
 
     def throw(self, error: BaseException) -> Any:
-        return self._step(self.coro.throw, error)
+        try:
+            return self._step(self.coro.throw, error)
+        finally:
+            del error  # no cycle through its traceback
 
     def _step(self, step: Callable[[Any], Any], arg: Any) -> Any:
         finished = allocate_lock()
         finished.acquire()
         outcome: list[Any] = []
-        owner, driver = scheduler.owner, scheduler.driver
-
-        def job() -> None:
-            own_driver = Driver()
-            scheduler.drivers[own_driver.ident] = own_driver
-            scheduler.owner, scheduler.driver = own_driver.ident, own_driver
-            generation = forked.generation
-            try:
-                outcome[:] = step(arg), None
-            except BaseException as error:
-                outcome[:] = None, error
-            forked.exit_if_forked(
-                generation, None if isinstance(outcome[1], StopIteration) else outcome[1]
-            )
-            del scheduler.drivers[own_driver.ident]
-            scheduler.owner, scheduler.driver = owner, driver
-            finished.release()
-
-        self.jobs.put(job)
+        self.jobs.put(partial(_run_step, step, arg, outcome, finished))
         finished.acquire()
         try:
             if outcome[1] is not None:
                 raise outcome[1]
             return outcome[0]
         finally:
-            outcome.clear()  # no cycle through the error's traceback
+            outcome.clear()  # no cycle through the traceback of the error, or of one in `arg`
+            del step, arg
+
+
+def _run_step(step: Callable[[Any], Any], arg: Any, outcome: list[Any], finished: LockType) -> None:
+    owner, driver = scheduler.owner, scheduler.driver
+    own_driver = Driver()
+    scheduler.drivers[own_driver.ident] = own_driver
+    scheduler.owner, scheduler.driver = own_driver.ident, own_driver
+    generation = forked.generation
+    try:
+        outcome[:] = step(arg), None
+    except BaseException as error:
+        outcome[:] = None, error
+    forked.exit_if_forked(generation, None if isinstance(outcome[1], StopIteration) else outcome[1])
+    del scheduler.drivers[own_driver.ident]
+    scheduler.owner, scheduler.driver = owner, driver
+    finished.release()
+    del step, arg  # no cycle: the frames of the coroutine lead back to this one

@@ -77,42 +77,45 @@ def call(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Generator[
     if get_ident() != scheduler.owner:
         raise outside_error("green.call", "asyncio.to_thread, or the plain function itself")
     thread = scheduler.current
-    if thread.coro.__class__ is Interrupted:
-        thread.raise_if_interrupted()
-    long = history.predict_long(fn) if records else False
-    if long or thread.__class__ is not GreenThread:
-        value: T = yield from thread.call_on_native_thread(fn, args, kwargs)
-        return value
-    scheduler.calls = number = scheduler.calls + 1
-    if not number & CALLS_PER_TURN_MASK and scheduler.ready:
-        thread.next_send = YIELDED
-        scheduler.ready.append(thread)
-        yield PARK
-    if watchdog.slow:
-        watchdog.watch_closely()
-    driver: Any = scheduler.driver
-    driver.fn = fn
-    driver.thread = thread
-    # No other thread may wake or interrupt this one before the call returns.
-    thread.next_send = IN_CALL
-    scheduler.owner = 0  # no code that the call runs is a step of a green thread
-    driver.token = number
-    value = LOST  # until there is a value
     try:
-        value = fn(*args, **kwargs) if kwargs else fn(*args)  # type: ignore[call-arg]
+        if thread.coro.__class__ is Interrupted:
+            thread.raise_if_interrupted()
+        long = history.predict_long(fn) if records else False
+        if long or thread.__class__ is not GreenThread:
+            value: T = yield from thread.call_on_native_thread(fn, args, kwargs)
+            return value
+        scheduler.calls = number = scheduler.calls + 1
+        if not number & CALLS_PER_TURN_MASK and scheduler.ready:
+            thread.next_send = YIELDED
+            scheduler.ready.append(thread)
+            yield PARK
+        if watchdog.slow:
+            watchdog.watch_closely()
+        driver: Any = scheduler.driver
+        driver.fn = fn
+        driver.thread = thread
+        # No other thread may wake or interrupt this one before the call returns.
+        thread.next_send = IN_CALL
+        scheduler.owner = 0  # no code that the call runs is a step of a green thread
+        driver.token = number
+        value = LOST  # until there is a value
+        try:
+            value = fn(*args, **kwargs) if kwargs else fn(*args)  # type: ignore[call-arg]
+        finally:
+            if driver.token == number:
+                driver.token = NO_CALL
+                scheduler.owner = driver.ident
+                thread.next_send = PARKED
+            else:
+                driver.token = NO_CALL
+                event_log.add_call(thread, fn, args, driver.began, value is LOST)
+                long = False  # not to be recorded as short
+                yield LOST
+        if long is None:
+            history.record_short(fn)
+        return value
     finally:
-        if driver.token == number:
-            driver.token = NO_CALL
-            scheduler.owner = driver.ident
-            thread.next_send = PARKED
-        else:
-            driver.token = NO_CALL
-            event_log.add_call(thread, fn, args, driver.began, value is LOST)
-            long = False  # not to be recorded as short
-            yield LOST
-    if long is None:
-        history.record_short(fn)
-    return value
+        del thread  # no cycle through the traceback of its error
 
 
 @coroutine
@@ -123,7 +126,6 @@ def call_long(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Gener
     """
     if get_ident() != scheduler.owner:
         raise outside_error("green.call_long", "asyncio.to_thread, or the plain function itself")
-    thread = scheduler.current
-    thread.raise_if_interrupted()
-    value: T = yield from thread.call_on_native_thread(fn, args, kwargs)
+    scheduler.current.raise_if_interrupted()
+    value: T = yield from scheduler.current.call_on_native_thread(fn, args, kwargs)
     return value

@@ -169,15 +169,19 @@ class Channel(ChannelQueues, Generic[T]):
                 return
             waiter = Waiter(scheduler.current, item)
             self.enqueue("send", waiter)
-        while True:
-            try:
-                refused = yield PARK
-                break
-            except BaseException as error:
-                if self.break_off(waiter, error):
-                    raise
-        if refused is not None:
-            raise refused.error
+        refused: Refused | None = None
+        try:
+            while True:
+                try:
+                    refused = yield PARK
+                    break
+                except BaseException as error:
+                    if self.break_off(waiter, error):
+                        raise
+            if refused is not None:
+                raise refused.error
+        finally:
+            del waiter, refused  # no cycle through the traceback of an error
 
     @coroutine
     def receive(self) -> Generator[Any, Any, T]:
@@ -219,18 +223,22 @@ class Channel(ChannelQueues, Generic[T]):
                 return given  # type: ignore[no-any-return]
             waiter = Waiter(scheduler.current)
             self.enqueue("receive", waiter)
-        while True:
-            try:
-                given = yield PARK
-                break
-            except BaseException as error:
-                if self.break_off(waiter, error):
-                    raise
-        if given.__class__ is Refused:
-            raise given.error
-        if self.generation < 0 and self.is_remote:  # as the generation of each proxy is
-            given = self.open_item(given)
-        return given  # type: ignore[no-any-return]
+        given = None
+        try:
+            while True:
+                try:
+                    given = yield PARK
+                    break
+                except BaseException as error:
+                    if self.break_off(waiter, error):
+                        raise
+            if given.__class__ is Refused:
+                raise given.error
+            if self.generation < 0 and self.is_remote:  # as the generation of each proxy is
+                given = self.open_item(given)
+            return given  # type: ignore[no-any-return]
+        finally:
+            del waiter, given  # as in `send`
 
     def __aiter__(self) -> AsyncIterator[T]:
         """Iterate with ``async for`` until the channel is closed and empty.
@@ -518,6 +526,8 @@ class Channel(ChannelQueues, Generic[T]):
             if not args:
                 proxy.then(self._return_item)
             raise
+        finally:
+            del proxy  # no cycle through the traceback of its error
 
     def _return_item(self, item: Any) -> None:
         """Give back the item of a receiver that is gone. The next receiver gets it before all
@@ -579,11 +589,11 @@ class Claim(Generic[T]):
             raise RuntimeError(f"this claim is for the end {claimed_end!r}, not for {end!r}")
         if get_ident() != scheduler.owner:
             raise outside_error("Channel.claim", "a separate channel")
-        state, me = self._channel.make_rare_state(), scheduler.current
-        if state.holder.get(end) is me:
+        state = self._channel.make_rare_state()
+        if state.holder.get(end) is scheduler.current:
             raise RuntimeError(f"this green thread holds the end {end!r} by another claim already")
         await state.locks.setdefault(end, Lock()).acquire()
-        state.holder[end] = me
+        state.holder[end] = scheduler.current
         self._held_end = end
 
 

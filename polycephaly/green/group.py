@@ -100,15 +100,18 @@ class Group:
         """Cancel all members and the block, which then ends without an error. Any thread may call
         this.
         """
-        if self.is_cancelling or self.owner is None or self._is_over:
+        owner = self.owner
+        if self.is_cancelling or owner is None or self._is_over:
             return
         self._cancel_children()
         # Store the interruption before the look at `_wake`: if another thread calls this, the block
         # may end in between. `__aexit__` sets `_wake` and then looks at the interruption. So either
         # this code sees that the block has ended, or `__aexit__` calls the interruption off.
-        self._interruption = Cancelled("the group of this green thread was cancelled")
+        self._interruption = interruption = Cancelled(
+            "the group of this green thread was cancelled"
+        )
         if self._wake is None:
-            self.owner.interrupt(self._interruption)
+            owner.interrupt(interruption)
 
     # Removes a member that has ended. Called by the scheduler's owner thread.
     def on_child_end(self, child: GreenThread[Any], error: BaseException | None) -> None:
@@ -120,7 +123,7 @@ class Group:
             self._wake.now()
 
     async def __aenter__(self) -> Group:
-        if self.owner is not None:
+        if self.owner is not None or self._is_over:
             raise RuntimeError("a group can be used for one block only: make another group")
         if get_ident() != scheduler.owner:
             raise outside_error("green.Group")
@@ -169,8 +172,8 @@ class Group:
             scheduler.current.interrupt(late.pop(0))
         try:
             if self._errors:
-                if cancelled is not None and self.owner is not None:
-                    self.owner.interrupt(cancelled)  # not lost: raised at the next await
+                if cancelled is not None:
+                    scheduler.current.interrupt(cancelled)  # not lost: raised at the next await
                 raise BaseExceptionGroup(
                     "errors in a group of green threads", self._errors
                 ) from None
@@ -178,7 +181,9 @@ class Group:
                 raise cancelled
             return is_own_cancel
         finally:
+            # An error's traceback has the frame of the block, which may hold this object: no cycle.
             self._errors = []
+            self.owner = self._interruption = None
             del error, cancelled
 
     def _cancel_children(self) -> None:

@@ -192,14 +192,17 @@ class Mapped(Collected):
         async def task() -> None:
             thread = scheduler.current
             event_log.number_of(thread)  # number the threads in order of starting
-            for item in self._items:
-                slot: list[Any] = []
-                slots.append(slot)
-                began = monotonic()
-                try:
-                    slot.append(await apply(item))
-                finally:
-                    self._on_call_end(thread, item, began, not slot)
+            try:
+                for item in self._items:
+                    slot: list[Any] = []
+                    slots.append(slot)
+                    began = monotonic()
+                    try:
+                        slot.append(await apply(item))
+                    finally:
+                        self._on_call_end(thread, item, began, not slot)
+            finally:
+                del thread  # no cycle through the traceback of its error
 
         try:
             await run_workers(task, self._width, f"map {qualname(self._fn)}")
@@ -230,7 +233,7 @@ class Mapped(Collected):
         taken = 0
 
         async def work() -> None:
-            nonlocal busy_workers, taken
+            nonlocal busy_workers, slots, taken
             thread = scheduler.current
             event_log.number_of(thread)
             try:
@@ -249,16 +252,17 @@ class Mapped(Collected):
                             raise
                     finally:
                         self._on_call_end(thread, item, began, slot.exception() is not None)
+                        del slot  # no cycle through the traceback of its error
             except Exception as error:  # raised by the items' iterator
-                slot = _Slot()
                 if isinstance(error, StopAsyncIteration):
                     error = stop_as_error(error, f"the input of {self._place_of(taken)}")
-                slot.set_exception(error)
-                await slots.send(slot)
+                await slots.send(_Slot.of_error(error))
             finally:
+                del thread  # as in `collect`
                 busy_workers -= 1
                 if not busy_workers:
                     slots.close()
+                    del slots  # the errors of values that were not read have this frame
                     if self._progress is not None:
                         self._progress.close()
 
@@ -269,6 +273,12 @@ class Mapped(Collected):
 class _Slot(Promise[Any]):
     _settled_from_outside = False
     _cancels_with_waiter = False
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> _Slot:
+        slot = cls()
+        slot.set_exception(error)
+        return slot
 
 
 class _Values(AsyncIterator[Any]):
@@ -294,6 +304,8 @@ class _Values(AsyncIterator[Any]):
             else:
                 self._unread.append(slot)
             raise
+        finally:
+            del slot  # no cycle through the traceback of its error
 
     def _cancel_workers(self) -> None:
         for worker in self._workers:

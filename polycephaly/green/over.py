@@ -129,14 +129,20 @@ class Spread(Collected):
             if next_index != total:
                 for each in promises:
                     each.cancel()
+                promises.clear()  # no cycle through the traceback of one's error
+                each = None
                 spawn(_drain(done))
             if self._progress is not None:
                 self._progress.close()
         *shares, feeder = promises
-        for share in shares:
-            if not share.cancel(running=False):  # has begun, and has no items left
-                await share
-        await feeder
+        try:
+            for each in shares:
+                if not each.cancel(running=False):  # has begun, and has no items left
+                    await each
+            await feeder
+        finally:
+            promises.clear()  # as above
+            del shares, feeder, each
 
     async def _feed(
         self, jobs: Channel[tuple[int, Any]], done: Channel[tuple[int, Any]], free_places: Semaphore

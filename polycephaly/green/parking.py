@@ -92,7 +92,10 @@ class Parking:
 
     def throw(self, error: BaseException, *_: Any) -> NoReturn:
         self.leave()
-        raise error
+        try:
+            raise error
+        finally:
+            del error, self  # no cycle through the error's traceback
 
     def close(self) -> None:
         if self.thread is not None:

@@ -132,6 +132,8 @@ def wait_in_proxy(
             if undo is not None:
                 proxy.then(undo)
         raise
+    finally:
+        del proxy  # as in `run`
 
 
 def forbid_in_step(operation: str, alternative: str) -> None:

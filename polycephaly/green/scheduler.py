@@ -98,7 +98,11 @@ class _PostedCallback:
 
     def send(self, _: Any) -> Any:
         scheduler.current = None
-        yielded = self._callback()
+        callback = self._callback
+        try:
+            yielded = callback()
+        finally:
+            del self, callback  # which may hold an error: no cycle through its traceback
         return yielded if yielded is LOST else PARK
 
     def finish(self, value: Any) -> None:
@@ -283,6 +287,7 @@ class Scheduler:
                 break
             if yielded is not LOST:
                 _assign_context(yielded, base)
+                yielded = None  # keep nothing alive while the next ones run
                 continue
             thread, driver.fn, driver.thread = driver.thread, None, None
             assert thread is not None
@@ -293,6 +298,7 @@ class Scheduler:
             self.native_calls -= 1
             thread.next_send = None
             self.ready.append(thread)
+            thread = None
             if not self._replace_missing_owner():
                 break
         sys.set_asyncgen_hooks(finalizer=None)
@@ -353,20 +359,23 @@ class Scheduler:
         """Run one step of a parked thread out of turn. Return PARK or LOST."""
         self.current = thread
         generation = forked.generation
-        while True:
-            try:
-                yielded = step(arg)
-            except StopIteration as stop:
-                forked.exit_if_forked(generation)
-                thread.finish(stop.value)
-                return PARK
-            except BaseException as error:
-                forked.exit_if_forked(generation, error)
-                thread.fail(error)
-                return PARK
-            if yielded is PARK or yielded is LOST:
-                return yielded
-            step, arg = thread.coro.throw, unsupported_await_error(yielded)
+        try:
+            while True:
+                try:
+                    yielded = step(arg)
+                except StopIteration as stop:
+                    forked.exit_if_forked(generation)
+                    thread.finish(stop.value)
+                    return PARK
+                except BaseException as error:
+                    forked.exit_if_forked(generation, error)
+                    thread.fail(error)
+                    return PARK
+                if yielded is PARK or yielded is LOST:
+                    return yielded
+                step, arg = thread.coro.throw, unsupported_await_error(yielded)
+        finally:
+            del thread, step, arg  # no cycle through the traceback of an error in `arg`
 
     def _sleep(self, driver: Driver) -> bool:
         """Sleep until there is something to do.
@@ -520,7 +529,10 @@ class CoroutineWrapper:
     coro: Any
 
     def throw(self, error: BaseException) -> Any:
-        return self.coro.throw(error)
+        try:
+            return self.coro.throw(error)
+        finally:
+            del error  # no cycle through its traceback
 
 
 class InContext(CoroutineWrapper):
@@ -533,10 +545,16 @@ class InContext(CoroutineWrapper):
         self.context = context
 
     def send(self, value: Any) -> Any:
-        return self.context.run(self.coro.send, value)
+        try:
+            return self.context.run(self.coro.send, value)
+        finally:
+            del value  # which may hold an error: no cycle through its traceback
 
     def throw(self, error: BaseException) -> Any:
-        return self.context.run(self.coro.throw, error)
+        try:
+            return self.context.run(self.coro.throw, error)
+        finally:
+            del error
 
 
 class Interrupted(CoroutineWrapper):
@@ -555,19 +573,28 @@ class Interrupted(CoroutineWrapper):
         thread.coro = self
 
     def send(self, value: Any) -> Any:
-        if value is not YIELDED and not is_unstarted(self.coro):
-            yielded = self.coro.send(value)
-            if yielded is not PARK or self.thread.next_send is not PARKED:
-                return yielded  # the thread is in a call, or ready again: raise at the next step
-            value = PARKED
+        error: BaseException | None = None
+        try:
+            if value is not YIELDED and not is_unstarted(self.coro):
+                yielded = self.coro.send(value)
+                if yielded is not PARK or self.thread.next_send is not PARKED:
+                    return yielded  # the thread is in a call, or ready again: at the next step
+                value = PARKED
+            error = self._leave()
+            if error is not None:
+                return self.coro.throw(error)
+            return PARK if value is PARKED else self.coro.send(value)
+        finally:
+            del self, value, error  # no cycle through the traceback of an error
+
+    def _leave(self) -> BaseException | None:
+        """Put the coroutine back into its place, and return the error to be raised now."""
         thread = self.thread
         thread.coro = self.coro
         error = self.pop_error()
         for another in self.errors:
             thread.interrupt(another)
-        if error is not None:
-            return self.coro.throw(error)
-        return PARK if value is PARKED else self.coro.send(value)
+        return error
 
     def pop_error(self) -> BaseException | None:
         """Take the first error that is still wanted, to be raised."""

@@ -109,9 +109,12 @@ class Guard(Generic[T]):
         """Perform the operation and return its value, or NOTHING if that is not possible at
         once.
         """
-        if self.end == "send":
-            return None if self.channel.attempt_send(thread, self.item) else NOTHING
-        return self.channel.attempt_receive(thread)
+        try:
+            if self.end == "send":
+                return None if self.channel.attempt_send(thread, self.item) else NOTHING
+            return self.channel.attempt_receive(thread)
+        finally:
+            del thread  # no cycle through the traceback of its error
 
     def register(self, offer: Offer) -> None:
         self.channel.enqueue(self.end, offer)
@@ -145,10 +148,13 @@ class _Settled(Guard[T]):
         self.promise = promise
 
     def attempt(self, thread: Any) -> Any:
-        return self.promise.result() if self.promise.done() else NOTHING
+        try:
+            return self.promise.result() if self.promise.done() else NOTHING
+        finally:
+            del self, thread  # no cycle through the traceback of the promise's error
 
     def register(self, offer: Offer) -> None:
-        offer.registration = lambda _: scheduler.post(lambda: self._serve(offer))
+        offer.registration = lambda _: scheduler.post(partial(self._serve, offer))
         scheduler.external_waits += self.promise._settled_from_outside
         add_hook(self.promise, offer.registration)
 
@@ -161,6 +167,8 @@ class _Settled(Guard[T]):
             offer.refuse(error)
         else:
             offer.serve(value)
+        finally:
+            del self, offer  # as in `attempt`
 
     def withdraw(self, offer: Offer) -> None:
         scheduler.external_waits -= self.promise._settled_from_outside
@@ -424,7 +432,53 @@ def select(
         raise outside_error("green.select")
     if not guards:
         raise ValueError("select without guards would wait for ever")
-    candidates = []
+    candidates = _enabled(guards)
+    del guards  # here and below: no cycle through the traceback of a promise's error
+    if not candidates:
+        if isinstance(default, EllipsisType):
+            raise ValueError(
+                "every guard's precondition is false: nothing could ever happen; give a default"
+            )
+        return default
+    thread = scheduler.current
+    waiting: Any = None  # a `_Select`, if none is possible at once
+    outcome: Any = None
+    try:
+        outcome = _perform_one(candidates, thread, priority)
+        if outcome is not None:
+            return outcome
+        if not isinstance(default, EllipsisType):
+            _check_all_local(candidates)
+            return default
+        waiting = _Select(candidates, thread)
+        candidates.clear()
+        try:
+            waiting.register_offers()
+        except BaseException:
+            waiting.end()
+            raise
+        while True:
+            try:
+                outcome = yield PARK
+                break
+            except BaseException as error:
+                if waiting.hold is not None and not isinstance(error, GeneratorExit):
+                    waiting.hold.errors.append(error)
+                    continue
+                if waiting.is_waiting or isinstance(error, GeneratorExit):
+                    waiting.end()
+                    raise
+                thread.interrupt(error)
+        if outcome.__class__ is Refused:
+            raise outcome.error
+        return outcome
+    finally:
+        del candidates, thread, waiting, outcome
+
+
+def _enabled(guards: Sequence[Guard[Any] | Promise[Any]]) -> list[tuple[int, Guard[Any]]]:
+    """Return the guards whose preconditions are true, with their positions."""
+    enabled = []
     for index, guard in enumerate(guards):
         if isinstance(guard, Promise):
             guard = _Settled(guard, True)
@@ -434,49 +488,30 @@ def select(
             )
         when = guard.when
         if when is True or (when() if callable(when) else when):
-            candidates.append((index, guard))
-    if not candidates:
-        if isinstance(default, EllipsisType):
-            raise ValueError(
-                "every guard's precondition is false: nothing could ever happen; give a default"
-            )
-        return default
-    thread = scheduler.current
+            enabled.append((index, guard))
+    return enabled
+
+
+def _perform_one(
+    candidates: list[tuple[int, Guard[Any]]], thread: GreenThread[Any], priority: bool
+) -> Chosen[Any] | None:
+    """Perform the first operation that is possible at once, in a fair order; None if none is."""
+    chosen: Any = None
     untried = len(candidates)
-    while untried:
-        position = 0 if priority or untried == 1 else scheduler.random_below(untried)
-        chosen = candidates.pop(position)
-        value = chosen[1].attempt(thread)
-        if value is not NOTHING:
-            if chosen[1].__class__ is _Skip:
-                _check_all_local(candidates)
-            return Chosen(chosen[0], value)
-        candidates.append(chosen)  # behind the guards that were not tried yet
-        untried -= 1
-    if not isinstance(default, EllipsisType):
-        _check_all_local(candidates)
-        return default
-    waiting = _Select(candidates, thread)
     try:
-        waiting.register_offers()
-    except BaseException:
-        waiting.end()
-        raise
-    while True:
-        try:
-            outcome = yield PARK
-            break
-        except BaseException as error:
-            if waiting.hold is not None and not isinstance(error, GeneratorExit):
-                waiting.hold.errors.append(error)
-                continue
-            if waiting.is_waiting or isinstance(error, GeneratorExit):
-                waiting.end()
-                raise
-            thread.interrupt(error)
-    if outcome.__class__ is Refused:
-        raise outcome.error
-    return outcome
+        while untried:
+            position = 0 if priority or untried == 1 else scheduler.random_below(untried)
+            chosen = candidates.pop(position)
+            value = chosen[1].attempt(thread)
+            if value is not NOTHING:
+                if chosen[1].__class__ is _Skip:
+                    _check_all_local(candidates)
+                return Chosen(chosen[0], value)
+            candidates.append(chosen)  # behind the guards that were not tried yet
+            untried -= 1
+        return None
+    finally:
+        del candidates, chosen, thread
 
 
 def _check_all_local(guards: Sequence[tuple[int, Guard[Any]]]) -> None:

@@ -133,6 +133,7 @@ class timeout:  # noqa: N801 - reads like a function
     def __init__(self, seconds: float | None) -> None:
         self.seconds = None if seconds is None else check_seconds("timeout", seconds, 0)
         self.expired = False
+        self._is_used = False
         self._thread: Any = None
         self._timer: Timer | None = None
         self._error: Cancelled | None = None
@@ -142,8 +143,9 @@ class timeout:  # noqa: N801 - reads like a function
             raise outside_error(
                 "green.timeout", "asyncio.timeout, or the time limit of the function that waits"
             )
-        if self._thread is not None:
+        if self._is_used:
             raise RuntimeError("a timeout can be used for one block only: make another timeout")
+        self._is_used = True
         self._thread = scheduler.current
         self._cancel_count = self._thread.cancel_count
         if self.seconds is not None:
@@ -160,14 +162,18 @@ class timeout:  # noqa: N801 - reads like a function
     async def __aexit__(self, kind: object, error: BaseException | None, at: object) -> None:
         if self._timer is not None:
             scheduler.timers.cancel(self._timer)
-        if self._error is None:
+        own_error, thread = self._error, self._thread
+        # An error's traceback has the frame of the block, which may hold this object: no cycle.
+        self._error = self._thread = None
+        if own_error is None:
             return
         # If not raised yet, the error must not be raised in code after the block.
-        self._error.withdrawn = True
+        own_error.withdrawn = True
         # A block that ended without the error has completed just in time, and may have been given
         # a value, which must not be lost. A foreign call that returned too late is different: the
         # block itself caused that delay.
-        if error is self._error and self._thread.cancel_count != self._cancel_count:
+        if error is own_error and thread.cancel_count != self._cancel_count:
             return  # the thread was also cancelled, and the error counts as that
-        if error is self._error or (error is None and self._error.in_call):
+        if error is own_error or (error is None and own_error.in_call):
+            del thread
             raise TimeoutError(f"the block was not done within {self.seconds:g} s") from error

@@ -21,6 +21,7 @@ from asyncio import CancelledError as AsyncioCancelled
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
+from functools import partial
 from time import monotonic, thread_time
 from types import CoroutineType, GeneratorType, coroutine
 from typing import Any, TypeVar, cast
@@ -181,31 +182,37 @@ class GreenThread(Promise[T]):
         ):
             self._throw(error)  # at once, so that a thread that has not begun never begins
         else:
-            scheduler.post(lambda: self._throw(error))
+            scheduler.post(partial(self._throw, error))
 
     def _throw(self, error: BaseException) -> Any:
         """Raise `error` now if the thread is parked, else by way of `Interrupted`.
 
         For the owner only: in a posted callback, or for a thread that is not parked.
         """
-        if self.coro is not None and self.next_send is not PARKED:
-            if isinstance(error, Cancelled):
-                error.in_call = self.next_send is IN_CALL
-            if type(self.coro) is Interrupted:
-                self.coro.errors.append(error)
-            else:
-                Interrupted(self, error)
+        try:
+            if self.coro is not None and self.next_send is not PARKED:
+                if isinstance(error, Cancelled):
+                    error.in_call = self.next_send is IN_CALL
+                if type(self.coro) is Interrupted:
+                    self.coro.errors.append(error)
+                else:
+                    Interrupted(self, error)
+                return PARK
+            if self.coro is not None and not getattr(error, "withdrawn", False):
+                self.cancel_count += getattr(error, "is_cancel", False)
+                return scheduler.run_step(self, self.coro.throw, error)
             return PARK
-        if self.coro is not None and not getattr(error, "withdrawn", False):
-            self.cancel_count += getattr(error, "is_cancel", False)
-            return scheduler.run_step(self, self.coro.throw, error)
-        return PARK
+        finally:
+            del self, error  # no cycle: frames of the coroutine lead back to this one
 
     # Raises the error of an interruption that came when the thread was in a foreign call or ready.
     # A further call begins with this: a thread that makes one call after the other never parks.
     def raise_if_interrupted(self) -> None:
         if type(self.coro) is Interrupted and (error := self.coro.pop_error()) is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error, self  # no cycle through the error's traceback
 
     def running(self) -> bool:
         return not self.done()
@@ -225,27 +232,19 @@ class GreenThread(Promise[T]):
         context = before.copy()
         wake = Wake()
         outcome: list[Any] = []
-
-        def job() -> None:
-            native_threads[get_ident()] = self
-            generation = forked.generation
-            began, used = monotonic(), thread_time()
-            try:
-                outcome[:] = context.run(fn, *args, **kwargs), None
-            except BaseException as error:
-                outcome[:] = None, error
-            forked.exit_if_forked(generation, outcome[1])
-            event_log.add_call(self, fn, args, began, outcome[1] is not None, thread_time() - used)
-            if monotonic() - began < SHORT_CALL_SECONDS:
-                history.record_short(fn)
-            del native_threads[get_ident()]
-            scheduler.native_calls -= 1
-            wake()
-
         scheduler.native_calls += 1
         self.next_send = IN_CALL  # cannot be interrupted: the error is raised after the call
         try:
-            self._submit_job(job)
+            self._submit_job(
+                partial(
+                    self._run_call,
+                    partial(context.run, fn, *args, **kwargs),
+                    fn,
+                    args,
+                    outcome,
+                    wake,
+                )
+            )
         except RuntimeError:  # no native thread can be started
             scheduler.native_calls -= 1
             self.next_send = PARKED
@@ -260,6 +259,32 @@ class GreenThread(Promise[T]):
             return outcome[0]
         finally:
             outcome.clear()  # no cycle through the error's traceback
+            del self
+
+    def _run_call(
+        self,
+        call: Callable[[], Any],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        outcome: list[Any],
+        wake: Wake,
+    ) -> None:
+        """Make a foreign call on the calling native thread."""
+        native_threads[get_ident()] = self
+        generation = forked.generation
+        began, used = monotonic(), thread_time()
+        try:
+            outcome[:] = call(), None
+        except BaseException as error:
+            outcome[:] = None, error
+        forked.exit_if_forked(generation, outcome[1])
+        event_log.add_call(self, fn, args, began, outcome[1] is not None, thread_time() - used)
+        if monotonic() - began < SHORT_CALL_SECONDS:
+            history.record_short(fn)
+        del native_threads[get_ident()]
+        scheduler.native_calls -= 1
+        wake()
+        del self, wake  # no cycle: the frames of an error of the call lead back to this one
 
     def _submit_job(self, job: Callable[[], None]) -> None:
         scheduler.workers.start(job)
@@ -292,7 +317,10 @@ class GreenThread(Promise[T]):
         del room
         self.__dict__  # noqa: B018
         self._mark_error_seen()
-        super().add_done_callback(fn)
+        try:
+            super().add_done_callback(fn)
+        finally:
+            del fn  # no cycle through the traceback of an error of `fn`
 
     def _wait(self, timeout: float | None) -> None:
         if not self.done():
@@ -334,7 +362,7 @@ class NativeThread(GreenThread[T]):
             scheduler.live.add(self)
             scheduler.native_calls += 1
             try:
-                scheduler.workers.start(lambda: context.run(self._run, fn, args))
+                scheduler.workers.start(partial(context.run, self._run, fn, args))
             except RuntimeError:  # no native thread can be started
                 scheduler.live.discard(self)
                 scheduler.native_calls -= 1
@@ -375,12 +403,13 @@ class NativeThread(GreenThread[T]):
                 scheduler.ring()
         elif self._group is not None:
             # Only the owner may touch a group.
-            scheduler.post(lambda: self._end_in_owner(state, value, failure))
+            scheduler.post(partial(self._end_in_owner, state, value, failure))
         else:
             self._end(state, value, failure)
             # As in `_on_wait_interval`.
             if scheduler.bell and promises.waiting_threads:
                 scheduler.ring()
+        del self, value, failure  # no cycle: the frames of an error of `fn` lead back to this one
 
     def _end_in_owner(self, state: str, value: Any, failure: BaseException | None) -> None:
         try:
@@ -450,10 +479,13 @@ def as_coroutine(awaitable: Any, name: str) -> Any:
     if isinstance(awaitable, (CoroutineType, GeneratorType)):
         return awaitable
 
-    async def waits() -> Any:
-        return await awaitable
+    async def waits(awaitable: Any) -> Any:
+        try:
+            return await awaitable
+        finally:
+            del awaitable  # no cycle through the traceback of its error
 
-    coro: Any = waits()
+    coro: Any = waits(awaitable)
     coro.__qualname__ = name
     return coro
 

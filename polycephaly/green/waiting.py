@@ -151,32 +151,38 @@ class ChannelQueues:
 
     def attempt_send(self, thread: Any, item: Any) -> bool:
         """Send `item` if that is possible at once. Raises `ChannelClosed`."""
-        self._check_open()
-        if self._is_claimed("send", thread):
-            return False
-        receiver = self._pop_waiter("receive")
-        if receiver is None:
-            return self._store(item)
-        receiver.serve(item)
-        return True
+        try:
+            self._check_open()
+            if self._is_claimed("send", thread):
+                return False
+            receiver = self._pop_waiter("receive")
+            if receiver is None:
+                return self._store(item)
+            receiver.serve(item)
+            return True
+        finally:
+            del thread  # no cycle through the traceback of its error
 
     def attempt_receive(self, thread: Any) -> Any:
         """Return an item if there is one at once, else NOTHING. Raises `ChannelClosed`."""
-        if self._is_claimed("receive", thread):
-            if not self._has_items():
+        try:
+            if self._is_claimed("receive", thread):
+                if not self._has_items():
+                    self._check_open()
+                return NOTHING
+            item = self._next_item()
+            if item is not NOTHING:
+                self._refill(thread)
+                return item
+            sender = self._pop_waiter("send", thread)
+            if sender is None:
                 self._check_open()
-            return NOTHING
-        item = self._next_item()
-        if item is not NOTHING:
-            self._refill(thread)
+                return NOTHING
+            item = sender.item
+            sender.serve(None)
             return item
-        sender = self._pop_waiter("send", thread)
-        if sender is None:
-            self._check_open()
-            return NOTHING
-        item = sender.item
-        sender.serve(None)
-        return item
+        finally:
+            del thread  # as in `attempt_send`
 
     def _next_item(self) -> Any:
         """Remove and return an item that was given back, or is in the buffer; NOTHING if there is

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from threading import Condition, main_thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
@@ -391,38 +392,18 @@ class Promise(Future[T], Handle, Generic[T]):
         if getattr(fn, "__name__", "") == "set_result":
             receiver = getattr(fn, "__self__", None)
         if isinstance(receiver, Promise) and not self.done():
-            _check_no_cycle(self, receiver)
+            deadlock = _cycle_error(self, receiver)
+            if deadlock is not None:
+                raise deadlock
             if receiver._awaited:  # that of `gather`, say, which is settled otherwise, too
                 receiver = None
             else:
                 receiver._awaited = (self,)
-
-        def follow(inner: Promise[Any]) -> None:
-            after._awaited = ()
-            trampoline.run(after._settle, inner._state, *outcome(inner))
-
-        def on_settled(done: Promise[Any]) -> None:
-            after._awaited = ()
-            if isinstance(receiver, Promise):
-                receiver._awaited = ()
-            if done._state == CANCELLED or done._exception is not None:
-                follow(done)
-                return
-            try:
-                value = done._apply(fn)
-                if isinstance(value, Promise):
-                    _check_no_cycle(value, after)
-            except BaseException as error:
-                trampoline.run(after._settle, FINISHED, None, error)
-                return
-            if isinstance(value, Promise):
-                after._awaited = (value,)
-                value.add_done_callback(follow)
-            else:
-                trampoline.run(after._settle, FINISHED, value, None)
-
-        self.add_done_callback(on_settled)
-        return after
+        try:
+            self.add_done_callback(partial(_apply_and_follow, fn, after, receiver))
+            return after
+        finally:
+            del after  # see `_apply_and_follow`
 
     def add_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
         """Call ``fn(promise)`` when the promise is settled; at once if it is settled already.
@@ -434,6 +415,8 @@ class Promise(Future[T], Handle, Generic[T]):
                 fn(self)
             except Exception:
                 callbacks.exception("exception calling callback for %r", self)
+            finally:
+                del fn  # see `_apply_and_follow`
             return
         hooks = self._hooks
         if hooks is None:
@@ -444,6 +427,7 @@ class Promise(Future[T], Handle, Generic[T]):
             else:
                 hooks = self._hooks
         hooks.append(fn)
+        del fn  # see `_apply_and_follow`
         if self.done():
             self._run_hooks(self._hook_index)
 
@@ -625,18 +609,21 @@ class Promise(Future[T], Handle, Generic[T]):
             hook = hooks.pop(first)
         except IndexError:  # another thread popped the last hook
             return
-        if hooks:
-            try:
-                self._run_all_hooks(hook, hooks, first)
-            finally:
-                # Around a call, not around a loop: on CPython 3.13 the end of a loop, where Ctrl-C
-                # may arrive, is not covered by any `try`.
-                self._calling_hooks = False
-            return
         try:
-            hook(self)
-        except Exception:
-            callbacks.exception("exception calling callback for %r", self)
+            if hooks:
+                try:
+                    self._run_all_hooks(hook, hooks, first)
+                finally:
+                    # Around a call, not around a loop: on CPython 3.13 the end of a loop, where
+                    # Ctrl-C may arrive, is not covered by any `try`.
+                    self._calling_hooks = False
+                return
+            try:
+                hook(self)
+            except Exception:
+                callbacks.exception("exception calling callback for %r", self)
+        finally:
+            del hook  # see `_apply_and_follow`
 
     def _run_all_hooks(
         self,
@@ -659,6 +646,7 @@ class Promise(Future[T], Handle, Generic[T]):
             try:
                 hook = hooks.pop(first)
             except IndexError:
+                del hook  # see `_apply_and_follow`
                 break
         if worst is not None:
             try:
@@ -712,7 +700,10 @@ class Promise(Future[T], Handle, Generic[T]):
             error.waiter_cancelled = (  # type: ignore[attr-defined]
                 is_end_requested is not None and is_end_requested(get_ident(), True)
             )
-            raise error
+            try:
+                raise error
+            finally:
+                del error, self  # see `result`
 
     def _wait_for_settler(self, timeout: float | None, deadline: float | None) -> None:
         settled = allocate_lock()
@@ -835,16 +826,56 @@ def outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:
     if settled.cancelled():
         return None, None
     error = settled.exception()
-    if error is None:
+    if error is not None:
+        return None, error
+    try:
+        return settled.result(), None
+    except Exception as unopened:
+        return None, unopened
+    finally:
+        del settled  # see `Promise.result`
+
+
+def _apply_and_follow(
+    fn: Callable[[Any], Any], after: Promise[Any], receiver: object, done: Promise[Any]
+) -> None:
+    """Settle `after`, the promise that ``done.then(fn)`` has returned."""
+    after._awaited = ()
+    if isinstance(receiver, Promise):
+        receiver._awaited = ()
+    value: Any = None
+    try:
+        if done._state == CANCELLED or done._exception is not None:
+            _follow(after, done)
+            return
         try:
-            return settled.result(), None
-        except Exception as unopened:
-            error = unopened
-    return None, error
+            value = done._apply(fn)
+        except BaseException as error:
+            trampoline.run(after._settle, FINISHED, None, error)
+            return
+        if not isinstance(value, Promise):
+            trampoline.run(after._settle, FINISHED, value, None)
+        elif (deadlock := _cycle_error(value, after)) is not None:
+            trampoline.run(after._settle, FINISHED, None, deadlock)
+        else:
+            after._awaited = (value,)
+            value.add_done_callback(partial(_follow, after))
+    finally:
+        # The traceback of an error of `fn` leads to this frame, and to those that have called it.
+        # With references to `after`, which has the error, they would form a cycle.
+        del after, value
 
 
-def _check_no_cycle(start: Promise[Any], goal: Promise[Any]) -> None:
-    """Raise `Deadlock` if `start` waits for `goal`, by any number of steps.
+def _follow(after: Promise[Any], inner: Promise[Any]) -> None:
+    after._awaited = ()
+    try:
+        trampoline.run(after._settle, inner._state, *outcome(inner))
+    finally:
+        del after  # as above, if `inner` has a value that must be opened
+
+
+def _cycle_error(start: Promise[Any], goal: Promise[Any]) -> Exception | None:
+    """Return a `Deadlock` if `start` waits for `goal`, by any number of steps; else None.
 
     `goal` is about to wait for `start`.
     """
@@ -864,12 +895,13 @@ def _check_no_cycle(start: Promise[Any], goal: Promise[Any]) -> None:
                 ]
             from ..errors import Deadlock
 
-            raise Deadlock(f"promises would wait for each other in a circle: {' -> '.join(path)}")
+            return Deadlock(f"promises would wait for each other in a circle: {' -> '.join(path)}")
         if isinstance(step, Promise) and not step.done():
             for each in step._dependencies():
                 if each not in came_from:
                     came_from[each] = step
                     todo.append(each)
+    return None
 
 
 def check_can_wait(promises: Iterable[Future[Any]]) -> None:

@@ -143,50 +143,57 @@ class OwnedChannel(Channel[Any]):
     # -- threads of this process: operations that are possible at once -----------------------------
 
     def attempt_send(self, thread: Any, item: Any) -> bool:
-        self._check_open()
-        if self._is_claimed("send", thread):
-            self._recall()
-            return False
-        receiver = self._first("receive", thread)
-        if receiver is None:
-            return self._store(item)
-        if receiver.is_remote or self.rare_state.undecided:
-            # A receiver in another process must confirm first; no receiver may overtake an
-            # undecided item.
-            if self._store(item):
-                self.match()
-                return True
-            return False
-        self._remove_waiter(receiver)
+        receiver: Waiter | None = None
         try:
-            receiver.serve(unpack_item(item))
-        except BaseException as error:  # the receiver has the item, but cannot unpickle it
-            receiver.refuse(error)
-        return True
+            self._check_open()
+            if self._is_claimed("send", thread):
+                self._recall()
+                return False
+            receiver = self._first("receive", thread)
+            if receiver is None:
+                return self._store(item)
+            if receiver.is_remote or self.rare_state.undecided:
+                # A receiver in another process must confirm first; no receiver may overtake an
+                # undecided item.
+                if self._store(item):
+                    self.match()
+                    return True
+                return False
+            self._remove_waiter(receiver)
+            try:
+                receiver.serve(unpack_item(item))
+            except BaseException as error:  # the receiver has the item, but cannot unpickle it
+                receiver.refuse(error)
+            return True
+        finally:
+            del thread, receiver  # as in `ChannelQueues.attempt_send`
 
     def attempt_receive(self, thread: Any) -> Any:
-        if self._is_claimed("receive", thread):
-            if not self._can_get_items():
-                self._check_open()
-            return NOTHING
-        if self.rare_state.undecided:
-            return NOTHING
-        item = self._next_item()
-        if item is NOTHING:
-            sender = self._first("send", thread)
-            if sender is None:
+        try:
+            if self._is_claimed("receive", thread):
                 if not self._can_get_items():
                     self._check_open()
                 return NOTHING
-            if sender.is_remote and sender.select is not None:
+            if self.rare_state.undecided:
                 return NOTHING
-            self._remove_waiter(sender)
-            item = sender.item
-            sender.serve(None)
-        else:
-            self._refill()
-            self.end_if_over()
-        return unpack_item(item)
+            item = self._next_item()
+            if item is NOTHING:
+                sender = self._first("send", thread)
+                if sender is None:
+                    if not self._can_get_items():
+                        self._check_open()
+                    return NOTHING
+                if sender.is_remote and sender.select is not None:
+                    return NOTHING
+                self._remove_waiter(sender)
+                item = sender.item
+                sender.serve(None)
+            else:
+                self._refill()
+                self.end_if_over()
+            return unpack_item(item)
+        finally:
+            del thread
 
     def _is_claimed(self, end: str, thread: Any) -> bool:
         """Return True if another thread holds that end, or other processes may still send: the

@@ -87,6 +87,8 @@ class Request:
             self.finish(self.waiter.fail, error)
         else:
             self.finish(self.waiter.complete, value)
+        finally:
+            del self  # no cycle through the error's traceback
 
 
 class ChannelProxy(Channel[Any]):
@@ -115,6 +117,7 @@ class ChannelProxy(Channel[Any]):
     # -- for select --------------------------------------------------------------------------------
 
     def attempt_send(self, thread: Any, item: Any) -> bool:
+        del thread  # as in `ChannelQueues.attempt_send`
         peer, number = self._peer(), self.rare_state.number
         if not peer.credits.get(number):
             return False
@@ -127,6 +130,7 @@ class ChannelProxy(Channel[Any]):
         return True
 
     def attempt_receive(self, thread: Any) -> Any:
+        del thread
         self._peer(may_be_closed=True)
         return NOTHING
 
@@ -142,6 +146,7 @@ class ChannelProxy(Channel[Any]):
                 waiter.item = PackedItem(b"", packed.ends)  # the message alone has the content
         except BaseException as error:
             waiter.refuse(error)
+            del waiter  # no cycle through the error's traceback
             return
         Request(self, peer, end, waiter, payload)
 
