@@ -759,6 +759,25 @@ def test_an_error_of_the_items_is_raised_by_map():
             fn()
 
 
+def test_a_map_that_was_read_refuses_a_second_reader():
+    async def iterate(mapped):
+        return [value async for value in mapped]
+
+    async def collect(mapped):
+        return await mapped
+
+    async def read_twice(first, second, **options):
+        mapped = green.map(abs, range(3), **options)
+        assert await first(mapped) == [0, 1, 2]
+        with pytest.raises(RuntimeError, match=r"green.map of .*abs.* was read before"):
+            await second(mapped)
+
+    with poly.Pool(1) as pool:
+        for options in {}, {"over": pool}:
+            for first, second in (iterate, iterate), (iterate, collect), (collect, collect):
+                green.run(read_twice(first, second, **options))
+
+
 def raise_at_two(error, n):
     if n == 2:
         raise error

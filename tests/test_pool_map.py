@@ -873,7 +873,7 @@ def test_two_threads_that_read_at_once_get_an_error_both(pool, tmp_path):
     errors = []
 
     def read():
-        with pytest.raises(RuntimeError, match="two threads read the results of map") as error:
+        with pytest.raises(RuntimeError, match=r"the results of map.* two consumers") as error:
             next(results)
         errors.append(error)
 
@@ -886,6 +886,46 @@ def test_two_threads_that_read_at_once_get_an_error_both(pool, tmp_path):
     read()  # a third one, too, and all later ones
     read()
     assert len(errors) == 4
+
+
+@pytest.mark.parametrize(
+    "run, start", [(asyncio.run, asyncio.ensure_future), (poly.green.run, poly.green.spawn)]
+)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_two_tasks_that_await_at_once_get_an_error_both(pool, tmp_path, run, start, ordered):
+    gate = str(tmp_path / "gate")
+
+    async def read():
+        results = pool.map(hold_until, [gate], ordered=ordered)
+
+        async def read_one():
+            with pytest.raises(RuntimeError, match="have two consumers"):
+                await anext(results)
+
+        first, second = start(read_one()), start(read_one())
+        await second
+        append(gate, "open")
+        await first
+
+    run(read())
+
+
+@pytest.mark.parametrize("first", ["next", "anext"])
+def test_next_beside_async_for_gets_an_error(pool, first):
+    async def read():
+        results = pool.map(double, range(1000))
+        if first == "next":
+            assert next(results) == 0
+        else:
+            assert await anext(results) == 0
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="have two consumers"):
+                if first == "next":
+                    await anext(results)
+                else:
+                    next(results)
+
+    asyncio.run(read())
 
 
 @pytest.mark.parametrize("ends_by", ["close", "an error of a call"])

@@ -26,6 +26,13 @@ class Collected:
         self._items = items
         self._width = width
         self._progress = progress
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        """Raise `RuntimeError` for a second consumer, which would get only a part of the values."""
+        if self._has_begun:
+            raise RuntimeError(f"{self!r} was read before: call green.map again, or await its list")
+        self._has_begun = True
 
     def _place_of(self, index: int) -> str:
         return f"green.map({qualname(self._fn)}, ...), item {index}"

@@ -185,6 +185,7 @@ class Mapped(Collected):
             self._progress.step()
 
     async def collect(self) -> list[Any]:
+        self._begin()
         apply = awaiting(self._fn)
         slots: list[list[Any]] = []
         scheduler.current.spawned_at = None  # not a thread of the user's: not in the event log
@@ -227,6 +228,7 @@ class Mapped(Collected):
         """Start workers, each of which takes an item and puts a slot for its value into the
         channel.
         """
+        self._begin()
         apply = awaiting(self._fn)
         slots: Channel[_Slot] = Channel(self._width * MAX_UNREAD_PER_WORKER)
         busy_workers = self._width

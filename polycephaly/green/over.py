@@ -93,6 +93,7 @@ class Spread(Collected):
         return [value async for value in self]
 
     async def __aiter__(self) -> AsyncIterator[Any]:
+        self._begin()
         workers = self._width * len(self._drones)
         jobs: Channel[tuple[int, Any]] = Channel()
         done: Channel[tuple[int, Any]] = Channel(workers)

@@ -585,10 +585,11 @@ class ExecutorBase(TaskTarget, Executor):
         Returns
         -------
         Results
-            An iterator for one thread at a time. In a coroutine, ``async for`` takes the results
-            without blocking asyncio's loop or other green threads. The error of a call is raised in
-            place of its result, with a note that has the item's index and, if the pickled arguments
-            take at most 4 KiB, their shortened `repr`.
+            An iterator for one consumer: a second thread, asyncio task or green thread, or `next`
+            beside ``async for``, gets a `RuntimeError`. In a coroutine, ``async for`` takes the
+            results without blocking asyncio's loop or other green threads. The error of a call is
+            raised in place of its result, with a note that has the item's index and, if the pickled
+            arguments take at most 4 KiB, their shortened `repr`.
             After that, or after the iterator is closed, all calls in flight are cancelled.
 
             When the pool's block ends, or in `shutdown`, the remaining calls are sent, and their

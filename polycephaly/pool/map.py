@@ -48,17 +48,20 @@ class Results(chain[T]):
     """The results of `Pool.map`: an iterator that can be closed, like a generator.
 
     Steps within a slice run in C code. In a coroutine, ``async for`` takes the values without
-    blocking the other tasks there. Use one consumer, of either kind.
+    blocking the other tasks there. Use one consumer, of either kind: a second one (thread, asyncio
+    task or green thread), or `next` beside ``async for``, gets a `RuntimeError`.
     """
 
     _generator: Generator[Iterable[Any], None, None]
     _stream: Ordered
+    _turns: _Turns
     _awaited_values: Iterator[Any] = iter(())  # that came together; the rest is for `__anext__`
 
     def close(self) -> None:
         """Cancel all calls in flight. A second call is no error."""
         self._stream.was_read = True
         self._generator.close()
+        self._turns.forget_reader()
 
     def __repr__(self) -> str:
         return f"<Results of {self._stream.source.label}: iterate with `for` or `async for`>"
@@ -74,8 +77,7 @@ class Results(chain[T]):
             while True:
                 for value in self._awaited_values:
                     return value  # type: ignore[no-any-return]
-                await self._stream.wait()
-                some = next(self._generator, None)
+                some = await self._await_batch()
                 if some is None:
                     break
                 self._awaited_values = iter(some)
@@ -83,9 +85,26 @@ class Results(chain[T]):
             self.close()
             raise stop_as_error(stop, f"map({self._stream.source.label}, ...)") from stop
         except BaseException:
-            self.close()
+            if not self._turns.were_refused:  # else another consumer may be using the generator
+                self.close()
             raise
         raise StopAsyncIteration
+
+    async def _await_batch(self) -> Iterable[Any] | None:
+        turns = self._turns
+        if not turns.begin(awaits=True):
+            raise turns.refusal()
+        try:
+            await self._stream.wait()
+            if turns.were_refused:
+                self.close()
+                raise turns.refusal()
+            batch = next(self._generator, None)
+            if batch is None:
+                turns.forget_reader()
+            return batch
+        finally:
+            turns.end()
 
     async def aclose(self) -> None:
         """Close the iterator, as `close` does."""
@@ -96,35 +115,70 @@ def start_map(stream: Ordered) -> Results[Any]:
     """Send the first calls, and return an iterator over the results of all calls."""
     generator = _generate(stream)
     next(generator)
-    lock = Lock()
-    is_shared = False
+    turns = _Turns(stream.source.label)
 
     def take_batch() -> Iterable[Any] | None:
         """Return the next batch for one thread at a time; None at the end. Others get a batch that
         raises: an error here would end the `chain`, and the next thread would take that for the
         end.
         """
-        nonlocal is_shared
-        if not is_shared and lock.acquire(blocking=False):
+        batch: Iterable[Any] | None = None
+        if turns.begin(awaits=False):
             try:
                 batch = next(generator, None)
+                if batch is None:
+                    turns.forget_reader()
             finally:
-                lock.release()
-        else:
-            is_shared = True
-        return _refuse_threads(stream.source.label) if is_shared else batch
+                turns.end()
+        return turns.refuse() if turns.were_refused else batch
 
     results = Results.from_iterable(iter(take_batch, None))
     results._generator, results._stream = generator, stream  # type: ignore[attr-defined]
+    results._turns = turns  # type: ignore[attr-defined]
     return results  # type: ignore[return-value]  # made by `Results`
 
 
-def _refuse_threads(label: str) -> Iterator[Any]:
-    raise RuntimeError(
-        f"two threads read the results of map({label}, ...) at once: read them in one, and pass "
-        "them on by a queue"
-    )
-    yield
+class _Turns:
+    """Who reads the results of a map: one consumer at a time, which either waits or awaits. After
+    two were there at once, all are refused, because results would be missing in each of them.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.were_refused = False
+        self._label = label
+        self._lock = Lock()
+        self._awaits: bool | None = None  # None: not read yet
+
+    def begin(self, *, awaits: bool) -> bool:
+        """Begin to read, and return True, if no other consumer does, or has in the other way."""
+        if self.were_refused or not self._lock.acquire(blocking=False):
+            self.were_refused = True
+            return False
+        if self._awaits is None:
+            self._awaits = awaits
+        if self._awaits is not awaits:
+            self.were_refused = True
+            self._lock.release()
+            return False
+        return True
+
+    def end(self) -> None:
+        self._lock.release()
+
+    def forget_reader(self) -> None:
+        """Let anybody see that no results are left."""
+        self._awaits = None
+
+    def refusal(self) -> RuntimeError:
+        return RuntimeError(
+            f"the results of map({self._label}, ...) have two consumers (threads, asyncio tasks, "
+            "green threads, or `next` beside `async for`): read them in one, and pass them on by a "
+            "queue"
+        )
+
+    def refuse(self) -> Iterator[Any]:
+        raise self.refusal()
+        yield
 
 
 def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
