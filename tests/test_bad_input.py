@@ -15,6 +15,7 @@ from scripts import output_of, run_script
 
 import polycephaly
 from polycephaly.pool.config import check_timeout
+from polycephaly.runtime.system_limits import check_processes
 
 pytestmark = on_each_engine
 
@@ -178,9 +179,63 @@ def test_a_directory_that_is_not_there_is_named(tmp_path):
         poly.Drone(cwd=str(tmp_path / "file"))
 
 
+@pytest.mark.parametrize("cwd", [b"/tmp", 0, ["/tmp"]])
+def test_a_directory_that_is_no_path_of_text_is_a_type_error(cwd):
+    for make in (poly.Pool, poly.Drone):
+        with pytest.raises(TypeError, match=r"cwd is a str or a pathlib\.Path, not "):
+            make(cwd=cwd)
+
+
+@pytest.mark.guarantee("work-19")
+@pytest.mark.parametrize(
+    ("variables", "kind", "message"),
+    [
+        ({"A=B": "1"}, ValueError, "has the name 'A=B': .* no = or NUL"),
+        ({"": "1"}, ValueError, "has the name '': .* at least one character"),
+        ({"A\0": "1"}, ValueError, r"has the name 'A\\x00': "),
+        ({1: "1"}, TypeError, "has the name 1: names of variables are str"),
+        ({"A": "secret\0"}, ValueError, r"\['A'\] has a NUL"),
+        ({"A": "secret\ud800"}, ValueError, r"\['A'\] cannot be encoded: surrogates not allowed"),
+        ({"A": None}, TypeError, r"\['A'\] is a NoneType, .* leave the variable out"),
+        ({"A": 1}, TypeError, r"\['A'\] is an int, .* {'A': str\(\.\.\.\)}"),
+    ],
+)
+def test_variables_that_no_process_can_have_are_refused_at_the_call(variables, kind, message):
+    """The first drone died of them, or had the text of a None."""
+    for make in (poly.Pool, poly.Drone):
+        with pytest.raises(kind, match=message) as got:
+            make(env=variables)
+        assert "secret" not in str(got.value)
+    with pytest.raises(kind, match=r"^env\(1\)"):
+        poly.Pool(2, env=lambda index: variables if index else {})
+
+
+@local_only
+def test_more_drones_than_the_machine_can_have_are_refused_before_anything_is_made():
+    def env(index):
+        asked.append(index)
+        return {}
+
+    asked = []
+    with pytest.raises(OSError, match="10,000,000 drones"):
+        poly.Pool(10_000_000, env=env)
+    assert not asked
+    with poly.Pool(1, env=env) as pool:
+        with pytest.raises(OSError, match="10,000,000 drones"):
+            pool.resize(10**7)
+        assert asked == [0] and pool.doit(abs, -1) == 1
+
+
+@local_only
+def test_the_number_of_processes_that_the_kernel_can_have_is_named():
+    check_processes(1000)
+    with pytest.raises(OSError, match=r"10,000,000 drones .* \(kernel.pid_max\)"):
+        check_processes(10_000_000)
+
+
 def test_an_env_callable_that_gives_no_mapping_is_a_type_error_that_says_which_drones():
     with pytest.raises(TypeError, match=r"env\(1\) returned None, not a mapping"):
-        poly.Pool(2, env=lambda index: None if index else {"A": 0})
+        poly.Pool(2, env=lambda index: None if index else {"A": "0"})
 
 
 def test_an_env_callable_that_fails_raises_its_error_and_leaves_nothing():

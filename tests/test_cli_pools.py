@@ -367,10 +367,20 @@ def test_a_wrong_option_is_a_usage_error(shell: Shell, options: tuple[str, ...],
     assert what in done.stderr
 
 
+@pytest.mark.parametrize("number", ["nan", "-1", "0", "soon"])
+@pytest.mark.parametrize("command", [("doit", "lab", "1 + 1"), ("start", "lab")])
+def test_a_time_limit_that_is_no_number_of_seconds_is_a_usage_error(
+    shell: Shell, command: tuple[str, ...], number: str
+) -> None:
+    done = shell.run(*command, "--timeout", number)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'--timeout'" in done.stderr
+
+
 def test_a_wrong_name_or_limit_is_one_line(shell: Shell) -> None:
     assert "a pool's name is" in shell.complaint("start", "x y")
-    assert shell.complaint("start", "lab", "--timeout", "-1", "-d").endswith(
-        "a positive number of seconds, not -1.0"
+    assert shell.complaint("start", "lab", "--hang-timeout", "0.1", "-d").endswith(
+        "because the heartbeats of a drone are a tenth of a second apart"
     )
 
 

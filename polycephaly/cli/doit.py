@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import FILE, Command, complete_pool, connect_to
+from .reach import FILE, SECONDS, Command, complete_pool, connect_to
 from .tables import as_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 @click.argument("name", required=False, shell_complete=complete_pool)
 @click.argument("code", nargs=-1, metavar="[CODE|-] [ARGS]...")
 @click.option("-f", "--file", type=FILE, help="Run this file.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Interrupt the code after so long.")
+@click.option(
+    "--timeout", type=SECONDS, metavar="SECONDS", help="Interrupt the code after so long."
+)
 @click.option("-e", "--everywhere", is_flag=True, help="Run the code once in each drone.")
 @click.option(
     "--json",

@@ -43,6 +43,9 @@ class Seconds(click.FloatRange):
         return number
 
 
+SECONDS = Seconds(min=0, min_open=True)
+
+
 def complete_pool(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:

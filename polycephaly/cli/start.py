@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from .reach import FILE, Command, parse_size
+from .reach import FILE, SECONDS, Command, parse_size
 
 
 def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
@@ -41,7 +41,7 @@ def _resources(
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
-_seconds = partial(click.option, type=float, metavar="SECONDS")
+_seconds = partial(click.option, type=SECONDS, metavar="SECONDS")
 
 _DRONE_OPTIONS = (
     click.option(

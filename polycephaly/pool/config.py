@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import type_with_article
 from ..runtime.checks import check_at_least, check_positive_seconds, check_seconds, check_whole
 from ..runtime.hidden import Hidden
 from ..wire.output import Line, forward
@@ -146,10 +147,13 @@ def check_memory(limit: int | None) -> int | None:
 def check_cwd(cwd: str | os.PathLike[str] | None) -> str | None:
     if cwd is None:
         return None
-    if not os.path.isdir(cwd):
-        kind = NotADirectoryError if os.path.exists(cwd) else FileNotFoundError
-        raise kind(f"cwd={os.fspath(cwd)!r} is not a directory")
-    return os.path.abspath(cwd)
+    path = cwd.__fspath__() if isinstance(cwd, os.PathLike) else cwd
+    if not isinstance(path, str):
+        raise TypeError(f"cwd is a str or a pathlib.Path, not {cwd!r}")
+    if not os.path.isdir(path):
+        kind = NotADirectoryError if os.path.exists(path) else FileNotFoundError
+        raise kind(f"cwd={path!r} is not a directory")
+    return os.path.abspath(path)
 
 
 def check_env(env: Any, size: int, first: int = 0) -> tuple[Hidden[dict[str, str]], ...]:
@@ -159,19 +163,45 @@ def check_env(env: Any, size: int, first: int = 0) -> tuple[Hidden[dict[str, str
     run.
     """
     if env is None or isinstance(env, Mapping):
-        environments = [env or {} for _ in range(first, size)]
-    elif callable(env):
-        environments = [env(index) for index in range(first, size)]
-    else:
+        return (Hidden(_check_variables("env", env or {})),) * (size - first)
+    if not callable(env):
         raise TypeError(f"env is a mapping, or a callable from a drone's index to one, not {env!r}")
-    for index, one in enumerate(environments, first):
+    environments = []
+    for index in range(first, size):
+        one = env(index)
         if not isinstance(one, Mapping):
             raise TypeError(
                 f"env({index}) returned {one!r}, not a mapping of variables for that drone"
             )
-    return tuple(
-        Hidden({str(name): str(value) for name, value in one.items()}) for one in environments
-    )
+        environments.append(Hidden(_check_variables(f"env({index})", one)))
+    return tuple(environments)
+
+
+def _check_variables(env: str, variables: Mapping[Any, Any]) -> dict[str, str]:
+    """Return the `variables` of an environment that errors call `env`, if a process can have them.
+
+    Errors show no values, which may be secret.
+    """
+    for name, value in variables.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{env} has the name {name!r}: names of variables are str")
+        if not isinstance(value, str):
+            raise TypeError(
+                f"{env}[{name!r}] is {type_with_article(value)}, and values of environment "
+                f"variables are str: use {{{name!r}: str(...)}}, or leave the variable out"
+            )
+        if not name or "=" in name or "\0" in name:
+            raise ValueError(
+                f"{env} has the name {name!r}: names of variables have at least one character, and "
+                "no = or NUL"
+            )
+        if "\0" in value:
+            raise ValueError(f"{env}[{name!r}] has a NUL, where the system ends the value")
+        try:
+            os.fsencode(name + value)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{env}[{name!r}] cannot be encoded: {error.reason}") from None
+    return dict(variables)
 
 
 def check_initializer(initializer: Any) -> Any:

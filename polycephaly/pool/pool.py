@@ -179,6 +179,7 @@ class Pool(ExecutorBase):
             options["resources"], resources = resources, None
         machine = find_machine(engine, options)
         size = check_at_least("drones", machine.default_size() if drones is None else drones, 1)
+        machine.check(size)  # before anything is made for each drone
         name = name or f"pool-{next(_names)}"
         if on_death not in ("replace", "break"):
             raise ValueError(f"on_death is 'replace' or 'break', not {on_death!r}")
@@ -204,7 +205,6 @@ class Pool(ExecutorBase):
             resources=check_resources(resources),
             on_death=on_death,
         )
-        machine.check(size)
         self._maps = {}
         self._machine, self._env = machine, env
         # Drones inherit this frame, and tools that log errors print the locals of all frames.
@@ -470,8 +470,8 @@ class Pool(ExecutorBase):
         size, dispatcher = check_at_least("drones", drones, 1), self._dispatcher
         dispatcher.check_open()
         known = len(dispatcher.environments)
-        environments = check_env(self._env, size, known)
         self._machine.check(size, len(dispatcher.handles))
+        environments = check_env(self._env, size, known)
         dispatcher.resize(size, known, environments)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -38,6 +38,18 @@ def check_descriptors(drones: int) -> None:
         )
 
 
+def check_processes(drones: int) -> None:
+    """Raise `OSError` if the kernel never has as many processes as `drones`."""
+    with suppress(ValueError):  # no such file
+        limit = int(read_text("/proc/sys/kernel/pid_max"))
+        if drones >= limit:
+            raise OSError(
+                errno.EAGAIN,
+                f"{drones:,} drones are more than the processes that this system can have, which "
+                f"are {limit:,} (kernel.pid_max)",
+            )
+
+
 _ZMQ_THREADS = 2
 """Threads that a ZeroMQ context starts with its first socket."""
 _ZMQ_DESCRIPTORS = 16

@@ -29,6 +29,7 @@ from ...runtime import parent_death
 from ...runtime.hidden import Hidden
 from ...runtime.system_limits import (
     check_descriptors,
+    check_processes,
     name_limit,
     shared_memory_ceiling,
     usable_processors,
@@ -60,6 +61,7 @@ class ThisMachine:
         return usable_processors()
 
     def check(self, size: int, running: int = 0) -> None:
+        check_processes(size)
         check_descriptors(max(0, size - running))
 
     def open(self, dispatcher: Dispatcher) -> LocalEngine:
