@@ -436,12 +436,46 @@ def test_ctrl_c_while_the_pools_end_takes_the_rest_loses_no_item():
 
 
 def check_is_given_up(results, reason):
-    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown") as told:
+    with pytest.raises(RuntimeError) as told:
         list(results)
-    assert told.value.__notes__ == [
-        f"the rest of this map was not sent when the pool ended, because {reason}: take all "
-        "results before the pool ends, with list(...)"
-    ]
+    assert str(told.value) == (
+        f"the rest of map({results._stream.source.label}, ...) was not sent when the pool ended, "
+        f"because {reason}: take all results before the pool ends, with list(...)"
+    )
+    assert "cannot schedule new futures after shutdown" in str(told.value.__cause__)
+
+
+class OfLength:
+    def __init__(self, numbers, length):
+        self.numbers, self.length = numbers, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(self.numbers)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_input_that_has_a_length_is_sent_whole_at_the_pools_end(monkeypatch, ordered):
+    monkeypatch.setattr(polycephaly.pool.map, "MAX_CALLS_AT_END", 10)
+    monkeypatch.setattr(polycephaly.pool.map, "MAX_SECONDS_AT_END", 0)
+    inputs = [[*range(30_000)]], [range(30_000)], [OfLength(range(30_000), 30_000)]
+    with poly.Pool(2) as pool:
+        results = [pool.map(operator.pos, *each, ordered=ordered) for each in inputs]
+        results.append(pool.map(max, [0] * 30_000, itertools.count(), ordered=ordered))
+        assert next(results[0]) == 0
+    assert sum(results.pop(0)) == sum(range(30_000))
+    assert [sorted(each) for each in results] == [[*range(30_000)]] * 3
+
+
+def test_a_length_is_not_believed_at_the_pools_end(monkeypatch):
+    monkeypatch.setattr(polycephaly.pool.map, "MAX_CALLS_AT_END", 10_000)
+    with poly.Pool(1) as pool:
+        results = pool.map(operator.pos, OfLength(itertools.count(), 12_000))
+        failing = pool.map(operator.pos, OfLength([1, 2, 3], "no length"))
+    check_is_given_up(results, "it has more than 12,000 calls")
+    assert list(failing) == [1, 2, 3]
 
 
 def test_a_pool_ends_with_few_calls_of_an_unread_map_that_has_a_buffersize():

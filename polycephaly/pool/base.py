@@ -593,13 +593,13 @@ class ExecutorBase(TaskTarget, Executor):
             After that, or after the iterator is closed, all calls in flight are cancelled.
 
             When the pool's block ends, or in `shutdown`, the remaining calls are sent, and their
-            results can be taken after that. An input that may be endless is left alone (one that
-            has more than 100,000 items left; or that has no length, if results were read before, as
-            of a stream, or if it does not end within 10 seconds), and so is a map with
-            `buffersize`, or if the pool's `max_queued` tasks wait: then reading on raises
-            `RuntimeError` after the results of the calls that were sent. The time is looked at
-            after each item, so an input that blocks, as a queue may, keeps the pool from ending if
-            no result was read. Close the iterator if no more results are wanted.
+            results can be taken after that. An input that has a length is taken whole. One without
+            a length may be endless, and is left alone if results were read before, as of a stream,
+            or if it has more than 100,000 items left or does not end within 10 seconds. So is a map
+            with `buffersize`, or if the pool's `max_queued` tasks wait. Then reading on raises
+            `RuntimeError`, with the reason, after the results of the calls that were sent. The time
+            is looked at after each item, so an input that blocks, as a queue may, keeps the pool
+            from ending if no result was read. Close the iterator if no more results are wanted.
 
         Raises
         ------

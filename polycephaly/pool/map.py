@@ -35,8 +35,8 @@ from .task import Slice, Task
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
 MAX_TIMER_SECONDS = 1.0
 MAX_CALLS_AT_END = 100_000
-"""Calls up to which the end of a pool sends the rest of a map. An input that has more of them may
-be endless.
+"""Calls up to which the end of a pool sends the rest of a map whose input has no length. An input
+that has more of them may be endless.
 """
 MAX_SECONDS_AT_END = 10.0
 """Seconds within which an input of unknown length must end then."""

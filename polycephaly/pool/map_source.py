@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import BrokenExecutor
+from contextlib import suppress
 from itertools import chain, islice
 from math import inf
 from operator import length_hint
@@ -53,9 +55,9 @@ _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """Iterating over these runs no user code, so several rows are taken at once."""
 
 
-_EARLY_END_NOTE = (
-    "the rest of this map was not sent when the pool ended, because %s: take all results before "
-    "the pool ends, with list(...)"
+_EARLY_END = (
+    "the rest of map(%s, ...) was not sent when the pool ended, because %s: take all results "
+    "before the pool ends, with list(...)"
 )
 
 
@@ -89,7 +91,11 @@ class Source:
             iter(iterables[0]) if self._has_one_iterable else zip(*iterables, strict=False)
         )
         self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)
-        self.is_finite = any(isinstance(each, Sized) for each in iterables)  # False if not known
+        sized = [each for each in iterables if isinstance(each, Sized)]
+        self.is_finite = bool(sized)  # False if not known
+        self.length = 0  # or, if it is known, the number of calls
+        with suppress(Exception):  # `len` fails for a range that is longer, or it is the user's
+            self.length = min(map(len, sized), default=0)
         self._range = (
             iterables[0] if self._has_one_iterable and type(iterables[0]) is range else None
         )
@@ -160,20 +166,31 @@ class Source:
             except Exception as error:
                 if self.dispatcher.refusal is None:
                     raise
-                if isinstance(error, RuntimeError):  # else the connection is lost
-                    reason = self.why_unsent or "calls are sent as results are taken"
-                    error.add_note(_EARLY_END_NOTE % reason)
-                self.error, self.exhausted = error, True
+                self.error, self.exhausted = self._early_end(error), True
         if task is not None and not isinstance(task, Slice):
             self.item += 1
             self._definition = getattr(task, "definition", self._definition)  # none if it failed
         return task
 
+    def _early_end(self, refusal: Exception) -> Exception:
+        early_end = _EARLY_END % (
+            self.label,
+            self.why_unsent or "calls are sent as results are taken",
+        )
+        if isinstance(refusal, BrokenExecutor):
+            refusal.add_note(early_end)
+        elif isinstance(refusal, RuntimeError):  # else the connection is lost
+            error = RuntimeError(early_end)
+            error.__cause__ = refusal
+            return error
+        return refusal
+
     def take_rest(self, max_calls: int, seconds: float) -> None:
-        """Take the rest of the input, or set `why_unsent` if it has more than `max_calls` items or,
-        without a length, does not end within `seconds`. Nothing is lost: such an input goes on
-        after the items that were taken.
+        """Take the rest of the input, or set `why_unsent` if it has more items than its length says
+        and than `max_calls` or, without a length, does not end within `seconds`. Nothing is lost:
+        such an input goes on after the items that were taken.
         """
+        max_calls = max(max_calls, self.length)
         if self._range is not None:
             if self._range[max_calls:]:
                 self.why_unsent = f"it has more than {max_calls:,} calls"
