@@ -1183,6 +1183,73 @@ def test_ctrl_c_in_run_ends_the_thread_first_and_then_is_raised():
         assert script.wait() == 0
 
 
+def interrupt_main_thread():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+
+@pytest.fixture
+def handled():
+    """The errors that a signal handler raises, one at each signal."""
+    errors = []
+
+    def handle(*_):
+        raise errors.pop(0)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield errors
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.guarantee("green-3")
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), TimeoutError("an alarm")])
+@pytest.mark.parametrize("kind", ["run", "map", "par"])
+def test_an_error_of_a_signal_handler_is_raised_after_the_clean_up_of_what_ran(
+    kind, error, handled
+):
+    handled.append(error)
+    begun, ended = [], []
+
+    async def work(item):
+        begun.append(item)
+        try:
+            if len(begun) == number:
+                interrupt_main_thread()
+            await forever()
+        finally:
+            await green.sleep(0.001)
+            ended.append(item)
+
+    start, number = {
+        "run": (lambda: green.run(work, 0), 1),
+        "map": (lambda: green.map(work, range(100), width=2), 2),
+        "par": (lambda: green.par(*(partial(work, item) for item in range(2))), 2),
+    }[kind]
+    with pytest.raises(type(error)) as raised:
+        start()
+    assert raised.value is error
+    assert sorted(begun) == sorted(ended) == list(range(number))
+
+
+def test_a_second_signal_ends_the_wait_for_a_clean_up(handled):
+    handled += [KeyboardInterrupt("first"), KeyboardInterrupt("second")]
+    goes_on = threading.Event()
+    threads = []
+
+    async def main():
+        threads.append(green.current())
+        try:
+            interrupt_main_thread()
+            await forever()
+        finally:
+            interrupt_main_thread()
+            await green.call(goes_on.wait)
+
+    with pytest.raises(KeyboardInterrupt, match="second"):
+        green.run(main)
+    goes_on.set()
+    wait_for(threads[0].done)
+
+
 def test_ctrl_c_arrives_while_a_green_thread_computes_and_while_one_is_in_a_call():
     for body in ("while True: await green.sleep(0)", "await green.call(time.sleep, 100)"):
         with Script(f"""

@@ -11,8 +11,9 @@ from typing import Any, TypeVar, overload
 from ..runtime.checks import check_seconds
 from ..runtime.coroutines import is_coroutine
 from ..runtime.deferred_sigint import DeferredSigint
-from .scheduler import scheduler
+from .scheduler import is_unstarted, scheduler
 from .spawning import start
+from .thread import GreenThread, NativeThread
 
 T = TypeVar("T")
 
@@ -46,8 +47,9 @@ def run(main: Any, /, *args: Any) -> Any:
         If all green threads wait and nothing can wake any of them.
     RuntimeError
         If called inside a coroutine.
-    KeyboardInterrupt
-        On Ctrl-C, after the green thread has been cancelled and has ended.
+    BaseException
+        The error of a signal handler, such as `KeyboardInterrupt` on Ctrl-C, after the green thread
+        has been cancelled and has ended. A further signal ends that wait.
 
     Notes
     -----
@@ -74,20 +76,34 @@ def run(main: Any, /, *args: Any) -> Any:
             "green.run waits, and would stop the asyncio loop that runs here: use "
             "`await green.spawn(...)`"
         )
-    thread = None
+    # In a list, which `start` fills before the thread can begin: a signal handler may raise there.
+    started: list[GreenThread[Any]] = []
     try:
         # Ctrl-C arrives before the thread is started, or when it can be cancelled.
         with DeferredSigint():
-            thread = start(main, args)
-        return thread.result()
-    except KeyboardInterrupt:
-        if thread is not None:
-            thread.cancel()
-            with suppress(Exception):
-                thread.exception()  # waits, and marks the error as seen, so none is printed
+            start(main, args, on_made=started.append)
+        return started[0].result()
+    except BaseException:
+        if started and not started[0].done():  # raised by a signal handler
+            _cancel_and_wait(started[0])
         raise
     finally:
-        del thread  # no cycle through the traceback of its error, which would keep the arguments
+        started.clear()  # no cycle through the traceback of the thread's error
+
+
+def _cancel_and_wait(thread: GreenThread[Any]) -> None:
+    def make_ready() -> None:
+        # The handler may have raised just before `start` did this.
+        if thread.coro is not None and is_unstarted(thread.coro) and thread not in scheduler.ready:
+            scheduler.live.add(thread)
+            scheduler.ready.append(thread)
+
+    scheduler.post(make_ready)
+    thread.cancel()
+    if isinstance(thread, NativeThread) and thread.coro is None and not thread.native_ident:
+        return  # its function has not begun, and never will
+    with suppress(CancelledError):
+        thread.exception()  # waits, and marks the error as seen, so none is printed
 
 
 # -- for operations that plain code may wait for ---------------------------------------------------

@@ -99,8 +99,14 @@ def spawn(fn: Any, /, *args: Any, name: str | None = None, bound: bool = False) 
 
 
 def start(
-    fn: Any, args: tuple[Any, ...], group: Any = None, name: str | None = None, bound: bool = False
+    fn: Any,
+    args: tuple[Any, ...],
+    group: Any = None,
+    name: str | None = None,
+    bound: bool = False,
+    on_made: Callable[[GreenThread[Any]], object] | None = None,
 ) -> GreenThread[Any]:
+    """Start a green thread, of which `on_made` learns before the thread can begin."""
     coro: Any = None
     if is_coroutine(fn):
         if args:
@@ -124,6 +130,8 @@ def start(
         thread.spawned_at = monotonic()
     if group is not None:
         group.children.add(thread)  # before the thread can end
+    if on_made is not None:
+        on_made(thread)
     if isinstance(thread, NativeThread):
         thread.start_job(fn, args)
         return thread
