@@ -143,7 +143,10 @@ def test_an_option_that_another_library_has_is_a_type_error_that_names_ours(thei
             make(**{theirs: 4})
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("starmap", "map(f, *zip"), ("join", "shutdown()")])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("starmap", "map(f, *zip"), ("join", "shutdown()"), ("terminate", "or kill_workers()")],
+)
 def test_a_method_that_multiprocessing_has_is_an_error_that_names_ours(theirs, ours):
     with polycephaly.Pool(1) as pool:
         with pytest.raises(AttributeError, match=f"multiprocessing's {theirs}, use ") as caught:

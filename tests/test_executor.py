@@ -3,6 +3,7 @@ it."""
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 import time
@@ -100,6 +101,50 @@ def test_shutdown_with_cancel_futures_cancels_what_no_drone_has_begun(tmp_path):
     assert work[0].result(60) == "held"
     pool.shutdown()
     assert len(lines(started)) == 1
+
+
+def hold_until_told(started):
+    append(started, "begun")
+    time.sleep(1000)
+
+
+def refuse_to_end(started):
+    append(started, "begun")
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(1000)
+
+
+@pytest.mark.parametrize("fn", [hold_until_told, refuse_to_end])
+def test_terminate_workers_cancels_all_tasks_and_kills_what_goes_on(tmp_path, short_grace, fn):
+    started = str(tmp_path / "started")
+    pool = poly.Pool(1)
+    work = [pool.submit(fn, started) for _ in range(5)]
+    results = pool.map(abs, range(5))
+    wait_for(lambda: lines(started))
+    pool.terminate_workers()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(abs, -1)
+    pool.shutdown()
+    assert all(each.cancelled() for each in work) and len(lines(started)) == 1
+    with pytest.raises(CancelledError):
+        next(results)
+    pool.terminate_workers()  # no error
+
+
+def test_kill_workers_kills_at_once_and_cancels_what_no_drone_has_begun(tmp_path):
+    started = str(tmp_path / "started")
+    pool = poly.Pool(1)
+    work = [pool.submit(refuse_to_end, started) for _ in range(5)]
+    wait_for(lambda: lines(started))
+    pool.kill_workers()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(abs, -1)
+    pool.shutdown()
+    with pytest.raises(poly.DroneDied, match=r"kill_workers\(\) was called"):
+        work[0].result()
+    assert all(each.cancelled() for each in work[1:]) and len(lines(started)) == 1
+    pool.kill_workers()  # no error
 
 
 def test_submit_from_many_threads_at_once():

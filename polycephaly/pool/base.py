@@ -91,7 +91,7 @@ _NAMES_HERE = {
     "starmap_async": "map(f, *zip(*rows))",
     "close": "shutdown()",
     "join": "shutdown()",
-    "terminate": "shutdown(cancel_futures=True)",
+    "terminate": "terminate_workers() or kill_workers()",
 }
 
 _pages: WeakKeyDictionary[TaskRunner, LivePage] = WeakKeyDictionary()
@@ -386,6 +386,8 @@ class ExecutorBase(TaskTarget, Executor):
             if hasattr(type(self), name):  # a property that has raised: raise its own error
                 object.__getattribute__(self, name)
             here = _NAMES_HERE.get(name)
+            if name == "terminate" and not hasattr(self, "terminate_workers"):  # a served pool's
+                here = "shutdown(cancel_futures=True)"
             cure = here and f": instead of multiprocessing's {name}, use {here}"
             text = f"{type(self).__name__!r} object has no attribute {name!r}{cure or ''}"
             raise AttributeError(text, name=name, obj=self)

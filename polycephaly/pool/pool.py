@@ -492,6 +492,43 @@ class Pool(ExecutorBase):
         if wait:
             self._dispatcher.finish()
 
+    def terminate_workers(self) -> None:
+        """Accept no more tasks, cancel all of them, and end, as the standard library's executor
+        does from Python 3.14 on. Does not wait for the end.
+
+        Tasks that no drone has begun never run. Running ones are interrupted, as by
+        `Promise.cancel`: those that still run after the grace period of a second are killed with
+        their drones. All their promises are cancelled.
+
+        Examples
+        --------
+        >>> import time, polycephaly as poly
+        >>> pool = poly.Pool(1)
+        >>> nap = pool.promise(time.sleep, 1000)
+        >>> pool.terminate_workers()
+        >>> pool.shutdown()  # waits for the end
+        >>> nap.cancelled()
+        True
+        """
+        self._dispatcher.close(cancel=True, running=True)
+
+    def kill_workers(self) -> None:
+        """Accept no more tasks, kill the drones at once, and end, as the standard library's
+        executor does from Python 3.14 on. Does not wait for the end.
+
+        Tasks that no drone has begun are cancelled. Running ones are rejected with `DroneDied`.
+
+        Examples
+        --------
+        >>> import time, polycephaly as poly
+        >>> pool = poly.Pool(1)
+        >>> nap = pool.promise(time.sleep, 1000)
+        >>> pool.kill_workers()
+        >>> pool.shutdown()
+        """
+        self._dispatcher.close(cancel=True)
+        self._dispatcher.kill("kill_workers() was called")
+
     def __repr__(self) -> str:
         if "_dispatcher" not in vars(self):  # as in the frame of `__init__` that drones inherit
             return "<Pool, being made>"
