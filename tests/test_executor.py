@@ -271,6 +271,19 @@ def test_env_and_cwd_reach_the_drones(tmp_path):
         assert drone.doit("import os; os.environ['A'], os.getcwd()") == ("b", str(tmp_path))
 
 
+@pytest.mark.guarantee("work-6")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_time_zone_in_env_is_that_of_the_drones(start):
+    clock = "import time\ntime.localtime(0).tm_hour, time.tzname"
+    here = time.tzname
+    with poly.Pool(
+        2, start=start, env=lambda index: {"TZ": f"XX{'YZ'[index]}-{index + 3}"}
+    ) as pool:
+        found = sorted(each.value for each in pool.everywhere(clock))
+    assert found == [(3, ("XXY", "XXY")), (4, ("XXZ", "XXZ"))]
+    assert time.tzname == here
+
+
 def test_a_shutdown_in_a_callback_is_an_error_there_and_the_work_is_done(tmp_path):
     gate = str(tmp_path / "gate")
     pool = poly.Pool(2)

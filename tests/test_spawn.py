@@ -57,6 +57,28 @@ def test_a_spawned_drone_keeps_its_namespace_is_replaced_and_tells_its_death():
     assert done.stdout == "42 True\n3 b\n1\n", done.stderr
 
 
+def test_variables_that_an_interpreter_reads_at_its_start_have_effect():
+    done = run_script("""
+        import sys
+        import polycephaly as poly
+        def look():
+            added = [each for each in sys.path if each.startswith("/added")]
+            return sys.flags.dev_mode, sys.get_int_max_str_digits(), added
+        if __name__ == "__main__":
+            def env(index):
+                return {"PYTHONINTMAXSTRDIGITS": "5000", "PYTHONPATH": "/added:/added/too",
+                        "PYTHONDEVMODE": str(index)}  # differs: a drone's interpreter is one of two
+            with poly.Pool(2, start="spawn", env=env) as pool:
+                found = [each.value for each in pool.everywhere(look)]
+                print(found)
+                pool.refresh()
+                print([each.value for each in pool.everywhere(look)] == found)
+            print(look())
+    """)
+    each = (False, 5000, ["/added", "/added/too"])
+    assert done.stdout == f"{[each] * 2}\nTrue\n{(False, 4300, [])}\n", done.stderr
+
+
 def test_a_main_module_may_lack_a_spec(monkeypatch):
     """As under `python -m pdb`, in CPython 3.11."""
     main = ModuleType("__main__")

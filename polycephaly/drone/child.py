@@ -16,7 +16,9 @@ copy pages of NumPy that are written to (reference counts).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Mapping
 from pickle import loads
 from typing import Any
 
@@ -34,6 +36,12 @@ def prepare_child(name: str, inherited_args: tuple[Any, ...] | bytes | None) -> 
     _compat.clear_exit_handlers()
     _compat.reset_multiprocessing(name)
     _compat.seed_numpy()
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+    if "TZ" in variables:
+        time.tzset()
 
 
 def call_with_inherited_args(initializer: Callable[..., Any]) -> Any:

@@ -64,7 +64,8 @@ class Drone(DroneBase):
         and issue a `RuntimeWarning` that says why. "fork": always fork. "spawn": start a fresh
         interpreter, which imports the main module.
     env
-        Variables that are added to the drone's environment.
+        Variables that are added to the drone's environment. Those that an interpreter reads when it
+        starts, such as ``PYTHONHASHSEED``, have effect with ``start="spawn"`` only.
     cwd
         The drone's working directory.
     initializer, initargs

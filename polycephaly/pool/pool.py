@@ -66,7 +66,8 @@ class Pool(ExecutorBase):
     start, cwd, initializer, initargs, timeout
         As for `Drone`.
     env
-        As for `Drone`; or a callable from a drone's index to its variables.
+        As for `Drone`; or a callable from a drone's index to its variables. A fresh interpreter
+        starts with those that are the same for all drones.
     width
         How many coroutine functions a drone runs at the same time, as green threads. All other
         tasks of a drone run one by one.

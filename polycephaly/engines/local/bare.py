@@ -18,8 +18,9 @@ import io
 import os
 import signal
 import socket
+import subprocess
 import sys
-from multiprocessing import reduction, resource_tracker, spawn, util
+from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from multiprocessing.process import current_process
@@ -30,7 +31,7 @@ from ...runtime.hidden import Hidden
 from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot
 from .main_maker import MainMaker
-from .zygote import GROUP_SIGNALS
+from .zygote import GROUP_SIGNALS, Variables
 
 if TYPE_CHECKING:
     from .zygote import DroneSpec
@@ -83,9 +84,12 @@ class _PopenStandIn:
 
 
 def start_bare_zygote(
-    control: int, arena: Arena, spec: DroneSpec, snapshot: Snapshot | None
+    control: int, arena: Arena, spec: DroneSpec, snapshot: Snapshot | None, env: Variables
 ) -> int:
     """Start a bare zygote for `spec`, and return its pid.
+
+    An interpreter reads some variables only when it starts (PYTHONHASHSEED, LD_PRELOAD), so it
+    starts with `env`, the variables that all its drones have.
 
     Its drones get `snapshot`, or import the main module if `snapshot` is None. Raises the error of
     the pool's `initargs` if these cannot be pickled, and `RuntimeError` if this process is itself
@@ -97,6 +101,11 @@ def start_bare_zygote(
     module = {
         key: preparation_data.pop(key) for key in _MAIN_MODULE_KEYS if key in preparation_data
     }
+    # The import path is the controller's, as in `multiprocessing`, which forgets PYTHONPATH.
+    if "PYTHONPATH" in env.value and not sys.flags.ignore_environment:
+        after_script = 0 if sys.flags.safe_path else 1
+        added = env.value["PYTHONPATH"].split(os.pathsep)
+        preparation_data["sys_path"][after_script:after_script] = filter(None, added)
     spawning, pickled = _PopenStandIn(), io.BytesIO()
     set_spawning_popen(spawning)  # type: ignore[arg-type]  # has the needed methods
     try:
@@ -122,7 +131,12 @@ def start_bare_zygote(
         # Until the zygote ignores these signals, it must not be killed by them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
-            return util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, inherited_fds)
+            zygote_process = subprocess.Popen(
+                command, executable=spawn.get_executable(), pass_fds=inherited_fds,
+                env={**os.environ, **env.value}, restore_signals=False,
+            )  # fmt: skip
+            zygote_process.returncode = 0  # the launcher reaps it, not this object
+            return zygote_process.pid
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:

@@ -45,7 +45,7 @@ from ...wire.status_page import StatusPage, make_status_file, map_page
 from .bulk import BulkSocket
 from .drone import drone_main
 from .handle import LocalHandle
-from .launcher import Launcher
+from .launcher import Launcher, shared_variables
 from .zygote import DroneSpec, Order
 
 if TYPE_CHECKING:
@@ -257,7 +257,8 @@ class LocalEngine(Engine):
             post_mortem=self._config.post_mortem,
         )
         try:
-            return Launcher(self._config.start, spec, self._store, self._config.name)
+            env = shared_variables(self._dispatcher.environments)
+            return Launcher(self._config.start, spec, self._store, self._config.name, env)
         except OSError as error:
             raise name_limit(error) from error
 

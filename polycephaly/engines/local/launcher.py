@@ -25,13 +25,20 @@ from ...memory.arena import RangeRef, hold_ranges_through_fork
 from ...memory.blocks import Store
 from ...memory.references import RefTable
 from ...runtime import fork_guard, parent_death
+from ...runtime.hidden import Hidden
 from ...wire import addresses
 from ...wire.main_names import MainSnapshot, shared_snapshots
 from .native_threads import UnsafeFork, check_after_fork, check_before_fork, check_interpreters
-from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, Zygote
+from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, Variables, Zygote
 
 if TYPE_CHECKING:
     from ...wire.main_snapshot import Snapshot
+
+
+def shared_variables(environments: Sequence[Variables]) -> Variables:
+    """Return the variables that are the same in all `environments`."""
+    first, *others = (each.value.items() for each in environments)
+    return Hidden(dict(each for each in first if all(each in other for other in others)))
 
 
 class Launcher:
@@ -41,8 +48,13 @@ class Launcher:
     names are known only after the first drone has done so.
     """
 
-    def __init__(self, start: str | None, spec: DroneSpec, store: Store, name: str) -> None:
-        """Warn, with the pool's `name`, if `start` is None and a fork is not safe."""
+    def __init__(
+        self, start: str | None, spec: DroneSpec, store: Store, name: str, env: Variables
+    ) -> None:
+        """Warn, with the pool's `name`, if `start` is None and a fork is not safe.
+
+        A fresh interpreter starts with the variables `env`.
+        """
         fork_guard.fill_standard_descriptors()
         self.family = spec.family
         self.arena = store.arena
@@ -58,7 +70,7 @@ class Launcher:
         # all of `__main__` is sent by value.
         self.snapshot = MainSnapshot(() if self.imports_main else None)
         self._knows_names = False
-        self.pid = self._start(start, spec, store, name)
+        self.pid = self._start(start, spec, store, name, env)
         self.pidfd = parent_death.open_pidfd(self.pid)
         shared_snapshots.append(self._current_snapshot)
         try:
@@ -70,7 +82,9 @@ class Launcher:
     def _current_snapshot(self) -> MainSnapshot:
         return self.snapshot
 
-    def _start(self, start: str | None, spec: DroneSpec, store: Store, name: str) -> int:
+    def _start(
+        self, start: str | None, spec: DroneSpec, store: Store, name: str, env: Variables
+    ) -> int:
         if start != "spawn":
             fork_guard.wait_for_imports()
             try:
@@ -95,7 +109,7 @@ class Launcher:
         from .bare import start_bare_zygote
 
         with self._control_pair() as theirs:
-            return start_bare_zygote(theirs.fileno(), self.arena, spec, self.main_copy)
+            return start_bare_zygote(theirs.fileno(), self.arena, spec, self.main_copy, env)
 
     @contextmanager
     def _control_pair(self) -> Iterator[socket.socket]:

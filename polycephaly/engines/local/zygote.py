@@ -37,6 +37,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ... import _compat
+from ...drone.child import set_environment
 from ...drone.sigterm import sigterm
 from ...memory.arena import Arena
 from ...runtime import parent_death
@@ -84,6 +85,10 @@ class Order(NamedTuple):
     def unpack(cls, message: dict[str, Any]) -> Order:
         number, identity, name, env, cwd = message["start"]
         return cls(number, Hidden(identity), name, Hidden(env), cwd)
+
+
+Variables = Hidden[dict[str, str]]
+"""Environment variables, which may be secret."""
 
 
 class DroneSpec(NamedTuple):
@@ -298,7 +303,7 @@ class Zygote:
             for fd in (*pipe, self._owner_pidfd, stdout, stderr, status_file):
                 if fd is not None:
                     os.close(fd)
-            os.environ.update(order.env.value)
+            set_environment(order.env.value)
             if order.cwd is not None:
                 os.chdir(order.cwd)
             if self._collector_enabled:

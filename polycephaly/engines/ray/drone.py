@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import ray
 
 from ... import _compat
+from ...drone.child import set_environment
 from ...drone.executor import DroneExecutor
 from ...drone.result_buffer import ResultBuffer
 from ...runtime.fork_guard import flush_standard_streams
@@ -102,7 +103,7 @@ class DroneActor:
 
     def __init__(self, spawn_request: SpawnRequest, snapshot: Snapshot) -> None:
         self._folder = open_folder()
-        os.environ.update(spawn_request.env.value)
+        set_environment(spawn_request.env.value)
         sys.path += [each for each in spawn_request.path if each not in sys.path]
         if spawn_request.cwd is not None:
             os.chdir(spawn_request.cwd)
