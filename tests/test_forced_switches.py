@@ -21,6 +21,8 @@ from polycephaly.promises import event_loop
 from polycephaly.promises import promise as promises
 from polycephaly.promises.promise import FINISHED
 from polycephaly.store.pores import io_thread as pore_io
+from polycephaly.wire.functions import FunctionRegistry
+from polycephaly.wire.main_names import MainSnapshot
 from polycephaly.wire.messages import VALUE
 
 pytestmark = pytest.mark.usefixtures("telling_locks")
@@ -49,23 +51,22 @@ def promise():
 
 def many():
     """As the reactor settles the short answers of one message."""
-    made = work.Task(ALONE)
+    made = alone()
     return made, lambda: handlers._settle_values([made], [7], None)
 
 
 def node():
     """Of a graph: it becomes a `LazyTask` when it is settled."""
-    made = work.Task(ALONE)
+    made = alone()
     made.is_node, made.status, made.payload = True, VALUE, InSharedMemory()
     return made, lambda: handlers.settle([made])
 
 
-ALONE = SimpleNamespace(
-    reactor=SimpleNamespace(drive=lambda work, end: None),
-    post=lambda note, *args: None,
-    withdraw=lambda work: None,
-)
-"""A pool whose reactor has nothing to drive: another thread settles its work."""
+def alone():
+    """Without a pool, so there is nothing to drive: another thread settles it."""
+    made = work.Task(work.NO_RUNNER)
+    made.definition = FunctionRegistry(MainSnapshot(()), None).define(abs)
+    return made
 
 
 def by_wait(made):

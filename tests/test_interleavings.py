@@ -303,7 +303,7 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
 def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
     """Of two calls the first is done and the second runs: what is left has as many calls as the
     message answers."""
-    whole = work.Slice(SimpleNamespace(reactor=None), None, pack_calls(ITEMS, False, [1, 2]), 2)
+    whole = work.Slice(work.NO_RUNNER, None, pack_calls(ITEMS, False, [1, 2]), 2)
     running, later = whole.split(1, 0)
     assert (running.count, later.count) == (1, 0)
     assert running.queued == whole.queued  # in the timeline the drone may have ended it by now
