@@ -115,11 +115,53 @@ class Counted:
         return {}
 
 
-def test_a_function_that_captures_what_may_change_is_pickled_once_for_each_long_call(pool):
+def test_a_function_that_captures_what_may_change_is_pickled_once_for_a_map(pool):
     pickled.clear()
     captured = Counted()
-    assert list(pool.map(lambda n: (captured, time.sleep(0.002), n)[2], range(20))) == [*range(20)]
-    assert len(pickled) == 21  # and once before the first
+    large = bytes(100_000)  # goes as a task by itself
+    items = [0, 1, large, 2, large, large, 3]
+    assert list(pool.map(lambda n: (captured, time.sleep(0.002), n)[2], items)) == items
+    assert len(pickled) == 1
+
+
+@pytest.mark.guarantee("work-12")
+@pytest.mark.parametrize("width", [1, 2])
+def test_each_call_of_a_map_has_its_own_copy_of_what_may_change_as_at_the_call_of_map(width):
+    basket = ["there before"]
+
+    def put(item):
+        basket.append(item)
+        return len(basket)
+
+    async def put_in_a_coroutine(item):
+        return put(item)
+
+    large = bytes(100_000)
+    items = [0, 1, large, large, *range(2000)]
+    with poly.Pool(1, width=width) as pool:
+        results = pool.map(put if width == 1 else put_in_a_coroutine, items)
+        basket.append("too late")
+        assert list(results) == [2] * len(items)
+
+
+@pytest.mark.guarantee("work-18")
+def test_a_function_that_captures_what_may_change_is_sent_once_to_each_drone_of_a_map(pool):
+    content = bytearray(1_000_000)
+    assert list(pool.map(lambda i: i + len(content), range(400))) == [
+        1_000_000 + i for i in range(400)
+    ]
+    sent = [span.bytes_sent for span in pool.timeline.spans if span.bytes_sent > 100_000]
+    assert 1 <= len(sent) <= len(pool.drones)
+    assert all(1_000_000 < each < 1_100_000 for each in sent)
+
+
+def test_a_map_that_a_refresh_overtakes_is_pickled_for_the_new_drones():
+    content = [1]
+    with poly.Pool(1) as pool:
+        results = pool.map(lambda i: i + len(content), range(100_000))
+        assert next(results) == 1
+        pool.refresh()
+        assert list(results) == [*range(2, 100_001)]
 
 
 # -- what is called --------------------------------------------------------------------------------
@@ -374,7 +416,7 @@ def test_a_function_of_main_and_what_it_names_is_called():
     assert said.split() == ["True"] * 9
 
 
-def test_a_stateful_callable_is_as_it_was_when_each_call_was_taken(pool):
+def test_a_stateful_callable_is_as_it_was_when_map_was_called(pool):
     scaler = Scaler(3)
     assert list(pool.map(scaler, range(2000))) == [(1, 3 * n) for n in range(2000)]
     assert scaler.called == 0
@@ -383,7 +425,7 @@ def test_a_stateful_callable_is_as_it_was_when_each_call_was_taken(pool):
     for k, result in zip(itertools.count(4), results):
         said.append(result)
         scaler.k = k
-    assert said == [(1, 0), (1, 4), (1, 10), (1, 18), (1, 28), (1, 40)]
+    assert said == [(1, 3 * n) for n in range(6)]
 
 
 def test_what_a_call_does_to_its_argument_is_seen_by_nobody_else(pool):

@@ -163,7 +163,7 @@ def test_an_object_that_copies_its_state_when_it_is_pickled_keeps_its_promise(po
     assert call.result(30) == 3
 
 
-def test_a_mapped_function_may_capture_a_promise_when_the_map_has_begun(pool):
+def test_a_promise_that_a_mapped_function_captures_after_the_call_of_map_is_too_late(pool):
     x = 1
 
     def plus_x(n):
@@ -173,7 +173,7 @@ def test_a_mapped_function_may_capture_a_promise_when_the_map_has_begun(pool):
     results = pool.map(plus_x, range(3000))
     assert next(results) == 1
     x = pool.promise(abs, -10_000)
-    assert {n % 10_000 - i for i, n in enumerate(results, 1)} == {0, 1}
+    assert list(results) == [*range(2, 3001)]
 
 
 def test_a_promise_in_a_result_is_refused(pool):

@@ -101,6 +101,16 @@ RUNS = {
 }  # fmt: skip
 
 
+def test_a_program_that_pickles_much_is_told_from_one_that_submits_late():
+    late = [work("a", n, n + 0.01, queued=n - 0.01) for n in range(10)]
+    pickling = [span._replace(bytes_sent=4_000_000) for span in late]
+    waited = "they waited for the program to submit more tasks"
+    assert poly.Timeline(late).bottleneck.endswith(f"{waited}.")
+    assert poly.Timeline(pickling).bottleneck.endswith(
+        f"{waited}, which pickled 4 MB a call: send less data, or share the data once (pool.share)."
+    )
+
+
 @pytest.mark.parametrize("kind", RUNS)
 def test_the_sentence_says_what_the_numbers_say(kind):
     spans, said = RUNS[kind]

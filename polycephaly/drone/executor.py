@@ -47,6 +47,7 @@ from ..wire.messages import (
     FETCH,
     FORGET,
     FRAMES,
+    FRESH,
     NOT_PACKED,
     PACKED,
     PROFILE,
@@ -473,7 +474,7 @@ class DroneExecutor:
             if kind & SHARED:
                 kind &= ~SHARED
                 payload = self._ref_table.receive(payload)
-            if kind in DEFINES:
+            if kind & ~FRESH in DEFINES:
                 definitions[number] = define(kind, payload)
             elif kind == FORGET:
                 definitions.pop(number, None)

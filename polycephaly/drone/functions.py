@@ -17,7 +17,7 @@ from ..memory.references import load, load_joined, load_with_buffers
 from ..runtime.coroutines import is_coroutine
 from ..runtime.sources import set_source
 from ..wire.main_names import FreeNames, bind_names, collected_free_names, main_namespace
-from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING
+from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING, FRESH
 from ..wire.placeholders import promised_values
 from ..wire.slices import BATCHED_TYPES
 
@@ -30,6 +30,10 @@ class LoadedFunction:
 
     overlaps = False
     """True if calls give coroutines that are run beside others."""
+
+    fresh = False
+    """True if each call gets a function object of its own, because it may change what it captured.
+    """
 
     brief = False
     """True if the last call was brief: then only measurements that cost nothing are made."""
@@ -53,14 +57,14 @@ class LoadedFunction:
     def call_with(self, args: tuple[Any, ...]) -> Any:
         """Return the value of a call with unpickled arguments."""
         function = self._function
-        if function is None or self._free_names:
-            function = self.function(False)
+        if function is None or self.fresh or self._free_names:
+            function = self.function(self.fresh)
         value = function(*args)
         return value if type(value) in BATCHED_TYPES else run_if_coroutine(value)
 
     def begin(self, kind: int, payload: Any) -> Any:
         """Return the value of a call, or a coroutine that is still to be run."""
-        function = self.function(False)
+        function = self.function(self.fresh)
         try:
             args, kwargs = _arguments(kind, payload)
         except BaseException as error:
@@ -165,7 +169,8 @@ def define(kind: int, payload: Any) -> LoadedFunction:
     if kind == DEFINE_CODE:
         return LoadedFunction(b"", _Code(payload))
     definition = LoadedFunction(payload)
-    definition.overlaps = kind == DEFINE_OVERLAPPING
+    definition.overlaps = kind & ~FRESH == DEFINE_OVERLAPPING
+    definition.fresh = bool(kind & FRESH)
     return definition
 
 

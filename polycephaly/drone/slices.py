@@ -101,7 +101,7 @@ class SliceRun:
                 return
 
     def _run_rows(self) -> None:
-        function = self._open(False)
+        function = None if self._fresh else self._open(False)
         marks = self._count <= MAX_MARKED_CALLS
         while not self._sigterm.received:
             try:
@@ -110,6 +110,8 @@ class SliceRun:
                 return
             if marks:
                 self._mark_call(len(self.done) + 1)
+            if function is None or self._fresh:
+                function = self._open(True)
             if self._form == ITEMS:
                 row = (row,)
             elif self._form == PICKLED:
@@ -121,8 +123,6 @@ class SliceRun:
             elif self._add_answer(value):
                 return
             del value
-            if self._fresh:
-                function = self._open(True)
 
     def _add_answer(self, value: Any) -> bool:
         """Add a value; return True if the slice must end because its answers are so large."""

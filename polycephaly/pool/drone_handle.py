@@ -33,6 +33,7 @@ from ..wire.messages import (
     DEFINES,
     DROP,
     FORGET,
+    FRESH,
     KEEP,
     RELEASE_RANGE,
     SHARED,
@@ -42,7 +43,7 @@ from ..wire.messages import (
     unpack_work,
 )
 from ..wire.output import Line, OutputItems, OutputRecord, deliver
-from ..wire.placeholders import PayloadWithRefs
+from ..wire.placeholders import PayloadWithRefs, sent_bytes
 from ..wire.status_page import NO_PAGE
 from .interfaces import State
 from .reactor import DrivingSignal, Tenant
@@ -398,7 +399,7 @@ class DroneHandle:
                     break
                 load += estimate
             if definition.number not in self._defined:
-                self._define(definition, message)
+                task.definition_bytes = self._define(definition, message)
             sending = task.sending = Sending(self.reference, self.name, now, estimate)
             number = task.number
             self.sent_count = task.position = self.sent_count + 1
@@ -496,13 +497,15 @@ class DroneHandle:
         self._dropped.append((number, claims))
         self._schedule_release_report()
 
-    def _define(self, definition: RemoteFunction, message: TaskBatch) -> None:
+    def _define(self, definition: RemoteFunction, message: TaskBatch) -> int:
+        """Add the definition of a function, and return its size in bytes."""
         for oldest in self._defined.add(definition):
             message.add(oldest, FORGET, 0, b"")
         payload, kind = definition.payload, definition.kind
         if isinstance(payload, Serialized):
             payload, kind = payload.pack_header(self.ref_table), kind | SHARED
         message.add(definition.number, kind, 0, payload)
+        return sent_bytes(definition.payload)
 
     def _add_released(self, message: TaskBatch) -> None:
         for number in self.ref_table.take_returned():
@@ -518,7 +521,7 @@ class DroneHandle:
         values, and FORGET and DROP must be sent again. Called while holding the reactor's lock.
         """
         for number, kind, claims, _ in unpack_work(frames):
-            if kind & ~SHARED in DEFINES:
+            if kind & ~(SHARED | FRESH) in DEFINES:
                 self._defined.remove(number)
             elif kind & ~SHARED == STORE:
                 self.dispatcher.directory.on_store_lost(self, number)

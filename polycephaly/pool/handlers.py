@@ -144,7 +144,8 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
             if task.position > handle.highest_answered and number not in handle.in_flight:
                 handle.highest_answered = task.position
             started, finished = started - handle.clock_offset, finished - handle.clock_offset
-            task.answer = Answer(started, finished, now, sent_bytes(task.payload), len(payload))
+            sent = sent_bytes(task.payload) + task.definition_bytes
+            task.answer = Answer(started, finished, now, sent, len(payload))
             task.status = status
             if task.retries and isinstance(payload, Received) and payload.is_slow_to_open():
                 task.recompute_payload = task.payload
@@ -198,7 +199,8 @@ def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, no
         for task, began, ended in zip(tasks, started, finished, strict=True):
             if task is not None:
                 task.definition.record_duration(ended - began, 1)
-                task.answer, task.status = Answer(began, ended, now, task.weight, size), VALUE
+                sent = task.weight + task.definition_bytes
+                task.answer, task.status = Answer(began, ended, now, sent, size), VALUE
         answered.sort(key=lambda task: task.definition.number)
         dispatcher.record.add_answers(handle.name, answered, {})
     last = tasks[-1]

@@ -112,7 +112,25 @@ class Source:
             or not isinstance(task_options.retries, int)
             or bool(task_options.resources)  # which each call holds only while it runs
         )
-        self._definition = dispatcher.registry.define(fn)
+        self._define()
+
+    def _define(self) -> None:
+        """Pickle the function: once, at the call. Only a function that `captures` is for one call,
+        and drones of a later snapshot lack what the pickle left out.
+        """
+        registry = self._registry = self.dispatcher.registry
+        if self.dispatcher.defines_once:
+            self._definition = registry.define_for_map(self._fn)
+        else:
+            self._definition = registry.define(self._fn)
+
+    def _is_defined(self) -> bool:
+        """Return whether the next calls may share the definition of those before."""
+        return (
+            self.dispatcher.defines_once
+            and not self._definition.captures
+            and self._registry is self.dispatcher.registry
+        )
 
     @property
     def label(self) -> str:
@@ -157,8 +175,9 @@ class Source:
         task = self.latest_task = self._next
         self._next = None
         if task is None and not self.exhausted:
-            if max_calls > 1:  # a single call is defined when it is submitted
-                self._definition = self.dispatcher.registry.define(self._fn)
+            # A single call is defined when it is submitted, if it does not share the definition.
+            if max_calls > 1 and not self._is_defined():
+                self._define()
                 if self._definition.captures:  # perhaps a handle, which it captured only now
                     max_calls = 1
             try:
@@ -270,7 +289,8 @@ class Source:
             if pickled is None:
                 task = self.latest_task = Task(self.dispatcher)
                 task.first_item = self.item + len(rows)
-                self.dispatcher.submit(self._fn, args, {}, None, self._task_options, task)
+                fn = self._definition if self._is_defined() else self._fn
+                self.dispatcher.submit(fn, args, {}, None, self._task_options, task)
                 self._next = task
                 break
             if form != PICKLED:

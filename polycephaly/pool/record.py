@@ -92,7 +92,7 @@ class TraceBuffer:
             links = [(task.call_number, task.input_numbers, task.first_item) for task in tasks]
         self._add(
             drone, first, tasks[-1], DONE, calls, started, finished, running, received,
-            first.weight * count, size, None, links,
+            first.weight * count + first.definition_bytes, size, None, links,
         )  # fmt: skip
 
     def add_answers(self, drone: str, tasks: list[Task], parts: Mapping[int, int]) -> None:

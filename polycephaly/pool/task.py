@@ -86,6 +86,7 @@ class Task(Promise[Any]):
     # The pickled arguments. Once answered, the answer, until that is unpickled.
     payload: Any = b""
     status = 0  # of the answer, as in wire/messages.py
+    definition_bytes = 0  # of its function, if that was sent to the drone with this task
     count = 1  # number of calls
     first_item: int | None = None  # in a `map`: the index of its first call
     lost_call: int | None = None  # of its calls, the one in which its drone died, if known
@@ -582,7 +583,7 @@ class Task(Promise[Any]):
         bytes_sent, bytes_received = answer.bytes_sent, answer.bytes_received
         # The arguments were pickled together with others: count the bytes that they take alone.
         if self.args is not None:
-            bytes_sent = len(dumps(self.args, 5))
+            bytes_sent = len(dumps(self.args, 5)) + self.definition_bytes
             bytes_received = bytes_received or len(dumps(self._result, 5))
         return Spans(self.queued, sent, *answer[:3], bytes_sent, bytes_received, name)
 

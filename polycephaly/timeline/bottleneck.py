@@ -95,9 +95,15 @@ def sentence(f: Figures) -> str:
             "smaller tasks would be shared more evenly."
         )
     if f.backlog < 0.5:
+        pickling = ""
+        if f.bytes >= BULK_BYTES_PER_CALL:
+            pickling = (
+                f", which pickled {size(f.bytes)} a call: send less data, or share the data once "
+                "(pool.share)"
+            )
         return (
             f"The queue was empty {percent(1 - f.backlog)} of the time, and the drones were busy "
-            f"in {used}: they waited for the program to submit more tasks."
+            f"in {used}: they waited for the program to submit more tasks{pickling}."
         )
     if f.bytes >= BULK_BYTES_PER_CALL and f.transport > f.running / 2:
         return (

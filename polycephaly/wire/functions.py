@@ -8,7 +8,7 @@ A pickled function may be reused under these conditions. A function by reference
 by value: while everything that its pickle captures (closure cells, globals, defaults) is still the
 identical immutable object; the entry's *guards* check that. If a captured object could have changed
 in place, the function is pickled again at each call, because a call captures the values of its
-moment.
+moment; for a `map`, once when that is called, and each of its calls opens the pickle anew.
 
 An entry is removed when its function dies, so nothing in the entry may lead back to the function:
 cells, namespaces, other functions and modules could. A guard therefore reads them through a weak
@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
 from math import inf
-from operator import is_
+from operator import is_, itemgetter
 from pickle import dumps
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
+from .._compat import caller_stacklevel
 from ..errors import type_with_article
 from ..memory.blocks import Store
 from ..memory.references import Serialized
@@ -46,15 +48,17 @@ from .main_names import (
     hold,
     main_namespace,
 )
-from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING
-from .pickling import capture, pack
-from .placeholders import Directory, PicklingContext
+from .messages import DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FRESH
+from .pickling import capture, pack, pickled_size
+from .placeholders import Directory, PicklingContext, sent_bytes
 
 _MISSING = object()
 _all_missing = itertools.repeat(_MISSING)
 _MAX_CODE_STRINGS = 1024
 _MAX_DEFINITIONS = 256
 _MAX_DEFINITION_BYTES = 8 << 20
+MAX_QUIET_BYTES = 10_000_000
+"""Bytes of a function and all that it captures that are sent without a warning."""
 _WARMUP_REPORTS = 16
 """Number of first reports of which a shorter time is adopted at once: the first calls include
 warming up.
@@ -198,9 +202,21 @@ class FunctionRegistry:
         self._last: tuple[ref[Any], Any] = (ref(self), None)
         self._define_code = lru_cache(_MAX_CODE_STRINGS)(_define_code)
         self._shared_seconds: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
+        self._has_warned = False  # of a large function
 
-    def define(self, fn: str | Callable[..., Any]) -> RemoteFunction:
-        """Return the definition of `fn`.
+    def define_for_map(self, fn: Callable[..., Any]) -> RemoteFunction:
+        """Return a definition for all calls of one `map`, which may be given to `define`. It shows
+        the captured values as they are now; if they can change, each call gets copies of its own.
+
+        If it `captures`, it is for one call even so.
+        """
+        definition = self.define(fn)
+        if definition.single_use and not definition.captures:  # so no other call has it
+            definition.kind |= FRESH
+        return definition
+
+    def define(self, fn: str | Callable[..., Any] | RemoteFunction) -> RemoteFunction:
+        """Return the definition of `fn`; of a definition, itself.
 
         Raises the errors of its pickling, with a note that names the function.
         """
@@ -210,6 +226,8 @@ class FunctionRegistry:
             return same
         if isinstance(fn, str):
             return self._define_code(fn)
+        if type(fn) is RemoteFunction:
+            return fn
         entry = self._entries.get(id(fn))
         if entry is not None:
             function, guards, definition = entry
@@ -239,7 +257,33 @@ class FunctionRegistry:
             definition.seconds = entry.definition.seconds
         if not self._remember(fn, definition):
             self._make_single_use(fn, definition)
+        if not self._has_warned and (sent := sent_bytes(payload)) > MAX_QUIET_BYTES:
+            self._has_warned = True
+            self._warn_of_size(fn, sent)
         return definition
+
+    def _warn_of_size(self, fn: Any, sent: int) -> None:
+        # Of the global names and other captured values, the largest.
+        sizes = ((self._size_of(value), name, value) for name, value in _leaves(fn, self.snapshot))
+        size, name, value = max(sizes, key=itemgetter(0), default=(0, "", None))
+        what, cure = "large values", "pool.share(value)"
+        if size > sent / 2:
+            what = f"{name}, {type_with_article(value)} of {size / 1e6:,.0f} MB"
+            cure = f"pool.share({name})" if name.isidentifier() else cure
+        if main_namespace().get(name, _MISSING) is value:
+            cure += ", or call pool.refresh(), so that the drones have that name"
+        warnings.warn(
+            f"{label(fn)} captures {what}, which the drones do not have: {sent / 1e6:,.0f} MB are "
+            "pickled for each call, or once for all calls of a map, and sent to each drone (only "
+            f"once if immutable). Give the calls {cure}",
+            RuntimeWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
+    def _size_of(self, value: object) -> int:
+        with suppress(Exception), PicklingContext(self.directory, self.snapshot, {}):
+            return pickled_size(value, self.snapshot)
+        return 0
 
     def _define_as_argument(self, fn: Any) -> RemoteFunction:
         """Return a definition for one call, which takes `fn` as its first argument.
@@ -336,6 +380,27 @@ def _captured(fn: Any, snapshot: MainSnapshot) -> Iterator[tuple[str, object]]:
         value = fn.__globals__.get(name, _MISSING)
         if value is not _MISSING and not _is_known(fn, name, value, snapshot):
             yield name, value
+
+
+def _leaves(fn: Any, snapshot: MainSnapshot) -> Iterator[tuple[str, object]]:
+    """Yield the names and values that go with a function and the functions that it captures."""
+    seen: set[int] = set()
+    todo = [fn]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, partial):
+            todo.append(each.func)
+            values = [*((f"argument {i}", arg) for i, arg in enumerate(each.args))]
+            values += each.keywords.items()
+        else:
+            values = [*_captured(each, snapshot)]
+        for name, value in values:
+            if id(value) not in seen:
+                seen.add(id(value))
+                if isinstance(value, (FunctionType, MethodType, partial)):
+                    todo.append(value)
+                else:
+                    yield name, value
 
 
 def _is_known(fn: Any, name: str, value: object, snapshot: MainSnapshot) -> bool:

@@ -62,6 +62,8 @@ SHARED = 0x40
 """Bit of an item's kind: its payload is the header (memory/references.py) of shared memory."""
 KEEP = 0x20
 """Bit of a call's kind: the drone keeps the value, and the answer only describes this value."""
+FRESH = KEEP
+"""The same bit of a definition's kind: each call gets a function object of its own."""
 
 _ITEM = Struct("<QBQQ")  # number, kind, definition, payload bytes
 _OUTCOME = Struct("<QBddII")  # number, status, started, finished, payload bytes, output bytes

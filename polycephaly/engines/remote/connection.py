@@ -63,7 +63,7 @@ class Connection(ServerConnection, TaskRunner):
     Raise `ConnectionError` if the server does not answer in time, or refuses this client.
     """
 
-    sends_slices = False
+    sends_slices = defines_once = False
     calls_ahead = messages.MAX_UNANSWERED_CALLS
 
     def __init__(self, card: Card, timeout: float, output: Callable[[Line], object] | None) -> None:
