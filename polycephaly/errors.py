@@ -7,8 +7,16 @@ catches it.
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from types import FrameType, TracebackType
+from contextlib import suppress
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    TracebackType,
+)
 from typing import Any
 
 
@@ -169,9 +177,6 @@ class Deadlock(RuntimeError):
     """
 
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by Python code
-
-
 def copy_error(error: BaseException) -> BaseException:
     """Return a fresh copy of `error`, or `error` itself if it cannot be copied faithfully. Never
     raises.
@@ -179,18 +184,16 @@ def copy_error(error: BaseException) -> BaseException:
     Raising an error attaches a traceback, which holds the frames of the thread that raises it. So
     each waiter gets a copy, and the stored original is never raised.
     """
-    for make_copy in (_copy_by_reduce, _copy_without_init):
+    for make_copy in (_copy_by_reduce, copy_state):
         try:
             twin = make_copy(error)
             if type(twin) is type(error) and tuple(map(id, twin.args)) == tuple(
                 map(id, error.args)
             ):
-                twin.__cause__, twin.__suppress_context__ = (
-                    error.__cause__,
-                    error.__suppress_context__,
-                )
+                set_base_field(twin, "__cause__", error.__cause__)
+                set_base_field(twin, "__suppress_context__", error.__suppress_context__)
                 if hasattr(error, "__notes__"):  # in a list of its own: notes may be added to one
-                    twin.__notes__ = [*error.__notes__]
+                    twin.__dict__["__notes__"] = [*error.__notes__]
                 return twin
         except Exception:
             continue
@@ -198,9 +201,11 @@ def copy_error(error: BaseException) -> BaseException:
 
 
 def _copy_by_reduce(error: BaseException) -> BaseException:
-    """Copy an error as `copy.copy` does, without regard to `copyreg`: by the functions that tblib
-    registers there for all exceptions, both would have one `__dict__`, and slots would be lost.
+    """Copy an error as its class says, without regard to `copyreg`: by the functions that tblib
+    registers there for all exceptions, both would have one `__dict__`.
     """
+    if not says_how_to_pickle(type(error)):
+        raise TypeError("copied by its state")
     reduced: Any = error.__reduce_ex__(4)
     make, args, *state = reduced
     twin: BaseException = make(*args)
@@ -209,22 +214,163 @@ def _copy_by_reduce(error: BaseException) -> BaseException:
     return twin
 
 
-def _copy_without_init(error: BaseException) -> BaseException:
-    """Copy an error whose constructor takes other arguments than it passes on.
+# -- the state of an exception ---------------------------------------------------------------------
 
-    Raise `TypeError` if the error has more state than `args` and `__dict__`: C fields, as an
-    `OSError` has, or slots.
+# Pickle calls an exception's class with its `args`, and sets `__dict__`. That fails, or makes a
+# different exception, if the constructor takes other arguments than it passes on; and it loses what
+# lies in fields of C structures (`SystemExit.code`) and in slots. The functions below read and
+# write all of these, and call no constructor but the builtin one.
+
+_MISSING = object()
+
+
+def says_how_to_pickle(kind: type[BaseException]) -> bool:
+    """Return whether a class of exceptions, or a base of it, defines how it is pickled. What the
+    builtin classes define does not count: it loses what their subclasses add.
     """
-    kind = type(error)
-    builtin = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    if builtin.__basicsize__ != BaseException.__basicsize__ or any(
-        "__slots__" in vars(base) for base in kind.__mro__
-    ):
-        raise TypeError(f"{kind.__qualname__} cannot be copied")
-    twin: BaseException = kind.__new__(kind, *error.args)
-    twin.args = error.args
-    twin.__dict__.update(error.__dict__)
+    return any(
+        base.__module__ != "builtins" and not vars(base).keys().isdisjoint(REDUCE_METHODS)
+        for base in kind.__mro__
+    )
+
+
+REDUCE_METHODS = ("__reduce__", "__reduce_ex__")
+
+
+def _fields(kind: type[BaseException]) -> dict[str, Any]:
+    """Return the descriptors of the fields in C structures and of the slots, by their full names.
+
+    Those of `BaseException` are its links and `args`; those of groups are set as these are made.
+    """
+    return {
+        f"{base.__module__}.{base.__qualname__}.{name}": field
+        for base in kind.__mro__
+        if base not in (BaseException, BaseExceptionGroup)
+        for name, field in vars(base).items()
+        if isinstance(field, MemberDescriptorType | GetSetDescriptorType)
+        and name not in ("__dict__", "__weakref__")
+    }
+
+
+def _read(error: BaseException, field: Any) -> Any:
+    try:
+        return field.__get__(error)
+    except Exception:  # an empty slot; `characters_written` of most errors
+        return _MISSING
+
+
+def fields_of(error: BaseException) -> dict[str, Any]:
+    """Return the values of the fields and slots of `error` that have one."""
+    values = {name: _read(error, field) for name, field in _fields(type(error)).items()}
+    return {name: value for name, value in values.items() if value is not _MISSING}
+
+
+def make_exception(
+    kind: type[BaseException],
+    made_from: tuple[Any, ...],
+    args: tuple[Any, ...],
+    attributes: dict[str, Any],
+    fields: dict[str, Any],
+) -> BaseException:
+    """Return an exception of the given state. `made_from` are the arguments for the builtin
+    constructor: message and members of a group, else `args`.
+
+    Raises `TypeError` or `AttributeError` if the class allows no such state.
+    """
+    error = allocate_exception(kind, made_from)
+    set_state(error, args, attributes, fields)
+    return error
+
+
+def allocate_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Make an exception by the constructor of its builtin base, which fills in what it takes from
+    these arguments; without them, if it refuses them.
+    """
+    base: Any = kind
+    while not isinstance(vars(base).get("__new__"), BuiltinFunctionType):
+        base = base.__base__
+    error: BaseException
+    try:
+        error = base.__new__(kind, *args)
+        base.__init__(error, *args)
+    except Exception:
+        error = base.__new__(kind)
+    return error
+
+
+def set_state(
+    error: BaseException, args: tuple[Any, ...], attributes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    set_base_field(error, "args", args)
+    known = _fields(type(error))
+    for name in known | fields:
+        value = fields.get(name, _MISSING)
+        if name in known:
+            _set_field(error, known[name], value)
+        elif value is not None:  # as of another version of Python or of a library
+            raise TypeError(f"the class has no {name} in this process")
+    error.__dict__.update(attributes)
+
+
+def set_base_field(error: BaseException, name: str, value: object) -> None:
+    """Set `args`, or a link to another error, though the class (a frozen dataclass) forbids it."""
+    vars(BaseException)[name].__set__(error, value)
+
+
+def _set_field(error: BaseException, field: Any, value: Any) -> None:
+    before = _read(error, field)
+    if before is value:
+        return
+    if value is None or value is _MISSING:
+        # An empty field of a C structure reads as None, and an empty slot not at all. `str` shows
+        # None where it was set.
+        with suppress(AttributeError, TypeError):
+            field.__delete__(error)
+        before = _read(error, field)
+        if before is value or before is None:
+            return
+    try:
+        if value is _MISSING:
+            raise TypeError(f"{field.__name__} cannot be emptied")
+        field.__set__(error, value)
+    except (AttributeError, TypeError):
+        if not before == value:  # else computed from the rest, and read-only
+            raise
+
+
+def copy_state(error: BaseException) -> BaseException:
+    """Return an exception with the same objects in all its fields, without links and traceback.
+
+    Raises `TypeError` if its copy reads otherwise, as that of a class in C with hidden state may.
+    """
+    state = args_to_make(error), error.args, error.__dict__, fields_of(error)
+    twin = make_exception(type(error), *state)
+    for show in (str, repr):
+        # If they differ in their own addresses, two copies differ, too.
+        shown = text_by(show, twin)
+        if shown != text_by(show, error) and shown == text_by(
+            show, make_exception(type(error), *state)
+        ):
+            raise TypeError(f"its copy reads otherwise: {shown[:MAX_SHOWN_CHARACTERS]}")
     return twin
+
+
+MAX_SHOWN_CHARACTERS = 100
+
+
+def args_to_make(error: BaseException) -> tuple[Any, ...]:
+    """Return `made_from` for `make_exception`."""
+    return (
+        (error.message, error.exceptions) if isinstance(error, BaseExceptionGroup) else error.args
+    )
+
+
+def text_by(show: Callable[[BaseException], str], error: BaseException) -> str:
+    """Return ``show(error)``, where `show` is `str` or `repr`; never raises."""
+    try:
+        return show(error)
+    except BaseException as broken:  # a SystemExit of the error's own code, too
+        return f"<__{show.__name__}__ raised {type(broken).__name__}>"
 
 
 def stop_as_error(stop: StopIteration | StopAsyncIteration, raised_by: str) -> RuntimeError:

@@ -1,6 +1,9 @@
 """Errors come home as what they were, with the remote traceback; what cannot be sent harms nobody
 else."""
 
+import builtins
+import copyreg
+import dataclasses
 import errno
 import gc
 import io
@@ -9,6 +12,7 @@ import pickle
 import socket
 import threading
 import traceback
+import types
 import weakref
 from concurrent.futures.process import _RemoteTraceback
 
@@ -258,6 +262,262 @@ def test_os_errors_keep_number_text_and_file(pool):
     assert type(error) is UnicodeDecodeError and error.object == b"\xff"
     error = pool.promise("import json; json.loads('{')").exception()
     assert type(error).__name__ == "JSONDecodeError" and error.pos == 1 and error.doc == "{"
+
+
+# -- every builtin exception, and subclasses of it that were made in each of these ways -----------
+
+
+def builtin_args(kind):
+    """Arguments for the constructor of a builtin exception: all that it has fields for."""
+    for base, args in {
+        BaseExceptionGroup: ("several", [ValueError("one"), KeyError("two")]),
+        UnicodeDecodeError: ("utf-8", b"\xff", 0, 1, "bad"),
+        UnicodeEncodeError: ("ascii", "\xff", 0, 1, "bad"),
+        UnicodeTranslateError: ("\xff", 0, 1, "bad"),
+        BlockingIOError: (errno.EAGAIN, "again", 7),
+        OSError: (errno.EACCES, "no", "from", None, "to"),
+        SyntaxError: ("wrong", ("f.py", 1, 2, "x = = 1", 1, 3)),
+    }.items():
+        if issubclass(kind, base):
+            return args
+    return "text", 5
+
+
+def fill(error):
+    """Set what no constructor takes by position."""
+    for name in ("name", "path", "name_from"):
+        if hasattr(error, name):
+            setattr(error, name, name)
+    error.add_note("a note")
+    return error
+
+
+def inherited(base):
+    return type(f"{base.__name__}Inherited", (base,), {})
+
+
+def with_other_arguments(base):
+    def __init__(self, code, *, hint="none"):
+        base.__init__(self, *builtin_args(base))
+        self.hint = [code, hint]
+
+    return type(f"{base.__name__}WithOtherArguments", (base,), {"__init__": __init__})
+
+
+def without_calling_the_base(base):
+    def __init__(self, *, code):
+        self.hint = [code]
+
+    return type(f"{base.__name__}WithoutCallingTheBase", (base,), {"__init__": __init__})
+
+
+def with_slots(base):
+    def __init__(self, used, other):
+        base.__init__(self, *builtin_args(base))
+        self.used, self._other = used, other
+
+    names = {"__init__": __init__, "__slots__": ("_other", "unused", "used")}
+    return type(f"{base.__name__}WithSlots", (base,), names)
+
+
+def made_by_new(base):
+    def __new__(cls, code):
+        error = base.__new__(cls, *builtin_args(base))
+        error.hint = [code]
+        return error
+
+    def __init__(self, code):
+        base.__init__(self, *builtin_args(base))
+
+    return type(f"{base.__name__}MadeByNew", (base,), {"__new__": __new__, "__init__": __init__})
+
+
+WAYS = {
+    inherited: None,
+    with_other_arguments: ((7,), {"hint": "more"}),
+    without_calling_the_base: ((), {"code": 7}),
+    with_slots: ((7, ["other"]), {}),
+    made_by_new: ((7,), {}),
+}
+BUILTIN = [
+    kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__name__ == name
+]
+for base in BUILTIN:
+    for way in WAYS:
+        kind = way(base)
+        if issubclass(base, BaseExceptionGroup) and way not in (inherited, made_by_new):
+            kind.__new__ = lambda cls, *_, **__: cls.__base__.__new__(cls, *builtin_args(cls))
+        kind.__module__ = __name__
+        globals()[kind.__name__] = kind
+
+
+def make(base, way):
+    """Return an exception of the builtin class, or of its subclass."""
+    if way is None:
+        return fill(base(*builtin_args(base)))
+    args, kwargs = WAYS[way] or (builtin_args(base), {})
+    return fill(globals()[way(base).__name__](*args, **kwargs))
+
+
+def make_all(way):
+    return [make(base, way) for base in BUILTIN]
+
+
+def raise_made(base, way):
+    raise make(base, way)
+
+
+LINKS = ("__cause__", "__context__", "__dict__", "__suppress_context__", "__traceback__")
+
+
+def state(error):
+    """Everything that can be seen of it but the links to other errors, as text."""
+    fields = {
+        name: repr(getattr(error, name, "empty"))
+        for base in type(error).__mro__
+        for name, field in vars(base).items()
+        if isinstance(field, types.MemberDescriptorType | types.GetSetDescriptorType)
+        and name not in LINKS
+    }
+    shown = [type(error).__name__, str(error), repr(error), repr(vars(error))]
+    return shown, fields
+
+
+def states(errors):
+    return [state(error) for error in errors]
+
+
+each_way = pytest.mark.parametrize("way", [None, *WAYS])
+
+
+@pytest.mark.guarantee("error-1")
+@each_way
+def test_every_builtin_exception_comes_home_with_all_its_fields(pool, way):
+    promises = [pool.promise(raise_made, base, way) for base in BUILTIN]
+    assert states([p.exception() for p in promises]) == states(make_all(way))
+
+
+@pytest.mark.guarantee("error-1")
+@each_way
+def test_every_builtin_exception_is_the_same_as_an_argument_and_as_a_value(pool, way):
+    expected = states(make_all(way))
+    assert pool.doit(states, make_all(way)) == expected
+    assert [pool.doit(state, error) for error in make_all(way)] == expected
+    assert states(pool.doit(make_all, way)) == expected
+    assert states(pool.map(make, BUILTIN, [way] * len(BUILTIN))) == expected
+
+
+@pytest.mark.guarantee("error-1")
+@each_way
+def test_a_copy_of_every_builtin_exception_has_all_its_fields(way):
+    errors = make_all(way)
+    copies = [copy_error(error) for error in errors]
+    assert states(copies) == states(errors)
+    assert all(copied is not error for copied, error in zip(copies, errors, strict=True))
+
+
+@dataclasses.dataclass
+class Outcome:
+    error: object
+    large: bytearray
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_an_exception_that_lies_deep_in_a_value_keeps_its_fields(pool, size):
+    error = make(OSError, with_other_arguments)
+    error.outcome = Outcome(error, bytearray(size))  # leads back to it
+    arrived = pool.doit(lambda outcome: outcome, error.outcome)
+    assert arrived.error.outcome is arrived and len(arrived.large) == size
+    del error.outcome, arrived.error.outcome
+    assert state(arrived.error) == state(error)
+
+
+def test_an_exception_of_a_class_that_travels_by_value_keeps_its_fields(pool):
+    class Local(OSError):
+        def __init__(self, path):
+            super().__init__(errno.ENOENT, "not here", path)
+            self.path = path
+
+    error = pool.doit(lambda error: error, Local("/x"))
+    assert state(error) == state(Local("/x"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+def raise_frozen():
+    try:
+        raise Frozen(1)
+    except Frozen as error:
+        raise Frozen(2) from error
+
+
+def test_an_exception_that_allows_no_change_comes_home(pool):
+    error = pool.promise(raise_frozen).exception()
+    assert error == Frozen(2) and error.__cause__ == Frozen(1)
+    assert "raise_frozen" in remote_traceback(error)
+
+
+class Counted(Exception):
+    made = 0
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        type(self).made += 1
+
+
+def test_no_constructor_of_users_runs_where_an_exception_arrives():
+    error = Counted("x")
+    before = Counted.made
+    assert unpack_exception(pack_exception(error, pickle.dumps)).args == ("x",)
+    assert copy_error(error).args == ("x",)
+    assert Counted.made == before
+
+
+@pytest.mark.guarantee("error-3")
+def test_an_exception_whose_copy_would_read_otherwise_is_a_remote_error_in_a_value_too(pool):
+    error = OSError(errno.ENOENT, "not here")
+    error.filename = None  # which `str` shows, though a file's name that was never set is None, too
+    assert str(error) == "[Errno 2] not here: None"
+    arrived = pool.doit(lambda errors: errors, [error])[0]
+    for each in (arrived, pool.promise(raise_, error).exception()):
+        assert type(each) is poly.RemoteError and each.message == str(error)
+        assert each.type_name == "FileNotFoundError"
+        assert "reads otherwise" in each.__notes__[0]
+
+
+def test_the_object_that_lacks_an_attribute_does_not_go_with_the_error(pool):
+    def missing(value):
+        return value.missing
+
+    assert pool.promise(missing, "text").exception().obj == "text"
+    error = pool.promise(missing, [threading.current_thread]).exception()
+    assert type(error) is AttributeError and (error.name, error.obj) == ("missing", None)
+
+
+class Registered:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_a_reducer_that_was_registered_after_a_type_was_sent_is_used(pool, monkeypatch):
+    assert pool.doit(lambda each: each.value, Registered("x")) == "x"
+    reduce = lambda each: (Registered, (f"{each.value}, reduced",))  # noqa: E731
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, reduce)
+    assert pool.doit(lambda each: each.value, Registered("x")) == "x, reduced"
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_nothing_of_an_argument_stays_alive_after_its_call(pool, size):
+    argument = Outcome(Large(), bytearray(size))
+    large = weakref.ref(argument.error)
+    pool.doit(lambda outcome: None, argument)
+    del argument
+    assert large() is None
 
 
 @pytest.mark.guarantee("error-3")

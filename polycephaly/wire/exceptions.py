@@ -2,23 +2,23 @@
 
 Pickle calls an exception's class with its `args`. That fails, or builds something else, for every
 class whose constructor takes other arguments than it passes to `Exception.__init__`. Pickle also
-leaves out the cause, the context and the traceback. So an exception travels as a
+leaves out the cause, the context and the traceback. So an exception that a task raised travels as a
 `_PackedException`: the first body below that rebuilds the exception correctly (tested in the drone,
 before sending), its cause and context packed likewise, and its traceback as text.
 
-    "pickled"   its own pickle gives the same type and args
-    "rebuilt"   class.__new__, then args and attributes, without __init__; not used if the class
-                itself defines how it is pickled and that fails: then it is not meant to be pickled
-    "group"     an exception group: message, and each member packed likewise
+    "pickled"   as its class says, if that gives the same type, args and fields
+    "rebuilt"   its state (see errors.py), without __init__; not used if the class itself defines
+                how it is pickled and that fails: then it is not meant to be pickled
     "text"      none of these works: the error arrives as RemoteError, with the reason
 
 The rebuilt exception has the original's cause and context. The remote traceback becomes the last
 cause of the chain, a `concurrent.futures.process._RemoteTraceback`, so that printing the exception
-shows the remote lines.
+shows the remote lines. An exception within a value goes by `reduce_exception`.
 """
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Sequence
 from pickle import dumps, loads
 from traceback import format_exception
@@ -26,14 +26,28 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from .._compat import remote_traceback_type
-from ..errors import RemoteError
+from ..errors import (
+    REDUCE_METHODS,
+    RemoteError,
+    allocate_exception,
+    args_to_make,
+    copy_state,
+    fields_of,
+    make_exception,
+    says_how_to_pickle,
+    set_base_field,
+    set_state,
+    text_by,
+)
+from .main_names import ATOMIC_TYPES
 
-_OS_FIELDS = ("errno", "strerror", "filename", "filename2")
-_REDUCE_METHODS = ("__reduce__", "__reduce_ex__")
 _MAX_CHAIN_LENGTH = 100
 """Exceptions of a chain that travel; the text has more of them."""
 MAX_DESCRIPTION_CHARACTERS = 300
 """Of an error's message, in a list of errors."""
+_HINTS = ("builtins.AttributeError.obj", "builtins.AttributeError.name", "builtins.NameError.name")
+"""Fields from which the interpreter derives "Did you mean". They may hold any object, however
+large, that nobody meant to send; so they travel only if they are small and immutable."""
 
 
 class _PackedException(NamedTuple):
@@ -42,7 +56,6 @@ class _PackedException(NamedTuple):
     members: tuple[Any, ...]
     type_name: str
     message: str
-    extra: dict[str, Any]  # attributes that are in neither args nor __dict__
     cause: Any
     context: Any
     suppress_context: bool
@@ -66,7 +79,7 @@ def unpack_exception(data: bytes) -> BaseException:
         last = last.__cause__
         seen.add(id(last))
     if last.__cause__ is None:
-        last.__cause__ = remote_traceback_type()(f'\n"""\n{text}"""')
+        set_base_field(last, "__cause__", remote_traceback_type()(f'\n"""\n{text}"""'))
     return error
 
 
@@ -90,18 +103,13 @@ def _pack(
     if isinstance(error, BaseExceptionGroup):
         members = tuple(filter(None, map(linked, error.exceptions)))
     body, data = _body(error, pickle_value)
-    cls = type(error)
-    prefix = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
-    has_name = isinstance(error, NameError | AttributeError)
-    name = getattr(error, "name", None) if has_name else None
     fields = packed[id(error)] = tuple(
         _PackedException(
             body=body,
             data=data,
             members=members,
-            type_name=prefix + cls.__qualname__,
+            type_name=_full_name(type(error)),
             message=message_of(error),
-            extra={"name": name} if type(name) is str else {},
             cause=linked(error.__cause__),
             context=None if error.__context__ is error.__cause__ else linked(error.__context__),
             suppress_context=error.__suppress_context__,
@@ -111,37 +119,93 @@ def _pack(
 
 
 def _body(error: BaseException, pickle_value: Callable[[object], bytes]) -> tuple[str, bytes]:
-    members: Sequence[BaseException] = ()
-    if isinstance(error, BaseExceptionGroup):
-        members = error.exceptions
-        bodies: dict[str, Any] = {"group": (type(error), (error.message,), error.__dict__, {})}
-    else:
-        fields = {f: getattr(error, f) for f in _OS_FIELDS} if isinstance(error, OSError) else {}
-        bodies = {"pickled": error, "rebuilt": (type(error), error.args, error.__dict__, fields)}
+    kind = type(error)
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    bodies: list[tuple[str, Callable[[], bytes]]] = []
+    # Each member of a group is packed by itself, with its cause and context.
+    if not members and (says_how_to_pickle(kind) or kind in copyreg.dispatch_table):
+        bodies.append(("pickled", lambda: _pickle_as_said(error, pickle_value)))
+    bodies.append(("rebuilt", lambda: _pickle_state(error, members, pickle_value)))
     reason = ""  # why its own pickle does not serve, in words that follow "because"
-    for body, value in bodies.items():
+    for body, make in bodies:
         try:
-            data = pickle_value(value)
-            if _is_same(_rebuild(body, data, members), error):
-                return body, data
-            reason = reason or "its copy is another exception"
+            return body, make()
+        except _Different as difference:
+            reason = reason or str(difference)
         except Exception as failure:
             reason = reason or f"it cannot be pickled: {describe_error(failure)}"
             # An inherited definition does not count: it may not know the subclass's constructor.
-            if body == "pickled" and not vars(type(error)).keys().isdisjoint(_REDUCE_METHODS):
+            if body == "pickled" and not vars(kind).keys().isdisjoint(REDUCE_METHODS):
                 break
     return "text", reason.encode()
 
 
-def _is_same(copy: BaseException, error: BaseException) -> bool:
-    return type(copy) is type(error) and (
-        isinstance(error, BaseExceptionGroup)
-        or dumps(copy.args, 5) == dumps(error.args, 5)
-        or dumps(copy.args, 5)
+class _Different(Exception):
+    """The copy of an exception is another one."""
+
+
+def _pickle_as_said(error: BaseException, pickle_value: Callable[[object], bytes]) -> bytes:
+    data = pickle_value(error)
+    copy = loads(data)
+    if not (
+        type(copy) is type(error)
+        and _are_same(copy.args, error.args)
+        and _are_same(_sent_fields(copy), _sent_fields(error))
+        and message_of(copy) == message_of(error)
+        and text_by(repr, copy) == text_by(repr, error)
+    ):
+        raise _Different("its copy is another exception")
+    return data
+
+
+def _are_same(one: object, other: object) -> bool:
+    return (
+        dumps(one, 5) == dumps(other, 5)
         # A copied array may be laid out in another order.
-        == dumps(loads(dumps(error.args, 5)), 5)
-        or bool(copy.args == error.args)
+        or dumps(one, 5) == dumps(loads(dumps(other, 5)), 5)
+        or bool(one == other)
     )
+
+
+def _pickle_state(
+    error: BaseException, members: Sequence[BaseException], pickle_value: Callable[[object], bytes]
+) -> bytes:
+    _check_copy(error)
+    args = tuple(_MembersAs(type(each)) if _is_all(each, members) else each for each in error.args)
+    message = error.message if isinstance(error, BaseExceptionGroup) else None
+    data = pickle_value((type(error), message, args, error.__dict__, _sent_fields(error)))
+    _rebuild("rebuilt", data, members)
+    return data
+
+
+def _check_copy(error: BaseException) -> None:
+    try:
+        copy_state(error)
+    except Exception as failure:
+        raise _Different(f"it cannot be copied: {describe_error(failure)}") from failure
+
+
+class _MembersAs(NamedTuple):
+    """Stands for the members of a group among its `args`."""
+
+    kind: type
+
+
+def _is_all(arg: object, members: Sequence[BaseException]) -> bool:
+    return (
+        bool(members)
+        and type(arg) in (list, tuple)
+        and len(arg) == len(members)  # type: ignore[arg-type]
+        and all(one is other for one, other in zip(arg, members, strict=True))  # type: ignore[call-overload]
+    )
+
+
+def _sent_fields(error: BaseException) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in fields_of(error).items()
+        if name not in _HINTS or type(value) in ATOMIC_TYPES
+    }
 
 
 def _rebuild(body: str, data: bytes, members: Sequence[BaseException]) -> BaseException:
@@ -150,15 +214,39 @@ def _rebuild(body: str, data: bytes, members: Sequence[BaseException]) -> BaseEx
     if body == "pickled":
         error = loads(data)
         return error
-    cls, args, attributes, fields = loads(data)
-    if body == "group":
-        args = *args, list(members)
-    error = cls.__new__(cls, *args)
-    error.args = args
-    for name, value in fields.items():
-        setattr(error, name, value)
-    error.__dict__.update(attributes)
-    return error
+    kind, message, args, attributes, fields = loads(data)
+    args = tuple(each.kind(members) if type(each) is _MembersAs else each for each in args)
+    made_from = args if message is None else (message, tuple(members))
+    return make_exception(kind, made_from, args, attributes, fields)
+
+
+# -- an exception within an argument, a result or another value ------------------------------------
+
+
+def reduce_exception(error: BaseException) -> Any:
+    """Reduce an exception for pickle, with the state that pickle by itself would lose. As with
+    pickle, cause, context and traceback stay behind.
+
+    An exception that cannot be rebuilt arrives as `RemoteError`.
+    """
+    kind = type(error)
+    if says_how_to_pickle(kind):
+        return error.__reduce_ex__(5)
+    try:
+        _check_copy(error)
+    except _Different as difference:
+        reason = f"the exception arrives as text, because {difference}"
+        substitute = RemoteError(_full_name(kind), message_of(error))
+        substitute.add_note(reason)
+        return reduce_exception(substitute)
+    state = error.args, error.__dict__, _sent_fields(error)
+    # Filled only then, because its attributes may lead back to it.
+    return allocate_exception, (kind, args_to_make(error)), state, None, None, _set_state
+
+
+def _set_state(error: BaseException, state: Any) -> None:
+    """Fill an exception that was just made. Pickles contain this function's name."""
+    set_state(error, *state)
 
 
 def _unpack(fields: tuple[Any, ...], text: str, made: dict[int, BaseException]) -> BaseException:
@@ -179,16 +267,14 @@ def _unpack(fields: tuple[Any, ...], text: str, made: dict[int, BaseException]) 
                 f"{type(failure).__name__}: {failure}"
             )
     made[id(fields)] = error
-    for name, value in packed.extra.items():
-        setattr(error, name, value)
     if packed.context is not None:
-        error.__context__ = _unpack(packed.context, text, made)
+        set_base_field(error, "__context__", _unpack(packed.context, text, made))
     if packed.cause is not None:
-        error.__cause__ = _unpack(packed.cause, text, made)
+        set_base_field(error, "__cause__", _unpack(packed.cause, text, made))
         # `raise ... from`: Python sets context and cause to the same exception
         if packed.context is None:
-            error.__context__ = error.__cause__
-    error.__suppress_context__ = packed.suppress_context
+            set_base_field(error, "__context__", error.__cause__)
+    set_base_field(error, "__suppress_context__", packed.suppress_context)
     return error
 
 
@@ -202,10 +288,15 @@ def describe_error(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException as broken:  # a SystemExit of the error's own code, too
-        return f"<__str__ raised {type(broken).__name__}>"
+    return text_by(str, error)
+
+
+def _full_name(kind: type) -> str:
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copyreg
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -37,7 +38,7 @@ from ..promises.promise import NeedsPlaceholder
 from ..runtime import fork_guard
 from ..runtime.signal_handlers import is_of_signal_handler
 from .main_names import MainSnapshot
-from .reducers import REDUCERS, has_extra_reducers, with_extra
+from .reducers import REDUCERS, PlainReducers, has_extra_reducers, with_extra
 
 MIN_LARGE_BUFFER_BYTES = 64 * 1024
 """Minimum size in bytes of a buffer that is stored beside its pickle."""
@@ -56,7 +57,7 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
     buffer in the value.
     """
     try:
-        plain = dumps(value, 5, buffer_callback=_only_small if small else None)
+        plain = _dump_plainly(value, small)
     except (_LargeBuffer, NeedsPlaceholder):
         raise
     except Exception as error:
@@ -81,7 +82,7 @@ def pack(
     names_main = False
     if not bulky and not has_extra_reducers():
         try:
-            plain = dumps(value, 5, buffer_callback=_only_small)
+            plain = _dump_plainly(value, True)
         except NeedsPlaceholder:
             raise
         except Exception as error:
@@ -146,6 +147,48 @@ def _with_views(pieces: list[bytes]) -> list[Any] | None:
 
 def _may_name_main(piece: bytes) -> bool:
     return (len(piece) < _MIN_CONTENT_BYTES or piece[:1] in _FRAME_OPCODES) and b"__main__" in piece
+
+
+def _dump_plainly(value: object, small: bool) -> bytes:
+    """Return what `pickle.dumps` would, but with exceptions as in exceptions.py. If `small`, raise
+    `_LargeBuffer` for a large buffer.
+
+    Making a pickler takes longer than most pickles, so it is used again.
+    """
+    if len(copyreg.dispatch_table) != _reducers.registered:
+        _reducers.update_registered()
+    spare = _spare_picklers[small]
+    try:
+        one = spare.pop()
+    except IndexError:
+        one = _PlainPickler(small)
+    one.dump(value)
+    pieces = one.pieces
+    pickled = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    if len(pickled) < _MAX_FOR_REUSE_BYTES:  # the memo of a pickler never shrinks
+        pieces.clear()
+        one.clear_memo()
+        spare.append(one)
+    return pickled
+
+
+_reducers = PlainReducers()
+_MAX_FOR_REUSE_BYTES = 64 * 1024
+
+
+class _PlainPickler(pickle.Pickler):
+    dispatch_table = _reducers
+
+    def __init__(self, small: bool) -> None:
+        self.pieces = _Pieces()
+        super().__init__(self.pieces, 5, buffer_callback=_only_small if small else None)
+
+
+_spare_picklers: tuple[deque[_PlainPickler], deque[_PlainPickler]] = (
+    deque(maxlen=4),
+    deque(maxlen=4),
+)
+"""For any value, and for one without large buffers."""
 
 
 class _LargeBuffer(Exception):

@@ -1,6 +1,7 @@
-"""Reducers for types that pickle cannot handle, or copies needlessly.
+"""Reducers for types that pickle cannot handle, or copies needlessly, and for exceptions.
 
-Both picklers of this package use them. The first attempt, by `pickle.dumps`, does not.
+Both picklers of this package use them. The first attempt, the plain pickler, uses that for
+exceptions only: pickle would lose part of these without an error.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import array
 import copyreg
 import functools
 import os
+import sys
 import threading
 from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from operator import attrgetter, methodcaller
 from pickle import PickleBuffer
 from typing import Any, NoReturn
 
 from .. import _compat
+from .exceptions import reduce_exception
 
 
 def _reduce_memoryview(view: memoryview) -> tuple[Any, tuple[Any, ...]]:
@@ -134,4 +138,55 @@ def has_extra_reducers() -> bool:
 
 
 def with_extra(*tables: Any) -> ChainMap[Any, Any]:
-    return ChainMap(*tables) if _extra.reducers is None else ChainMap(*tables, _extra.reducers)
+    return _Reducers(*tables) if _extra.reducers is None else _Reducers(*tables, _extra.reducers)
+
+
+class _Reducers(ChainMap[Any, Any]):
+    def __missing__(self, kind: type) -> Any:
+        if issubclass(kind, BaseException):
+            return reduce_exception
+        raise KeyError(kind)
+
+
+class PlainReducers(dict[type, Any]):
+    """A dispatch table with the reducers of `copyreg` and one for all exceptions.
+
+    The pickler asks for the type of every object that is no builtin container, number or string.
+    So that this takes no Python code, the table keeps the types that are reduced by default. A type
+    that another one may replace under its name is not kept, because it could not be freed.
+    """
+
+    registered = 0  # how many types `copyreg` had
+
+    def __missing__(self, kind: type) -> Any:
+        reducer = copyreg.dispatch_table.get(kind)
+        if reducer is not None:
+            return reducer
+        if issubclass(kind, BaseException):
+            return reduce_exception
+        if not _is_of_module(kind):
+            raise KeyError(kind)
+        if len(self) >= _MAX_KNOWN_TYPES:
+            self.clear()
+        default = self[kind] = _name if issubclass(kind, type) else _reduce_by_default
+        if kind in copyreg.dispatch_table:  # since a moment, by another thread
+            self.pop(kind, None)
+            return copyreg.dispatch_table[kind]
+        return default
+
+    def update_registered(self) -> None:
+        """Forget what is known, because types were registered since."""
+        self.clear()
+        self.registered = len(copyreg.dispatch_table)
+
+
+def _is_of_module(kind: type) -> bool:
+    name = kind.__module__
+    module = sys.modules.get(name) if type(name) is str and name != "__main__" else None
+    return getattr(module, kind.__name__, None) is kind
+
+
+_reduce_by_default = methodcaller("__reduce_ex__", 5)
+_name = attrgetter("__qualname__")
+"""For a class with a metaclass, which pickle takes by its name."""
+_MAX_KNOWN_TYPES = 512
