@@ -105,10 +105,34 @@ def detach_log_handlers() -> list[object]:
     return references
 
 
+def end_profiler() -> None:
+    """In a forked child: end the parent's profiler, which would slow the child and refuse another.
+
+    Its samples here are nobody's. From Python 3.12 on, `cProfile` is the one tool of a process.
+    """
+    threading.setprofile(None)
+    sys.setprofile(None)
+    monitoring: Any = getattr(sys, "monitoring", None)
+    tool = monitoring and monitoring.PROFILER_ID
+    if not monitoring or monitoring.get_tool(tool) is None:
+        return
+    callback = monitoring.register_callback(tool, monitoring.events.PY_START, None)
+    profiler: Any = getattr(callback, "__self__", None)
+    c_profile: Any = sys.modules.get("_lsprof")
+    if c_profile is not None and isinstance(profiler, c_profile.Profiler):
+        profiler.disable()  # so that it knows: its own end, in this process, would fail
+    else:
+        monitoring.set_events(tool, 0)
+        monitoring.free_tool_id(tool)
+
+
 def count_sub_interpreters() -> int:
     """Return how many interpreters this process has beside the first one."""
     name = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
-    return len(importlib.import_module(name).list_all()) - 1
+    try:
+        return len(importlib.import_module(name).list_all()) - 1
+    except ImportError:  # left out of a frozen program, so nothing there makes any
+        return 0
 
 
 def imports_elsewhere() -> list[str]:

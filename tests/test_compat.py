@@ -35,6 +35,13 @@ def test_exit_handlers_are_run_and_dropped():
     assert done.stdout.splitlines() == ["handler", "ran", "set() 2", "kept"]
 
 
+def test_a_python_without_sub_interpreters_has_none(monkeypatch):
+    assert _compat.count_sub_interpreters() == 0
+    for name in ("_interpreters", "_xxsubinterpreters"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that its import fails
+    assert _compat.count_sub_interpreters() == 0
+
+
 def test_the_state_of_multiprocessing_is_that_of_a_new_process():
     done = run_script("""
         import multiprocessing

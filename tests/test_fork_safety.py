@@ -1,5 +1,6 @@
 """Forks: ours beside our own threads and the user's, the user's own beside ours."""
 
+import cProfile
 import importlib
 import multiprocessing
 import os
@@ -663,6 +664,62 @@ if __name__ == "__main__":
     command = f'exec "$0" "$1" "$2" {closed}'
     subprocess.run(["sh", "-c", command, sys.executable, script, answer], timeout=60, check=False)
     assert answer.read_text() == "('b', 1048576)"
+
+
+def test_a_profiler_of_the_program_is_not_the_drones():
+    def profiled():
+        import cProfile
+
+        with cProfile.Profile() as own:
+            sorted([2, 1])
+        return len(own.getstats()) > 0, sys.getprofile(), threading.getprofile()
+
+    with cProfile.Profile(), poly.Pool(1) as pool:
+        assert pool.doit(profiled) == (True, None, None)
+    threading.setprofile(do_nothing)
+    sys.setprofile(do_nothing)
+    try:
+        with poly.Pool(1) as pool:
+            assert pool.doit(profiled) == (True, None, None)
+        assert sys.getprofile() is threading.getprofile() is do_nothing
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="CPython 3.12 and later have it")
+def test_a_monitoring_profiler_of_the_program_calls_nothing_in_drones():
+    monitoring = sys.monitoring
+    monitoring.use_tool_id(monitoring.PROFILER_ID, "of the test")
+    try:
+        start = monitoring.events.PY_START
+        monitoring.register_callback(monitoring.PROFILER_ID, start, started.append_code)
+        monitoring.set_events(monitoring.PROFILER_ID, start)
+        with poly.Pool(1) as pool:
+            assert pool.doit(calls_that_are_seen) == (0, None)
+        assert calls_that_are_seen() == (1, "of the test")
+    finally:
+        monitoring.set_events(monitoring.PROFILER_ID, 0)
+        monitoring.free_tool_id(monitoring.PROFILER_ID)
+
+
+def calls_that_are_seen():
+    before = len(started)
+    do_nothing()
+    return len(started) - before, sys.monitoring.get_tool(sys.monitoring.PROFILER_ID)
+
+
+class Started(list):
+    def append_code(self, code, _):
+        if code is do_nothing.__code__:
+            self.append(code)
+
+
+started = Started()
+
+
+def do_nothing(*_):
+    pass
 
 
 def test_handlers_of_any_signal_stay_in_the_controller():

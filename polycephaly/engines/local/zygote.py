@@ -116,10 +116,11 @@ def _set_process_name(name: str) -> None:
 
 
 def reset_inherited_state() -> None:
-    """Reset inherited state: the handlers and the mask of signals, and exit handlers.
+    """Reset inherited state: the handlers and the mask of signals, exit handlers, and the profiler.
 
     Signals to a whole group are ignored from now on. The standard input becomes empty.
     """
+    _compat.end_profiler()
     signal.set_wakeup_fd(-1)
     ignored = GROUP_SIGNALS | _PYTHON_IGNORES
     for number in signal.valid_signals():
