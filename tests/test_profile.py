@@ -106,6 +106,20 @@ def test_the_busy_function_is_on_top(gate, started):
         )
 
 
+def test_a_profile_that_is_used_again_begins_anew():
+    with poly.Pool(1) as pool:
+        profile = pool.profile()
+        with profile:
+            pool.doit("1")
+        first = profile.samples
+        first["a drone of the first block"] = profile.missing["another"] = {}
+        with profile:
+            assert not profile.samples and not profile.missing
+            pool.doit("1")
+        assert {*first} - {*profile.samples} == {"a drone of the first block"}
+        assert not profile.missing
+
+
 def test_tasks_that_run_beside_others_are_sampled(gate):
     with poly.Pool(1, width=2) as pool:
         profile = profiled(pool, gate, [(awaits, gate)])

@@ -603,6 +603,20 @@ def test_as_completed_tells_how_many_promises_have_not_settled_in_time():
         next(order)
 
 
+def test_as_completed_gives_what_has_settled_after_its_time():
+    ps = [Promise() for _ in range(3)]
+    order = poly.as_completed(ps, timeout=0)
+    with pytest.raises(TimeoutError):
+        next(order)
+    ps[2].set_result("late")
+    assert next(order) is ps[2]
+    with pytest.raises(TimeoutError, match="2 of 3 promises"):
+        next(order)
+    ps[0].set_result("later")
+    ps[1].set_result("last")
+    assert list(order) == ps[:2]
+
+
 def test_as_completed_gives_them_in_the_order_of_settling():
     ps = [Promise() for _ in range(5)]
     order = poly.as_completed(ps)

@@ -44,7 +44,8 @@ class Profile:
         Samples a second.
     samples : dict
         By the name of each drone, and ``"controller"``: the number of samples of each stack, a
-        tuple of (function, file, line), outermost first. Empty before the end of the block.
+        tuple of (function, file, line), outermost first. Empty before the end of the block. A
+        second block begins anew.
     missing : dict of str to str
         The drones whose samples are missing, and why.
     """
@@ -68,6 +69,7 @@ class Profile:
         except BaseException:
             dispatcher.profile_lock.release()
             raise
+        self.samples, self.missing = {}, {}
         dispatcher.post(self._begin)
         return self
 

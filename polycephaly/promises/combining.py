@@ -271,7 +271,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
             cancel_on_interrupt(self._pending)
             raise
         except TimeoutError:
-            self._remove_hooks()
+            # The hooks stay: a later call gives what has settled since.
             left = len(self._slots) - self._next
             raise TimeoutError(
                 f"{left} of {len(self._slots)} promises were not settled within {self._timeout} s"
