@@ -2,11 +2,15 @@
 and errors that say what a process lacks.
 """
 
+import errno
+import fcntl
 import os
+import select
 import sys
 from types import SimpleNamespace
 
 import pytest
+from faults import wait_for
 
 import polycephaly as poly
 from polycephaly.promises.event_loop import EventLoop
@@ -107,3 +111,73 @@ def test_gevent_may_replace_the_rest(monkeypatch):
     loop.start()
     loop.post(loop.stop)
     loop.thread.join()
+
+
+class LimitedEpoll:
+    """An epoll of a user who may watch `left` descriptors more."""
+
+    left = 0
+    real = select.epoll
+
+    def __init__(self):
+        self.epoll = self.real()
+
+    def register(self, fd, events):
+        if LimitedEpoll.left == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        LimitedEpoll.left -= 1
+        self.epoll.register(fd, events)
+
+    def __getattr__(self, name):
+        return getattr(self.epoll, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.epoll.close()
+
+
+@pytest.fixture
+def limit_epoll(monkeypatch):
+    monkeypatch.setattr(select, "epoll", LimitedEpoll)
+    return lambda left: monkeypatch.setattr(LimitedEpoll, "left", left)
+
+
+def test_the_limit_of_watched_descriptors_is_named_wherever_a_pool_meets_it(limit_epoll):
+    met = 0
+    while True:
+        limit_epoll(met)
+        try:
+            with poly.Pool(1) as pool:
+                assert pool.doit(abs, -1) == 1
+            break
+        except OSError as error:
+            assert error.errno == errno.ENOSPC and "fs.epoll.max_user_watches" in str(error)
+            met += 1
+    assert met >= 7
+
+
+def test_a_pool_that_has_begun_needs_no_more_watched_descriptors(limit_epoll):
+    limit_epoll(-1)
+    with poly.Pool(1) as pool:
+        limit_epoll(0)
+        for _ in range(2):  # by this thread, and later by the reactor's again
+            assert pool.doit(abs, -1) == 1
+            wait_for(lambda: not pool._dispatcher.reactor._lent_to_driver)
+        limit_epoll(-1)
+
+
+def test_a_file_system_without_locks_is_named_with_the_file_and_the_cure(tmp_path, monkeypatch):
+    def refuse(fd, flags):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with poly.Pool(1) as pool:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        with pytest.raises(OSError, match=r"no locks.*XDG_RUNTIME_DIR.*[.]lock'") as raised:
+            poly.serve(pool, name="lab")
+        assert raised.value.errno == errno.ENOLCK
+    with pytest.raises(OSError, match=r"no locks.*TMPDIR.*/lock'"), poly.Pool(1):
+        pass
+    monkeypatch.undo()

@@ -380,8 +380,12 @@ class Dispatcher(DispatcherBase):
         if self in self.reactor.tenants:
             return
         self.reactor.tenants.append(self)
-        self.supervisor.engine.begin()
-        self.supervisor.start_missing()
+        try:
+            self.supervisor.engine.begin()
+        except OSError as error:  # at a limit of the system
+            self.give_up_starting(error)
+        else:
+            self.supervisor.start_missing()
 
     def dispatch(self, now: float) -> None:
         """Send what drones can take: first the tasks for one drone, then those with resources and

@@ -40,6 +40,7 @@ from ..promises.event_loop import EventLoop
 from ..promises.promise import Promise, Signal, main_thread_calls, settling_threads
 from ..runtime import fork_guard, parent_death
 from ..runtime.deferred_sigint import DeferredSigint, end_by_sigint, is_safe_from_signals
+from ..runtime.system_limits import watch
 from ..runtime.timers import Timer
 from ..runtime.tuning import tuning
 from ..wire.output import Line, Listener
@@ -204,12 +205,17 @@ class Reactor(EventLoop):
         self._lent_to_driver = False
         self._driven_since_tick = False
         self._next_tick = 0.0
-        self._fast_epoll = parent_death.close_in_child(select.epoll())
         self._fast_callbacks: dict[int, Callable[[], object]] = {}
         self._nudge_lock = threading.RLock()
-        self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._fast_epoll.register(self._nudge_fd, select.EPOLLIN)
-        self.watch(self._fast_epoll.fileno(), lambda: self._read_fast(self._fast_epoll.poll(0)))
+        with ExitStack() as undo:
+            undo.callback(self._files.close)
+            self._fast_epoll = parent_death.close_in_child(select.epoll())
+            undo.callback(parent_death.close, self._fast_epoll)
+            self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._nudge_fd)
+            watch(self._fast_epoll, self._nudge_fd, select.EPOLLIN)
+            self.watch(self._fast_epoll.fileno(), lambda: self._read_fast(self._fast_epoll.poll(0)))
+            undo.pop_all()
         promises.holds_reactor_lock = self._lock.is_held_here
         atexit.unregister(_end_with_interpreter)
         atexit.register(_end_with_interpreter)
@@ -303,7 +309,7 @@ class Reactor(EventLoop):
                 self._driven_since_tick = True
                 if not self._lent_to_driver and not self.has_ended:
                     self._lent_to_driver = True
-                    self._epoll.unregister(self._fast_epoll.fileno())
+                    self._epoll.modify(self._fast_epoll.fileno(), 0)
                     self.wake()  # so that its thread ticks
                 promise.add_done_callback(hook)
                 self._drive(promise, deadline, deferred_sigint)
@@ -329,7 +335,8 @@ class Reactor(EventLoop):
         if self._driver_lock.acquire(blocking=False):
             if not self._driven_since_tick:
                 self._lent_to_driver = False
-                self._epoll.register(self._fast_epoll.fileno(), select.EPOLLIN)
+                # It stayed registered: at a limit, another registration could fail.
+                self._epoll.modify(self._fast_epoll.fileno(), select.EPOLLIN)
             self._driven_since_tick = False
             self._driver_lock.release()
 
@@ -373,8 +380,8 @@ class Reactor(EventLoop):
 
     def watch_fast(self, fd: int, callback: Callable[[], object]) -> None:
         """As `watch`, also by threads that wait for a promise: see `drive`."""
+        watch(self._fast_epoll, fd, select.EPOLLIN)
         self._fast_callbacks[fd] = callback
-        self._fast_epoll.register(fd, select.EPOLLIN)
 
     def unwatch_fast(self, fd: int) -> None:
         if self._fast_callbacks.pop(fd, None) is not None:

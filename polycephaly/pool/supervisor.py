@@ -48,7 +48,7 @@ MAX_FAILED_STARTS = 3
 MAX_KILLED_STARTS = 100  # in a row, if the drones were killed from outside this package
 START_RETRY_SECONDS = 1.0  # seconds after a failed start of a pool that was complete
 # Of a start: a limit was reached, perhaps only for a while.
-PASSING_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+PASSING_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 
 
 class Supervisor:

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Protocol
 
 from ..runtime import fork_guard, forked, parent_death
+from ..runtime.system_limits import watch
 from ..runtime.timers import Timer, Timers
 from .promise import SafeLog, callbacks, settling_threads
 
@@ -89,7 +90,7 @@ class EventLoop:
                 parent_death.Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
             )
             undo.callback(parent_death.close, self._wakeup)
-            self._epoll.register(self._wakeup.fd, select.EPOLLIN)
+            watch(self._epoll, self._wakeup.fd, select.EPOLLIN)
             self._files = undo.pop_all()
         self._wake_poller = select.poll()  # not select(): no descriptors from 1024 on
         self._wake_poller.register(self._wakeup.fd, select.POLLIN)
@@ -120,7 +121,7 @@ class EventLoop:
     def add_source(self, source: Source) -> None:
         """Receive from `source` until the loop is stopped."""
         with self._lock:
-            self._epoll.register(source.fileno(), select.EPOLLIN | select.EPOLLET)
+            watch(self._epoll, source.fileno(), select.EPOLLIN | select.EPOLLET)
             self._sources = [*self._sources, source]
         self.wake()  # for messages that have arrived before
 
@@ -150,7 +151,7 @@ class EventLoop:
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Have `callback` called while `fd` is readable. Raises `OSError` if the system refuses."""
-        self._epoll.register(fd, select.EPOLLIN)
+        watch(self._epoll, fd, select.EPOLLIN)
         self._watched[fd] = callback
 
     def unwatch(self, fd: int) -> None:

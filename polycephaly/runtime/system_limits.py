@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import math
 import os
 import resource
+import select
 import time
 from _thread import allocate_lock, get_native_id, start_new_thread
 from collections.abc import Iterator
@@ -50,6 +52,8 @@ def check_processes(drones: int) -> None:
             )
 
 
+# Of network file systems without a lock service, of FUSE and sandboxes, and of old kernels.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _ZMQ_THREADS = 2
 """Threads that a ZeroMQ context starts with its first socket."""
 _ZMQ_DESCRIPTORS = 16
@@ -127,6 +131,35 @@ def name_limit(error: Exception, event: str = "a drone could not be started") ->
         return error
     limit, setting = limits[error.errno]
     return OSError(error.errno, f"{event}: {limit} reached ({setting}): {error.strerror}")
+
+
+def watch(epoll: select.epoll, fd: int, events: int) -> None:
+    """Have `epoll` report events of `fd`. Raises `OSError`, with the limit that was reached."""
+    try:
+        epoll.register(fd, events)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        limit = read_text("/proc/sys/fs/epoll/max_user_watches").strip()
+        raise OSError(
+            errno.ENOSPC,
+            f"the processes of this user may watch no more than {limit} descriptors with epoll "
+            "(fs.epoll.max_user_watches): raise the limit with sysctl, or end other programs",
+        ) from error
+
+
+def lock_file(fd: int, path: str, flags: int, cure: str) -> None:
+    """Lock (flock) the file `path`, open as `fd`. Raises `OSError`, with the path, and with `cure`
+    if its file system knows no locks.
+    """
+    try:
+        fcntl.flock(fd, flags)
+    except OSError as error:
+        error.filename = path
+        if error.errno in _NO_LOCKS:
+            text = f"the file system has no locks (flock): {error.strerror}; {cure}"
+            raise OSError(error.errno, text, path) from error
+        raise
 
 
 def shared_memory_ceiling() -> int:

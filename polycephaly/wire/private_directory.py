@@ -22,6 +22,7 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 
+from ..runtime.system_limits import lock_file
 from . import addresses
 
 _PREFIX = "polycephaly-"
@@ -44,11 +45,11 @@ class PrivateDirectory:
         with ExitStack() as undo:
             os.mkdir(self.path, 0o700)
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
-            lock = os.open(
-                os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            path = os.path.join(self.path, "lock")
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            cure = "set TMPDIR to a directory of another one"
+            lock_file(lock, path, fcntl.LOCK_EX | fcntl.LOCK_NB, cure)
             self._resources = undo.pop_all()
         addresses.on_directory_made(self.path)
 

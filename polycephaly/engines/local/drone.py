@@ -33,6 +33,7 @@ from ...errors import Malformed
 from ...memory.blocks import Store
 from ...memory.references import RefTable
 from ...runtime import fork_guard, forked, parent_death
+from ...runtime.system_limits import watch
 from ...runtime.tuning import tuning
 from ...wire import addresses, placeholders
 from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
@@ -118,11 +119,11 @@ class LocalDrone(DroneExecutor):
         self.busy = False
         """True if the main thread has a task to run, or is about to look for one."""
         self.epoll = parent_death.close_in_child(select.epoll())
-        self.epoll.register(self._fast_transport.fileno(), select.EPOLLIN)
+        watch(self.epoll, self._fast_transport.fileno(), select.EPOLLIN)
         self._wakeup = parent_death.close_in_child(
             parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         )
-        self.epoll.register(self._wakeup.fd, select.EPOLLIN)
+        watch(self.epoll, self._wakeup.fd, select.EPOLLIN)
         sigterm.wake = self._wake_in_any_case
         self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
         # Before the HELLO: a drone that cannot start a thread never reports that it is up.
@@ -324,7 +325,7 @@ class LocalDrone(DroneExecutor):
             self._bulk.socket.send_multipart(self._hello)
             self._last_bulk_send = monotonic()
             self._bulk_may_have_messages = True
-            self.epoll.register(self._bulk.socket.fileno(), select.EPOLLIN)
+            watch(self.epoll, self._bulk.socket.fileno(), select.EPOLLIN)
         return self._bulk
 
     def _is_bulk_delivered(self, sent: float) -> bool:

@@ -187,6 +187,9 @@ class LocalEngine(Engine):
                 self._dispatcher.environments[index],
                 self._config.cwd,
             )
+            for each in handle.streams:
+                self._watch(each.fileno(), self._read_stream, handle, each)
+            handle.open()
             self._launcher.start(order, ends)
         except Exception as error:
             handle.close()
@@ -196,9 +199,6 @@ class LocalEngine(Engine):
         finally:
             for fd in ends:
                 os.close(fd)
-        for each in handle.streams:
-            self._watch(each.fileno(), self._read_stream, handle, each)
-        handle.open()
         return handle
 
     def _read_stream(self, handle: LocalHandle, stream: OutputSource) -> None:

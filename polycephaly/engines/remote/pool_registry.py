@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...runtime.procfs import start_time_of
+from ...runtime.system_limits import lock_file
 from .keys import Card, check_address, check_key
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -209,9 +210,11 @@ def _check_available(path: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    path = os.fspath(directory / ".lock")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        cure = "set XDG_RUNTIME_DIR to a directory of another one"
+        lock_file(fd, path, fcntl.LOCK_EX, cure)
         try:
             yield
         finally:

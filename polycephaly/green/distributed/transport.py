@@ -43,6 +43,7 @@ from typing import Any, NamedTuple, TypeVar
 from ...errors import DroneDied, describe_exit
 from ...runtime import fork_guard, parent_death
 from ...runtime.procfs import state_of
+from ...runtime.system_limits import watch
 from ...wire import addresses
 from ..channel import Channel
 from ..scheduler import scheduler
@@ -373,8 +374,8 @@ class ChannelTransport:
             raise
         self._listener.listen(1024)
         self._listener.setblocking(False)
-        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
-        self._epoll.register(self._wakeup.fd, select.EPOLLIN)
+        watch(self._epoll, self._listener.fileno(), select.EPOLLIN)
+        watch(self._epoll, self._wakeup.fd, select.EPOLLIN)
         self._wakeup_poll = select.poll()
         self._wakeup_poll.register(self._wakeup.fd, select.POLLIN)
         scheduler.post(self._begin)
@@ -544,7 +545,7 @@ class ChannelTransport:
         sock.setblocking(False)
         peer = PeerConnection(self, parent_death.close_in_child(sock), address, pid)
         self._by_fd[sock.fileno()] = peer
-        self._epoll.register(sock.fileno(), select.EPOLLIN)
+        watch(self._epoll, sock.fileno(), select.EPOLLIN)
         peer.put(
             HELLO, 0, 0, json.dumps({"address": self.address, "name": addresses.own_name}).encode()
         )
