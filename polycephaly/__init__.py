@@ -16,6 +16,8 @@ if "t" in sys.abiflags:  # many operations are atomic only because one thread ru
         "python3.xt"
     )
 
+from .runtime import first_in_child as _first_in_child  # noqa: F401
+
 __all__ = [
     "ChannelClosed",
     "Deadlock",

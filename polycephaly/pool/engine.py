@@ -60,6 +60,9 @@ class Engine:
     def reclaim(self, handle: DroneHandle) -> None:
         """Reuse the resources of a drone that has ended."""
 
+    def give_up_starts(self) -> None:
+        """Kill what is still being started, because the pool is being ended."""
+
     def snapshot(self) -> Any:
         """Take a new snapshot of this process, in the calling thread. Raises `OSError`."""
         raise NotImplementedError

@@ -272,6 +272,7 @@ class Supervisor:
         for handle in self._dispatcher.handles:
             handle.state = max(handle.state, State.STOPPING)
             handle.kill(reason)
+        self.engine.give_up_starts()
 
     def replace_all(self, snapshot: Any, replaced: Promise[None]) -> None:
         """Replace all drones by new ones from `snapshot`; settle `replaced` when they are

@@ -26,6 +26,7 @@ import array
 import ctypes
 import os
 import select
+import shutil
 import signal
 import socket
 from contextlib import suppress
@@ -125,6 +126,29 @@ def die_with_parent(parent: int) -> None:
     # The signal is lost if the parent ended before prctl.
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_with_owner(owner: int, directory: str) -> None:
+    """Have this zygote, which has just been forked, end when the process `owner` ends.
+
+    That holds until `outlive_forking_thread`, also while an at-fork handler waits for a lock of
+    Python. The signal's handler then removes the owner's directory, as the zygote does later.
+    """
+
+    def end_if_alone(*_: object) -> None:
+        if os.getppid() != owner:  # else only the thread that forked has ended
+            shutil.rmtree(directory, ignore_errors=True)
+            os._exit(1)
+
+    signal.signal(signal.SIGHUP, end_if_alone)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+    end_if_alone()
+
+
+def outlive_forking_thread() -> None:
+    """End the effect of `end_with_owner`: from now on, this zygote looks after its owner itself."""
+    _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def become_subreaper() -> None:

@@ -31,7 +31,7 @@ class Tuning:
     task will settle.
     """
     start_report_seconds: float = 10.0
-    """Time for a drone to start on Ray, before a warning names the resources that are awaited."""
+    """Time for a start, before a warning says where the zygote hangs, or what is awaited on Ray."""
     import_wait_seconds: float = 5.0
     """Time that a fork waits for the imports of other threads."""
     thread_settle_seconds: float = 0.25

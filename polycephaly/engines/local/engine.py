@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -50,8 +51,12 @@ from .zygote import DroneSpec, Order
 
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
+    from ...runtime.timers import Timer
 
 log = logging.getLogger(__name__)
+
+STACK_SECONDS = 0.5
+"""Time for a zygote that hangs to write its stack."""
 
 
 class ThisMachine:
@@ -82,6 +87,7 @@ class LocalEngine(Engine):
         self._bulk = self._reactor.source(BulkSocket)
         self.make_room(self._config.size)
         self._launchers: list[Launcher] = []  # in use, until they are reaped
+        self._start_timer: Timer | None = None  # reports that the last launcher's zygote hangs
         try:
             self._arena = Arena(shared_memory_ceiling())
         except OSError as error:
@@ -153,6 +159,30 @@ class LocalEngine(Engine):
         self._watch(launcher.fileno(), self._read_reports, launcher)
         if launcher.pidfd is not None:
             self._watch(launcher.pidfd, self._on_zygote_ended, launcher)
+        if not launcher.is_ready:
+            self._start_timer = self._dispatcher.call_later(
+                tuning.start_report_seconds, self._ask_for_stack, launcher
+            )
+
+    def _ask_for_stack(self, launcher: Launcher) -> None:
+        if launcher in self._launchers and not launcher.is_ready:
+            launcher.ask_for_stack()
+            self._dispatcher.call_later(STACK_SECONDS, self._report_slow_start, launcher)
+
+    def _report_slow_start(self, launcher: Launcher) -> None:
+        if launcher in self._launchers and not launcher.is_ready:
+            stack = "\n".join(launcher.start_stack())
+            where = "; it is here, perhaps in a function given to os.register_at_fork:\n"
+            text = (
+                f"the zygote of {self._config.name} (process {launcher.pid}) is not ready after "
+                f"{tuning.start_report_seconds:g} seconds{stack and where + stack}"
+            )
+            self._reactor.deliver(partial(warnings.warn, text, RuntimeWarning, 2))
+
+    def _forget_start_timer(self) -> None:
+        if self._start_timer is not None:
+            self._reactor.timers.cancel(self._start_timer)
+            self._start_timer = None
 
     def _watch(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
         self._reactor.watch(fd, partial(self._dispatcher.run_guarded, callback, *args))
@@ -213,6 +243,8 @@ class LocalEngine(Engine):
             self._on_zygote_gone(launcher)
             return
         for report in reports:
+            if launcher is self._launcher and launcher.is_ready:
+                self._forget_start_timer()
             names = report.get("names")
             if names is not None and launcher.learn_names(names) and launcher is self._launcher:
                 self._create_registry(launcher)
@@ -349,9 +381,15 @@ class LocalEngine(Engine):
         self._launchers.remove(launcher)
         return launcher.reap()
 
+    def give_up_starts(self) -> None:
+        for launcher in self._launchers:
+            if not launcher.is_ready:  # it may hang, and then no drone of it would ever be reported
+                launcher.signal_zygote(signal.SIGKILL)
+
     def end(self) -> None:
         if self._launcher not in self._launchers:  # it was not used, or has ended by itself
             self._launcher.end()
+        self._forget_start_timer()
         for launcher in self._launchers:
             self._reactor.unwatch(launcher.fileno())
             if launcher.pidfd is not None:

@@ -19,20 +19,26 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...memory.arena import RangeRef, hold_ranges_through_fork
 from ...memory.blocks import Store
 from ...memory.references import RefTable
 from ...runtime import fork_guard, parent_death
+from ...runtime.first_in_child import fork_with
 from ...runtime.hidden import Hidden
 from ...wire import addresses
 from ...wire.main_names import MainSnapshot, shared_snapshots
 from .native_threads import UnsafeFork, check_after_fork, check_before_fork, check_interpreters
+from .start_stack import ASK_FOR_STACK, StartStack
 from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, Variables, Zygote
 
 if TYPE_CHECKING:
     from ...wire.main_snapshot import Snapshot
+
+HUNG_START_SECONDS = 2.0
+"""Time for a zygote that is not known to be ready to end, before SIGKILL."""
 
 
 def shared_variables(environments: Sequence[Variables]) -> Variables:
@@ -66,6 +72,8 @@ class Launcher:
         self._unsafe: UnsafeFork | None = None
         """Why its drones are not forks, if they might have been."""
         self._reaped = False
+        self.is_ready = False
+        self._start_stack: StartStack | None = None  # of a fork that is not ready
         # The names in an imported main module are unknown until a drone reports them. Until then
         # all of `__main__` is sent by value.
         self.snapshot = MainSnapshot(() if self.imports_main else None)
@@ -132,8 +140,11 @@ class Launcher:
             with fork_guard.guard, hold_ranges_through_fork(self._kept_memory):
                 previous_address = addresses.parent_address
                 addresses.parent_address = addresses.own_address(spec.directory)
+                self._start_stack = StartStack()
+                end_with_owner = partial(parent_death.end_with_owner, owner, spec.directory)
                 try:
-                    pid = fork_guard.fork()
+                    with self._start_stack.handler():
+                        pid = fork_with(end_with_owner, fork_guard.fork)
                 finally:
                     if os.getpid() == owner:
                         addresses.parent_address = previous_address
@@ -148,11 +159,26 @@ class Launcher:
                 os.kill(pid, signal.SIGKILL)
                 with suppress(ChildProcessError):  # the kernel reaps it if SIGCHLD is ignored
                     os.waitpid(pid, 0)
+            self._forget_start_stack()
             raise
         finally:
             # In the child, after any error, the controller's code must not go on.
             if os.getpid() != owner:
                 os._exit(1)
+
+    def ask_for_stack(self) -> None:
+        """Have a fork that is not ready write where it is, for `start_stack`."""
+        if self._start_stack is not None:
+            self.signal_zygote(ASK_FOR_STACK)
+
+    def start_stack(self) -> list[str]:
+        """Return the lines that it has written."""
+        return [] if self._start_stack is None else self._start_stack.read(0)
+
+    def _forget_start_stack(self) -> None:
+        if self._start_stack is not None:
+            self._start_stack.close()
+            self._start_stack = None
 
     def left_out(self, name: str) -> str | None:
         """Return why its drones lack `name` of `__main__`, and a remedy; None if unknown."""
@@ -238,7 +264,11 @@ class Launcher:
                 return received or None
             if not message:
                 return received or None
-            received.append(json.loads(message))
+            report = json.loads(message)
+            if "ready" in report:
+                self.is_ready = True
+                self._forget_start_stack()
+            received.append(report)
 
     def learn_names(self, names: list[str]) -> bool:
         """Note the names that a drone found in the main module; return False if known before."""
@@ -260,6 +290,7 @@ class Launcher:
         with suppress(OSError):
             self._send(json.dumps({"goodbye": True}).encode())
         parent_death.close(self._control)
+        self._forget_start_stack()
 
     def end(self) -> int | None:
         """Close the launcher, wait for the zygote's end, and return its exit code if known."""
@@ -275,6 +306,9 @@ class Launcher:
         if self._reaped:
             return code
         self.signal_zygote(signal.SIGCONT)  # a zygote that is stopped by a signal would not end
+        if not self.is_ready and self.pidfd is not None:  # it may hang in somebody's handler
+            parent_death.wait_for_end(self.pidfd, HUNG_START_SECONDS)
+            self.signal_zygote(signal.SIGKILL)
         self._reaped = True
         with suppress(ChildProcessError):  # reaped by another os.wait() in this process
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

@@ -170,6 +170,7 @@ class Zygote:
             os.setsid()
         parent_death.become_subreaper()
         _set_process_name(self._name)
+        parent_death.outlive_forking_thread()
         reset_inherited_state()
         # Only a fork has the controller's connections; a bare zygote has none of these.
         if self.spec.main is None:
