@@ -1,15 +1,20 @@
 """Plain functions as green threads: each on a native thread, as many as are wanted, blocking only
 themselves."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from functools import partial
 
 import pytest
 from faults import wait_for
 
 import polycephaly as poly
 from polycephaly import green
+from polycephaly.green.scheduler import scheduler
 
 
 async def double(x):
@@ -292,3 +297,133 @@ def test_a_plain_function_that_polls_is_cancelled_at_whatever_moment():
         thread.cancel()
         with pytest.raises(CancelledError):
             thread.result(30)
+
+
+# -- tools that follow all threads -----------------------------------------------------------------
+
+
+def followed(number):
+    return number + 1
+
+
+async def followed_in_steps(number):
+    await green.sleep(0)
+    return await green.call(followed, number)
+
+
+async def followed_at_once():
+    return await green.par(
+        partial(followed_in_steps, 1), partial(followed, 1), partial(green.call_long, followed, 1)
+    ), await green.spawn(followed_in_steps, 1, bound=True)
+
+
+@pytest.mark.parametrize("install", [threading.settrace, threading.setprofile])
+def test_what_threading_installs_in_all_threads_sees_green_threads_and_foreign_calls(install):
+    seen = []
+
+    def see(frame, event, arg):
+        seen.append((frame.f_code, event, threading.get_ident()))
+        return see
+
+    assert green.run(followed_at_once) == ([2, 2, 2], 2)  # so that native threads live already
+    wait_for(lambda: scheduler.bell)  # the owner sleeps
+    install(see)
+    try:
+        assert green.run(followed_at_once) == ([2, 2, 2], 2)
+        wait_for(lambda: scheduler.bell)
+    finally:
+        install(None)
+    codes = [code for code, event, _ in seen if event == "call"]
+    assert codes.count(followed.__code__) == 4
+    assert codes.count(followed_in_steps.__code__) > 2  # at each step
+    assert len({ident for code, _, ident in seen if code is followed.__code__}) > 1
+    seen.clear()
+    assert green.run(followed_at_once) == ([2, 2, 2], 2)
+    assert not {followed.__code__, followed_in_steps.__code__}.intersection(c for c, *_ in seen)
+
+
+def test_no_line_of_the_package_is_traced_where_a_switch_of_threads_could_do_harm():
+    traced = []
+
+    def see(frame, event, arg):
+        traced.append(frame.f_code.co_filename)
+        return see
+
+    threading.settrace(see)
+    try:
+        green.run(followed_at_once)
+    finally:
+        threading.settrace(None)
+    assert followed.__code__.co_filename in traced
+    assert not [each for each in traced if each.startswith(os.path.dirname(poly.__file__))]
+
+
+def test_coverage_counts_each_line_of_green_threads_foreign_calls_and_inline_tasks(tmp_path):
+    pytest.importorskip("coverage")
+    program = tmp_path / "program.py"
+    program.write_text(COVERED)
+    for command in (["run", str(program)], ["report", "-m", "--fail-under=100", str(program)]):
+        ended = subprocess.run(
+            [sys.executable, "-m", "coverage", *command],
+            cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            env={
+                **os.environ,
+                "COVERAGE_FILE": str(tmp_path / "counted"),
+                "PYTHONPATH": os.path.dirname(os.path.dirname(poly.__file__)),
+            },
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+COVERED = """\
+import polycephaly as poly
+from polycephaly import green
+
+
+def foreign(n):
+    value = n
+    return value
+
+
+async def child(n):
+    await green.sleep(0.001)
+    value = await green.call(foreign, n)
+    return value + await green.call_long(foreign, n)
+
+
+def plain(n):
+    value = n
+    return value
+
+
+async def bound(n):
+    await green.sleep(0)
+    value = await green.call(plain, n)
+    return value
+
+
+async def main():
+    async with green.Group() as group:
+        children = [group.spawn(child, n) for n in range(3)]
+        group.spawn(plain, 3)
+        group.spawn(bound, 3, bound=True)
+    return [each.value for each in children]
+
+
+def task(n):
+    value = 2 * n
+    return value
+
+
+def callback(value):
+    other = value
+    return other
+
+
+green.run(main)
+green.map(plain, range(3))
+with poly.Pool(2, engine="inline") as pool:
+    pool.doit(task, 3)
+    list(pool.map(task, range(3)))
+    pool.promise(task, 4).then(callback).result()
+"""

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..runtime import forked
+from .native import tracing_hooks
 from .scheduler import CoroutineWrapper, Driver, InContext, scheduler
 from .thread import GreenThread
 
@@ -57,6 +58,7 @@ class _OwnThread(CoroutineWrapper):
     def _serve(self) -> None:
         sys.set_asyncgen_hooks(finalizer=scheduler.on_generator_dropped)
         while (job := self.jobs.get()) is not None:
+            tracing_hooks.follow()
             job()
             del job
         sys.set_asyncgen_hooks(finalizer=None)

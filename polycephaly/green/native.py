@@ -19,14 +19,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from _thread import allocate_lock, get_native_id, start_new_thread
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep
+from types import FrameType
+from typing import Any
 
 from .._compat import forget_dummy_thread
+from ..errors import is_own_frame
 from ..promises.promise import SafeLog, callbacks
 
 log = SafeLog(logging.getLogger("polycephaly.green"))
@@ -174,6 +178,37 @@ class NativeThreadPool:
         self._switch_interval.restore_after_fork()
 
 
+class _TracingHooks(threading.local):
+    """The functions of `threading.settrace` and `threading.setprofile`, in the calling thread.
+
+    `threading` itself sets them in its own threads only. Coverage tools, debuggers and profilers
+    use them to see the code of all threads.
+    """
+
+    _trace: Any = None
+    _profile: Any = None
+
+    def follow(self) -> None:
+        """Set the present functions in the calling thread, unless this was done already."""
+        trace, profile = threading.gettrace(), threading.getprofile()
+        if trace is not self._trace:
+            self._trace = trace
+            sys.settrace(None if trace is None else partial(_trace_users_code, trace))
+        if profile is not self._profile:
+            self._profile = profile
+            sys.setprofile(profile)
+
+
+def _trace_users_code(trace: Any, frame: FrameType, event: str, arg: Any) -> Any:
+    """Trace a frame, unless it is one of this package: a function that is called at each line would
+    let threads switch where this package relies on straight-line code.
+    """
+    return None if is_own_frame(frame) else trace(frame, event, arg)
+
+
+tracing_hooks = _TracingHooks()
+
+
 class _SwitchInterval:
     """Lengthens the switch interval of the interpreter while there are many native threads.
 
@@ -250,6 +285,7 @@ class _Worker:
         job: Callable[[], object] | None = self.jobs.get()
         try:
             while job is not None:
+                tracing_hooks.follow()
                 try:
                     job()
                 except BaseException:

@@ -38,7 +38,7 @@ from ..promises import promise
 from ..runtime import fork_guard, forked
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.timers import Timers
-from .native import IDLE_WORKER_SECONDS, NO_THREAD, NativeThreadPool, log
+from .native import IDLE_WORKER_SECONDS, NO_THREAD, NativeThreadPool, log, tracing_hooks
 
 DEADLOCK_GRACE_SECONDS = 0.02  # without a runnable thread, before the owner checks for a deadlock
 MAX_NATIVE_THREADS = 16384  # the usual limits of the kernel are 2 to 6 times as many
@@ -428,6 +428,7 @@ class Scheduler:
                     return False
                 self.owner, self.driver = driver.ident, driver
             break
+        tracing_hooks.follow()
         self.on_busy()
         return True
 
