@@ -1157,6 +1157,25 @@ def test_errors_nobody_looked_at_are_printed_when_the_program_ends():
     assert done.returncode == 0 and "'kept'" in done.stderr and "at the end" in done.stderr
 
 
+def test_identical_errors_that_no_code_has_looked_at_are_printed_twenty_times_and_then_counted():
+    printed = run_script("""
+        from polycephaly import green
+        from polycephaly.green.testing import all_waiting
+        async def fail(error):
+            raise error
+        async def main():
+            for i in range(50):
+                green.spawn(fail, ValueError("the same"), name=f"thread-{i}")
+                green.spawn(fail, ValueError(f"{i // 10}"))
+            await all_waiting()
+        green.run(main)
+    """).stderr
+    assert printed.count("No code looked at the error of green thread 'thread-") == 20
+    assert printed.count("\nValueError: the same") == 21
+    assert "the errors of 30 more green threads, the last one 'thread-49'" in printed
+    assert [printed.count(f"\nValueError: {i}\n") for i in range(5)] == [10] * 5
+
+
 # -- the program around them -----------------------------------------------------------------------
 
 

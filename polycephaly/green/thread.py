@@ -49,6 +49,8 @@ from .scheduler import (
 T = TypeVar("T")
 
 MAX_SINGLE_HOOKS = 64  # of a promise, where one that leaves is searched for
+MAX_IDENTICAL_REPORTS = 20  # of errors that no code has looked at, with the same traceback
+MAX_TRACEBACKS_KEPT = 100  # of such reports, to compare others with
 SHORT_CALL_SECONDS = 0.0005  # a shorter call need not have been moved to another thread
 
 
@@ -620,7 +622,8 @@ promises.green_hooks = (scheduler.in_step, _await_promise)
 class UnseenErrorReport:
     """An error that no code has looked at.
 
-    If still unseen, the error is printed when this object is destroyed or the program ends.
+    If still unseen, the error is printed when this object is destroyed or the program ends. Of more
+    than `MAX_IDENTICAL_REPORTS` with the same traceback, the number is printed at the end.
     """
 
     __slots__ = ("__weakref__", "error", "name")
@@ -635,15 +638,36 @@ class UnseenErrorReport:
         if error is None or sys.stderr is None:
             return
         text = "".join(traceback.format_exception(error))
+        # No lock: a finalizer may interrupt any code. Each of these calls is atomic.
+        names = _reported.setdefault(text, [])
+        names.append(self.name)
+        if len(names) > MAX_IDENTICAL_REPORTS:
+            return
         sys.stderr.write(f"No code looked at the error of green thread {self.name!r}:\n{text}")
+        if len(_reported) > MAX_TRACEBACKS_KEPT:
+            for text, names in list(_reported.items()):
+                if len(names) <= MAX_IDENTICAL_REPORTS:
+                    _reported.pop(text, None)
 
     __del__ = print_if_unseen
 
 
 _unseen: WeakSet[UnseenErrorReport] = WeakSet()
+_reported: dict[str, list[str]] = {}
+"""By the text of a traceback, the names of the green threads that ended by such an error."""
 
 
 @atexit.register
 def _print_all() -> None:
     for each in list(_unseen):
         each.print_if_unseen()
+    for text, names in list(_reported.items()):
+        more = len(names) - MAX_IDENTICAL_REPORTS
+        if more > 0 and sys.stderr is not None:
+            sys.stderr.write(
+                f"No code looked at the errors of {more} more green threads, the last one "
+                f"{names[-1]!r}, with a traceback as above:\n{text.splitlines()[-1]}\n"
+            )
+
+
+os.register_at_fork(after_in_child=_reported.clear)
