@@ -447,3 +447,12 @@ def test_a_number_of_drones_given_twice_is_refused():
         poly.Pool(max_workers=0)
     with poly.Pool(max_workers=2) as pool:
         assert len(pool.drones) == 2
+
+
+@local_only
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+def test_a_connection_file_is_refused_an_address_that_names_no_host(tmp_path, host):
+    with poly.Pool(1) as pool:
+        with pytest.raises(ValueError, match="would be of no use to other hosts: give this host's"):
+            poly.serve(pool, f"tcp://{host}:0", file=tmp_path / "pool.json")
+        assert not (tmp_path / "pool.json").exists()

@@ -548,6 +548,18 @@ def test_a_file_has_its_arguments_and_name_and_prints_no_value(lab: Shell) -> No
     assert done.stderr.endswith(f"KeyError: ({[str(path), '--year', '3']!r}, {str(path)!r})\n")
 
 
+def test_code_runs_in_a_pool_that_its_file_or_its_address_names(lab: Shell) -> None:
+    card = lab.card()
+    lab_file = lab.folder / "copied.json"
+    shutil.copyfile(lab.runtime / "polycephaly" / "lab.json", lab_file)
+    lab_file.chmod(0o600)
+    try:
+        for where in "./copied.json", lab_file, card.address:
+            assert lab.say("doit", where, "6 * 7") == "42\n"
+    finally:
+        lab_file.unlink()
+
+
 def test_a_file_is_read_in_the_encoding_that_it_declares(lab: Shell) -> None:
     path = lab.folder / "script.py"
     path.write_bytes(b"# coding: latin-1\nprint(ascii('\xe9'))\n")

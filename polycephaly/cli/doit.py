@@ -73,7 +73,7 @@ def doit(
     if name is not None and not code and file is None:
         code, name = (name,), None
     name = name or "default"
-    if code and not is_name(name):
+    if code and not (is_name(name) or name.startswith("tcp://") or Path(name).is_file()):
         raise click.UsageError(f"{name!r} is no pool's name. With ARGS, NAME comes first.")
     if file is not None:
         program = Program(_read_source(file), str(file), [str(file), *code])

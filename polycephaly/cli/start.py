@@ -19,7 +19,9 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     host, _, port = value.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise click.BadParameter(f"{value!r} is not HOST:PORT")
-    if host in ("*", "0.0.0.0", "::", "[::]"):
+    from ..engines.remote.keys import is_every_host
+
+    if is_every_host(host):
         raise click.BadParameter(
             f"{host!r} is not an address that other hosts can reach: give this host's name or "
             "number"

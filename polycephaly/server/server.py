@@ -40,7 +40,14 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from ..engines.remote import messages, pool_registry
-from ..engines.remote.keys import Card, check_address, check_key, new_key_pair, wants_ipv6
+from ..engines.remote.keys import (
+    Card,
+    check_address,
+    check_key,
+    is_every_host,
+    new_key_pair,
+    wants_ipv6,
+)
 from ..engines.remote.messages import Item, Result, pack_hello
 from ..errors import Malformed
 from ..pool.pool import Pool, dispatcher_of
@@ -679,7 +686,8 @@ def serve(
     Raises
     ------
     ValueError
-        If an address, name or key is malformed.
+        If an address, name or key is malformed, or if `file` is given and the address is that of
+        every host (``0.0.0.0``).
     OSError
         If the server cannot listen at `address`.
     FileExistsError
@@ -700,6 +708,12 @@ def serve(
     if not isinstance(pool, Pool):
         raise TypeError(f"serve takes a pool of this process, not {pool!r}")
     dispatcher_of(pool).check_open()
+    host = check_address(address).removeprefix("tcp://").rpartition(":")[0]
+    if file is not None and is_every_host(host):
+        raise ValueError(
+            f"a connection file with the address {address!r} would be of no use to other hosts: "
+            "give this host's name or number"
+        )
     if name is not None:
         pool_registry.check_name_available(name)
     server = Server(pool, address, allow, on_stop, _setup)

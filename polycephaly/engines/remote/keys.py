@@ -72,6 +72,11 @@ def check_address(address: str) -> str:
     return address
 
 
+def is_every_host(host: str) -> bool:
+    """Return whether a server listens at `host` on all its addresses, none of which is named."""
+    return host in ("*", "0.0.0.0", "::", "[::]")
+
+
 def wants_ipv6(address: str) -> bool:
     """Return False for IPv4 numbers only: a host name may stand for either kind of address."""
     return not address.removeprefix("tcp://").rpartition(":")[0].replace(".", "").isdigit()
