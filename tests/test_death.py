@@ -28,6 +28,7 @@ from faults import (
 from scripts import run_script
 
 from polycephaly.runtime.tuning import tuning
+from polycephaly.wire import messages
 
 pytestmark = on_each_engine
 
@@ -374,6 +375,25 @@ def test_garbage_that_a_dead_drone_left_in_its_page_harms_nobody():
         assert [p.result(60) for p in [pool.promise(abs, -i) for i in range(100)]] == list(
             range(100)
         )
+
+
+def have_no_memory_for_calls():
+    def loads(payload):
+        raise MemoryError
+
+    messages.loads = loads
+    return os.getpid()
+
+
+@local_only
+@pytest.mark.guarantee("death-2")
+def test_calls_whose_message_a_drone_has_no_memory_to_unpack_run_in_another():
+    with poly.Pool(1, output="discard") as pool:
+        pid = pool.doit(have_no_memory_for_calls)
+        # The drone is idle, so the first call goes alone, and many of the others go together.
+        calls = [pool.promise(pow, i, 2) for i in range(200)]
+        assert [call.result(60) for call in calls] == [i**2 for i in range(200)]
+        assert pool.doit(os.getpid) != pid
 
 
 def lose_large_messages():

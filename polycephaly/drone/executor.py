@@ -466,6 +466,10 @@ class DroneExecutor:
         try:
             self.HANDLERS[message_type(frames)](self, frames)
         except (Malformed, KeyError) as error:
+            # The calls of this message would never be answered. So the drone ends, and others run
+            # those that have not begun.
+            if isinstance(error.__cause__, MemoryError):
+                raise error.__cause__ from None
             log_malformed(error)
 
     def _on_work(self, frames: list[bytes]) -> None:
