@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import time
 import weakref
 
@@ -10,6 +11,7 @@ import pytest
 from engines import local_only, on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
 
+from polycephaly import green
 from polycephaly.pool.interfaces import TaskOptions
 
 pytestmark = on_each_engine
@@ -174,3 +176,40 @@ def test_the_result_of_work_with_a_time_limit_is_not_kept():
         gone = weakref.ref(promise.value)
         del promise
         wait_for(lambda: gone() is None)
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch):
+    """Stops the clock of this program as freezegun does: in each module that has it."""
+    real = time.monotonic
+
+    def stopped():
+        return 0.0
+
+    monkeypatch.setattr(time, "monotonic", stopped)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("polycephaly"):
+            for attribute, value in list(vars(module).items()):
+                if value is real:
+                    monkeypatch.setattr(module, attribute, stopped)
+
+
+@pytest.mark.guarantee("promise-4")
+@local_only
+def test_a_time_limit_is_reached_while_a_test_has_stopped_the_clock(stopped_clock):
+    with poly.Pool(1, timeout=0.3) as pool:
+        promise = pool.promise(slow, 100)
+        with pytest.raises(TimeoutError, match=r"not settled within 0.1 s"):
+            promise.result(0.1)
+        with pytest.raises(TimeoutError, match=r"slow ran for more than 0.3 s"):
+            promise.result()
+
+
+async def nap():
+    await green.sleep(0.01)
+
+
+@local_only
+def test_a_sleep_ends_in_a_drone_that_began_while_a_test_had_stopped_the_clock(stopped_clock):
+    with poly.Pool(1) as pool:
+        pool.doit(nap)

@@ -11,11 +11,11 @@ import os
 import platform
 import statistics
 import sys
-from time import monotonic
 from typing import TYPE_CHECKING
 
 import click
 
+from ..runtime.clock import monotonic
 from ..timeline.format import count
 from .reach import Command
 from .tables import Column, as_json, show

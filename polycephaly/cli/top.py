@@ -18,11 +18,12 @@ import tty
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from time import monotonic, time
+from time import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..runtime.clock import monotonic
 from ..timeline.format import count
 from .listing import DRONES, drone_row
 from .reach import POOL_NAME, Command, Seconds, connect_to

@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic, process_time
+from time import process_time
 from typing import Any
 
 from .. import _compat
@@ -32,6 +32,7 @@ from ..errors import Malformed
 from ..memory.references import RefTable, Serialized
 from ..promises import promise
 from ..promises.promise import pickling_state
+from ..runtime.clock import monotonic
 from ..runtime.sampler import MAX_HERTZ, SWITCH_SECONDS, StackSampler
 from ..runtime.tuning import tuning
 from ..timeline.event_log import EventLog, event_log

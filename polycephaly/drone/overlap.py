@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from time import monotonic
 from typing import TYPE_CHECKING, Any
+
+from ..runtime.clock import monotonic
 
 if TYPE_CHECKING:
     from ..green import GreenThread

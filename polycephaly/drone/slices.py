@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pickle import loads
-from time import monotonic
 from typing import Any
 
 from ..runtime import forked
+from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine
 from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, SMALL_TYPES, Packed, unpack_calls
 from .sigterm import Sigterm

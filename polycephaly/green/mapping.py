@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
 from operator import length_hint
-from time import monotonic
 from typing import Any, TypeVar, overload
 
 from ..errors import ChannelClosed, stop_as_error
 from ..promises.promise import Promise
 from ..runtime.checks import check_count
+from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine_function
 from ..runtime.progress import Progress, total_of
 from ..timeline.event_log import MIN_EVENT_SECONDS, event_log

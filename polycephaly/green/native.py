@@ -25,13 +25,14 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
-from time import monotonic, sleep
+from time import sleep
 from types import FrameType
 from typing import Any
 
 from .._compat import forget_dummy_thread
 from ..errors import is_own_frame
 from ..promises.promise import SafeLog, callbacks
+from ..runtime.clock import monotonic
 
 log = SafeLog(logging.getLogger("polycephaly.green"))
 

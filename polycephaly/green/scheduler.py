@@ -30,12 +30,13 @@ from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from inspect import CORO_CREATED, GEN_CREATED, getcoroutinestate, getgeneratorstate
-from time import monotonic, pthread_getcpuclockid
+from time import pthread_getcpuclockid
 from types import CoroutineType
 from typing import Any, Protocol
 
 from ..promises import promise
 from ..runtime import fork_guard, forked
+from ..runtime.clock import monotonic
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.timers import Timers
 from .native import IDLE_WORKER_SECONDS, NO_THREAD, NativeThreadPool, log, tracing_hooks

@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import copy_context
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, TypeVar, overload
 from weakref import WeakSet
 
+from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine, is_coroutine_function
 from ..timeline.event_log import MAX_LIVES_LOGGED
 from .bound import BoundThread

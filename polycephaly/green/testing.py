@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from time import monotonic
 
 from ..promises import promise
 from ..runtime.checks import check_seconds
+from ..runtime.clock import monotonic
 from .report import can_other_threads_act
 from .scheduler import scheduler
 from .sleeping import sleep

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from functools import partial
-from time import monotonic, thread_time
+from time import thread_time
 from types import CoroutineType, GeneratorType, coroutine
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
@@ -30,6 +30,7 @@ from weakref import WeakSet
 from ..promises import promise as promises
 from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..runtime import forked
+from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_awaitable
 from ..runtime.deferred_sigint import DeferredSigint
 from ..timeline.event_log import MIN_EVENT_SECONDS, event_log

@@ -17,13 +17,14 @@ from __future__ import annotations
 import logging
 import os
 from _thread import allocate_lock, get_ident
-from time import clock_gettime, monotonic, process_time, sleep
+from time import clock_gettime, process_time, sleep
 from types import FrameType
 from typing import Any
 
 from .._compat import current_frames
 from ..errors import is_own_frame
 from ..runtime.checks import check_at_least, check_positive_seconds
+from ..runtime.clock import monotonic
 from .history import history
 from .scheduler import NO_CALL, Driver, scheduler
 

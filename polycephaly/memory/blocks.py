@@ -12,9 +12,9 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Sequence
-from time import monotonic
 from typing import Any
 
+from ..runtime.clock import monotonic
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.fork_guard import GuardedLock
 from ..runtime.tuning import tuning

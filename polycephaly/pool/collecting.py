@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from time import monotonic
 from typing import TYPE_CHECKING
 
+from ..runtime.clock import monotonic
 from ..timeline.spans import RUNNING, SENT, Span, short_name
 from ..timeline.timeline import Timeline
 from .record import Cursor

@@ -20,11 +20,11 @@ from functools import partial
 from itertools import chain
 from math import inf
 from threading import Lock
-from time import monotonic
 from typing import Any, Self, TypeVar
 
 from ..errors import stop_as_error
 from ..promises.promise import Promise, fulfill
+from ..runtime.clock import monotonic
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
 from ..wire.slices import Answers

@@ -18,10 +18,10 @@ from itertools import chain, islice
 from math import inf
 from operator import length_hint
 from pickle import dumps
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..promises.promise import Handle
+from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.pickling import BULKY_TYPES, capture
 from ..wire.placeholders import PicklingContext

@@ -13,13 +13,13 @@ from collections import Counter
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any, Self
 
 from ..errors import Malformed
 from ..promises.combining import race
 from ..promises.promise import Signal, fulfill
 from ..runtime.checks import check_at_least
+from ..runtime.clock import monotonic
 from ..runtime.sampler import MAX_HERTZ, StackSampler
 from ..runtime.tuning import tuning
 from ..timeline.flame import CONTROLLER, Samples, of_drones, own_samples, page_of, speedscope_of

@@ -30,7 +30,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
-from time import monotonic
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -39,6 +38,7 @@ from ..promises import promise as promises
 from ..promises.event_loop import EventLoop
 from ..promises.promise import Promise, Signal, main_thread_calls, settling_threads
 from ..runtime import fork_guard, parent_death
+from ..runtime.clock import monotonic
 from ..runtime.deferred_sigint import DeferredSigint, end_by_sigint, is_safe_from_signals
 from ..runtime.system_limits import watch
 from ..runtime.timers import Timer

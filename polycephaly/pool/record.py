@@ -16,9 +16,10 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from time import monotonic, time
+from time import time
 from typing import Any, TypeVar
 
+from ..runtime.clock import monotonic
 from ..runtime.tuning import tuning
 from ..timeline.entries import Entry
 from ..timeline.event_log import unpack_events

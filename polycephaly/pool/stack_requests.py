@@ -14,7 +14,6 @@ import linecache
 import re
 from collections.abc import Sequence
 from functools import partial
-from time import monotonic
 from traceback import StackSummary, format_exception_only
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -22,6 +21,7 @@ from weakref import WeakValueDictionary
 from ..errors import Malformed
 from ..promises.promise import fulfill
 from ..runtime.checks import check_positive_seconds
+from ..runtime.clock import monotonic
 from ..wire.messages import FRAMES
 from .drone_handle import DroneHandle
 from .reactor import DrivingSignal, Tenant

@@ -17,7 +17,6 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from pickle import dumps, loads
-from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -33,6 +32,7 @@ from ..promises.promise import (
     outcome,
     reject,
 )
+from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.debugging import MAX_KEPT_FRAMES, debug_frames, release_frames
 from ..wire.functions import FunctionRegistry, RemoteFunction, find_unpicklable

@@ -13,10 +13,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from time import monotonic
 from typing import Any, TypeVar, overload
 
 from ..runtime.checks import check_seconds
+from ..runtime.clock import monotonic
 from .promise import (
     CANCELLED,
     FINISHED,

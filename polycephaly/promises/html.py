@@ -6,10 +6,11 @@ consistent.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from html import escape
 from typing import Any
+
+from ..runtime.clock import monotonic
 
 _BAR_PIXELS = 320
 _PHASES = (  # for each phase: the time in `Spans` at which the phase begins, its colour, its name
@@ -41,7 +42,7 @@ def _bar(times: list[float | None], running: bool, done: bool) -> str:
     if running:
         times[2] = times[1]  # because the drone sends the time of the start only with the result
     if not done:
-        times[next((at for at, each in enumerate(times) if each is None), -1)] = time.monotonic()
+        times[next((at for at, each in enumerate(times) if each is None), -1)] = monotonic()
     reached = [each for each in times if each is not None]
     whole = max(reached[-1] - reached[0], 1e-9)
     parts, labels = [], []

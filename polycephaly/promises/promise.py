@@ -32,10 +32,10 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from threading import Condition, main_thread
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 from ..runtime.checks import check_seconds
+from ..runtime.clock import monotonic
 from ..runtime.tuning import tuning
 from .trampoline import Trampoline
 

@@ -31,10 +31,11 @@ from _thread import RLock
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from importlib import import_module
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from .._compat import end_imports_elsewhere, imports_elsewhere, is_held_here
+from .clock import monotonic
 from .tuning import tuning
 
 log = logging.getLogger(__name__)

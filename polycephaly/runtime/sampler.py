@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from time import monotonic
 from types import CodeType, FrameType
 from typing import Any
 
 from .._compat import current_frames
+from .clock import monotonic
 from .fork_guard import OwnThread
 from .tuning import tuning
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
-from time import monotonic
 from typing import Protocol
+
+from .clock import monotonic
 
 _MAX_UNSWEPT_TIMERS = 64  # cancelled timers, up to which no sweep is worth its time
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 from operator import attrgetter
-from time import monotonic
 from typing import TYPE_CHECKING
+
+from ..runtime.clock import monotonic
 
 if TYPE_CHECKING:
     from ..pool.dispatcher import Dispatcher

@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..engines.remote import messages
@@ -39,6 +38,7 @@ from ..pool.items import with_item
 from ..pool.status import IDENTITY_FIELDS
 from ..pool.task import Task
 from ..promises.promise import Promise, fulfill, reject
+from ..runtime.clock import monotonic
 from ..timeline.plain import unpack_timeline
 from ..timeline.timeline import Timeline
 from ..wire.functions import KnownFunctions

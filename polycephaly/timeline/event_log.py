@@ -20,9 +20,9 @@ import os
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
-from time import monotonic
 from typing import Any
 
+from ..runtime.clock import monotonic
 from .spans import DONE, ERROR, RUNNING, Span, short_name
 
 MAX_KEPT_EVENTS = 4000

@@ -21,7 +21,7 @@ import traceback
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import get_ident
-from time import monotonic, sleep
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from ... import _compat
@@ -33,6 +33,7 @@ from ...errors import Malformed
 from ...memory.blocks import Store
 from ...memory.references import RefTable
 from ...runtime import fork_guard, forked, parent_death
+from ...runtime.clock import monotonic
 from ...runtime.system_limits import watch
 from ...runtime.tuning import tuning
 from ...wire import addresses, placeholders

@@ -41,6 +41,7 @@ from ...drone.child import set_environment
 from ...drone.sigterm import sigterm
 from ...memory.arena import Arena
 from ...runtime import parent_death
+from ...runtime.clock import monotonic
 from ...runtime.connections import replace_connections
 from ...runtime.hidden import Hidden
 from ...wire.addresses import channel_address, record_exit
@@ -200,7 +201,7 @@ class Zygote:
                 poll.register(fd, select.POLLIN)
         self._report(ready=os.getpid())
         while not self._owner_gone:
-            sweeping = time.monotonic() < self._sweep_until
+            sweeping = monotonic() < self._sweep_until
             if sweeping:
                 self._kill_orphans()
             poll.modify(self.control, select.POLLIN | (select.POLLOUT if self._reports else 0))
@@ -343,7 +344,7 @@ class Zygote:
                 del self._drones[pid]
                 # The kernel's list of children may miss one while others come and go: so `serve`
                 # looks again for a while.
-                self._sweep_until = time.monotonic() + SWEEP_DURATION_SECONDS
+                self._sweep_until = monotonic() + SWEEP_DURATION_SECONDS
                 self._kill_orphans()
                 shutil.rmtree(os.path.join(self.spec.directory, str(pid)), ignore_errors=True)
                 self._report(exited=number, status=status)

@@ -25,7 +25,6 @@ import types
 from collections.abc import Sequence
 from contextlib import suppress
 from pickle import dumps, loads
-from time import monotonic
 from typing import Any, NamedTuple
 
 import ray
@@ -34,6 +33,7 @@ from ... import _compat
 from ...drone.child import set_environment
 from ...drone.executor import DroneExecutor
 from ...drone.result_buffer import ResultBuffer
+from ...runtime.clock import monotonic
 from ...runtime.fork_guard import flush_standard_streams
 from ...runtime.hidden import Hidden
 from ...runtime.procfs import boot_id, memory_of

@@ -24,7 +24,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -37,6 +36,7 @@ from ray.util.scheduling_strategies import (
 from ...memory.arena import Full
 from ...pool.engine import Engine
 from ...pool.interfaces import State
+from ...runtime.clock import monotonic
 from ...runtime.procfs import boot_id
 from ...runtime.tuning import tuning
 from ...wire import main_snapshot as snapshot

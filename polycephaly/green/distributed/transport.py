@@ -37,11 +37,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, NamedTuple, TypeVar
 
 from ...errors import DroneDied, describe_exit
 from ...runtime import fork_guard, parent_death
+from ...runtime.clock import monotonic
 from ...runtime.procfs import state_of
 from ...runtime.system_limits import watch
 from ...wire import addresses

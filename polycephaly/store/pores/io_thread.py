@@ -21,9 +21,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from time import monotonic, sleep
+from time import sleep
 
 from ...promises.event_loop import EventLoop
+from ...runtime.clock import monotonic
 from .inbox import Inbox
 
 BATCH_DELAY_SECONDS = 0.0002

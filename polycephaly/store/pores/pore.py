@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from itertools import count
 from mmap import MAP_SHARED
 from operator import index
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ...errors import PoreClosed
@@ -23,6 +22,7 @@ from ...memory.arena import make_memory, map_range
 from ...promises import promise
 from ...runtime import parent_death
 from ...runtime.checks import check_seconds
+from ...runtime.clock import monotonic
 from ...runtime.deferred_sigint import DeferredSigint
 from ...runtime.procfs import start_time_of
 from ...runtime.system_limits import shared_memory_ceiling
