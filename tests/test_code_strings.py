@@ -1,10 +1,11 @@
 """Code strings run in the drone's `__main__`, as in an interactive session."""
 
 import linecache
+import sys
 import traceback
 
 import pytest
-from engines import on_each_engine, poly
+from engines import local_only, on_each_engine, poly
 from scripts import output_of
 
 pytestmark = on_each_engine
@@ -154,3 +155,15 @@ def test_a_script_s_drone_is_an_instance_of_the_live_image():
         )
         == "['A', 'B', 'C']\n['A', 'B', 'C', 'D'] 2\n"
     )
+
+
+def lose_all_files():  # as `os.chroot` does, which only root may call
+    sys.modules.pop("ast", None)
+    sys.path.clear()
+    sys.path_importer_cache.clear()
+
+
+@local_only
+def test_code_runs_in_a_drone_that_can_import_no_file_any_more():
+    with poly.Pool(1, initializer=lose_all_files) as pool:
+        assert pool.doit("x = 3; x * 2") == 6

@@ -7,6 +7,7 @@ unpickling error rejects that call only.
 from __future__ import annotations
 import __future__
 
+import _ast  # not `ast`, which takes a millisecond, and is a file: a task may have changed the root
 import itertools
 import textwrap
 from collections.abc import Callable
@@ -127,8 +128,6 @@ def compile_source(source: str, file: str | None = None) -> tuple[CodeType, Code
     whole, and the ``from __future__ import`` of earlier ones holds for it too, as at a prompt.
     """
     global _future_flags
-    import ast  # takes a millisecond, and only code strings need it
-
     name = file or f"<doit {next(_source_numbers)}>"
     flags = _future_flags if file is None else 0
     try:
@@ -139,22 +138,20 @@ def compile_source(source: str, file: str | None = None) -> tuple[CodeType, Code
         tree = None
     tree = tree or _parse(textwrap.dedent(source), name, flags)
     last = tree.body[-1] if tree.body else None
-    if isinstance(last, ast.Expr):
+    if isinstance(last, _ast.Expr):
         tree.body.pop()
     body = compile(tree, name, "exec", flags, dont_inherit=True)
     flags |= body.co_flags & _ALL_FUTURE_FLAGS
     if file is None:
         _future_flags = flags
-    if not isinstance(last, ast.Expr):
+    if not isinstance(last, _ast.Expr):
         return body, None
-    return body, compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True)
+    return body, compile(_ast.Expression(last.value), name, "eval", flags, dont_inherit=True)
 
 
 def _parse(source: str, name: str, flags: int) -> ast.Module:
-    from ast import PyCF_ONLY_AST
-
     set_source(name, [f"{line}\n" for line in source.split("\n")])
-    tree: ast.Module = compile(source, name, "exec", flags | PyCF_ONLY_AST, dont_inherit=True)
+    tree: ast.Module = compile(source, name, "exec", flags | _ast.PyCF_ONLY_AST, dont_inherit=True)
     return tree
 
 
