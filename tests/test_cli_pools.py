@@ -18,6 +18,7 @@ import termios
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ import polycephaly as poly
 from polycephaly.cli import main
 from polycephaly.cli.join import _work_for
 from polycephaly.cli.top import _ORDERS, Keys, Rates, _move, _render, _sort
+from polycephaly.engines.remote import messages
 from polycephaly.engines.remote.client import RemotePool
 from polycephaly.engines.remote.keys import Card
 from polycephaly.runtime.procfs import descendants
@@ -1148,6 +1150,20 @@ def test_the_pool_of_another_user_is_refused(shell: Shell, words: tuple[str, ...
         assert card.is_server_alive()
 
 
+def test_a_command_of_another_python_looks_at_a_pool_and_stops_it(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(shell.runtime))
+    with shell.pool("-n", "1") as card:
+        monkeypatch.setattr(messages, "sys", SimpleNamespace(version_info=(3, 99)))
+        with pytest.raises(ConnectionError, match=r"the client runs Python 3\.99"):
+            poly.connect("lab")
+        shown = CliRunner().invoke(main, ["ps", "lab", "--json"])
+        assert (shown.exit_code, len(json.loads(shown.stdout)["drones"])) == (0, 1)
+        stopped = CliRunner().invoke(main, ["stop", "lab"])
+        assert (stopped.exit_code, card.is_server_alive()) == (0, False)
+
+
 def test_a_pool_that_does_not_answer_is_told_with_what_ends_it(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1155,7 +1171,8 @@ def test_a_pool_that_does_not_answer_is_told_with_what_ends_it(
         os.kill(card.pid, signal.SIGSTOP)
         try:
             assert shell.complaint("stop", "lab").endswith(
-                f"(kill -9 {card.pid} ends the pool and its drones)"
+                f"(kill {card.pid} asks its process to end; "
+                f"kill -9 {card.pid} ends the pool and its drones)"
             )
         finally:
             os.kill(card.pid, signal.SIGCONT)

@@ -7,7 +7,15 @@ import sys
 
 import click
 
-from .reach import ERRORS, POOL_NAME, Command, complete_pool, connect_to, error_text
+from .reach import (
+    ERRORS,
+    POOL_NAME,
+    Command,
+    complete_pool,
+    connect_for_requests,
+    connect_to,
+    error_text,
+)
 
 
 @click.command(cls=Command)
@@ -125,7 +133,7 @@ def _stop(name: str, now: bool) -> None:
     card = pool_registry.resolve_card(name)
     pidfd = os.pidfd_open(card.pid) if card.is_server_alive() else None
     try:
-        with connect_to(name) as pool:
+        with connect_for_requests(name) as pool:
             pool.stop(now)
         if pidfd is None:
             click.echo(f"{name} was asked to end", err=True)
@@ -136,7 +144,8 @@ def _stop(name: str, now: bool) -> None:
         if pidfd is None:
             raise
         raise RuntimeError(
-            f"{error_text(error)} (kill -9 {card.pid} ends the pool and its drones)"
+            f"{error_text(error)} (kill {card.pid} asks its process to end; "
+            f"kill -9 {card.pid} ends the pool and its drones)"
         ) from None
     finally:
         if pidfd is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .reach import ERRORS, POOL_NAME, Command, connect_to, error_text
+from .reach import ERRORS, POOL_NAME, Command, connect_for_requests, connect_to, error_text
 from .tables import Column, as_json, duration, mebibytes, show
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def dashboard(name: str, port: int, host: str) -> None:
 
 def status_of(name: str) -> dict[str, Any]:
     """Return `RemotePool.status` without this command among the clients."""
-    with connect_to(name) as pool:
+    with connect_for_requests(name) as pool:
         status = pool.status()
     return status | {"clients": status["clients"] - 1}
 

@@ -93,6 +93,12 @@ def error_text(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def connect_for_requests(where: str) -> RemotePool:
+    from ..engines.remote import client
+
+    return client.connect_for_requests(where)
+
+
 def connect_to(where: str, output: str | Callable[[Line], object] = "discard") -> RemotePool:
     from ..engines.remote.client import connect
 

@@ -276,3 +276,12 @@ def connect(
     timeout = check_positive_seconds("timeout", timeout)
     card = pool_registry.resolve_card(where, server_key, keys)
     return RemotePool(Connection(card, timeout, check_output(output)))
+
+
+def connect_for_requests(where: str) -> RemotePool:
+    """Connect to a pool, whatever Python it runs on: to look at it or end it, not to give it tasks.
+
+    Raises the errors of `connect`.
+    """
+    card = pool_registry.resolve_card(where)
+    return RemotePool(Connection(card, 5.0, check_output("discard"), only_requests=True))

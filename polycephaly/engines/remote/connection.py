@@ -66,7 +66,13 @@ class Connection(ServerConnection, TaskRunner):
     sends_slices = defines_once = False
     calls_ahead = messages.MAX_UNANSWERED_CALLS
 
-    def __init__(self, card: Card, timeout: float, output: Callable[[Line], object] | None) -> None:
+    def __init__(
+        self,
+        card: Card,
+        timeout: float,
+        output: Callable[[Line], object] | None,
+        only_requests: bool = False,
+    ) -> None:
         self._output = output
         self.reactor = self
         self.finishes_at_exit = False
@@ -91,7 +97,11 @@ class Connection(ServerConnection, TaskRunner):
         self._cancelled_since_sweep = 0
         super().__init__(card, "polycephaly-client")
         wants_output, host = output is not None, socket.gethostname()
-        self.connect(timeout, pack_hello(output=wants_output, pid=os.getpid(), host=host))
+        self._only_requests = only_requests
+        properties: dict[str, Any] = {"output": wants_output, "pid": os.getpid(), "host": host}
+        if only_requests:
+            properties["only_requests"] = True
+        self.connect(timeout, pack_hello(**properties))
         _connections.add(self)
         # Again, to be called before the end of the reactor, which may serve this very pool.
         atexit.unregister(_end_with_interpreter)
@@ -364,7 +374,9 @@ class Connection(ServerConnection, TaskRunner):
                         else partial(settle, [task])
                     )
         elif kind == messages.HELLO:
-            self.size, properties = messages.read_hello(frames, "the server", "this client")
+            self.size, properties = messages.read_hello(
+                frames, "the server", "this client", self._only_requests
+            )
             self.name = str(properties.get("name"))
             self.resource_sizes = messages.read_sizes(properties.get("resources"))
             self.describes_items = properties.get("describe_items") is True

@@ -141,9 +141,12 @@ def pack_hello(drones: int = 0, **properties: Any) -> list[bytes]:
     return [HELLO, version, json.dumps(properties).encode()]
 
 
-def read_hello(frames: Sequence[bytes], peer: str, this_side: str) -> tuple[int, dict[str, Any]]:
+def read_hello(
+    frames: Sequence[bytes], peer: str, this_side: str, only_requests: bool = False
+) -> tuple[int, dict[str, Any]]:
     """Return the peer's number of drones and its properties. Raise `Malformed`, also if the two
-    sides are incompatible. `peer` and `this_side` name them in messages.
+    sides are incompatible. `peer` and `this_side` name them in messages. With `only_requests`, of
+    this side or among the properties, no function is sent: each side may run any Python.
     """
     if len(frames) != 3 or len(frames[1]) != _HELLO.size:
         raise Malformed("a malformed HELLO message")
@@ -156,12 +159,13 @@ def read_hello(frames: Sequence[bytes], peer: str, this_side: str) -> tuple[int,
             f"the polycephaly of {older} is older than that of {newer}; "
             "use the same version for both"
         )
-    if f"{major}.{minor}" != python:
+    properties = read_json(frames[1:])
+    if f"{major}.{minor}" != python and not (only_requests or properties.get("only_requests")):
         raise Malformed(
             f"{peer} runs Python {major}.{minor} and {this_side} Python {python}: functions cannot "
             "be sent between them; use the same version for both"
         )
-    return drones, read_json(frames[1:])
+    return drones, properties
 
 
 def pack_json(kind: bytes, fields: dict[str, Any]) -> list[bytes]:
