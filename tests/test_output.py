@@ -109,6 +109,36 @@ def test_a_rejected_promise_has_its_tail_too(pool):
 
 
 @pytest.mark.guarantee("output-3")
+def write_bytes(content):
+    count = sys.stdout.buffer.write(content)
+    sys.stderr.buffer.writelines([b"", memoryview(content)])
+    return count, sys.stdout.buffer.fileno(), sys.stdout.buffer.writable()
+
+
+@pytest.mark.guarantee("output-1")
+@pytest.mark.guarantee("output-3")
+def test_bytes_that_a_task_writes_are_out_before_its_promise_settles_and_in_its_tail(pool, lines):
+    for text in "first\n", "second", "\xe9\n":
+        content = text.encode()
+        promise = pool.promise(write_bytes, content)
+        assert promise.value == (len(content), 1, True)
+        assert promise.output == 2 * text
+        assert lines.of("stdout") == lines.of("stderr") == [text.strip()]
+        lines.clear()
+    content = 100_000 * b"x" + b"\n"
+    assert pool.promise(write_bytes, content).value[0] == 100_001
+    assert lines.of("stdout") == [content.decode().strip()]
+
+
+def test_a_text_stream_that_a_task_makes_of_the_bytes_is_its_own(pool, lines):
+    def write():
+        io.TextIOWrapper(sys.stdout.buffer, "utf-8", write_through=True).write("wrapped\n")
+
+    promise = pool.promise(write)
+    promise.result()
+    assert promise.output == "wrapped\n" and lines.of("stdout") == ["wrapped"]
+
+
 def test_the_tail_is_bounded_and_is_the_end(pool):
     p = pool.promise("for i in range(10000): print('line', i)")
     p.result()

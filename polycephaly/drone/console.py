@@ -71,11 +71,10 @@ class Console(io.TextIOWrapper):
     """A text stream on descriptor 1 or 2 that also adds its text to the output tail."""
 
     def __init__(self, fd: int, tail: OutputTail) -> None:
-        raw = io.FileIO(fd, "w", closefd=False)
-        super().__init__(
-            io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
-        )
+        writer = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+        super().__init__(writer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
         self._tail = tail
+        self._bytes = _Bytes(self, writer)
         self.has_begun_line = False
         self.is_stdout = fd == 1
         self._last_order = _last_record
@@ -83,13 +82,51 @@ class Console(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
         if not isinstance(text, str):
             return super().write(text)  # which raises TypeError
+        self.note(text)
+        return super().write(text)
+
+    @property
+    def buffer(self) -> io.BufferedIOBase:  # type: ignore[override]
+        return self._bytes
+
+    def note(self, text: str) -> None:
+        """Take `text`, which is about to be written, into the output tail."""
         self._tail.add(text)
         self.has_begun_line = not text.endswith("\n")
         if self.is_stdout and self._last_order != _last_record:
             # A line that was begun before the record counts as printed after it.
             self._last_order = _last_record
             write_record(STDOUT, ORDER, str(self._last_order))
-        return super().write(text)
+
+
+class _Bytes(io.BufferedIOBase):
+    """What tasks find as ``sys.stdout.buffer``: the output tail has what is written here, too, so
+    that it is sent with its own task.
+    """
+
+    def __init__(self, console: Console, writer: io.BufferedWriter[io.FileIO]) -> None:
+        self._console = console
+        self._writer = writer
+        self.raw = writer.raw
+
+    def write(self, content: Any, /) -> int:
+        with memoryview(content) as view:
+            if view.nbytes:
+                end = view.cast("B")[-4 * MAX_TAIL_CHARS :]  # a character has at most 4 bytes
+                self._console.note(bytes(end).decode("utf-8", "replace"))
+        return self._writer.write(content)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def fileno(self) -> int:
+        return self._writer.fileno()
+
+    def isatty(self) -> bool:
+        return self._writer.isatty()
+
+    def writable(self) -> bool:
+        return True
 
 
 def open_console() -> OutputTail:
