@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -59,8 +60,14 @@ class Process:
     def terminate(self) -> None:
         os.kill(self._drone.pid, signal.SIGKILL)  # after SIGTERM, a drone finishes its call
 
-    def join(self) -> None:
-        self._drone._handle.ended.result()
+    kill = terminate
+
+    def is_alive(self) -> bool:
+        return not self._drone._handle.ended.done()
+
+    def join(self, timeout: float | None = None) -> None:
+        with suppress(TimeoutError):
+            self._drone._handle.ended.result(timeout)
 
 
 def as_it_is(line: Line) -> None:

@@ -1,11 +1,12 @@
 """CPython's own tests of its executors and futures, run against `Pool` and `Promise`.
 
-They come with the interpreter (3.13; others may not have them) and are taken from there: nothing of
-them is here but the names of those that do not hold, with the reason. These are run too, and must
-fail. What takes long by CPython's own word (its resource "walltime") is not run."""
+They come with the interpreter (3.13 and later; others may not have them) and are taken from there:
+nothing of them is here but the names of those that do not hold, with the reason. These are run too,
+and must fail. What takes long by CPython's own word (its resource "walltime") is not run."""
 
 import contextlib
 import os
+import sys
 import types
 import unittest
 from concurrent import futures
@@ -89,6 +90,30 @@ LEFT_OUT = {
         "a task of 0.5 s must not be done after a wait of 0.05 s, which on a busy machine it may be"
     ),
 }
+
+ITS_OWN_PART = "replaces a private method of the library's executor, which a pool has not"
+ITS_TEXT = "the error's text; several checks in one test, which cannot fail one by one"
+SHARED_THREAD = "waits for the thread of its executor, which all pools of a process share"
+if sys.version_info >= (3, 14):
+    DIFFERENT |= {
+        "ForkProcessPoolExecutor.test_force_shutdown_workers_invalid_op": ITS_OWN_PART,
+        "ForkProcessPoolExecutor.test_kill_workers": ITS_OWN_PART,
+        "ForkProcessPoolExecutor.test_terminate_workers": ITS_OWN_PART,
+    }
+    LEFT_OUT |= {
+        "ProcessPoolExecutor.test_force_shutdown_workers": (
+            "mocks the objects of processes, which a pool does not ask to end"
+        ),
+        "ProcessPoolExecutor.test_map_buffersize_type_validation": ITS_TEXT,
+        "ProcessPoolExecutor.test_map_buffersize_value_validation": ITS_TEXT,
+        "ProcessPoolShutdown.test_shutdown_gh_132969_case_1": SHARED_THREAD,
+        "ProcessPoolShutdown.test_shutdown_gh_132969_case_2": SHARED_THREAD,
+    }
+
+if sys.version_info >= (3, 15):
+    DIFFERENT["ForkProcessPoolExecutor.test_traceback_when_child_process_terminates_abruptly"] = (
+        "the error itself says how the process ended, not its cause"
+    )
 
 
 class Fork(util.ProcessPoolForkMixin):
