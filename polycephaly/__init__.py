@@ -7,7 +7,7 @@ first use, so that ``import polycephaly`` costs next to nothing.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if "t" in sys.abiflags:  # many operations are atomic only because one thread runs at a time
     raise ImportError(
@@ -104,22 +104,27 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    path = _MODULES.get(name)
-    if path is None:
-        raise AttributeError(f"module 'polycephaly' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # with a `__getattr__`, type checkers would accept any name
 
-    if name == "green":
-        from .runtime.fork_guard import guard
+    def __getattr__(name):
+        path = _MODULES.get(name)
+        if path is None:
+            raise AttributeError(f"module 'polycephaly' has no attribute {name!r}")
+        from importlib import import_module
 
-        # A fork in another thread must not fall into this import: the drone would have half of the
-        # package, and its locks, for ever.
-        with guard:
-            import_module(f"{__name__}.green")
-    module = import_module(f"{__name__}.{path}")
-    value = globals()[name] = module if path == name else getattr(module, name)
-    return value
+        if name == "green":
+            from ._compat import check_platform
+
+            check_platform(any_unix=True)
+            from .runtime.fork_guard import guard
+
+            # A fork in another thread must not fall into this import: the drone would have half of
+            # the package, and its locks, for ever.
+            with guard:
+                import_module(f"{__name__}.green")
+        module = import_module(f"{__name__}.{path}")
+        value = globals()[name] = module if path == name else getattr(module, name)
+        return value
 
 
 def __dir__() -> list[str]:

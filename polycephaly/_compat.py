@@ -32,6 +32,20 @@ TemporaryFile = tempfile._TemporaryFileWrapper
 _FILE_NAME_INDEX = 10  # among the arguments of `CodeType`
 
 
+def check_platform(*, any_unix: bool = False) -> None:
+    """Raise `ImportError` if this is not CPython on Linux, or, with `any_unix`, on a Unix.
+
+    Called by the packages that do not work elsewhere, before they import what is not there.
+    """
+    is_there = sys.platform == "linux" or (any_unix and hasattr(os, "register_at_fork"))
+    if not is_there or sys.implementation.name != "cpython":
+        raise ImportError(
+            f"{'green threads' if any_unix else 'pools and drones'} of polycephaly need CPython on "
+            f"{'Unix' if any_unix else 'Linux'}, and this is {sys.implementation.name} on "
+            f"{sys.platform}: use a Linux machine or container (on Windows, WSL)"
+        )
+
+
 def run_exit_handlers() -> None:
     atexit._run_exitfuncs()
 

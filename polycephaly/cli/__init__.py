@@ -15,6 +15,13 @@ from typing import Any
 
 import click
 
+from .._compat import check_platform
+
+try:
+    check_platform()
+except ImportError as error:
+    raise SystemExit(f"Error: {error}") from None
+
 from ..runtime.version import __version__
 from .attach import attach
 from .bench import bench

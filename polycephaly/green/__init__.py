@@ -9,15 +9,20 @@ One scheduler per process runs coroutines one at a time, in the order in which t
 shared objects to each other through channels.
 """
 
+# ruff: noqa: E402 - the check comes before imports of what other systems lack
+
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING
+
+from .._compat import check_platform
+
+check_platform(any_unix=True)
 
 from ..errors import ChannelClosed, Deadlock, ItemLost
 from .aio import aio
-from .batch import Batch, call
-from .call import call_long
+from .batch import Batch, call, call_long
 from .channel import Channel, Receiver, Sender
 from .group import Group
 from .locks import Barrier, Event, Lock, Semaphore
@@ -38,8 +43,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import the part for tests at the first use."""
-    if name == "testing":
-        return import_module(".testing", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:  # with a `__getattr__`, type checkers would accept any name
+    from . import testing as testing
+else:
+
+    def __getattr__(name):
+        """Import the part for tests at the first use."""
+        if name == "testing":
+            return import_module(".testing", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
