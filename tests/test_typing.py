@@ -43,27 +43,37 @@ def test_it_is_clean_under_mypy_strict(tmp_path: Path) -> None:
     )
 
 
-ARGUMENTS = ROOT / "tests" / "typing" / "arguments.py"
-CHECKERS = {"mypy": ["--strict", "--cache-dir=cache"], "pyright": []}
+PROGRAMS = [ROOT / "tests" / "typing" / name for name in ("arguments.py", "planted.py")]
+CHECKERS = {
+    "mypy": ["--strict", "--cache-dir=cache"],
+    "basedpyright": ["--level", "error"],  # pyright, with a Node of its own
+}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_arguments_are_compared_with_parameters(checker: str, tmp_path: Path) -> None:
+def test_errors_of_a_users_program_are_reported_where_they_are(
+    checker: str, tmp_path: Path
+) -> None:
     if importlib.util.find_spec(checker) is None:
-        pytest.skip(f"{checker} is not installed")
+        pytest.skip(f"{checker} is not installed: pip install 'polycephaly[dev]'")
     (tmp_path / "polycephaly").symlink_to(ROOT / "polycephaly")
-    program = tmp_path / "arguments.py"
-    program.write_bytes(ARGUMENTS.read_bytes())
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    wrong = set()
+    for program in PROGRAMS:
+        text = program.read_text(encoding="utf-8")
+        (tmp_path / program.name).write_text(text, encoding="utf-8")
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.endswith("# wrong"):
+                wrong.add((program.name, number))
+    assert len([name for name, _ in wrong if name == "planted.py"]) == 11
     found = subprocess.run(
-        [sys.executable, "-m", checker, *CHECKERS[checker], program.name],
+        [sys.executable, "-m", checker, *CHECKERS[checker], *(each.name for each in PROGRAMS)],
         cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
-    reported = {int(n) for n in re.findall(r"arguments\.py:(\d+):.* error", found.stdout)}
-    lines = enumerate(ARGUMENTS.read_text(encoding="utf-8").splitlines(), 1)
-    wrong = {number for number, line in lines if line.endswith("# wrong")}
-    assert reported == wrong, found.stdout
+    reported = re.findall(r"(arguments\.py|planted\.py):(\d+):.* error", found.stdout)
+    assert {(name, int(number)) for name, number in reported} == wrong, found.stdout
 
 
 def test_it_runs(tmp_path: Path) -> None:
