@@ -6,6 +6,7 @@ first use, so that ``import polycephaly`` costs next to nothing.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,32 @@ if TYPE_CHECKING:
     from .store.pores import Pore
     from .store.shared import Shared
     from .timeline import Timeline
+
+
+def _warn_of_namesake() -> None:
+    """Warn if the other distribution that has a package `polycephaly` is installed in this place.
+
+    Its files overwrite ours, or ours were written over them, and to uninstall it removes ours.
+    """
+    try:
+        beside = os.listdir(os.path.dirname(os.path.dirname(__file__)))
+    except OSError:  # in a zip file, or in a program made by PyInstaller
+        return
+    for name in beside:
+        if name.lower().startswith("polycephaly-") and name.endswith(".dist-info"):
+            import warnings
+
+            warnings.warn(
+                f"{name.removesuffix('.dist-info')} is another project's distribution, whose "
+                "package has the same name and the same place as this one; this one is "
+                "polycephaly-drones: pip uninstall polycephaly && pip install --force-reinstall "
+                "--no-deps polycephaly-drones",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+_warn_of_namesake()
 
 _MODULES = {
     "ChannelClosed": "errors",

@@ -105,7 +105,7 @@ def _ray() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ray = pytest.importorskip(
-            "ray", reason="Ray is not installed: pip install 'polycephaly[ray]'"
+            "ray", reason="Ray is not installed: pip install 'ray>=2.40'"
         )
         with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
             ray.init(

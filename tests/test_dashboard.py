@@ -369,7 +369,7 @@ def test_without_its_packages_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
     with (
         poly.Pool(1, engine="inline") as pool,
-        pytest.raises(ModuleNotFoundError, match=r"pip install 'polycephaly\[dashboard\]'"),
+        pytest.raises(ModuleNotFoundError, match=r"pip install 'starlette>="),
     ):
         pool.dashboard()
 

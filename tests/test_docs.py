@@ -77,7 +77,7 @@ def test_links_and_named_test_files_lead_somewhere(page: str) -> None:
 def test_it_is_built_without_a_warning(tmp_path: Path) -> None:
     for needed in ("sphinx", "myst_parser", "furo", "joblib"):  # its backend is in the reference
         if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed: pip install 'polycephaly[docs,joblib]'")
+            pytest.skip(f"{needed} is not installed: pip install '.[docs,joblib]'")
     build = [
         sys.executable,
         "-m",

@@ -3,13 +3,18 @@ no more."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from pkgutil import iter_modules
 
 import pytest
 
 import polycephaly
+
+ROOT = Path(__file__).parent.parent
 
 SERVED = ["polycephaly.green", "polycephaly.server", "polycephaly.engines.remote"]
 BY_VALUE = ["cloudpickle", "dataclasses", "inspect"]  # only for what is pickled by value
@@ -101,3 +106,47 @@ def test_a_python_without_the_lock_is_refused_in_one_sentence() -> None:
         "ImportError: polycephaly needs a CPython with the global inter"
     )
     assert "free-threaded" in last and "usual build" in last
+
+
+@pytest.mark.parametrize(
+    "beside", ["Polycephaly-2019.11a5.dist-info", "polycephaly_drones-0.1.0.dist-info"]
+)
+def test_another_projects_distribution_of_this_name_is_warned_of(
+    tmp_path: Path, beside: str
+) -> None:
+    (tmp_path / "polycephaly").symlink_to(ROOT / "polycephaly")
+    (tmp_path / beside).mkdir()
+    (tmp_path / "program.py").write_text("import polycephaly\n")
+    run = subprocess.run(
+        [sys.executable, "program.py"], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    if "drones" in beside:
+        assert run.stderr == ""
+    else:
+        assert re.match(
+            r".*program.py:1: RuntimeWarning: Polycephaly-2019.11a5 is another project's .*"
+            r"pip uninstall polycephaly && pip install .* polycephaly-drones",
+            run.stderr,
+        )
+
+
+def test_no_advice_installs_the_other_project_of_this_name() -> None:
+    """`pip install polycephaly` would replace this package by a stranger's."""
+    advice = re.compile(r"\binstall (?:-\S+ )*'?polycephaly\b(?!-drones)|polycephaly\[\w")
+    pages = [ROOT / "README.md", ROOT / "pyproject.toml", *ROOT.glob("docs/**/*.md")]
+    for path in [*pages, *ROOT.glob("polycephaly/**/*.py"), *ROOT.glob("examples/*")]:
+        if path.is_file():
+            assert not advice.findall(path.read_text()), path
+
+
+def test_advice_for_what_is_missing_names_the_requirements_of_the_extra() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    known = {each.partition(";")[0] for needed in extras.values() for each in needed}
+    named = {
+        requirement
+        for path in ROOT.glob("polycephaly/**/*.py")
+        for line in re.findall(r"pip install ('[^\n\"`]*)", path.read_text())
+        for requirement in re.findall(r"'([^']*)'", line)
+    }
+    assert len(named) >= 6 and named <= known

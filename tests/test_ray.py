@@ -61,7 +61,7 @@ def test_without_ray_one_line_names_the_extra():
         except ImportError as error:
             print(error)
     """)
-    assert "pip install 'polycephaly[ray]'" in done.stdout and done.stdout.count("\n") == 1, (
+    assert "pip install 'ray>=2.40'" in done.stdout and done.stdout.count("\n") == 1, (
         done.stderr
     )
 
@@ -74,7 +74,7 @@ def test_an_engine_that_there_is_not_is_named():
 
 
 def test_a_cluster_that_does_not_answer_is_named_before_ray_tries():
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     done = run_script(
         """
         import ray
@@ -114,7 +114,7 @@ def test_what_no_node_has_is_said_at_once_with_what_there_is():
     ],
 )
 def test_labels_are_matched_as_ray_does_it(wanted, fits):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     from polycephaly.engines.ray.cluster import _matches
 
     assert _matches({"zone": "a"}, {"zone": wanted}) is fits
@@ -129,7 +129,7 @@ def test_labels_are_matched_as_ray_does_it(wanted, fits):
     ],
 )  # fmt: skip
 def test_amounts_are_counted_as_ray_does_it(name, there, amount, drones):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     from polycephaly.engines.ray.cluster import _count_fitting
 
     assert _count_fitting(name, there, amount) == drones
@@ -138,7 +138,7 @@ def test_amounts_are_counted_as_ray_does_it(name, there, amount, drones):
 @pytest.mark.ray
 @pytest.mark.timeout(180)
 def test_a_cluster_that_runs_on_this_machine_is_not_joined_unasked(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     answers, printed = answers_of(
         tmp_path,
         """
@@ -169,7 +169,7 @@ def test_a_cluster_that_runs_on_this_machine_is_not_joined_unasked(tmp_path):
 
 
 def test_ray_client_is_refused_with_the_cure():
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     with pytest.raises(ValueError, match=r"ray://head:10001.*address='auto' or the HOST:PORT"):
         poly.Pool(1, engine="ray", address="ray://head:10001")
 
@@ -300,7 +300,7 @@ def test_processors_and_devices_may_stand_among_resources():
 
 
 def test_a_device_among_resources_is_a_device_to_ray():
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     from polycephaly.engines.ray.cluster import _normalize_resources
 
     given = {"resources": {"GPU": 1, "disk": 2, "memory": 5}, "num_cpus": 3}
@@ -454,7 +454,7 @@ def drone_with_a_page(diary, lives):
 
 
 def test_what_is_too_large_is_left_out_be_it_data_or_what_a_function_holds():
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     done = run_script("""
         from polycephaly.wire.main_snapshot import take_snapshot
 
@@ -478,7 +478,7 @@ def test_what_is_too_large_is_left_out_be_it_data_or_what_a_function_holds():
 
 @pytest.mark.guarantee("cluster-2")
 def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     from polycephaly.engines.ray import exit_record as diary
 
     page = diary.ExitRecord(str(tmp_path))
@@ -523,7 +523,7 @@ def test_what_was_printed_and_read_is_not_kept_on_the_node():
 
 
 def test_of_a_dead_drones_output_is_told_what_is_there(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     from polycephaly.engines.ray import exit_record as diary
 
     with open(tmp_path / diary.OUT, "ab", buffering=0) as file:
@@ -549,7 +549,7 @@ def test_of_a_dead_drones_output_is_told_what_is_there(tmp_path):
 def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it(
     tmp_path, monkeypatch
 ):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     from polycephaly.engines.ray import exit_record as diary
 
     monkeypatch.setattr(diary, "_session_dir", lambda: str(tmp_path))
@@ -566,7 +566,7 @@ def test_what_a_dead_drone_has_left_is_not_swept_away_before_its_driver_reads_it
 def test_a_drone_that_ray_has_lost_though_it_lives_runs_nothing_after_its_page_was_read(
     tmp_path, monkeypatch
 ):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     from polycephaly.engines.ray import exit_record as diary
 
     monkeypatch.setattr(diary, "_session_dir", lambda: str(tmp_path))
@@ -610,7 +610,7 @@ def test_the_switch_has_room_for_more_drones_than_it_may_have_calls():
 
 @pytest.mark.ray
 def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray():
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     done = run_script(
         """
         import os
@@ -635,7 +635,7 @@ def test_a_pool_whose_ray_was_shut_down_rejects_its_work_and_starts_no_other_ray
 
 @pytest.mark.ray
 def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     answers, printed = answers_of(
         tmp_path,
         """
@@ -691,7 +691,7 @@ def test_what_was_of_an_earlier_connection_to_ray_is_lost_and_nothing_else(tmp_p
 
 @pytest.mark.ray
 def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     answers, printed = answers_of(
         tmp_path,
         """
@@ -723,7 +723,7 @@ def test_a_message_that_ray_does_not_take_is_the_failure_of_its_work_alone(tmp_p
 @pytest.mark.guarantee("cluster-2")
 @pytest.mark.ray
 def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     answers, printed = answers_of(
         tmp_path,
         """
@@ -768,7 +768,7 @@ def test_the_loss_of_a_node_rejects_what_it_ran_and_the_rest_is_done_once(tmp_pa
 @pytest.mark.ray
 @pytest.mark.timeout(180)
 def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow_it(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     answers, printed = answers_of(
         tmp_path,
         """
@@ -817,7 +817,7 @@ def test_values_that_lay_with_a_lost_node_are_computed_again_where_retries_allow
 @pytest.mark.ray
 @pytest.mark.timeout(180)
 def test_a_node_killed_in_the_middle_of_the_demo_changes_none_of_the_five_lists(tmp_path):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'polycephaly[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     answers, printed = answers_of(
         tmp_path,
         """

@@ -533,7 +533,7 @@ def test_a_png_without_pillow_names_the_cure(tmp_path):
     )
     assert (
         ran.stdout
-        == "a PNG needs Pillow: pip install 'polycephaly[plot]' (SVG and HTML do without)\n"
+        == "a PNG needs Pillow: pip install 'pillow>=10.1' (SVG and HTML do without)\n"
     ), ran.stderr
     assert os.listdir(tmp_path) == ["run.svg"]
 

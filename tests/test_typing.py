@@ -33,7 +33,7 @@ def test_it_uses_every_public_name() -> None:
 @pytest.mark.timeout(100)  # mypy without a cache takes all that a busy machine gives it
 def test_it_is_clean_under_mypy_strict(tmp_path: Path) -> None:
     if importlib.util.find_spec("mypy") is None:
-        pytest.skip("mypy is not installed: pip install 'polycephaly[dev]'")
+        pytest.skip("mypy is not installed: pip install '.[dev]'")
     found = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path, PROGRAM],
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,

@@ -142,7 +142,7 @@ def securities(
     if plot_file is not None:
         _check_plot(plot_file)
     if find_spec("httpx") is None:
-        raise click.ClickException("the demo needs httpx: pip install 'polycephaly[demo]'")
+        raise click.ClickException("the demo needs httpx: pip install 'httpx>=0.25'")
 
     from ..demos.securities import experiments, report
     from ..demos.securities.parse import SourceError

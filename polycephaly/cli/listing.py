@@ -100,7 +100,7 @@ def dashboard(name: str, port: int, host: str) -> None:
     -----
     The page shows the drones at work. With its first address, which contains a token, one may
     also interrupt tasks and kill drones. /metrics at the same address, with a token, is for
-    Prometheus. Needs: pip install 'polycephaly[dashboard]'
+    Prometheus. Needs: pip install 'starlette>=0.37' 'uvicorn>=0.29'
     """
     with connect_to(name) as pool, pool.dashboard(port, host=host) as page:
         click.echo(f"{page.url}\nto look only: {page.read_only_url}")

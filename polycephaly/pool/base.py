@@ -663,7 +663,7 @@ class ExecutorBase(TaskTarget, Executor):
         Raises
         ------
         ModuleNotFoundError
-            If starlette or uvicorn is missing: ``pip install 'polycephaly[dashboard]'``.
+            If starlette or uvicorn is missing: ``pip install 'starlette>=0.37' 'uvicorn>=0.29'``.
         OSError
             If the port is in use.
 

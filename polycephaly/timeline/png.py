@@ -1,4 +1,4 @@
-"""A drawing as PNG, made by Pillow (``pip install 'polycephaly[plot]'``)."""
+"""A drawing as PNG, made by Pillow (``pip install 'pillow>=10.1'``)."""
 
 from __future__ import annotations
 

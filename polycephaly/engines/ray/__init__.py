@@ -30,7 +30,7 @@ def connect_cluster(**options: Any) -> Machine:
     try:
         import ray  # noqa: F401
     except ImportError as missing:
-        raise ImportError("engine='ray' needs Ray: pip install 'polycephaly[ray]'") from missing
+        raise ImportError("engine='ray' needs Ray: pip install 'ray>=2.40'") from missing
     from .cluster import Cluster
 
     return Cluster(options)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...pool.pool import Pool
 
 MAX_CONNECTIONS = 64
-MISSING = "the live page needs starlette and uvicorn: pip install 'polycephaly[dashboard]'"
+MISSING = "the live page needs starlette and uvicorn: pip install 'starlette>=0.37' 'uvicorn>=0.29'"
 
 
 class Dashboard:
