@@ -104,9 +104,7 @@ def _ray() -> Iterator[None]:
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": known}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ray = pytest.importorskip(
-            "ray", reason="Ray is not installed: pip install 'ray>=2.40'"
-        )
+        ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
         with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
             ray.init(
                 "local", num_cpus=CPUS, object_store_memory=400 << 20, include_dashboard=False,

@@ -928,8 +928,8 @@ def test_a_death_among_short_calls_is_raised_at_the_first_of_their_slice(pool, p
         assert raised.value.exitcode == 7
         assert said == list(range(len(said))) and len(said) <= 700
         (noted,) = raised.value.__notes__
-        assert noted == "in map(a partial, ...), item 700: 700"
-        assert str(raised.value).endswith("while running a partial, item 700")
+        assert noted == "in map(die_once, ...), item 700: 700"
+        assert str(raised.value).endswith("while running die_once, item 700")
         assert set(ran(paths[0]).values()) == {1}
         assert_nothing_goes_on(pool, paths[0])
         os.unlink(paths[0])
@@ -964,7 +964,7 @@ def test_a_call_that_dies_after_its_slice_was_cut_takes_nothing_along(paths, ret
         if retries:
             assert list(results) == [700]
         else:
-            with pytest.raises(poly.DroneDied, match="SIGKILL while running a partial, item 700"):
+            with pytest.raises(poly.DroneDied, match="while running held_then_dead, item 700"):
                 next(results)
         assert ran(paths[0]) == Counter(range(2000)) + Counter({700: retries})
         assert list(pool.map(double, range(500))) == list(map(double, range(500)))

@@ -61,9 +61,7 @@ def test_without_ray_one_line_names_the_extra():
         except ImportError as error:
             print(error)
     """)
-    assert "pip install 'ray>=2.40'" in done.stdout and done.stdout.count("\n") == 1, (
-        done.stderr
-    )
+    assert "pip install 'ray>=2.40'" in done.stdout and done.stdout.count("\n") == 1, done.stderr
 
 
 def test_an_engine_that_there_is_not_is_named():

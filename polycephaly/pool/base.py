@@ -388,7 +388,10 @@ class ExecutorBase(TaskTarget, Executor):
             here = _NAMES_HERE.get(name)
             if name == "terminate" and not hasattr(self, "terminate_workers"):  # a served pool's
                 here = "shutdown(cancel_futures=True)"
-            cure = here and f": instead of multiprocessing's {name}, use {here}"
+            cure = here and (
+                f": instead of multiprocessing's {name}, use {here}, or take "
+                "polycephaly.multiprocessing.Pool, which has it"
+            )
             text = f"{type(self).__name__!r} object has no attribute {name!r}{cure or ''}"
             raise AttributeError(text, name=name, obj=self)
 

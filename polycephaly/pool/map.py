@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from concurrent import futures
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -109,6 +110,29 @@ class Results(chain[T]):
     async def aclose(self) -> None:
         """Close the iterator, as `close` does."""
         self.close()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until `take_batch` would not block, or `timeout` seconds have passed; return whether
+        it would not. For a consumer that reads by `take_batch` alone.
+        """
+        self._stream.send_ahead()
+        promise = self._stream.next_promise()
+        if promise is not None:
+            futures.wait([promise], timeout)
+        return promise is None or promise.done()
+
+    def take_batch(self) -> Iterable[T] | None:
+        """Return the next results, which came together; None after the last."""
+        turns = self._turns
+        if not turns.begin(awaits=True):
+            raise turns.refusal()
+        try:
+            batch = next(self._generator, None)
+            if batch is None:
+                turns.forget_reader()
+            return batch
+        finally:
+            turns.end()
 
 
 def start_map(stream: Ordered) -> Results[Any]:

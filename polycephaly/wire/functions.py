@@ -39,6 +39,7 @@ from ..memory.references import Serialized
 from ..promises.promise import NeedsPlaceholder
 from ..runtime.coroutines import is_coroutine_function
 from ..runtime.signal_handlers import is_of_signal_handler
+from .attempts import attempt, attempt_row
 from .main_names import (
     ATOMIC_TYPES,
     MainSnapshot,
@@ -347,6 +348,8 @@ def label(fn: object) -> str:
     """Return the name of a callable or code string for messages."""
     if isinstance(fn, str):
         return f"code {fn[:60]!r}"
+    if isinstance(fn, partial):
+        fn = fn.args[0] if fn.func in (attempt, attempt_row) else fn.func
     name = None
     with suppress(Exception):  # of the object's own code
         name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)

@@ -1,0 +1,444 @@
+"""`multiprocessing.Pool` on drones: change one import of a program.
+
+    from polycephaly.multiprocessing import Pool
+
+The interface is the standard library's, over a `polycephaly.Pool`, which sends the calls. What is
+better than there: a worker that dies is an error of its call, not a wait for ever; lambdas and
+closures may be called; ``Pool.imap`` takes no more of its input than it needs.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import wait
+from functools import partial
+from multiprocessing import TimeoutError
+from multiprocessing.pool import CLOSE, RUN, TERMINATE
+from threading import Thread
+from typing import Any, Generic, NoReturn, Self, TypeVar
+from weakref import WeakSet
+
+from .pool.map import Results
+from .pool.pool import Pool as DronePool
+from .pool.pool import dispatcher_of
+from .promises.promise import Promise
+from .runtime.checks import check_at_least
+from .wire.attempts import Failed, attempt, attempt_row
+from .wire.functions import label
+from .wire.output import Line
+
+__all__ = ["AsyncResult", "IMapIterator", "Pool", "TimeoutError"]
+
+T = TypeVar("T")
+
+_NOTHING: Any = object()
+
+Callback = Callable[[Any], object]
+
+
+class AsyncResult(Generic[T]):
+    """The result of ``Pool.apply_async``, ``Pool.map_async`` or ``Pool.starmap_async``.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, promise: Promise[T]) -> None:
+        self._promise = promise
+
+    def get(self, timeout: float | None = None) -> T:
+        """Return the result, or raise the error of the call.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait. None: no limit.
+
+        Raises
+        ------
+        multiprocessing.TimeoutError
+            If the call has not ended by then.
+        concurrent.futures.CancelledError
+            If the pool was terminated before.
+        """
+        if timeout is not None:
+            self.wait(timeout)
+            if not self._promise.done():
+                raise TimeoutError(f"the result did not come within {timeout} s")
+        return self._promise.result()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the call has ended, or `timeout` seconds have passed."""
+        wait([self._promise], timeout)
+
+    def ready(self) -> bool:
+        """Return whether the call has ended."""
+        return self._promise.done()
+
+    def successful(self) -> bool:
+        """Return whether the call has ended without an error.
+
+        Raises
+        ------
+        ValueError
+            If the call has not ended.
+        """
+        if not self._promise.done():
+            raise ValueError(f"{self!r} not ready")
+        return not self._promise.cancelled() and self._promise.exception() is None
+
+
+class IMapIterator(Iterator[T]):
+    """The results of ``Pool.imap`` and ``Pool.imap_unordered``, for one thread at a time."""
+
+    def __init__(self, pool: Pool, results: Results[Any], name: str) -> None:
+        self._pool, self._results, self._name = pool, results, name
+        self._batch: Iterator[Any] = iter(())  # values that came together
+        self._count = 0
+        self._has_ended = False
+
+    def next(self, timeout: float | None = None) -> T:
+        """Return the next result, or raise the error of its call; the calls after it go on.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait. None: no limit.
+
+        Raises
+        ------
+        multiprocessing.TimeoutError
+            If the result is not there in time. It can be asked for again.
+        StopIteration
+            After the last result.
+        """
+        try:
+            value = next(self._batch, _NOTHING)
+            if value is _NOTHING:
+                value = self._take_value(timeout)
+        except TimeoutError:
+            raise
+        except BaseException:  # the end, too
+            self._has_ended = True
+            self._pool._end_if_closed()
+            raise
+        self._count += 1
+        if type(value) is Failed:
+            raise self._pool._error(value, self._name, self._count - 1)
+        return value  # type: ignore[no-any-return]
+
+    __next__ = next
+
+    def _take_value(self, timeout: float | None) -> Any:
+        while True:
+            if timeout is not None and not self._results.wait(timeout):
+                raise TimeoutError(f"the result did not come within {timeout} s")
+            batch = self._results.take_batch()
+            if batch is None:
+                raise StopIteration
+            self._batch = iter(batch)
+            for value in self._batch:
+                return value
+
+
+class Pool:
+    """`multiprocessing.Pool`, whose workers are drones.
+
+    Leaving a ``with`` block terminates the pool, as in the standard library.
+
+    Parameters
+    ----------
+    processes
+        Number of drones. None: as many as usable cores.
+    initializer, initargs
+        A callable that each drone calls first, and its arguments.
+    maxtasksperchild
+        Number of tasks after which a drone is replaced.
+    **options
+        Those of `polycephaly.Pool`, such as ``timeout``, ``retries`` or ``engine``. If `output` is
+        not given, lines that drones print appear as they are, without the name of the drone.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+    TypeError
+        If `initializer` is not callable, or there is no such option.
+
+    Notes
+    -----
+    All methods may be called from any thread. As in the standard library, a call of `map` that
+    raises does not stop the others: the error is raised when all have ended. A call that is lost
+    with its drone, or exceeds a time limit, ends its `map` or `imap` at once. `chunksize` has no
+    effect, because chunks follow the measured time of the calls.
+
+    Examples
+    --------
+    >>> from polycephaly.multiprocessing import Pool
+    >>> with Pool(2) as pool:
+    ...     pool.map(abs, [-1, -2]), pool.starmap(pow, [(2, 3), (3, 2)])
+    ([1, 2], [8, 9])
+    """
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._state = TERMINATE  # for `__del__`, if this fails
+        if maxtasksperchild is not None and (
+            not isinstance(maxtasksperchild, int) or maxtasksperchild <= 0
+        ):
+            raise ValueError(
+                f"maxtasksperchild is a positive int or None, not {maxtasksperchild!r}"
+            )
+        options.setdefault("output", _print_as_it_is)
+        self._drones = DronePool(
+            processes,
+            initializer=initializer,
+            initargs=tuple(initargs),
+            max_tasks=maxtasksperchild,
+            **options,
+        )
+        self._imaps: WeakSet[IMapIterator[Any]] = WeakSet()
+        self._state = RUN
+
+    def apply(
+        self,
+        func: Callable[..., T],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+    ) -> T:
+        """Return ``func(*args, **kwds)``, called by a drone."""
+        self._check_running()
+        return self._drones.doit(func, *args, **(kwds or {}))
+
+    def apply_async(
+        self,
+        func: Callable[..., T],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+        callback: Callback | None = None,
+        error_callback: Callback | None = None,
+    ) -> AsyncResult[T]:
+        """Have a drone call ``func(*args, **kwds)``.
+
+        Parameters
+        ----------
+        callback, error_callback
+            Called with the value, or with the error, before the result is ready, in a thread that
+            must not wait for this pool.
+        """
+        self._check_running()
+        if kwds and "keep" in kwds:  # else it would be one of `Pool.promise`
+            func, kwds = partial(func, **kwds), None
+        promise: Promise[T] = self._drones.promise(func, *args, **(kwds or {}))
+        if callback is not None or error_callback is not None:
+            called: Promise[T] = Promise()
+            promise.add_done_callback(partial(_settle, called, callback, error_callback))
+            promise = called
+        return AsyncResult(promise)
+
+    def map(
+        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int | None = None
+    ) -> list[T]:
+        """Return the list of the results of ``func(item)``."""
+        return self._take(self._map(attempt, func, list(iterable), chunksize), label(func))
+
+    def map_async(
+        self,
+        func: Callable[[Any], T],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callback | None = None,
+        error_callback: Callback | None = None,
+    ) -> AsyncResult[list[T]]:
+        """Do as `map`, without waiting. The callbacks are those of `apply_async`."""
+        results = self._map(attempt, func, list(iterable), chunksize)
+        return self._collect(results, label(func), callback, error_callback)
+
+    def starmap(
+        self,
+        func: Callable[..., T],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+    ) -> list[T]:
+        """Return the list of the results of ``func(*item)``."""
+        return self._take(self._map(attempt_row, func, list(iterable), chunksize), label(func))
+
+    def starmap_async(
+        self,
+        func: Callable[..., T],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callback | None = None,
+        error_callback: Callback | None = None,
+    ) -> AsyncResult[list[T]]:
+        """Do as `starmap`, without waiting. The callbacks are those of `apply_async`."""
+        results = self._map(attempt_row, func, list(iterable), chunksize)
+        return self._collect(results, label(func), callback, error_callback)
+
+    def imap(
+        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1
+    ) -> IMapIterator[T]:
+        """Return an iterator over the results of ``func(item)``.
+
+        The input is taken only as far ahead as keeps the drones busy, so it may be endless.
+        """
+        return self._imap(func, iterable, chunksize, ordered=True)
+
+    def imap_unordered(
+        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1
+    ) -> IMapIterator[T]:
+        """Return an iterator over the results of ``func(item)``, in the order of their arrival."""
+        return self._imap(func, iterable, chunksize, ordered=False)
+
+    def close(self) -> None:
+        """Accept no more calls. The drones end when all calls have ended."""
+        if self._state == RUN:
+            self._state = CLOSE
+            self._end_if_closed()
+
+    def terminate(self) -> None:
+        """Cancel all calls, also those that run, and end the drones."""
+        self._state = TERMINATE
+        self._drones.terminate_workers()
+        self._drones.shutdown()
+
+    def join(self) -> None:
+        """Wait until the drones have ended, after `close` or `terminate`.
+
+        Raises
+        ------
+        ValueError
+            If the pool was not closed.
+        """
+        if self._state == RUN:
+            raise ValueError("Pool is still running")
+        self._drones.shutdown()
+
+    @property
+    def _processes(self) -> int:
+        """The number of drones. Many programs look for it under this name."""
+        return dispatcher_of(self._drones).size
+
+    def __enter__(self) -> Self:
+        self._check_running()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.terminate()
+
+    def __repr__(self) -> str:
+        cls = type(self)
+        return (
+            f"<{cls.__module__}.{cls.__qualname__} state={self._state} pool_size={self._processes}>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise NotImplementedError("pool objects cannot be passed between processes or pickled")
+
+    def __del__(self) -> None:
+        if self._state == RUN:
+            message = f"unclosed running multiprocessing pool {self!r}"
+            warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
+
+    def _check_running(self) -> None:
+        if self._state != RUN:
+            raise ValueError("Pool not running")
+
+    def _map(
+        self,
+        call: Callable[..., Any],
+        func: Callable[..., Any],
+        items: Iterable[Any],
+        chunksize: int | None,
+        ordered: bool = True,
+    ) -> Results[Any]:
+        self._check_running()
+        if not callable(func):
+            raise TypeError(f"func is a callable, not {func!r}")
+        return self._drones.map(partial(call, func), items, chunksize=chunksize, ordered=ordered)
+
+    def _imap(
+        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int, *, ordered: bool
+    ) -> IMapIterator[T]:
+        check_at_least("chunksize", chunksize, 1)
+        results = self._map(attempt, func, iterable, chunksize, ordered)
+        iterator: IMapIterator[T] = IMapIterator(self, results, label(func))
+        self._imaps.add(iterator)
+        return iterator
+
+    def _take(self, results: Results[Any], name: str) -> list[Any]:
+        values = list(results)
+        for index, value in enumerate(values):
+            if type(value) is Failed:
+                raise self._error(value, name, index)
+        return values
+
+    def _collect(
+        self,
+        results: Results[Any],
+        name: str,
+        callback: Callback | None,
+        error_callback: Callback | None,
+    ) -> AsyncResult[list[Any]]:
+        """Take all results in a thread, which ends with them."""
+        taken: Promise[list[Any]] = Promise()
+        called: Promise[list[Any]] = Promise()
+        taken.add_done_callback(partial(_settle, called, callback, error_callback))
+
+        def take() -> None:
+            try:
+                values = self._take(results, name)
+            except BaseException as error:
+                taken.set_exception(error)
+            else:
+                taken.set_result(values)
+
+        Thread(target=take, name=f"map({name}, ...)", daemon=True).start()
+        return AsyncResult(called)
+
+    def _error(self, failed: Failed, name: str, index: int) -> BaseException:
+        dispatcher, error = dispatcher_of(self._drones), failed.error()
+        dispatcher.explain(error)
+        dispatcher.note_failure(name, index, None, error)
+        return error
+
+    def _end_if_closed(self) -> None:
+        """End the drones after `close`, unless an `imap` has more of its input to send."""
+        if self._state == CLOSE and all(each._has_ended for each in self._imaps):
+            self._drones.shutdown(wait=False)
+
+
+def _settle(
+    called: Promise[Any],
+    callback: Callback | None,
+    error_callback: Callback | None,
+    promise: Promise[Any],
+) -> None:
+    """Settle `called` as `promise`, after the callback."""
+    error: BaseException | None
+    try:
+        error = promise.exception()
+    except BaseException as cancelled:
+        error = cancelled
+    try:
+        if error is None:
+            if callback is not None:
+                callback(promise.result())
+        elif error_callback is not None:
+            error_callback(error)
+    finally:
+        if error is None:
+            called.set_result(promise.result())
+        else:
+            called.set_exception(error)
+
+
+def _print_as_it_is(line: Line) -> None:
+    print(line.text, file=getattr(sys, line.stream), flush=True)
