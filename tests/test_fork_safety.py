@@ -1,6 +1,7 @@
 """Forks: ours beside our own threads and the user's, the user's own beside ours."""
 
 import cProfile
+import fcntl
 import importlib
 import multiprocessing
 import os
@@ -734,3 +735,14 @@ def test_handlers_of_any_signal_stay_in_the_controller():
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def test_the_directory_of_an_open_pool_is_locked_as_systemd_tmpfiles_respects_it():
+    with poly.Pool(1) as pool:
+        directory = pool._dispatcher.supervisor.engine._bulk.directory
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(fd)

@@ -1,6 +1,6 @@
 """The directory that holds a reactor's sockets: only processes of its user can enter it.
 
-    <temporary directory>/polycephaly-XXXXXXXXXXXXXXXX/   mode 0700
+    <temporary directory>/polycephaly-XXXXXXXXXXXXXXXX/   mode 0700; locked, too (shared)
         lock      locked (flock) by the owner
         zmq       the ipc:// socket of the reactor's ROUTER, once there is one
         1234.c    socket for the channels (green/distributed/) of process 1234, a drone or the owner
@@ -8,6 +8,8 @@
         1234/     the same layout for the reactor of drone 1234, which starts drones of its own
 
 File permissions decide which processes may open the sockets.
+
+systemd-tmpfiles, which removes old files, spares a directory that anybody has locked.
 
 A directory whose lock is free was left by processes that were all killed at once. The next reactor
 removes it.
@@ -22,6 +24,7 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 
+from ..runtime import parent_death
 from ..runtime.system_limits import lock_file
 from . import addresses
 
@@ -50,6 +53,12 @@ class PrivateDirectory:
             undo.callback(os.close, lock)
             cure = "set TMPDIR to a directory of another one"
             lock_file(lock, path, fcntl.LOCK_EX | fcntl.LOCK_NB, cure)
+            directory = parent_death.close_in_child(
+                parent_death.Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+            )
+            undo.callback(parent_death.close, directory)
+            with suppress(OSError):  # without it, the directory is spared for as long as it is new
+                fcntl.flock(directory.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._resources = undo.pop_all()
         addresses.on_directory_made(self.path)
 
