@@ -10,6 +10,7 @@ import warnings
 import weakref
 from pickle import PickleBuffer
 from struct import Struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -467,7 +468,7 @@ def test_without_room_a_pickle_and_one_warning(snapshot):
     arena.end()
 
 
-LOAN, PLACE, COUNTS = Struct("<QQQ"), Struct("<HQQ"), Struct("<HI")
+LOAN, PLACE, COUNTS = Struct("<QQQ"), Struct("<IQQ"), Struct("<II")
 
 
 @pytest.mark.parametrize(
@@ -478,7 +479,7 @@ LOAN, PLACE, COUNTS = Struct("<QQQ"), Struct("<HQQ"), Struct("<HI")
         COUNTS.pack(0, 0),  # no pickle at all
         COUNTS.pack(1, 0) + b"x",
         COUNTS.pack(0, 1) + b"x",
-        COUNTS.pack(65535, 1 << 31) + b"x",
+        COUNTS.pack((1 << 32) - 1, (1 << 32) - 1) + b"x",
         COUNTS.pack(1, 0) + LOAN.pack(1, 1, 10) + b"x",  # not at a page
         COUNTS.pack(1, 0) + LOAN.pack(1, 0, 0) + b"x",
         COUNTS.pack(1, 0) + LOAN.pack(1, 1 << 62, 10) + b"x",
@@ -498,6 +499,17 @@ def test_a_waybill_that_makes_no_sense_is_refused(arena, waybill):
     with pytest.raises(Malformed):
         Received(waybill, returned)
     assert not returned.returned
+
+
+def test_a_value_may_lie_in_more_than_65536_ranges(arena):
+    ranges = [SimpleNamespace(offset=0, length=10) for _ in range(1 << 16 | 1)]
+    sent = Serialized(b"pickle", [(each, 1, 2) for each in ranges])
+    header = sent.pack_header(RefTable(arena, 3, lambda: None))
+    received = Received(header, RefTable(arena, 0, lambda: None))
+    assert received.to_serialized().inline == b"pickle"
+    places = received.to_serialized().places
+    assert [place[1:] for place in places] == [(1, 2)] * len(ranges)
+    assert len({each.number for each, *_ in places}) == len(ranges)
 
 
 def test_random_traffic_between_two_ends_changes_nobodys_data(arena, snapshot):

@@ -26,9 +26,9 @@ from typing import Any
 from ..errors import Malformed
 from .arena import MAX_REGIONS, REGION_BYTES, Arena, RangeRef, view
 
-_COUNTS = Struct("<HI")
+_COUNTS = Struct("<II")
 _REF = Struct("<QQQ")
-_PLACE = Struct("<HQQ")
+_PLACE = Struct("<IQQ")
 
 Place = tuple[RangeRef, int, int]
 """A range written by this process, or lent to it, and a place in the range: start and length."""
