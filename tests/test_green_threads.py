@@ -4,6 +4,7 @@ goes wrong."""
 import asyncio
 import contextvars
 import gc
+import inspect
 import signal
 import threading
 import weakref
@@ -1064,9 +1065,7 @@ def test_green_things_awaited_in_asyncio_say_that_they_are_for_green_threads():
             else:
                 raise AssertionError(awaitable)
 
-    with pytest.warns(RuntimeWarning, match="never awaited"):  # the `double(1)` above
-        asyncio.run(main())
-        gc.collect()
+    asyncio.run(main())
 
 
 # -- errors nobody looked at -----------------------------------------------------------------------
@@ -1267,6 +1266,41 @@ def test_a_second_signal_ends_the_wait_for_a_clean_up(handled):
         green.run(main)
     goes_on.set()
     wait_for(threads[0].done)
+
+
+@pytest.mark.parametrize("timeout", [None, 1000])
+def test_a_time_out_error_of_a_signal_handler_is_raised_by_get_and_put_as_it_is(timeout, handled):
+    async def interrupt():
+        await all_waiting()
+        interrupt_main_thread()
+
+    for operation in (
+        lambda: green.Channel().get(timeout),
+        lambda: green.Channel().put(1, timeout),
+    ):
+        handled.append(error := TimeoutError("of the handler"))
+        with pytest.raises(TimeoutError) as raised:
+            green.spawn(interrupt)
+            operation()
+        assert raised.value is error
+
+
+def test_a_coroutine_that_is_refused_is_closed():
+    async def in_asyncio():
+        coro = double(1)
+        with pytest.raises(RuntimeError, match=r"green\.run waits"):
+            green.run(coro)
+        assert inspect.getcoroutinestate(coro) == inspect.CORO_CLOSED
+        coro = double(1)
+        with pytest.raises(RuntimeError, match=r"green\.aio is for green threads"):
+            await green.aio(coro)
+        assert inspect.getcoroutinestate(coro) == inspect.CORO_CLOSED
+
+    asyncio.run(in_asyncio())
+    coro = double(1)
+    with pytest.raises(TypeError, match="takes no arguments"):
+        green.spawn(coro, 1)
+    assert inspect.getcoroutinestate(coro) == inspect.CORO_CLOSED
 
 
 def test_ctrl_c_arrives_while_a_green_thread_computes_and_while_one_is_in_a_call():

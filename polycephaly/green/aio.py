@@ -142,6 +142,8 @@ def aio(awaitable: Any, /) -> Any:
 @coroutine
 def _await_on_loop(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
     if get_ident() != scheduler.owner:
+        if isinstance(awaitable, Coroutine):
+            awaitable.close()
         raise outside_error("green.aio", "a plain `await`")
     loop, wake = _loop.get(), Wake()
     tasks: list[asyncio.Task[T]] = []

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from math import inf
+from time import monotonic
 from typing import Any, TypeVar, overload
 
 from ..runtime.checks import check_seconds
@@ -72,6 +74,8 @@ def run(main: Any, /, *args: Any) -> Any:
             "green.run waits, and would stop every green thread inside a coroutine: use `await`"
         )
     if in_asyncio():
+        if is_coroutine(main):
+            main.close()
         raise RuntimeError(
             "green.run waits, and would stop the asyncio loop that runs here: use "
             "`await green.spawn(...)`"
@@ -129,10 +133,11 @@ def wait_in_proxy(
         with DeferredSigint():
             # Ctrl-C comes before the start, or when the proxy can be cancelled.
             proxy = start(op, args, name=name)
+        end = inf if timeout is None else monotonic() + timeout
         try:
             return proxy.result(timeout)
         except TimeoutError:
-            if not failure:  # no time limit: raised by a signal handler
+            if monotonic() < end:  # not this limit: of a signal handler, or of the item's own code
                 raise
             proxy.cancel()
         try:

@@ -111,6 +111,7 @@ def start(
     coro: Any = None
     if is_coroutine(fn):
         if args:
+            fn.close()
             raise TypeError(f"a coroutine object takes no arguments: {fn!r}, {args!r}")
         coro = as_coroutine(fn, qualname(fn))
     elif is_coroutine_function(fn):
