@@ -241,6 +241,24 @@ def test_nothing_of_a_call_is_kept_but_numbers():
     assert kept <= {str, int, float, bool, type(None)}
 
 
+@pytest.mark.guarantee("log-6")
+@pytest.mark.parametrize("describes", [True, False])
+def test_a_pool_that_describes_no_items_keeps_none_of_green_code_in_its_drones(describes, tmp_path):
+    async def slow(item):
+        await green.sleep(0.001)
+
+    async def items_and_calls():
+        await green.map(slow, ["a secret", 424242424242])
+        await green.call_long(time.sleep, 0.0016180339)
+
+    with poly.Pool(1, describe_items=describes) as pool:
+        pool.doit(items_and_calls)
+        pool.timeline.save(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for item in ("a secret", "424242424242", "0.0016180339"):
+        assert (item in page) == describes
+
+
 def test_two_are_one_and_names_that_both_have_are_numbered():
     both = []
     for _ in range(2):

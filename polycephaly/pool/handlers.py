@@ -213,7 +213,9 @@ def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, no
 
 def _handle_event_log(dispatcher: Dispatcher, handle: DroneHandle, payload: Any) -> None:
     try:
-        dispatcher.record.add_events(handle.name, bytes(payload), handle.clock_offset)
+        dispatcher.record.add_events(
+            handle.name, bytes(payload), handle.clock_offset, dispatcher.describes_items
+        )
     except ValueError as error:  # only a timeline lacks something; no caller waits for that
         log.warning("drone %s: %s", handle.name, error)
 

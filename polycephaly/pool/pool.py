@@ -107,6 +107,7 @@ class Pool(ExecutorBase):
     describe_items
         If False, the note of an error of `map` has only the index of the item, and not its
         shortened `repr`, for items that must not appear in logs. Clients of a served pool obey.
+        Timelines then have no items of `green.map` and arguments of `green.call` in drones either.
     engine
         "local"; "inline": each task runs in this process, in the order of the calls, for debuggers,
         coverage and tests (then ``start``, ``env`` and ``cwd`` are refused); or "ray": drones are

@@ -172,13 +172,17 @@ class TraceBuffer:
             self._size -= lost
             self.spans_lost += lost
 
-    def add_events(self, drone: str, data: bytes, clock_offset: float) -> None:
+    def add_events(
+        self, drone: str, data: bytes, clock_offset: float, with_notes: bool = True
+    ) -> None:
         """Record the events of a drone's green threads, and the cost of its next answers.
 
-        The drone's clock is `clock_offset` seconds ahead. Raises `ValueError` if `data` is
-        malformed.
+        The drone's clock is `clock_offset` seconds ahead. Without `with_notes`, nothing is kept of
+        items and arguments. Raises `ValueError` if `data` is malformed.
         """
         events, cpu, lost = unpack_events(data, drone, clock_offset)
+        if not with_notes:
+            events = [each._replace(note="") for each in events]
         if len(self._cpu) > MAX_KEPT_CPU_TIMES:  # of tasks that were never answered
             self._cpu.clear()
         self._cpu.update(cpu)
