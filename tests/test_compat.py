@@ -16,6 +16,7 @@ from scripts import run_script
 from polycephaly import _compat
 from polycephaly.runtime.fork_guard import GuardedLock
 from polycephaly.wire import by_value
+from polycephaly.wire.main_names import MainSnapshot
 
 
 def test_exit_handlers_are_run_and_dropped():
@@ -156,7 +157,7 @@ def test_a_code_object_keeps_the_name_of_its_file():
 
 def test_a_definition_that_is_copied_to_a_drone_keeps_the_name_of_its_file():
     file = io.BytesIO()
-    by_value.DefinitionPickler(file).dump(lambda: 1 // 0)
+    by_value.DefinitionPickler(file, MainSnapshot(()), lambda buffer: True).dump(lambda: 1 // 0)
     assert pickle.loads(file.getvalue()).__code__.co_filename == __file__
 
 

@@ -314,6 +314,82 @@ def test_what_cannot_be_pickled_is_named_when_it_is_needed_with_the_cure():
     assert "pool.refresh() takes a new snapshot" in second
 
 
+SHARING = """
+import sys, threading
+import polycephaly as poly
+class Config: pass
+class Table:
+    def __getstate__(self): return vars(self)
+    def __setstate__(self, state):
+        vars(self).update(state, opened=helper(config))
+def helper(config): return type(config).__name__
+config = Config()
+config.large = bytearray(100_000)
+class Service:
+    default = config
+service = Service()
+service.config, service.large = config, config.large
+table = Table()
+table.config = config
+def is_default(given=config): return given is config
+lock = threading.Lock()
+"""
+
+
+def test_two_names_of_one_object_are_two_names_of_one_object_in_fresh_drones():
+    text = script("""
+        start_a_native_thread()
+        with poly.Pool(1) as pool:
+            print(pool.doit("service.config is config, service.large is config.large"))
+            print(pool.doit("table.config is config, Service.default is config, is_default()"))
+            print(pool.doit("table.opened, type(config) is Config"))
+            print(type(pool.promise("lock").exception()).__name__)
+    """, NATIVE + SHARING)  # fmt: skip
+    assert output_of(text, python_args=QUIET) == (
+        "(True, True)\n(True, True, True)\n('Config', True)\nNameError\n"
+    )
+
+
+@pytest.mark.guarantee("wire-6")
+@pytest.mark.parametrize("how", ["sys.exit(3)", "raise ValueError('no')", "Config.missing()"])
+def test_an_object_that_cannot_be_opened_is_left_out_and_no_other(how):
+    text = script(f"""
+        class Broken:
+            def __setstate__(self, state): {how}
+        broken = Broken()
+        broken.config = config
+        holder = [config, broken]
+        last = config
+        start_a_native_thread()
+        with poly.Pool(1, output="discard") as pool:
+            print(pool.doit("service.config is config is table.config is last, is_default()"))
+            print(pool.doit("service.large is config.large, len(config.large), table.opened"))
+            for name in ("broken", "holder"):
+                print(type(pool.promise(name).exception()).__name__)
+    """, NATIVE + SHARING)  # fmt: skip
+    assert output_of(text, python_args=QUIET) == (
+        "(True, True)\n(True, 100000, 'Config')\nNameError\nNameError\n"
+    )
+
+
+def test_an_object_of_a_module_that_the_drones_lack_is_left_out_and_no_other():
+    text = script("""
+        import types
+        made = types.ModuleType("made")
+        sys.modules["made"] = made
+        exec("class Thing: pass", vars(made))
+        thing = made.Thing()
+        thing.config = config
+        del made
+        last = config
+        start_a_native_thread()
+        with poly.Pool(1, output="discard") as pool:
+            print(pool.doit("service.config is config is last"))
+            print(type(pool.promise("thing").exception()).__name__)
+    """, NATIVE + SHARING)  # fmt: skip
+    assert output_of(text, python_args=QUIET) == "True\nNameError\n"
+
+
 def test_names_that_begin_with_two_underscores_are_there_too():
     text = script("""
         import polycephaly as poly

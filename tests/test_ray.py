@@ -466,7 +466,7 @@ def test_what_is_too_large_is_left_out_be_it_data_or_what_a_function_holds():
             return small
 
         taken = take_snapshot()
-        print(sorted(taken.left_out), [*taken.pickles][:1], "small" in taken.pickles)
+        print(sorted(taken.left_out), taken.names[:1], "small" in taken.names)
         print({why.partition("(")[0] for why in taken.left_out.values()})
     """)
     first, second = done.stdout.splitlines()

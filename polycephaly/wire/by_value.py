@@ -173,10 +173,9 @@ os.register_at_fork(after_in_child=_mark_sent_as_received)
 
 
 class DefinitionPickler(ByValuePickler):
-    """Pickle definitions by value, with the drone's `__main__` as their globals."""
-
-    def __init__(self, target: Any) -> None:
-        super().__init__(target, MainSnapshot(()), lambda buffer: True)
+    """Pickle definitions by value, with the drone's `__main__` as their globals. `snapshot` has no
+    names.
+    """
 
     def _reduce_function_of_main(self, reduced: Any) -> Any:
         if not isinstance(reduced, tuple):

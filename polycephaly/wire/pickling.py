@@ -23,7 +23,7 @@ from __future__ import annotations
 import copyreg
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pickle import PickleBuffer, dumps
@@ -67,7 +67,7 @@ def capture(value: object, snapshot: MainSnapshot, *, small: bool = False) -> by
         plain = b"__main__"
     if b"__main__" not in plain:
         return plain
-    return b"".join(_dump(_by_value_pickler(), value, snapshot, None)[0])
+    return b"".join(_dump(_by_value_pickler(), (value,), snapshot, None)[0])
 
 
 def pack(
@@ -113,6 +113,37 @@ def pack_out_of_band(value: object, snapshot: MainSnapshot) -> tuple[bytes, list
     """Return a pickle, and views of the large buffers beside it. Raises like `capture`."""
     pieces, buffers, _alive = _dump_in_pieces(value, snapshot)
     return b"".join(pieces), buffers
+
+
+def pack_definitions(values: Iterable[object], store: Store | None) -> Any:
+    """Return the pickles of `values`, one behind the other with one memo, for a process whose
+    `__main__` has none of the names yet. Definitions of `__main__` go by value.
+
+    Raises `Full` or `OSError` if there is a store without room, and the errors of pickling.
+    """
+    buffers: list[memoryview] | None = None if store is None else []
+    pieces, _alive = _dump_definitions(values, buffers)
+    if store is None:
+        return b"".join(pieces)
+    views = _with_views(pieces)
+    if views is None:
+        raise BufferError("a bytearray was resized while it was pickled")
+    return _store_pieces(views, buffers or [], store)
+
+
+def definitions_size(values: Iterable[object]) -> int:
+    """Return how many bytes `pack_definitions` would give, about. Raises likewise."""
+    buffers: list[memoryview] = []
+    pieces, _alive = _dump_definitions(values, buffers)
+    return sum(map(len, pieces)) + sum(each.nbytes for each in buffers)
+
+
+def _dump_definitions(
+    values: Iterable[object], buffers: list[memoryview] | None
+) -> tuple[list[bytes], object]:
+    from .by_value import DefinitionPickler
+
+    return _dump(DefinitionPickler, values, MainSnapshot(()), buffers)
 
 
 def pack_strictly(
@@ -215,9 +246,13 @@ def _by_value_pickler() -> type[pickle.Pickler]:
 
 
 def _dump(
-    pickler_type: Any, value: object, snapshot: MainSnapshot, buffers: list[memoryview] | None
+    pickler_type: Any,
+    values: Iterable[object],
+    snapshot: MainSnapshot,
+    buffers: list[memoryview] | None,
 ) -> tuple[list[bytes], object]:
-    """Return the pieces of `value`'s pickle, and an object to keep alive as long as the pieces.
+    """Return the pieces of the pickles of `values`, which share a memo, and an object to keep alive
+    as long as the pieces.
 
     Large pieces may be views. If `buffers` is given, large buffers are appended to that list
     instead of being put into the pickle.
@@ -234,7 +269,8 @@ def _dump(
 
     pieces = _Pieces()
     pickler = pickler_type(pieces, snapshot, out_of_band)
-    pickler.dump(value)
+    for each in values:
+        pickler.dump(each)
     return pieces, pickler
 
 
@@ -248,7 +284,7 @@ def _dump_in_pieces(
     buffers: list[memoryview] = []
     if not names_main:
         try:
-            pieces, alive = _dump(_Plain, value, snapshot, buffers)
+            pieces, alive = _dump(_Plain, (value,), snapshot, buffers)
             if not any(map(_may_name_main, pieces)):
                 return pieces, buffers, alive
         except NeedsPlaceholder:
@@ -257,7 +293,7 @@ def _dump_in_pieces(
             if is_of_signal_handler(error):
                 raise
         buffers = []
-    pieces, alive = _dump(_by_value_pickler(), value, snapshot, buffers)
+    pieces, alive = _dump(_by_value_pickler(), (value,), snapshot, buffers)
     return pieces, buffers, alive
 
 

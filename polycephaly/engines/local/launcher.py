@@ -113,7 +113,7 @@ class Launcher:
             ref_table = RefTable(self.arena, None, lambda: None)
             self.main_copy = take_snapshot(store, ref_table)
             self._kept_memory += ref_table.lent.values()
-            self.snapshot = MainSnapshot(self.main_copy.pickles, self.main_copy.left_out)
+            self.snapshot = MainSnapshot(self.main_copy.names, self.main_copy.left_out)
         from .bare import start_bare_zygote
 
         with self._control_pair() as theirs:

@@ -354,7 +354,7 @@ class RayEngine(Engine):
         self._main_copy = snapshot
         if self.is_connected():
             self._ref = ray.put(snapshot)
-            names, overlaps = MainSnapshot(snapshot.pickles), self._config.width > 1
+            names, overlaps = MainSnapshot(snapshot.names), self._config.width > 1
             self.dispatcher.registry = FunctionRegistry(
                 names, self._store, overlaps, self.dispatcher.directory
             )
