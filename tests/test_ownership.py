@@ -16,6 +16,7 @@ from scripts import run_script
 
 from polycephaly import green
 from polycephaly.pool.dispatcher import Dispatcher
+from polycephaly.runtime import fork_guard
 
 pytestmark = on_each_engine
 
@@ -278,6 +279,28 @@ def test_a_snapshot_keeps_no_value_after_its_last_drone():
         pool.refresh()
         wait_until_nothing_refers_to(known)
         assert not drone.alive
+
+
+@local_only
+@pytest.mark.guarantee("promise-6")
+def test_a_finalizer_that_runs_while_the_package_holds_its_guard_is_refused_to_wait():
+    """The end of a pool needs the guard, in another thread."""
+    pool, said = poly.Pool(1), []
+
+    class Owner:
+        def __del__(self):
+            for act in (pool.shutdown, poly.Pool):
+                try:
+                    act()
+                except RuntimeError as error:
+                    said.append(str(error))
+
+    with fork_guard.guard:
+        Owner()
+    waited, started = said
+    assert waited.startswith("a finalizer waited for ")
+    assert started.startswith("a finalizer that runs while a pool is at work cannot start drones")
+    pool.shutdown()
 
 
 @local_only

@@ -122,7 +122,7 @@ def acquire_reactor() -> Reactor:
     finalizer that interrupts code with the reactor's lock: a thread that holds `guard` may need it.
     """
     global _reactor
-    if promises.holds_reactor_lock is not None and promises.holds_reactor_lock():
+    if promises.holds_own_lock():
         raise RuntimeError(
             "a finalizer that runs while a pool is at work cannot start drones: do so elsewhere"
         )

@@ -34,6 +34,7 @@ from functools import partial
 from threading import Condition, main_thread
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
+from ..runtime import fork_guard
 from ..runtime.checks import check_seconds
 from ..runtime.clock import monotonic
 from ..runtime.tuning import tuning
@@ -119,6 +120,15 @@ class _PicklingState(threading.local):
     """True while this thread pickles a value kept by this drone for another process."""
     result_ends: list[Any] | None = None
     """In a drone: the channel ends in the result or error that this thread is pickling."""
+
+
+def holds_own_lock() -> bool:
+    """Return whether this thread holds a lock that the reactor needs. If user code runs here, it is
+    in a finalizer.
+    """
+    return fork_guard.guard.is_held_here() or (
+        holds_reactor_lock is not None and holds_reactor_lock()
+    )
 
 
 pickling_state = _PicklingState()
@@ -664,7 +674,7 @@ class Promise(Future[T], Handle, Generic[T]):
 
     def _wait(self, timeout: float | None) -> None:
         if not self.done():
-            if holds_reactor_lock is not None and holds_reactor_lock():
+            if holds_own_lock():
                 raise RuntimeError(
                     f"a finalizer waited for {self!r} in a thread that holds the reactor's lock, "
                     "so that the promise could not be settled: call `promise`, `close` or "

@@ -43,9 +43,6 @@ log = logging.getLogger(__name__)
 IMPORT_CHECK_SECONDS = 0.002
 _MODULES_LOADED_LATE = ("cloudpickle", f"{__package__.rpartition('.')[0]}.wire.by_value")
 
-guard = threading.RLock()
-"""Held while a reactor starts, ends or forks."""
-
 
 class GuardedLock(RLock):  # type: ignore[misc]
     """A lock that knows whether the calling thread holds it.
@@ -56,6 +53,12 @@ class GuardedLock(RLock):  # type: ignore[misc]
 
     is_held_here = is_held_here
     """Return True if the calling thread holds the lock."""
+
+
+guard = GuardedLock()
+"""Held while a reactor starts, ends or forks. A finalizer may interrupt the holder: it is refused
+to wait for a promise, and to start drones.
+"""
 
 
 _thread_locks: dict[threading.Thread, AbstractContextManager[Any]] = {}
@@ -160,7 +163,7 @@ def _no_warning_of_own_threads() -> Any:
 
 def _after_fork_in_child() -> None:
     global guard
-    guard = threading.RLock()
+    guard = GuardedLock()
     _thread_locks.clear()
 
 
