@@ -3,6 +3,7 @@ ones."""
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import polycephaly as poly
 from polycephaly.runtime.system_limits import usable_processors
 from polycephaly.timeline import Span
 from polycephaly.timeline.bottleneck import Figures, sentence
+from polycephaly.timeline.plain import pack_timeline, unpack_timeline
 
 CORES = usable_processors()
 LIMIT = f"the {CORES} cores are" if CORES > 1 else "the one core is"
@@ -114,11 +116,29 @@ def test_a_program_that_pickles_much_is_told_from_one_that_submits_late():
 @pytest.mark.parametrize("kind", RUNS)
 def test_the_sentence_says_what_the_numbers_say(kind):
     spans, said = RUNS[kind]
-    assert said in poly.Timeline(spans).bottleneck
+    assert said in here(spans).bottleneck
+
+
+def here(spans):
+    timeline = poly.Timeline(spans)
+    timeline.cores = CORES
+    return timeline
+
+
+def test_the_cores_are_those_of_the_drones_machine_not_the_readers():
+    busy = full(32, cpu=0.09)
+    elsewhere = here(busy)
+    elsewhere.cores = 64
+    sent = unpack_timeline(json.loads(json.dumps(pack_timeline(elsewhere))))
+    assert sent.bottleneck.endswith("more drones would help, as their machine has 64 cores.")
+    elsewhere.cores = 32
+    assert elsewhere.bottleneck.endswith("the 32 cores are the limit.")
+    unknown = (here(busy) + here(busy)).bottleneck  # perhaps of two machines
+    assert "core" not in unknown and unknown.endswith("the calls themselves take the time.")
 
 
 def test_each_reason_is_another_sentence():
-    sentences = {poly.Timeline(spans).bottleneck for spans, _ in RUNS.values()}
+    sentences = {here(spans).bottleneck for spans, _ in RUNS.values()}
     assert len(sentences) == len(RUNS) - (CORES == 1)  # where no fewer drones than cores can be
 
 

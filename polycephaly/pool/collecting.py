@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..runtime.clock import monotonic
+from ..runtime.system_limits import usable_processors
 from ..timeline.spans import RUNNING, SENT, Span, short_name
 from ..timeline.timeline import Timeline
 from .record import Cursor
@@ -34,6 +35,8 @@ def take_news(dispatcher: Dispatcher, cursor: Cursor) -> tuple[Timeline, Cursor]
     under_way = _under_way(dispatcher, now)
     timeline = Timeline(under_way, list(record.drones), waiting=len(dispatcher.queue))
     timeline.add_record(entries, threads)
+    if dispatcher.supervisor.engine.name in ("local", "inline"):
+        timeline.cores = usable_processors()
     timeline.spans_lost, timeline.threads_lost = record.spans_lost, record.threads_lost
     return timeline, cursor
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..runtime.system_limits import usable_processors
 from .contents import Contents
 from .format import percent, printable, seconds, size
 from .rows import covered, rows
@@ -33,7 +32,7 @@ class Figures:
         busy = {row.drone: row.busy for row in rows(timeline) if not row.thread}
         sums = timeline.sums()
         self.seconds = max(end - start, 1e-9)
-        self.cores = usable_processors()
+        self.cores = timeline.cores
         self.drones = len(busy)
         self.tasks = len(tasks)
         # By drone, the share in which it was busy.
@@ -83,10 +82,15 @@ def sentence(f: Figures) -> str:
                 f"{busy}, but computed in {percent(f.computing)} of that: the calls wait most of "
                 "the time; green threads (green.map) or more drones would overlap the waiting."
             )
-        if f.drones < f.cores:
-            return f"{busy}: more drones would help, as this machine has {f.cores} cores."
+        if f.cores is not None and f.drones < f.cores:
+            return f"{busy}: more drones would help, as their machine has {f.cores} cores."
         if f.computing is None:
             return f"{busy}: the calls themselves take the time."
+        if f.cores is None:
+            computed = percent(f.computing)
+            return (
+                f"{busy}, and computed in {computed} of that: the calls themselves take the time."
+            )
         limit = "the one core is" if f.cores == 1 else f"the {f.cores} cores are"
         return f"{busy}, and computed in {percent(f.computing)} of that: {limit} the limit."
     if f.tasks < MIN_TASKS_PER_DRONE * f.drones and f.drones > 1:

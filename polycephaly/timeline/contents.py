@@ -27,6 +27,8 @@ class Contents:
         self._sums: dict[Key, Sums] | None = None
         self.waiting = waiting
         """Number of tasks that were in the queue, and sent to no drone yet."""
+        self.cores: int | None = None
+        """Number of cores of the machine that all drones were on; None if that is not known."""
         self.spans_lost = 0
         """Number of earlier spans of tasks, of all drones of the pool, that are no longer kept."""
         self.threads_lost = 0
@@ -89,7 +91,7 @@ class Contents:
         """Return the timeline of one drone alone."""
         alone = type(self)((span for span in self._others if span.drone == name), [name])
         alone._entries = [entry for entry in self._entries if entry.drone == name]
-        alone.spans_lost = self.spans_lost
+        alone.spans_lost, alone.cores = self.spans_lost, self.cores
         return alone
 
     def __add__(self, other: Self) -> Self:
@@ -111,6 +113,8 @@ class Contents:
             *self._entries,
             *(entry._replace(drone=names[entry.drone]) for entry in other._entries),
         ]
+        if not (mine and its):  # else they may be of two machines
+            both.cores = self.cores if mine else other.cores
         both.spans_lost = self.spans_lost + other.spans_lost
         both.threads_lost = self.threads_lost + other.threads_lost
         return both

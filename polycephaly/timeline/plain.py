@@ -13,6 +13,7 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
         "drones": timeline.drones,
         "spans": timeline.spans,
         "waiting": timeline.waiting,
+        "cores": timeline.cores,
         "spans_lost": timeline.spans_lost,
         "threads_lost": timeline.threads_lost,
     }
@@ -24,6 +25,8 @@ def unpack_timeline(plain: dict[str, Any], clock_offset: float = 0.0) -> Timelin
     """
     spans = (_to_own_clock(Span(*span), clock_offset) for span in plain["spans"])
     timeline = Timeline(spans, plain["drones"], waiting=plain["waiting"])
+    cores = plain.get("cores")  # of older peers: none
+    timeline.cores = cores if isinstance(cores, int) else None
     timeline.spans_lost, timeline.threads_lost = plain["spans_lost"], plain["threads_lost"]
     return timeline
 
