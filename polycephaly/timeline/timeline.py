@@ -23,6 +23,9 @@ class Timeline(Contents):
         The spans, in the order in which tasks were answered; then those of green threads.
     waiting
         Number of tasks in the queue that were not yet sent to a drone.
+    cores
+        Number of cores of the machine that the drones were on; None if that is not known, as on a
+        cluster, or of timelines that were added.
     spans_lost
         Number of earlier spans of tasks, of all drones of the pool, that are no longer kept.
     threads_lost
