@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from types import (
     BuiltinFunctionType,
@@ -18,6 +17,15 @@ from types import (
     TracebackType,
 )
 from typing import Any
+
+try:
+    from concurrent.futures.process import BrokenProcessPool
+except RuntimeError as error:  # "can't register atexit after shutdown"
+    raise RuntimeError(
+        "the main thread has ended, and CPython loads no process pools any more: name "
+        "polycephaly.Pool (or Drone, or connect) once before that, and the pools of other threads "
+        "work"
+    ) from error
 
 
 class RemoteError(Exception):

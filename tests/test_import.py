@@ -150,3 +150,28 @@ def test_advice_for_what_is_missing_names_the_requirements_of_the_extra() -> Non
         for requirement in re.findall(r"'([^']*)'", line)
     }
     assert len(named) >= 6 and named <= known
+
+
+LATE = """
+import sys, threading
+import polycephaly as poly
+def make_a_pool():
+    threading.main_thread().join()
+    try:
+        with poly.Pool(1) as pool:
+            print(pool.doit(abs, -1))
+    except RuntimeError as error:
+        print(error)
+if sys.argv[1:]:
+    poly.Pool
+threading.Thread(target=make_a_pool).start()
+"""
+
+
+def test_a_pool_after_the_end_of_the_main_thread_works_if_its_name_was_used_before() -> None:
+    late, early = (
+        subprocess.run([sys.executable, "-c", LATE, *args], capture_output=True, text=True)
+        for args in ([], ["early"])
+    )
+    assert "the main thread has ended" in late.stdout and "polycephaly.Pool" in late.stdout
+    assert early.stdout == "1\n", early.stderr
