@@ -3,6 +3,7 @@ does."""
 
 import os
 import sys
+from importlib.metadata import entry_points
 from subprocess import run
 from types import ModuleType
 
@@ -160,3 +161,73 @@ def test_a_spawned_pool_within_the_test_process():
     with poly.Pool(2, start="spawn") as pool:
         assert list(pool.map(abs, range(-20, 0))) == list(range(20, 0, -1))
         assert pool.doit("import os; os.getpid()") != os.getpid()
+
+
+# -- frozen programs -------------------------------------------------------------------------------
+
+FROZEN = """
+import ctypes, multiprocessing, os, sys
+import polycephaly as poly
+
+def square(x):
+    return x * x
+
+async def two():
+    return 2
+
+if __name__ == "__main__":
+    if "CARELESS" not in os.environ:
+        multiprocessing.freeze_support()
+    print("begins", flush=True)
+    if sys.argv[1] != "fork":
+        libc = ctypes.CDLL(None)
+        libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.pause, None)
+    with poly.Pool(2, start="spawn" if sys.argv[1] == "spawn" else None) as pool:
+        print(list(pool.map(square, range(4))), poly.green.run(two()), flush=True)
+"""
+NOT_FROZEN = (
+    "IPython", "PIL", "_pytest", "dask", "httpx", "hypothesis", "joblib", "matplotlib", "numpy",
+    "pandas", "playwright", "pyarrow", "pytest", "ray", "scipy", "setuptools", "sklearn",
+    "starlette", "tkinter", "torch", "trio", "uvicorn",
+)  # fmt: skip
+"""What this package uses if it is there: without them, the build takes half a minute of work."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_program_that_pyinstaller_has_frozen_has_pools(tmp_path, monkeypatch):
+    pytest.importorskip("PyInstaller", reason="PyInstaller is not installed")
+    hooks = entry_points(group="pyinstaller40", name="hook-dirs")
+    if not any(each.value.startswith("polycephaly.") for each in hooks):
+        pytest.skip("the package was installed before it had a hook: install it again")
+    (tmp_path / "app.py").write_text(FROZEN)
+    excluded = [arg for name in NOT_FROZEN for arg in ("--exclude-module", name)]
+    build = [sys.executable, "-m", "PyInstaller", "--log-level", "WARN", *excluded, "app.py"]
+    run(build, cwd=tmp_path, check=True, timeout=1500)
+
+    def start(how):
+        command = [tmp_path / "dist" / "app" / "app", how]
+        return run(command, capture_output=True, text=True, timeout=100)
+
+    monkeypatch.delenv("CARELESS", raising=False)
+    for how in ("fork", "spawn", "fresh"):
+        done = start(how)
+        assert done.stdout == "begins\n[0, 1, 4, 9] 2\n", done.stderr
+        assert ("RuntimeWarning" in done.stderr) == (how == "fresh")
+    monkeypatch.setenv("CARELESS", "1")
+    done = start("fresh")
+    assert done.returncode == 1
+    # The program, the zygote, and the resource tracker of `multiprocessing`: no further ones.
+    assert 2 <= done.stdout.count("begins") <= 3 and "[0, 1" not in done.stdout
+    assert "call multiprocessing.freeze_support() first" in done.stderr
+
+
+def test_a_frozen_program_that_was_started_again_is_refused_a_fresh_interpreter(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    for argv in (
+        ["app", "--multiprocessing-fork", "tracker_fd=12", "pipe_handle=11"],
+        ["app", "-B", "-c", "from multiprocessing.resource_tracker import main;main(11)"],
+    ):
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(RuntimeError, match=r"freeze_support\(\) first"):
+            poly.Pool(1, start="spawn")

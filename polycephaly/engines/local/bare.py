@@ -95,6 +95,7 @@ def start_bare_zygote(
     the pool's `initargs` if these cannot be pickled, and `RuntimeError` if this process is itself
     a spawned one that is still importing its main module.
     """
+    _check_not_started_again()
     preparation_data = main_and_settings()
     # `multiprocessing` would keep it in a local of a frame below all tasks.
     del preparation_data["authkey"]
@@ -141,6 +142,22 @@ def start_bare_zygote(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
         os.close(pickle_fd)
+
+
+def _check_not_started_again() -> None:
+    """Raise `RuntimeError` in a frozen program that was started as a child of `multiprocessing`.
+
+    Its `freeze_support()` would not have come here. Each child would start others, without end.
+    """
+    if getattr(sys, "frozen", False) and any(
+        arg == "--multiprocessing-fork" or arg.startswith("from multiprocessing.")
+        for arg in sys.argv[1:]
+    ):
+        raise RuntimeError(
+            "this frozen program was started again, to be a process of a pool, and makes a pool "
+            "itself: call multiprocessing.freeze_support() first under `if __name__ == "
+            "'__main__':`, before the first pool"
+        )
 
 
 def main_and_settings() -> dict[str, Any]:

@@ -24,6 +24,10 @@ class MainMaker(NamedTuple):
 
     def make(self, arena: Arena) -> MainSnapshot:
         """Make `__main__`, in a drone. Raises the errors of importing the main module."""
+        if self.snapshot is None and getattr(sys, "frozen", False):
+            # The program itself runs here, as far as `freeze_support()`: it has no file to import.
+            sys.modules["__mp_main__"] = sys.modules["__main__"]
+            return MainSnapshot()
         _old_main.append(sys.modules["__main__"])  # kept alive, because its code still runs
         sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
         if self.snapshot is not None:
