@@ -195,6 +195,14 @@ def allows_input(read_line: object) -> bool:
     return getattr(kernel, "_allow_stdin", False) is True
 
 
+def kernel_allows_input() -> bool:
+    """Return whether the last cell of this notebook could ask; False if this is no notebook."""
+    module: Any = sys.modules.get("ipykernel.kernelapp")
+    if module is None or not module.IPKernelApp.initialized():
+        return False
+    return getattr(module.IPKernelApp.instance().kernel, "_allow_stdin", False) is True
+
+
 def class_setstate() -> Callable[[type, Any], type]:
     """Return the function with which cloudpickle fills a class that it has made."""
     from cloudpickle import cloudpickle

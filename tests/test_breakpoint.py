@@ -22,6 +22,7 @@ from terminal import Terminal
 import polycephaly as poly
 from polycephaly.drone import debugger as debugging
 from polycephaly.drone.pdb_import import replace_set_trace
+from polycephaly.engines.local import engine
 from polycephaly.wire.debugging import (
     MAX_KEPT_FRAMES,
     MAX_TEXT_BYTES,
@@ -125,8 +126,6 @@ def test_without_a_terminal_one_is_attached():
         wait_for(lambda: lines)
         pid = pool.drones[0].pid
         assert lines[0].text.endswith(f"To debug it: polycephaly attach {pid}")
-        (handle,) = pool._dispatcher.handles
-        assert handle.status_page.debugged
         run = subprocess.run(
             [sys.executable, *ATTACH, "lab"], stdin=subprocess.DEVNULL, capture_output=True
         )
@@ -237,7 +236,7 @@ def sum_in_debugger(debugger, *, line=""):
 def test_a_task_goes_on_when_its_terminal_is_gone(gone, line, monkeypatch, tmp_path):
     (keys, its), trace = os.openpty(), sys.gettrace()
     lender = Lender(monkeypatch, [str(tmp_path / "none"), os.ttyname(its)])
-    debugger = debugging.open_debugger(sys._getframe(), str(tmp_path), lender.page)
+    debugger = debugging.open_debugger(sys._getframe(), str(tmp_path), lender.page, None)
     assert lender.page.debugged and debugger.takes(get_ident())
     if gone == "terminal":
         os.close(keys)
@@ -258,7 +257,7 @@ def test_a_task_goes_on_when_its_terminal_is_gone(gone, line, monkeypatch, tmp_p
 def test_a_session_leaves_the_handler_by_which_tasks_are_cancelled(monkeypatch, tmp_path):
     (keys, its), trace, before = os.openpty(), sys.gettrace(), signal.getsignal(signal.SIGINT)
     lender = Lender(monkeypatch, [os.ttyname(its)])
-    debugger = debugging.open_debugger(sys._getframe(), str(tmp_path), lender.page)
+    debugger = debugging.open_debugger(sys._getframe(), str(tmp_path), lender.page, None)
     try:
         assert sum_in_debugger(debugger, line="continue") == 3
         assert signal.getsignal(signal.SIGINT) is before
@@ -281,6 +280,46 @@ def test_the_next_breakpoint_waits_for_a_new_terminal():
                 terminal.process.send_signal(signal.SIGKILL)
                 assert promise.result(30) == answer
         assert isinstance(limited.promise(time.sleep, 60).exception(), TimeoutError)
+
+
+def test_a_breakpoint_where_nobody_can_be_asked_ends_with_an_error_that_says_how(monkeypatch):
+    monkeypatch.setattr(engine, "can_be_asked", lambda: False)
+    with poly.Pool(1, name="lab", output="discard", report_waiting=0.1) as pool:
+        pid = pool.drones[0].pid
+        error = pool.promise("breakpoint(); 1").exception()
+        assert isinstance(error, RuntimeError) and "0.1 s (report_waiting)" in str(error)
+        assert f"`polycephaly attach {pid}`" in str(error) and "PYTHONBREAKPOINT=0" in str(error)
+        assert pool.doit(os.getpid) == pid and list(waiting_debuggers()) == []
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_limit_stands_still_at_a_breakpoint_only_if_somebody_can_be_asked(
+    asked, monkeypatch, later
+):
+    monkeypatch.setattr(engine, "can_be_asked", lambda: asked)
+    with poly.Pool(1, name="lab", output="discard", report_waiting=None) as pool:
+        promise = pool.options(timeout=1000).promise("breakpoint(); 1")
+        wait_for(lambda: close_all(waiting_debuggers()))
+        later(pool, 1001)
+        if not asked:
+            assert isinstance(promise.exception(), TimeoutError)
+        else:
+            with Terminal(tempfile.gettempdir(), *ATTACH) as terminal:
+                terminal.read_until("(Pdb) ")
+                terminal.type("c\n")
+                assert promise.result() == 1
+
+
+def test_a_limit_stands_still_where_somebody_has_attached(monkeypatch, later):
+    monkeypatch.setattr(engine, "can_be_asked", lambda: False)
+    with poly.Pool(1, name="lab", output="discard") as pool:
+        promise = pool.options(timeout=1000).promise("breakpoint(); 1")
+        wait_for(lambda: close_all(waiting_debuggers()))
+        with Terminal(tempfile.gettempdir(), *ATTACH) as terminal:
+            terminal.read_until("(Pdb) ")
+            later(pool, 1001)
+            terminal.type("c\n")
+            assert promise.result() == 1
 
 
 @pytest.mark.parametrize("attached", [False, True])

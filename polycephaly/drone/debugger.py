@@ -9,6 +9,7 @@ import select
 import socket
 import sys
 from contextlib import ExitStack, suppress
+from math import inf
 from threading import get_ident
 from types import FrameType
 from typing import Any, TextIO
@@ -23,17 +24,23 @@ from .console import STDERR, write_record
 from .sigterm import sigterm
 
 
-def open_debugger(frame: FrameType, directory: str, page: StatusPage) -> Debugger:
+def open_debugger(
+    frame: FrameType, directory: str, page: StatusPage, patience: float | None
+) -> Debugger:
     """Wait until a process lends its terminal, and return a debugger that uses it.
 
-    Raises `KeyboardInterrupt` if the task is cancelled meanwhile.
+    Time limits stand still meanwhile, if `patience` is None. Otherwise only `polycephaly attach`
+    can lend a terminal: limits count until it does, and after `patience` seconds `RuntimeError` is
+    raised. Raises `KeyboardInterrupt` if the task is cancelled meanwhile.
     """
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     address = debug_address(directory, os.getpid())
     with ExitStack() as session:
-        page.debugged = 1
+        page.debugged = int(patience is None)
         session.callback(setattr, page, "debugged", 0)
         with _listen(address) as listener:
+            if patience is not None and patience < inf:
+                listener.settimeout(patience)
             try:
                 print(
                     f"breakpoint at {where}. To debug it: polycephaly attach {os.getpid()}",
@@ -41,8 +48,16 @@ def open_debugger(frame: FrameType, directory: str, page: StatusPage) -> Debugge
                 )
                 write_record(STDERR, DEBUG, address)
                 keyboard, screen = _accept(listener, where, session)
+            except TimeoutError:
+                raise RuntimeError(
+                    f"a breakpoint at {where} waited {patience:g} s (report_waiting) for somebody "
+                    "to ask: the program has no terminal and no notebook, and nobody used "
+                    f"`polycephaly attach {os.getpid()}`. With PYTHONBREAKPOINT=0 in the "
+                    "environment, breakpoint() does nothing"
+                ) from None
             finally:
                 os.unlink(address)
+        page.debugged = 1
         return Debugger(keyboard, screen, session.pop_all())
 
 

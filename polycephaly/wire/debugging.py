@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
-from .._compat import allows_input, renew_in_child
+from .._compat import allows_input, kernel_allows_input, renew_in_child
 from ..promises.promise import main_thread_calls, waiting_threads
 from ..runtime.fork_guard import OwnThread
 
@@ -201,6 +201,13 @@ def hanging_up(connection: socket.socket) -> Iterator[socket.socket]:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
         connection.close()
+
+
+def can_be_asked() -> bool:
+    """Return whether this process has a terminal, if only later in its foreground, or a notebook
+    whose cells may ask.
+    """
+    return os.isatty(0) or allows_input(builtins.input) or kernel_allows_input()
 
 
 def _own_terminal(at_prompt: bool = False) -> str | None:

@@ -108,6 +108,7 @@ class LocalDrone(DroneExecutor):
         )
         self._post_mortem = spec.post_mortem
         self._debugger: Debugger | None = None
+        self._debugger_patience = spec.debugger_patience
         self._debugger_lock = threading.Lock()  # one thread at a time waits for a terminal
         self._kept_frames: dict[int, str] = {}  # addresses, by the process that keeps the frames
         self._directory, self._identity = spec.directory, bytes.fromhex(order.identity.value)
@@ -175,7 +176,9 @@ class LocalDrone(DroneExecutor):
         with self._debugger_lock:
             debugger = self._debugger
             if debugger is None or not debugger.takes(get_ident()):
-                debugger = open_debugger(frame, self._directory, self._status_page)
+                debugger = open_debugger(
+                    frame, self._directory, self._status_page, self._debugger_patience
+                )
                 self._debugger = debugger
         # The last call, because the debugger stops at the next line that is not of this package.
         debugger.set_trace(frame)

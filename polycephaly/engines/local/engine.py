@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from ...drone.child import call_as_imported, call_with_inherited_args, needs_inheritance
@@ -38,7 +39,7 @@ from ...runtime.system_limits import (
 from ...runtime.tuning import tuning
 from ...store.shared import Shared, share
 from ...wire.addresses import channel_address, record_exit
-from ...wire.debugging import frames_address
+from ...wire.debugging import can_be_asked, frames_address
 from ...wire.fast_transport import FastTransport
 from ...wire.functions import FunctionRegistry
 from ...wire.output import OutputSource
@@ -287,6 +288,7 @@ class LocalEngine(Engine):
             self._config.name,
             self._inherited_args,
             post_mortem=self._config.post_mortem,
+            debugger_patience=None if can_be_asked() else self._config.report_waiting or inf,
         )
         try:
             env = shared_variables(self._dispatcher.environments)

@@ -104,6 +104,7 @@ class DroneSpec(NamedTuple):
     inherited_args: Hidden[tuple[Any, ...] | bytes | None]
     main: MainMaker | None = None  # of a bare zygote
     post_mortem: bool = False
+    debugger_patience: float | None = None  # seconds; see drone/debugger.py
 
     def imports_main(self) -> bool:
         """Return True if each drone imports the main module, and then reports its own start."""
