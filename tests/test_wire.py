@@ -1,6 +1,8 @@
 """The wire: what is well formed survives the way, what is not is dropped; a stranger gets nothing
 run."""
 
+import errno
+import fcntl
 import gc
 import os
 import pickle
@@ -451,11 +453,47 @@ def test_a_definition_may_have_any_number_of_64_bits():
     assert item[2] == 1 << 40
 
 
+def abandoned(place, number):
+    directory = place / f"polycephaly-{number:016x}"
+    directory.mkdir()
+    return directory
+
+
 def test_one_entry_that_cannot_be_looked_at_keeps_no_other(tmp_path):
-    for name in ("polycephaly-0", "polycephaly-2"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "lock").write_bytes(b"")
-        os.utime(tmp_path / name, (0, 0))
-    os.symlink("nowhere", tmp_path / "polycephaly-1")
+    for number in (0, 2):
+        (abandoned(tmp_path, number) / "lock").write_bytes(b"")
+        os.utime(tmp_path / f"polycephaly-{number:016x}", (0, 0))
+    link = tmp_path / f"polycephaly-{1:016x}"
+    link.symlink_to("nowhere")
     private_directory._remove_abandoned(str(tmp_path))
-    assert os.listdir(tmp_path) == ["polycephaly-1"]
+    assert list(tmp_path.iterdir()) == [link]
+
+
+def test_a_directory_whose_removal_failed_is_removed_by_a_later_pool():
+    before = homes()
+    pool = poly.Pool(1)
+    (left,) = homes() - before
+    with mock.patch("os.rmdir", side_effect=OSError(errno.EBUSY, "Device or resource busy")):
+        pool.shutdown()
+        wait_for(lambda: not os.listdir(left))
+    os.utime(left, (0, 0))
+    with poly.Pool(1):
+        assert not os.path.exists(left)
+
+
+def test_only_directories_that_a_pool_has_made_and_left_are_removed(tmp_path):
+    old, young, used, left = (abandoned(tmp_path, number) for number in range(4))
+    named = tmp_path / "polycephaly-results"
+    named.mkdir()
+    for each in (old, used, left, named):
+        os.utime(each, (0, 0))
+    lock = os.open(used, os.O_RDONLY)  # its owner has it; a cleaner of old files took `lock`
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        with mock.patch("os.geteuid", return_value=os.geteuid() + 1):
+            private_directory._remove_abandoned(str(tmp_path))
+        assert set(tmp_path.iterdir()) == {old, young, used, left, named}
+        private_directory._remove_abandoned(str(tmp_path))
+    finally:
+        os.close(lock)
+    assert set(tmp_path.iterdir()) == {young, used, named}

@@ -11,14 +11,15 @@ File permissions decide which processes may open the sockets.
 
 systemd-tmpfiles, which removes old files, spares a directory that anybody has locked.
 
-A directory whose lock is free was left by processes that were all killed at once. The next reactor
-removes it.
+A directory whose lock is free was left by processes that were all killed at once, or could not be
+removed (something was mounted there, say). A later reactor of the same user removes it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -29,6 +30,7 @@ from ..runtime.system_limits import lock_file
 from . import addresses
 
 _PREFIX = "polycephaly-"
+_NAME = re.compile(f"{_PREFIX}[0-9a-f]{{16}}")
 # The kernel's limit for the path of a Unix socket is 107. The rest is for the names of channels.
 _MAX_SOCKET_PATH_BYTES = 100
 _MIN_ABANDONED_SECONDS = 60.0  # the owner of a younger directory may not have locked it yet
@@ -73,29 +75,34 @@ def _choose_directory() -> str:
         inside = os.path.join(addresses.parent_directory, str(os.getpid()))
         if len(os.fsencode(inside)) <= max_length and os.path.isdir(addresses.parent_directory):
             return inside
-    parent = tempfile.gettempdir()
-    _remove_abandoned(parent)
     name = _PREFIX + os.urandom(8).hex()
-    directory = os.path.join(parent, name)
-    is_short = len(os.fsencode(directory)) <= max_length
-    return directory if is_short else os.path.join("/tmp", name)
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(os.path.join(parent, name))) > max_length:
+        parent = "/tmp"
+    _remove_abandoned(parent)
+    return os.path.join(parent, name)
 
 
 def _remove_abandoned(parent: str) -> None:
-    """Remove old directories whose lock is free, left by processes that were all killed at once."""
+    """Remove old directories whose lock is free: see the module's docstring."""
     with suppress(OSError):
         for entry in os.scandir(parent):
-            if entry.name.startswith(_PREFIX):
+            if _NAME.fullmatch(entry.name):
                 _remove_if_abandoned(entry.path)
 
 
 def _remove_if_abandoned(directory: str) -> None:
     with suppress(OSError):
-        if time.time() - os.lstat(directory).st_mtime < _MIN_ABANDONED_SECONDS:
+        stat = os.lstat(directory)
+        is_young = time.time() - stat.st_mtime < _MIN_ABANDONED_SECONDS
+        if is_young or stat.st_uid != os.geteuid():
             return
-        # Another user may have made this directory: its `lock` may be a link, a FIFO or a device.
-        flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
-        lock = os.open(os.path.join(directory, "lock"), flags)
+        # Another user may have put this here meanwhile: its `lock` may be a link, a FIFO, a device.
+        flags = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+        try:
+            lock = os.open(os.path.join(directory, "lock"), flags | os.O_RDWR)
+        except FileNotFoundError:  # a removal went no further, or a cleaner took it from its owner
+            lock = os.open(directory, flags | os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory, ignore_errors=True)
