@@ -92,11 +92,16 @@ class AsyncResult(Generic[T]):
 class IMapIterator(Iterator[T]):
     """The results of ``Pool.imap`` and ``Pool.imap_unordered``, for one thread at a time."""
 
-    def __init__(self, pool: Pool, results: Results[Any], name: str) -> None:
-        self._pool, self._results, self._name = pool, results, name
+    def __init__(
+        self,
+        results: Results[Any],
+        error_of: Callable[[Failed, int], BaseException],
+        on_end: Callable[[], object],
+    ) -> None:
+        self._results, self._error_of, self._on_end = results, error_of, on_end
         self._batch: Iterator[Any] = iter(())  # values that came together
         self._count = 0
-        self._has_ended = False
+        self.has_ended = False
 
     def next(self, timeout: float | None = None) -> T:
         """Return the next result, or raise the error of its call; the calls after it go on.
@@ -120,12 +125,12 @@ class IMapIterator(Iterator[T]):
         except TimeoutError:
             raise
         except BaseException:  # the end, too
-            self._has_ended = True
-            self._pool._end_if_closed()
+            self.has_ended = True
+            self._on_end()
             raise
         self._count += 1
         if type(value) is Failed:
-            raise self._pool._error(value, self._name, self._count - 1)
+            raise self._error_of(value, self._count - 1)
         return value  # type: ignore[no-any-return]
 
     __next__ = next
@@ -369,7 +374,8 @@ class Pool:
     ) -> IMapIterator[T]:
         check_at_least("chunksize", chunksize, 1)
         results = self._map(attempt, func, iterable, chunksize, ordered)
-        iterator: IMapIterator[T] = IMapIterator(self, results, label(func))
+        error_of = partial(self._error, label(func))
+        iterator: IMapIterator[T] = IMapIterator(results, error_of, self._end_if_closed)
         self._imaps.add(iterator)
         return iterator
 
@@ -377,7 +383,7 @@ class Pool:
         values = list(results)
         for index, value in enumerate(values):
             if type(value) is Failed:
-                raise self._error(value, name, index)
+                raise self._error(name, value, index)
         return values
 
     def _collect(
@@ -403,7 +409,7 @@ class Pool:
         Thread(target=take, name=f"map({name}, ...)", daemon=True).start()
         return AsyncResult(called)
 
-    def _error(self, failed: Failed, name: str, index: int) -> BaseException:
+    def _error(self, name: str, failed: Failed, index: int) -> BaseException:
         dispatcher, error = dispatcher_of(self._drones), failed.error()
         dispatcher.explain(error)
         dispatcher.note_failure(name, index, None, error)
@@ -411,7 +417,7 @@ class Pool:
 
     def _end_if_closed(self) -> None:
         """End the drones after `close`, unless an `imap` has more of its input to send."""
-        if self._state == CLOSE and all(each._has_ended for each in self._imaps):
+        if self._state == CLOSE and all(each.has_ended for each in self._imaps):
             self._drones.shutdown(wait=False)
 
 
