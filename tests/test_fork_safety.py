@@ -71,6 +71,27 @@ def test_the_warning_still_speaks_where_the_user_has_threads_of_his_own():
     assert done.stdout == "1\n" and "multi-threaded" in done.stderr
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="this Python does not warn")
+def test_a_pool_beside_a_thread_of_the_user_is_made_also_where_warnings_are_errors():
+    """An error after the fork would lose the zygote. The warning goes to the log."""
+    done = run_script(
+        """
+        import logging, threading, polycephaly as poly
+        logging.basicConfig(format="%(name)s %(message).32s")
+        end = threading.Event()
+        threading.Thread(target=end.wait).start()
+        try:
+            with poly.Pool(1) as pool:
+                print(pool.doit(abs, -1))
+        finally:
+            end.set()
+    """,
+        python_args=("-W", "error"),
+    )
+    assert done.stdout == "1\n"
+    assert "polycephaly.runtime.fork_guard This process" in done.stderr
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_of_the_user_does_not_keep_drones_alive_nor_break_the_pool():
     pool = poly.Pool(2)

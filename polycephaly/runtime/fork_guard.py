@@ -28,8 +28,8 @@ import sys
 import threading
 import warnings
 from _thread import RLock
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from importlib import import_module
 from time import sleep
 from typing import Any
@@ -73,6 +73,7 @@ class OwnThread(threading.Thread):
         super().__init__(name=name, target=target, daemon=True)
 
 
+_registry: dict[Any, int] = {}  # of the warnings that were given out
 _long_imports: set[str] = set()
 """Modules whose import by another thread was waited for in vain."""
 
@@ -138,9 +139,12 @@ def fork() -> int:
             safe_points.enter_context(pause())
         for lock in list(_thread_locks.values()):
             safe_points.enter_context(lock)
-        with _no_warning_of_own_threads():
+        others = _threads_of_others()
+        with warnings.catch_warnings(record=True, action="always") as caught:
             pid = os.fork()
-        if pid == 0:
+        if pid != 0:
+            _tell_of_threads(caught, others)
+        else:
             end_imports_elsewhere()
             # The parent's threads own these locks; `_after_fork_in_child` has forgotten them.
             safe_points.pop_all()
@@ -153,12 +157,25 @@ def own_thread_ids() -> set[int]:
     return {thread.ident for thread in ours if thread.ident is not None}
 
 
-def _no_warning_of_own_threads() -> Any:
+def _threads_of_others() -> set[threading.Thread]:
     others = set(threading.enumerate()) - {threading.current_thread()} - set(_thread_locks)
-    others = {thread for thread in others if not isinstance(thread, OwnThread)}
-    if others or sys.version_info < (3, 12):
-        return nullcontext()
-    return warnings.catch_warnings(action="ignore", category=DeprecationWarning)
+    return {thread for thread in others if not isinstance(thread, OwnThread)}
+
+
+def _tell_of_threads(caught: Iterable[warnings.WarningMessage], others: Collection[object]) -> None:
+    """Give out the warnings of a fork, but for Python's own if all threads are of this package.
+
+    They are given out after the fork, and where warnings are errors they go to the log: an error
+    would lose the child.
+    """
+    for each in caught:
+        if each.category is DeprecationWarning and not others:
+            continue
+        try:
+            text, where = str(each.message), (each.filename, each.lineno)
+            warnings.warn_explicit(text, each.category, *where, __name__, _registry)
+        except Warning as error:
+            log.warning("%s", error)
 
 
 def _after_fork_in_child() -> None:
