@@ -210,7 +210,7 @@ def test_a_reader_gets_each_entry_once_and_misses_only_what_is_not_kept(monkeypa
     got: list[str] = []
     for number in range(200):
         of = SimpleNamespace(label=f"f{number}")
-        task = Mock(queued=1.0, sending=Mock(at=1.0), weight=1, definition=of)
+        task = Mock(queued=1.0, sending=Mock(at=1.0), weight=1, definition=of, definition_bytes=0)
         record.add_batch("d", [task], [float(number)], [float(number)], 0.0, 1.0, 0)
         if number % 7 == 0 and not 60 <= number < 160:
             entries, _, cursor = record.since(cursor)
