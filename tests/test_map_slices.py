@@ -144,6 +144,24 @@ def test_each_call_of_a_map_has_its_own_copy_of_what_may_change_as_at_the_call_o
         assert list(results) == [2] * len(items)
 
 
+@pytest.mark.guarantee("work-12")
+def test_calls_of_a_map_share_a_function_also_after_one_that_was_sent_alone_is_answered():
+    with poly.Pool(1) as pool:
+        captured: list[int] = []
+
+        def count(item):
+            captured.append(0)
+            return len(captured)
+
+        # The first map shows how short the calls are. Then an item that is too large for a slice
+        # has just been sent, alone, when 65 calls are on their way.
+        assert list(pool.map(count, range(100))) == [1] * 100
+        items = (bytes(100_000) if i % 2 else i for i in range(200))
+        results = pool.map(count, items, buffersize=65)
+        assert pool.doit(abs, -1) == 1  # all before it are answered
+        assert list(results) == [1] * 200
+
+
 @pytest.mark.guarantee("work-18")
 def test_a_function_that_captures_what_may_change_is_sent_once_to_each_drone_of_a_map(pool):
     content = bytearray(1_000_000)

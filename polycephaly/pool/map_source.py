@@ -188,7 +188,9 @@ class Source:
                 self.error, self.exhausted = self._early_end(error), True
         if task is not None and not isinstance(task, Slice):
             self.item += 1
-            self._definition = getattr(task, "definition", self._definition)  # none if it failed
+            # Not one that the calls share: of that, a task that is settled has no payload any more.
+            if not self._is_defined():  # a task that failed has none
+                self._definition = getattr(task, "definition", self._definition)
         return task
 
     def _early_end(self, refusal: Exception) -> Exception:

@@ -103,6 +103,7 @@ class RemoteFunction:
         """Return what is left of a definition for one call when that call is answered."""
         rest = RemoteFunction(self.number, self.kind, b"", self.label)
         rest.takes_function, rest.seconds = self.takes_function, self.seconds
+        rest.captures = self.captures
         return rest
 
     def record_duration(self, seconds: float, calls: int) -> None:
