@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, wait
 from functools import partial
-from multiprocessing import TimeoutError
+from multiprocessing import TimeoutError, cpu_count, current_process, freeze_support
 from multiprocessing.pool import CLOSE, RUN, TERMINATE
 from threading import Thread
 from typing import Any, Generic, NoReturn, Self, TypeVar
@@ -29,7 +29,15 @@ from .wire.attempts import Failed, attempt, attempt_row
 from .wire.functions import label
 from .wire.output import Line
 
-__all__ = ["AsyncResult", "IMapIterator", "Pool", "TimeoutError"]
+__all__ = [
+    "AsyncResult",
+    "IMapIterator",
+    "Pool",
+    "TimeoutError",
+    "cpu_count",
+    "current_process",
+    "freeze_support",
+]
 
 T = TypeVar("T")
 
@@ -66,7 +74,11 @@ class AsyncResult(Generic[T]):
             self.wait(timeout)
             if not self._promise.done():
                 raise TimeoutError(f"the result did not come within {timeout} s")
-        return self._promise.result()
+        try:
+            return self._promise.result()
+        except CancelledError as error:
+            _explain(error)
+            raise
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the call has ended, or `timeout` seconds have passed."""
@@ -139,7 +151,11 @@ class IMapIterator(Iterator[T]):
         while True:
             if timeout is not None and not self._results.wait(timeout):
                 raise TimeoutError(f"the result did not come within {timeout} s")
-            batch = self._results.take_batch()
+            try:
+                batch = self._results.take_batch()
+            except CancelledError as error:
+                _explain(error)
+                raise
             if batch is None:
                 raise StopIteration
             self._batch = iter(batch)
@@ -201,6 +217,8 @@ class Pool:
             raise ValueError(
                 f"maxtasksperchild is a positive int or None, not {maxtasksperchild!r}"
             )
+        if processes is not None:
+            processes = check_at_least("processes", processes, 1)
         options.setdefault("output", _print_as_it_is)
         self._drones = DronePool(
             processes,
@@ -444,6 +462,16 @@ def _settle(
             called.set_result(promise.result())
         else:
             called.set_exception(error)
+
+
+def _explain(error: CancelledError) -> None:
+    """Give `error` its reason if it is the cancellation by `Pool.terminate`."""
+    if not error.args and error.__cause__ is None:  # else it came from the called function
+        error.args = (
+            "the pool was terminated before this call had ended. The end of a `with` block"
+            " terminates its pool: take the result within the block, or end the block with"
+            " pool.close() and pool.join()",
+        )
 
 
 def _print_as_it_is(line: Line) -> None:

@@ -174,9 +174,24 @@ def test_leaving_the_block_terminates(tmp_path):
     for each in (result, rest):
         with pytest.raises((CancelledError, poly.DroneDied)):
             each.get(60)
+    with pytest.raises(CancelledError, match="take the result within the block"):
+        rest.get(60)
     with pytest.raises(ValueError, match="not running"), pool:
         pass
     pool.join()
+
+
+def test_a_cancellation_by_the_called_function_gets_no_other_reason(pool):
+    def cancel():
+        raise CancelledError()
+
+    with pytest.raises(CancelledError, match=r"^$"):
+        pool.apply_async(cancel).get(60)
+
+
+def test_names_that_programs_import_with_the_pool_are_the_standard_librarys():
+    for name in ("TimeoutError", "cpu_count", "current_process", "freeze_support"):
+        assert getattr(poly.multiprocessing, name) is getattr(multiprocessing, name)
 
 
 def test_a_worker_that_dies_is_an_error_and_not_a_wait_for_ever():
@@ -196,7 +211,7 @@ def test_the_arguments_of_the_standard_library_and_ours():
         with pytest.raises(NotImplementedError):
             pickle.dumps(pool)
     for wrong in ({"processes": 0}, {"maxtasksperchild": 0}, {"maxtasksperchild": "12"}):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} .*, not "):
             Pool(**wrong)
     with pytest.raises(TypeError):
         Pool(1, 5)
