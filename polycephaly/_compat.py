@@ -211,6 +211,28 @@ def class_setstate() -> Callable[[type, Any], type]:
     return setstate
 
 
+def class_number(made: object) -> str:
+    """Return the text by which cloudpickle knows a class or type variable in all processes."""
+    from cloudpickle import cloudpickle
+
+    number: str = cloudpickle._get_or_create_tracker_id(made)
+    return number
+
+
+def class_of_number(number: str) -> Any:
+    """Return what this process has of that number, or None."""
+    from cloudpickle import cloudpickle
+
+    return cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(number)
+
+
+def number_class(number: str, made: Any) -> Any:
+    """Give what was just made its number. Return it, or what another thread has made meanwhile."""
+    from cloudpickle import cloudpickle
+
+    return cloudpickle._lookup_class_or_track(number, made)
+
+
 def function_setstate() -> Callable[[FunctionType, Any], object]:
     """Return the function with which cloudpickle fills a function that it has made."""
     from cloudpickle import cloudpickle

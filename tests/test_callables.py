@@ -2,6 +2,9 @@
 made."""
 
 import contextlib
+import dataclasses
+import datetime
+import enum
 import functools
 import gc
 import operator
@@ -9,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import typing
 import weakref
 from types import ModuleType
 
@@ -334,6 +338,233 @@ def test_a_local_class_and_its_instances_travel_by_value(pool):
 
     assert pool.doit(Local(4).double) == 8
     assert pool.doit(lambda: Local(5).double()) == 10
+
+
+def members_of(kind):
+    return [
+        (name, member.name, member.value, kind(member.value) is member, attributes_of(member))
+        for name, member in kind.__members__.items()
+    ]
+
+
+def attributes_of(member):
+    return sorted(item for item in vars(member).items() if item[0] != "__objclass__")
+
+
+def enum_of_values():
+    class Enum(enum.Enum):
+        FIRST = (1, 2)
+        SECOND = [3]  # noqa: RUF012
+        ALIAS = (1, 2)  # noqa: PIE796
+
+    return Enum
+
+
+def enum_with_init():
+    class Enum(enum.Enum):
+        FIRST = (1, 2)
+        SECOND = (3, 4)
+
+        def __init__(self, mass, radius):
+            self.mass, self.radius = mass, radius
+
+    return Enum
+
+
+def enum_with_new():
+    class Enum(bytes, enum.Enum):
+        FIRST = (0, "first")
+        SECOND = (1, "second")
+
+        def __new__(cls, value, label):
+            made = bytes.__new__(cls, [value])
+            made._value_, made.label = value, label
+            return made
+
+    return Enum
+
+
+def enum_of_dataclasses():
+    @dataclasses.dataclass
+    class Planet:
+        mass: int
+        radius: int = 5
+
+    class Enum(Planet, enum.Enum):
+        FIRST = 1, 2
+        SECOND = 3
+
+    return Enum
+
+
+def enum_of_dates():
+    class Enum(datetime.date, enum.Enum):
+        FIRST = 2020, 1, 1
+
+    return Enum
+
+
+def enum_of_flags():
+    class Enum(enum.IntFlag, boundary=enum.STRICT):
+        R, G = 1, 2
+        BOTH = 3
+
+    return Enum
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        enum_of_values,
+        enum_with_init,
+        enum_with_new,
+        enum_of_dataclasses,
+        enum_of_dates,
+        enum_of_flags,
+    ],
+)
+def test_a_local_enum_arrives_with_the_members_that_it_has(make, pool):
+    kind = make()
+
+    assert pool.doit(lambda: repr(members_of(kind))) == repr(members_of(kind))
+    back = pool.doit(lambda member: [*type(member).__members__.values()], next(iter(kind)))
+    assert all(map(operator.is_, back, kind.__members__.values()))
+
+
+def test_a_value_that_a_local_enum_gave_a_member_besides_finds_the_member(pool):
+    class Unit(enum.Enum):
+        METRE = ("m", "metre")
+
+        def __new__(cls, value, *others):
+            made = object.__new__(cls)
+            made._value_ = value
+            cls._value2member_map_.update(dict.fromkeys(others, made))
+            return made
+
+    assert pool.doit(lambda: Unit("metre")) is Unit.METRE
+
+
+def test_a_local_class_keeps_its_slots_and_its_instances_come_home(pool):
+    @dataclasses.dataclass(slots=True, weakref_slot=True)
+    class Point:
+        x: int
+        y: int = 5
+
+    class Private(Point):
+        __slots__ = ("__z",)
+
+        def __init__(self, z):
+            super().__init__(z)
+            self.__z = z
+
+        def z(self):
+            return self.__z
+
+    class Pair(typing.NamedTuple):
+        first: int
+
+    assert pool.doit(lambda point: (point, hasattr(point, "__dict__")), Point(1)) == (
+        Point(1),
+        False,
+    )
+    there = pool.doit(lambda: Private(7))
+    assert (type(there), there.z(), there.y) == (Private, 7, 5)
+    assert pool.doit(lambda pair: pair, Pair(1)) == Pair(1)
+    assert pool.doit(lambda: repr(Point)) == repr(Point)
+
+
+class Plugin:
+    known: typing.ClassVar = {}
+
+    def __init_subclass__(cls):
+        if cls.__name__ in Plugin.known:
+            raise TypeError(f"there are two plugins {cls.__name__}")
+        Plugin.known[cls.__name__] = cls
+
+
+@pytest.fixture
+def no_plugins():
+    Plugin.known.clear()
+    yield
+    Plugin.known.clear()
+
+
+def test_a_local_class_meets_a_registry_that_refuses_a_second_one_once(pool, no_plugins):
+    class Csv(Plugin):
+        pass
+
+    for _ in range(2):
+        assert type(pool.doit(lambda plugin: plugin, Csv())) is Csv
+    assert pool.doit(lambda: Plugin.known["Csv"] is Csv)
+
+    class Local:  # a registry that travels too, with the class in it
+        known: typing.ClassVar = {}
+
+        def __init_subclass__(cls):
+            assert cls.__name__ not in Local.known
+            Local.known[cls.__name__] = cls
+
+    class Json(Local):
+        pass
+
+    assert type(pool.doit(lambda plugin: plugin, Json())) is Json
+
+
+def test_a_registry_that_refuses_a_local_class_names_the_class_and_the_cure(no_plugins):
+    def plugin():
+        class Csv(Plugin):
+            pass
+
+        return Csv()
+
+    with poly.Pool(1) as pool:
+        pool.doit(type, plugin())
+        Plugin.known.clear()
+        with pytest.raises(TypeError, match="two plugins Csv") as caught:
+            pool.doit(type, plugin())
+    assert any("making the class Csv anew" in note for note in caught.value.__notes__)
+
+
+Text = typing.TypeVar("Text", str, bytes)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        typing.NewType("Id", int),
+        typing.TypeVar("T", bound=int, covariant=True),
+        typing.TypeVar("T", str, bytes),
+        typing.ParamSpec("P"),
+        typing.TypeVarTuple("Ts"),
+    ],
+    ids=repr,
+)
+def test_an_object_of_typing_that_no_module_has_is_the_same_one_at_home(value, pool):
+    def describe(value):
+        attributes = "name", "module", "supertype", "bound", "constraints", "covariant"
+        return [repr(getattr(value, f"__{each}__", None)) for each in attributes]
+
+    assert pool.doit(lambda: describe(value)) == describe(value)
+    assert pool.doit(lambda first, second: (first is value, second), value, value) == (True, value)
+    assert pool.doit(lambda: Text) is Text
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="`type` statements are of 3.12")
+def test_an_alias_that_no_module_has_is_the_same_one_at_home(pool):
+    names = {"__name__": __name__}
+    exec("type Json = dict[str, Json] | int\ntype Pairs[T] = list[tuple[T, T]]", names)
+    json, pairs = names["Json"], names["Pairs"]
+    assert pool.doit(lambda: repr(json.__value__)) == repr(json.__value__)
+    assert pool.doit(lambda: json.__value__.__args__[0].__args__[1] is json)
+    assert pool.doit(lambda: repr(pairs[int].__value__)) == repr(pairs[int].__value__)
+    assert pool.doit(lambda *each: each, json, pairs) == (json, pairs)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 15), reason="`sentinel` is of 3.15")
+def test_a_sentinel_that_no_module_has_is_one_object_in_each_process(pool):
+    missing = sentinel("missing", repr="<none>")  # noqa: F821
+    assert pool.doit(lambda value: (value is missing, repr(value)), missing) == (True, "<none>")
+    assert pool.doit(lambda: missing) is missing
 
 
 @pytest.fixture

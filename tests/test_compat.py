@@ -171,6 +171,21 @@ def test_cloudpickle_fills_a_class_with_that_function():
     assert _compat.class_setstate().__name__.encode() in cloudpickle.dumps(make())
 
 
+def test_cloudpickle_knows_a_class_by_a_number_in_all_processes():
+    class Local:
+        pass
+
+    class Another:
+        pass
+
+    number = _compat.class_number(Local)
+    assert number.encode() in cloudpickle.dumps(Local)
+    assert _compat.class_of_number(number) is Local
+    assert _compat.number_class(number, Another) is Local
+    assert _compat.number_class("a number of the test", Another) is Another
+    assert _compat.class_of_number("unknown") is None
+
+
 def test_cloudpickle_fills_a_function_with_that_function():
     assert _compat.function_setstate().__name__.encode() in cloudpickle.dumps(lambda: 1)
 

@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import functools
 import os
+import types
 from collections.abc import Callable
+from enum import EnumType
 from pickle import PickleBuffer
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MemberDescriptorType
 from typing import Any
 from weakref import WeakSet
 
 import cloudpickle
 
-from .._compat import class_setstate, function_setstate, reduce_code
+from .._compat import (
+    class_number,
+    class_of_number,
+    class_setstate,
+    function_setstate,
+    number_class,
+    reduce_code,
+)
 from ..runtime.sources import add_lines, lines_of
-from .main_names import MainSnapshot, bind_free_names, goes_with_calls, main_namespace
+from .enums import enum_arguments, enum_state, fill_enum, make_enum
+from .main_names import MainSnapshot, bind_free_names, goes_with_calls, main_namespace, name_of
+from .named_objects import NAMED_TYPES, reduce_named
 from .reducers import CACHED_TYPE, REDUCERS, with_extra
 
 
@@ -54,7 +65,9 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, (type, FunctionType, CACHED_TYPE)):
-            return super().reducer_override(obj)
+            if type(obj) not in NAMED_TYPES:
+                return NotImplemented
+            return name_of(obj) if self._snapshot.goes_by_reference(obj) else reduce_named(obj)
         if getattr(obj, "__module__", None) == "__main__" and self._snapshot.holds(obj):
             return NotImplemented  # the default: by reference
         if isinstance(obj, CACHED_TYPE) or (
@@ -147,7 +160,57 @@ def _reduce_class(obj: object, reduced: Any) -> Any:
         return reduced
     if obj not in _received_classes:
         _sent_classes.add(obj)
-    return *reduced[:-1], _set_received_class
+    number, state = class_number(obj), reduced[2]
+    if isinstance(obj, EnumType):
+        made_by = make_enum, enum_arguments(obj)
+        return _make_class, (number, *made_by), enum_state(obj, state), None, None, _set_enum
+    kind, name, bases, content = reduced[1][:4]
+    content = {"__qualname__": obj.__qualname__} | content | _slots(obj, bases)
+    return (
+        _make_class,
+        (number, _new_class, (kind, name, bases, content)),
+        (_without_slots(obj, state[0]), state[1]),
+        None,
+        None,
+        _set_received_class,
+    )
+
+
+def _slots(obj: type, bases: tuple[Any, ...]) -> dict[str, Any]:
+    # `typing.NamedTuple` among the bases, which its class does not have, makes its own.
+    own = "__slots__" in vars(obj) and types.resolve_bases(bases) == obj.__bases__
+    return {"__slots__": vars(obj)["__slots__"]} if own else {}
+
+
+def _without_slots(obj: type, content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in content.items()
+        if not isinstance(value, MemberDescriptorType) or value.__objclass__ is not obj
+    }
+
+
+def _make_class(number: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
+    """Return the class that this process has of this number, else make it: a class is made once
+    only, so that a registry in an `__init_subclass__` or metaclass meets it once.
+    """
+    known: type | None = class_of_number(number)
+    if known is not None:
+        return known
+    try:
+        made = make(*args)
+    except Exception as error:
+        error.add_note(
+            f"while making the class {args[1]} anew, which was sent by value. A class of a module "
+            "that both processes can import is sent by its name, and not made anew"
+        )
+        raise
+    numbered: type = number_class(number, made)
+    return numbered
+
+
+def _new_class(kind: type, name: str, bases: tuple[Any, ...], content: dict[str, Any]) -> type:
+    return types.new_class(name, bases, {"metaclass": kind}, lambda names: names.update(content))
 
 
 def _set_received_class(made: type, state: Any) -> type:
@@ -155,6 +218,13 @@ def _set_received_class(made: type, state: Any) -> type:
         _received_classes.add(made)
         _class_setstate(made, state)
     return made
+
+
+def _set_enum(made: EnumType, state: Any) -> None:
+    class_state, attributes, values = state
+    if made not in _sent_classes:
+        _set_received_class(made, class_state)
+        fill_enum(made, attributes, values)
 
 
 def _mark_sent_as_received() -> None:

@@ -95,7 +95,7 @@ class MainSnapshot:
 
         The definition must still be bound to its own name.
         """
-        path = getattr(definition, "__qualname__", "").split(".")
+        path = name_of(definition).split(".")
         if "<locals>" in path or not self.has(path[0]):
             return False
         found = main_namespace().get(path[0])
@@ -111,9 +111,15 @@ class MainSnapshot:
         if module == "__main__":
             return self.holds(definition)
         found: Any = sys.modules.get(module or "")
-        for step in getattr(definition, "__qualname__", "").split("."):
+        for step in name_of(definition).split("."):
             found = getattr(found, step, None)
         return found is definition
+
+
+def name_of(definition: Any) -> str:
+    """Return the name within its module. Type variables and aliases have no `__qualname__`."""
+    name: str = getattr(definition, "__qualname__", "") or getattr(definition, "__name__", "")
+    return name
 
 
 class _CommonSnapshot(MainSnapshot):
