@@ -1,7 +1,9 @@
 """Pools by name: one living server for each, found by everybody of this user, and by nobody after
 its end."""
 
+import fcntl
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -11,12 +13,15 @@ from dataclasses import replace
 
 import pytest
 from faults import wait_for
+from in_time import FakeLoop
 from scripts import Script
 
 import polycephaly as poly
 from polycephaly.engines.remote import pool_registry
 from polycephaly.engines.remote.keys import Card, new_key_pair
 from polycephaly.runtime.procfs import start_time_of
+from polycephaly.runtime.tuning import tuning
+from polycephaly.server import server as server_module
 from polycephaly.server.join import join
 
 
@@ -143,13 +148,123 @@ def test_a_pid_that_another_process_has_got_since_misleads_nobody():
 
 def test_an_old_server_that_closes_late_leaves_the_new_ones_file():
     old, new = replace(a_card("lab"), birth="gone"), a_card("lab")
-    pool_registry.register(old)
+    path = pool_registry.register(old)
     pool_registry.register(new)
-    pool_registry.unregister(old)
+    pool_registry.unregister(old, path)
     assert pool_registry.running_cards() == [new]
-    pool_registry.unregister(new)
-    pool_registry.unregister(new)
+    pool_registry.unregister(new, path)
+    pool_registry.unregister(new, path)
     assert pool_registry.running_cards() == []
+
+
+@pytest.fixture
+def watching(pool, runtime, monkeypatch):
+    """A server of the pool "lab" whose time the test moves, after its card was registered."""
+    monkeypatch.setattr(server_module, "EventLoop", FakeLoop)
+    server = poly.serve(pool, name="lab")
+    monkeypatch.setattr(server._loop.thread, "join", server._loop.turn)
+    yield server
+    server.close()
+    server._loop.release_resources()
+
+
+def log_out_and_in(runtime):
+    shutil.rmtree(runtime)
+    runtime.mkdir(mode=0o700)
+
+
+@pytest.mark.guarantee("remote-7")
+def test_a_pool_is_found_again_after_its_runtime_directory_was_removed_and_made_again(
+    pool, runtime, monkeypatch
+):
+    """Removed and made again in one step, by a link: the server looks all the time."""
+    monkeypatch.setattr(tuning, "card_check_seconds", 0.01)
+    link, next_link = runtime / "link", runtime / "next"
+    for path, target in (link, runtime / "before"), (next_link, runtime / "after"):
+        target.mkdir(mode=0o700)
+        path.symlink_to(target)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(link))
+    with poly.serve(pool, name="lab") as server:
+        next_link.replace(link)
+        wait_for(lambda: pool_registry.running_cards() == [server.card])
+        with poly.connect("lab") as remote:
+            assert remote.doit("6 * 7") == 42
+        with pytest.raises(FileExistsError, match="'lab' is running already"):
+            poly.serve(pool, name="lab")
+    assert os.listdir(pool_registry.registry_directory()) == [".lock"]
+
+
+@pytest.mark.guarantee("remote-7")
+def test_a_connection_file_that_is_gone_is_written_again_at_the_next_check(
+    watching, runtime, caplog
+):
+    caplog.set_level("INFO", "polycephaly")
+    path = pool_registry.card_path("lab")
+    before = path.read_bytes()
+    for remove in (path.unlink, lambda: log_out_and_in(runtime)):
+        remove()
+        watching._loop.pass_(tuning.card_check_seconds)
+        assert path.read_bytes() == before
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert f"of lab was gone, and is written again: {path}" in caplog.text
+        caplog.clear()
+    written = path.stat()
+    watching._loop.pass_(tuning.card_check_seconds)
+    assert path.stat() == written and not caplog.records  # a file that is there is left alone
+
+
+@pytest.mark.guarantee("remote-7")
+def test_while_there_is_no_runtime_directory_a_pool_is_found_where_others_look(
+    watching, runtime, monkeypatch, tmp_path_factory
+):
+    other = tmp_path_factory.mktemp("other")
+    before = pool_registry.card_path("lab")
+    shutil.rmtree(runtime)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
+    watching._loop.pass_(tuning.card_check_seconds)
+    assert pool_registry.running_cards() == [watching.card]
+    assert pool_registry.card_path("lab").parent == other / "polycephaly"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    watching._loop.pass_(tuning.card_check_seconds)
+    assert before.exists()
+    watching.close()
+    assert not before.exists()
+    assert os.listdir(other / "polycephaly") == [".lock"]
+
+
+@pytest.mark.guarantee("remote-7")
+def test_a_pool_whose_name_another_has_taken_meanwhile_warns_once_and_waits(
+    watching, runtime, caplog
+):
+    log_out_and_in(runtime)
+    other = a_card("lab")
+    path = pool_registry.register(other)
+    caplog.set_level("INFO", "polycephaly")
+    watching._loop.pass_(10 * tuning.card_check_seconds)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage() == (
+        "this pool is not found by its name lab: its connection file is gone, and "
+        f"a pool named 'lab' is running already, as process {os.getpid()}: stop it first"
+    )
+    assert pool_registry.running_cards() == [other]
+    pool_registry.unregister(other, path)
+    watching._loop.pass_(tuning.card_check_seconds)
+    assert pool_registry.running_cards() == [watching.card]
+
+
+def test_a_server_waits_for_no_process_that_writes_a_connection_file(watching, runtime, caplog):
+    log_out_and_in(runtime)
+    lock = os.open(pool_registry.registry_directory(make=True) / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        watching._loop.pass_(tuning.card_check_seconds)
+        assert pool_registry.running_cards() == [] and not caplog.records
+    finally:
+        os.close(lock)
+    watching._loop.pass_(tuning.card_check_seconds)
+    assert pool_registry.running_cards() == [watching.card]
 
 
 def test_what_is_being_written_stays_and_what_a_dead_one_began_goes():

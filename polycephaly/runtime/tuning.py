@@ -84,6 +84,8 @@ class Tuning:
     """Time, counted in these checks, after which a silent client is dropped."""
     client_sign_seconds: float = 2.0
     """Time between two heartbeats (ALIVE) of a client."""
+    card_check_seconds: float = 5.0
+    """Time between two checks whether the connection file of a named pool is still there."""
     handshake_seconds: float = 5.0
     """Time for a connection to prove that its key is allowed. Read when a server is made."""
     reply_seconds: float = 1.0

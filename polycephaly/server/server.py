@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from time import time
 from typing import Any, Self
 
@@ -102,6 +103,8 @@ class Server:
         allow: Iterable[str],
         on_stop: Callable[[bool], object] | None = None,
         setup: dict[str, Any] | None = None,
+        name: str | None = None,
+        file: str | os.PathLike[str] | None = None,
     ) -> None:
         self._pool = pool
         self._dispatcher = dispatcher_of(pool)
@@ -128,6 +131,8 @@ class Server:
         # Disconnected peers by key: number, last reason.
         self._disconnected: dict[str, tuple[int, str]] = {}
         self._is_closed = self._is_ticking = False
+        self._card_paths: list[Path] = []  # where `card` was registered: the directory may change
+        self._has_lost_name = False
         self.started = time()
         with ExitStack() as undo:
             # RCVHWM must stay 0 and ROUTER_HANDOVER must stay unset. With either, libzmq 4.3.5
@@ -170,8 +175,11 @@ class Server:
             # The loop's thread must not wait for room in the pool: clients are bounded by their
             # credit and not by `max_queued`.
             self._loop.post(lambda: settling_threads.add(get_ident()))
+            if name is not None or file is not None:
+                self._write_cards(name, file)
             self._loop.start()
         except BaseException:
+            self._unregister()
             self._loop.release_resources()
             self._resources.close()
             raise
@@ -212,11 +220,11 @@ class Server:
         """
         if self._loop.belongs_to_parent:
             return
-        if self.card is not None:
-            pool_registry.unregister(self.card)
+        self._unregister()  # first, so that nobody finds a server that is about to close
         self._admin.wait_for_replies()
         self._loop.post(self._close)
         self._loop.thread.join()
+        self._unregister()  # the loop may have found the file gone, and have written it again
 
     def __enter__(self) -> Self:
         return self
@@ -255,6 +263,50 @@ class Server:
             "tasks_failed": status["tasks_failed"] + self._client_errors,
             "drones": status["drones"] + self._joined_hosts.drones(),
         }
+
+    # -- connection files --------------------------------------------------------------------------
+
+    def _write_cards(self, name: str | None, file: str | os.PathLike[str] | None) -> None:
+        keys, pid = new_key_pair(), os.getpid()
+        self.allow(keys[0])
+        birth, since = start_time_of(pid), self.started
+        card = Card(self.address, self.key, *keys, name or "", pid, birth, since)
+        if name is not None:
+            self.card = card
+            self._card_paths.append(pool_registry.register(card))
+            self._loop.call_later(tuning.card_check_seconds, self._check_card)
+        if file is not None:
+            card.write(file)
+
+    def _check_card(self) -> None:
+        """Register the card again if its file is gone. Called in the loop, now and then.
+
+        The runtime directory is removed at the user's last logout; other programs remove old files
+        of the temporary directory, which takes its place.
+        """
+        self._loop.call_later(tuning.card_check_seconds, self._check_card)
+        assert self.card is not None
+        name = self.card.name
+        try:
+            path = pool_registry.register_again(self.card)
+        except BlockingIOError:  # another process is writing there
+            return
+        except (OSError, ValueError) as error:
+            if not self._has_lost_name:  # once, and not at each check
+                self._has_lost_name = True
+                text = "this pool is not found by its name %s: its connection file is gone, and %s"
+                log.warning(text, name, error)
+            return
+        self._has_lost_name = False
+        if path is not None:
+            log.info("the connection file of %s was gone, and is written again: %s", name, path)
+            if path not in self._card_paths:
+                self._card_paths.append(path)
+
+    def _unregister(self) -> None:
+        for path in self._card_paths[:]:
+            assert self.card is not None
+            pool_registry.unregister(self.card, path)
 
     # -- in the loop: turns ------------------------------------------------------------------------
 
@@ -716,19 +768,4 @@ def serve(
         )
     if name is not None:
         pool_registry.check_name_available(name)
-    server = Server(pool, address, allow, on_stop, _setup)
-    try:
-        if name is not None or file is not None:
-            keys, pid = new_key_pair(), os.getpid()
-            server.allow(keys[0])
-            birth, since = start_time_of(pid), server.started
-            card = Card(server.address, server.key, *keys, name or "", pid, birth, since)
-            if name is not None:
-                pool_registry.register(card)
-                server.card = card
-            if file is not None:
-                card.write(file)
-    except BaseException:
-        server.close()
-        raise
-    return server
+    return Server(pool, address, allow, on_stop, _setup, name, file)

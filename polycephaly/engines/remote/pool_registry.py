@@ -13,6 +13,8 @@ appears whole (by rename) and after its server listens, so readers need no lock.
 * register, running_cards: before `running_cards` removes a dead pool's file, it looks again, under
   the lock.
 * register, unregister: an old server that closes late removes the file only if it is still its own.
+* register_again, register: a server whose file is gone (a logout removes the runtime directory)
+  finds another living pool's file, and leaves it.
 * the lock's holder dies: the kernel releases the lock. A half-written file is named after the
   holder's pid, and is removed when that process is gone.
 """
@@ -158,25 +160,37 @@ def check_name_available(name: str) -> None:
     _check_available(card_path(name))
 
 
-def register(card: Card) -> None:
-    """Register `card` under its name.
+def register(card: Card, *, wait: bool = True) -> Path:
+    """Register `card` under its name, and return the path of the file.
 
-    Raise `FileExistsError` if another pool of that name runs, or `OSError`.
+    Raise `FileExistsError` if another pool of that name runs, `OSError`, and as `Card.read` does.
+    With ``wait=False``, raise `BlockingIOError` while another process writes in the directory.
     """
     registry_directory(make=True)
     path = card_path(card.name)
-    with _locked(path.parent):
+    with _locked(path.parent, wait):
         _check_available(path)
         card.write(path)
+    return path
 
 
-def unregister(card: Card) -> None:
-    """Remove `card` if it is still registered. Raise nothing: this may run at interpreter exit."""
-    with suppress(OSError, ValueError):
-        path = card_path(card.name)
-        with _locked(path.parent):
-            if Card.read(path).server == card.server:
-                path.unlink()
+def register_again(card: Card) -> Path | None:
+    """Register `card`, which was registered before, if its file is gone.
+
+    Return the path of the new file, or None if the old one is there. Raise as ``register(card,
+    wait=False)`` does.
+    """
+    with suppress(FileNotFoundError):
+        if Card.read(card_path(card.name)).server == card.server:
+            return None
+    return register(card, wait=False)
+
+
+def unregister(card: Card, path: Path) -> None:
+    """Remove `card` if it is still at `path`. Raise nothing: this may run at interpreter exit."""
+    with suppress(OSError, ValueError), _locked(path.parent):
+        if Card.read(path).server == card.server:
+            path.unlink()
 
 
 def _read_if_running(path: Path) -> Card | None:
@@ -209,12 +223,12 @@ def _check_available(path: Path) -> None:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(directory: Path, wait: bool = True) -> Iterator[None]:
     path = os.fspath(directory / ".lock")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         cure = "set XDG_RUNTIME_DIR to a directory of another one"
-        lock_file(fd, path, fcntl.LOCK_EX, cure)
+        lock_file(fd, path, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, cure)
         try:
             yield
         finally:
