@@ -229,6 +229,29 @@ def test_the_zygote_ignores_it_and_what_a_task_starts_has_the_default_action(sta
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+@pytest.mark.guarantee("end-3")
+def test_a_child_that_a_task_forks_ends_by_a_signal_in_its_first_moment():
+    done = run_script("""
+        import os, signal
+        early = []
+        # Handlers run in this order, so this one runs before any of the package.
+        os.register_at_fork(after_in_child=lambda: early and os.kill(os.getpid(), signal.SIGTERM))
+        import polycephaly as poly
+
+        def fork():
+            early.append(True)
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            blocked = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), blocked
+
+        with poly.Pool(1) as pool:
+            print(pool.doit(fork), pool.doit(fork))
+    """)
+    assert done.stdout == "(-15, False) (-15, False)\n", done.stderr
+
+
 def test_the_process_that_keeps_the_frames_of_an_error_stays_with_its_drone():
     with poly.Pool(1, output="discard", post_mortem=True) as pool:
         failed = pool.promise("1 / 0")

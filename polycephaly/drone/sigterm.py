@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import signal
+from _thread import get_ident
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -23,12 +23,13 @@ class Sigterm:
         self.received = False
         self.wake: Callable[[], object] | None = None
         """Called by the handler, wherever the main thread is: wakes that thread if it waits."""
+        self._forking: set[int] = set()
+        """The threads that fork, and have blocked the signal for that."""
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self.received = True
         if self.wake is not None:
-            with suppress(OSError):  # of a forked child, which has just closed the descriptor
-                self.wake()
+            self.wake()
 
     def install(self) -> None:
         signal.signal(signal.SIGTERM, self)
@@ -39,14 +40,36 @@ class Sigterm:
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(128 + signal.SIGTERM)  # a task has blocked the signal
 
-    def _reset_in_child(self) -> None:
-        """In a forked child: the signal has its default action, and was not received."""
+    def _is_installed(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) is self
+
+    # A child gets the default action, also for a signal that it is sent at once: until then, the
+    # signal waits. Otherwise this handler would take a note for it, in vain.
+
+    def _before_fork(self) -> None:
+        if self._is_installed():
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            if signal.SIGTERM not in blocked:
+                self._forking.add(get_ident())
+
+    def _after_fork(self) -> None:
+        if get_ident() in self._forking:
+            self._forking.discard(get_ident())
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def _after_fork_in_child(self) -> None:
         self.received, self.wake = False, None
-        if signal.getsignal(signal.SIGTERM) is self:
+        if self._is_installed():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._after_fork()
+        self._forking.clear()
 
 
 sigterm = Sigterm()
 """That of this process, if it is a drone."""
 
-os.register_at_fork(after_in_child=sigterm._reset_in_child)
+os.register_at_fork(
+    before=sigterm._before_fork,
+    after_in_parent=sigterm._after_fork,
+    after_in_child=sigterm._after_fork_in_child,
+)
