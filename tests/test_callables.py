@@ -9,6 +9,7 @@ import functools
 import gc
 import operator
 import os
+import re
 import signal
 import sys
 import threading
@@ -26,6 +27,9 @@ from polycephaly.memory.arena import Arena
 from polycephaly.memory.blocks import Store
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.main_names import MainSnapshot
+
+if typing.TYPE_CHECKING:
+    from nowhere import Missing
 
 pytestmark = on_each_engine
 
@@ -547,6 +551,39 @@ def test_an_object_of_typing_that_no_module_has_is_the_same_one_at_home(value, p
     assert pool.doit(lambda: describe(value)) == describe(value)
     assert pool.doit(lambda first, second: (first is value, second), value, value) == (True, value)
     assert pool.doit(lambda: Text) is Text
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="the definitions raise NameError")
+def test_an_annotation_that_only_type_checkers_have_does_not_keep_a_definition_back(pool):
+    def function(a: Missing, b: list[Missing], c: int = 2):
+        return c
+
+    @dataclasses.dataclass(slots=True)
+    class Data:
+        x: int
+        y: "Missing" = 3
+        z: list[Missing] = dataclasses.field(default_factory=list)
+
+        def method(self, a: Missing):
+            return a
+
+    class Named(typing.NamedTuple):
+        x: int
+        y: Missing
+
+    def annotations(value):
+        import annotationlib
+
+        found = annotationlib.get_annotations(value, format=annotationlib.Format.FORWARDREF)
+        return {
+            name: re.sub(r"(ForwardRef\('\w+')[^)]*", r"\1", repr(value))
+            for name, value in found.items()
+        }
+
+    for each in function, functools.wraps(function)(lambda: 0), Data, Named, Data.method:
+        assert pool.doit(annotations, each) == annotations(each)
+    assert pool.doit(lambda: (function(1, 2), Data(1).method(4), Data(1))) == (2, 4, Data(1))
+    assert pool.doit(lambda: Named(1, 2)) == Named(1, 2)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="`type` statements are of 3.12")

@@ -27,6 +27,7 @@ from .._compat import (
     reduce_code,
 )
 from ..runtime.sources import add_lines, lines_of
+from .annotations import annotations_of, has_lazy_annotations
 from .enums import enum_arguments, enum_state, fill_enum, make_enum
 from .main_names import MainSnapshot, bind_free_names, goes_with_calls, main_namespace, name_of
 from .named_objects import NAMED_TYPES, reduce_named
@@ -74,10 +75,19 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             isinstance(obj, FunctionType) and obj.__code__ is _DISPATCH_CODE
         ):
             return NotImplemented if self._snapshot.goes_by_reference(obj) else _reduce_wrapper(obj)
-        reduced = super().reducer_override(obj)
+        reduced = self._reduce_definition(obj)
         if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace():
             return self._reduce_function_of_main(reduced)
         return _reduce_class(obj, reduced)
+
+    def _reduce_definition(self, obj: Any) -> Any:
+        try:
+            return super().reducer_override(obj)
+        except Exception:
+            # It evaluates the annotations, of which some may exist for type checkers only.
+            if not isinstance(obj, FunctionType) or not has_lazy_annotations(obj):
+                raise
+        return super().reducer_override(_with_annotations(obj, annotations_of(obj)))
 
     def _reduce_function_of_main(self, reduced: Any) -> Any:
         """Leave out the captured globals that the other process has.
@@ -91,6 +101,21 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if self._snapshot.unchanged(name, value) and not goes_with_calls(value):
                 del captured[name]
         return *reduced[:-1], _set_function_of_main
+
+
+def _with_annotations(function: FunctionType, annotations: dict[str, Any]) -> FunctionType:
+    copied = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__"):
+        setattr(copied, name, getattr(function, name))
+    copied.__dict__.update(function.__dict__)
+    copied.__annotations__ = annotations
+    return copied
 
 
 _function_setstate = function_setstate()
@@ -161,6 +186,9 @@ def _reduce_class(obj: object, reduced: Any) -> Any:
     if obj not in _received_classes:
         _sent_classes.add(obj)
     number, state = class_number(obj), reduced[2]
+    if has_lazy_annotations(obj):  # cloudpickle leaves them out
+        state[0].pop("__annotations_cache__", None)
+        state[0]["__annotations__"] = annotations_of(obj)
     if isinstance(obj, EnumType):
         made_by = make_enum, enum_arguments(obj)
         return _make_class, (number, *made_by), enum_state(obj, state), None, None, _set_enum

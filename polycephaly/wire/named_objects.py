@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import builtins
 import keyword
-import sys
 import typing
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
 from .._compat import class_number, class_of_number, number_class
+from .annotations import evaluated
 
 _NEW_TYPE: Any = typing.NewType
 _VARIABLES = (typing.TypeVar, typing.ParamSpec, typing.TypeVarTuple)
@@ -37,7 +37,7 @@ _values: dict[str, list[Any]] = {}
 def reduce_named(value: Any) -> tuple[Any, ...]:
     number, name, module = _number(value), value.__name__, value.__module__
     if type(value) is _ALIAS:
-        content, parameters = _evaluated(value, "value"), value.__type_params__
+        content, parameters = evaluated(value, "value"), value.__type_params__
         # Only an alias without parameters can be made before its value, which may refer to it.
         if not parameters and name.isidentifier() and not keyword.iskeyword(name):
             alias = _arrive, (number, _make_alias, (module, name, number))
@@ -48,28 +48,13 @@ def reduce_named(value: Any) -> tuple[Any, ...]:
         return _arrive, (number, _make_new_type, args)
     if type(value) is _SENTINEL:
         return _arrive, (number, _make_sentinel, (module, name, repr(value)))
-    found = ((each, _evaluated(value, each)) for each in _OPTIONS)
+    found = ((each, evaluated(value, each)) for each in _OPTIONS)
     options = {each: option for each, option in found if option is not None and option is not False}
-    default = _evaluated(value, "default")
+    default = evaluated(value, "default")
     if default is not _NO_DEFAULT:
         options["default"] = default
-    constraints = _evaluated(value, "constraints") or ()
+    constraints = evaluated(value, "constraints") or ()
     return _arrive, (number, _make_variable, (type(value), module, name, constraints, options))
-
-
-def _evaluated(value: Any, attribute: str) -> Any:
-    """Return what the attribute refers to, on 3.14 with a `ForwardRef` for each name that does not
-    exist. Returns None if there is no such attribute.
-    """
-    try:
-        return getattr(value, f"__{attribute}__", None)
-    except Exception:
-        evaluate = getattr(value, f"evaluate_{attribute}", None)
-        if evaluate is None or sys.version_info < (3, 14):
-            raise
-        import annotationlib  # type: ignore[import-not-found]
-
-        return annotationlib.call_evaluate_function(evaluate, annotationlib.Format.FORWARDREF)
 
 
 def _number(value: Any) -> str:

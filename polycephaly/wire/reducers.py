@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from operator import attrgetter, methodcaller
 from pickle import PickleBuffer
-from typing import Any, NoReturn
+from typing import Any, ForwardRef, NoReturn
 
 from .. import _compat
+from .annotations import reduce_forward_reference
 from .exceptions import reduce_exception
 
 
@@ -109,6 +110,7 @@ REDUCERS: dict[Any, Any] = {
     functools.partialmethod: _reduce_partial_method,
     functools.singledispatchmethod: _reduce_descriptor,
     type(os.environ): _reduce_environment,
+    ForwardRef: reduce_forward_reference,
     _compat.TemporaryFile: _refuse_temporary_file,
 }
 
