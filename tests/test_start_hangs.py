@@ -1,11 +1,13 @@
 """A start that hangs in somebody's at-fork handler: it is reported, and ends with its program."""
 
+import os
 import signal
 
 import pytest
 from faults import wait_for
 from scripts import Script, run_script
 
+import polycephaly as poly
 from polycephaly.runtime.procfs import descendants
 
 HANGING = """
@@ -59,14 +61,22 @@ def test_a_start_that_hangs_is_reported_once_with_its_stack_and_can_be_interrupt
     assert lines == ["RuntimeWarning the zygote of lab", "True True"], done.stderr
 
 
+def test_a_zygote_that_is_ready_survives_a_late_question_for_its_stack():
+    with poly.Pool(1) as pool:
+        zygote = pool.doit(os.getppid)
+        os.kill(zygote, signal.SIGSTKFLT)
+        pool.resize(2)
+        assert [each.result() for each in pool.everywhere(os.getppid)] == [zygote, zygote]
+
+
 def test_the_handler_for_the_stack_is_gone_after_the_start():
     done = run_script("""
         import os, re, signal, polycephaly as poly
-        def caught():
+        def handled():
             with open("/proc/self/status") as status:
-                masks = [int(each, 16) for each in re.findall(r"SigCgt:\\s*(\\w+)", status.read())]
-            return masks[0] >> (signal.SIGSTKFLT - 1) & 1
+                masks = re.findall(r"Sig(?:Cgt|Ign|Blk):\\s*(\\w+)", status.read())
+            return [int(each, 16) >> (signal.SIGSTKFLT - 1) & 1 for each in masks]
         with poly.Pool(1) as pool:
-            print(caught(), pool.doit(caught))
+            print(handled(), pool.doit(handled))
     """)
-    assert done.stdout == "0 0\n", done.stderr
+    assert done.stdout == "[0, 0, 0] [0, 0, 0]\n", done.stderr

@@ -138,9 +138,9 @@ class Launcher:
         pid = 0
         try:
             with fork_guard.guard, hold_ranges_through_fork(self._kept_memory):
+                self._start_stack = StartStack()
                 previous_address = addresses.parent_address
                 addresses.parent_address = addresses.own_address(spec.directory)
-                self._start_stack = StartStack()
                 end_with_owner = partial(parent_death.end_with_owner, owner, spec.directory)
                 try:
                     with self._start_stack.handler():

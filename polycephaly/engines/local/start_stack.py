@@ -25,16 +25,25 @@ class StartStack:
 
     @contextmanager
     def handler(self) -> Iterator[None]:
-        """Give a child that is forked in the block the handler, until it leaves the block."""
+        """Give a child that is forked in the block the handler, until it leaves the block.
+
+        From then on it ignores the signal: one that comes late, because the launcher has not yet
+        read that it is ready, must not end it.
+        """
         owner = os.getpid()
-        faulthandler.register(ASK_FOR_STACK, self._writer, all_threads=False)
         try:
+            faulthandler.register(ASK_FOR_STACK, self._writer, all_threads=False)
             yield
         finally:
-            faulthandler.unregister(ASK_FOR_STACK)
-            os.close(self._writer)
-            if os.getpid() != owner:
+            if os.getpid() == owner:
+                faulthandler.unregister(ASK_FOR_STACK)
+            else:
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, {ASK_FOR_STACK})
+                faulthandler.unregister(ASK_FOR_STACK)
+                signal.signal(ASK_FOR_STACK, signal.SIG_IGN)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 self.close()
+            os.close(self._writer)
 
     def read(self, seconds: float) -> list[str]:
         """Return the lines that arrive within `seconds`; none if the process is in C code that

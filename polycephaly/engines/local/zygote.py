@@ -47,6 +47,7 @@ from ...runtime.hidden import Hidden
 from ...wire.addresses import channel_address, record_exit
 from ...wire.main_names import MainSnapshot
 from ...wire.status_page import StatusPage, map_page
+from .start_stack import ASK_FOR_STACK
 
 if TYPE_CHECKING:
     from .main_maker import MainMaker
@@ -289,7 +290,7 @@ class Zygote:
             os.setsid()
             parent_death.become_subreaper()
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGQUIT):
+            for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGQUIT, ASK_FOR_STACK):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sigterm.install()
