@@ -228,6 +228,43 @@ def test_a_script_that_ends_at_once_after_starting_leaves_nothing():
         assert done.returncode in (0, -9) and not done.stderr
 
 
+@pytest.mark.guarantee("end-1")
+def test_threads_that_outlive_the_main_thread_open_no_pools_for_which_the_end_would_wait():
+    done = run_script("""
+        import atexit, threading
+        import polycephaly as poly
+        def open_pools():
+            while True:
+                is_late = is_over
+                try:
+                    with poly.Pool(1) as pool:
+                        pool.doit(abs, -1)
+                except BaseException as error:
+                    if "starts no more drones" in str(error):
+                        outcomes.append("refused")
+                        return
+                else:
+                    opened.set()
+                    if is_late:
+                        outcomes.append("opened")
+                        return
+        def look():  # called after the package's own handler, which was registered later
+            global is_over
+            is_over = True
+            for each in threads:
+                each.join()
+            names = [each.name for each in threading.enumerate()]
+            print(*outcomes, "polycephaly-reactor" in names)
+        is_over, outcomes, opened = False, [], threading.Event()
+        atexit.register(look)
+        threads = [threading.Thread(target=open_pools, daemon=True) for _ in range(3)]
+        for each in threads:
+            each.start()
+        opened.wait()
+    """)
+    assert done.stdout == "refused refused refused False\n", done.stderr
+
+
 def test_a_controller_killed_while_it_starts_drones_leaves_nothing():
     for delay in (0.0, 0.002, 0.005, 0.01, 0.02, 0.05):
         with Script("""

@@ -59,7 +59,7 @@ from .engine import Engine
 from .health import HealthMonitor
 from .interfaces import State, TaskOptions
 from .locality import Locality
-from .reactor import acquire_reactor
+from .reactor import PROGRAM_ENDS, acquire_reactor
 from .resources import Resources, insert_in_order
 from .stall_detection import StallDetector
 from .supervisor import Supervisor, pool_error
@@ -385,7 +385,10 @@ class Dispatcher(DispatcherBase):
         except OSError as error:  # at a limit of the system
             self.give_up_starting(error)
         else:
-            self.supervisor.start_missing()
+            if self.reactor.is_ending:
+                self.kill(PROGRAM_ENDS)
+            else:
+                self.supervisor.start_missing()
 
     def dispatch(self, now: float) -> None:
         """Send what drones can take: first the tasks for one drone, then those with resources and
@@ -880,6 +883,9 @@ class Dispatcher(DispatcherBase):
         self.reject_all(self.queue)
         self.reject_all(self.inbound)
         self._reject_waiting()
+        if not self.begun.done():  # it was killed before a drone could be started
+            assert self.refusal is not None  # set before the end
+            reject(self.begun, copy_error(self.refusal))
         self.reactor.last_callbacks.append(partial(fulfill, self.ended))
         self.reactor.release()
 

@@ -55,6 +55,9 @@ TICK_SECONDS = 0.002
 S = TypeVar("S")
 
 _reactor: Reactor | None = None
+_ending_thread: int | None = None  # the thread that ends the interpreter, once reactors have to end
+
+PROGRAM_ENDS = "the program ends"
 
 
 class Tenant:
@@ -105,8 +108,8 @@ class Tenant:
         except Exception as error:
             self.fail(error)
 
-    def abandon(self, reason: str = "") -> None:
-        """End now."""
+    def kill(self, reason: str = "") -> None:
+        """End now, with errors that give `reason`."""
 
     def finish(self) -> None:
         """Finish all tasks, and end. Called without the lock."""
@@ -120,6 +123,8 @@ def acquire_reactor() -> Reactor:
 
     The reactor lives until `Reactor.release` was called as often. Raises `RuntimeError` in a
     finalizer that interrupts code with the reactor's lock: a thread that holds `guard` may need it.
+    At the end of the interpreter, so do threads that outlive the main thread, because the end
+    waits for the reactor.
     """
     global _reactor
     if promises.holds_own_lock():
@@ -127,6 +132,11 @@ def acquire_reactor() -> Reactor:
             "a finalizer that runs while a pool is at work cannot start drones: do so elsewhere"
         )
     with fork_guard.guard:
+        if _ending_thread not in (None, get_ident()):
+            raise RuntimeError(
+                f"{PROGRAM_ENDS} and starts no more drones: have the main thread join the threads "
+                "that do"
+            )
         fork_guard.fill_standard_descriptors()
         if _reactor is None:
             _reactor = Reactor()
@@ -136,8 +146,8 @@ def acquire_reactor() -> Reactor:
 
 def _forget_reactor() -> None:
     """In a forked child: abandon the reactor, which stayed in the parent with its threads."""
-    global _reactor
-    _reactor = None
+    global _reactor, _ending_thread
+    _reactor = _ending_thread = None
     promises.holds_reactor_lock = None
     settling_threads.clear()
 
@@ -163,15 +173,19 @@ def finish_submitted(runners: Iterable[Any]) -> None:
 
 def _end_with_interpreter() -> None:
     """Finish submitted tasks, and then end the reactor."""
-    reactor = _reactor
-    if reactor is None:
-        return
+    global _ending_thread
     try:
         try:
-            finish_submitted(list(reactor.tenants))
+            if _reactor is not None:
+                finish_submitted(list(_reactor.tenants))
         finally:
-            reactor.post(reactor.abandon_all)
-            reactor.thread.join(timeout=5.0)
+            _ending_thread = get_ident()
+            reactor = _reactor
+            if reactor is not None:
+                # First, so that a tenant that another thread has made, and not added, is killed.
+                reactor.is_ending = True
+                reactor.post(reactor.kill_all)
+                reactor.thread.join(timeout=5.0)
     except KeyboardInterrupt:
         end_by_sigint()
 
@@ -195,6 +209,7 @@ class Reactor(EventLoop):
         super().__init__("polycephaly-reactor", self._run_tenants)
         self.users = 0
         self.tenants: list[Tenant] = []
+        self.is_ending = False  # with the interpreter
         self.last_callbacks: list[Callable[[], object]] = []
         """Called in order when their tenant has ended, or, if it was the last, the reactor too, so
         that nothing is left of either.
@@ -387,9 +402,9 @@ class Reactor(EventLoop):
         if self._fast_callbacks.pop(fd, None) is not None:
             self._fast_epoll.unregister(fd)
 
-    def abandon_all(self) -> None:
+    def kill_all(self) -> None:
         for tenant in list(self.tenants):
-            tenant.abandon("the program ends")
+            tenant.kill(PROGRAM_ENDS)
 
     # -- the reactor's thread ----------------------------------------------------------------------
 

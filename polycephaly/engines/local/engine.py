@@ -351,7 +351,8 @@ class LocalEngine(Engine):
         has_begun = self._dispatcher.begun.done()
         if not has_begun:
             self._dispatcher.give_up_starting(
-                RuntimeError(f"the zygote ended (exit code {code}) before it was ready")
+                self._dispatcher.refusal  # it was released meanwhile
+                or RuntimeError(f"the zygote ended (exit code {code}) before it was ready")
             )
         for handle in orphaned:
             self._supervisor.on_died(handle, -signal.SIGKILL)
