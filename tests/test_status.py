@@ -15,6 +15,7 @@ from polycephaly.pool import leases
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.status import describe_pool, drone_state, running_label
 from polycephaly.runtime import parent_death
+from polycephaly.runtime.hidden import Hidden
 from polycephaly.runtime.procfs import state_of
 from polycephaly.wire.messages import ERROR, pack_outcome, pack_outcomes
 
@@ -35,7 +36,7 @@ def test_an_initializer_that_fails_before_the_pid_is_known_fails_the_tasks_and_n
     reactor,
 ):
     """The zygote tells the pid, and the drone the error: either may be read first."""
-    dispatcher = dispatcher_of(reactor, 1, ready=False, initializer=task, initargs=(1,))
+    dispatcher = dispatcher_of(reactor, 1, ready=False, initializer=task, initargs=Hidden((1,)))
     (drone,) = dispatcher.handles
     drone.says_hello()
     (number,) = drone.in_flight
