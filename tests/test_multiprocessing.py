@@ -85,6 +85,21 @@ def test_an_error_of_a_map_has_the_remote_traceback_and_counts_as_a_failure(pool
     assert "in fail_at" in caught.value.__cause__.tb and "attempt" not in caught.value.__cause__.tb
 
 
+def test_an_error_of_a_class_that_is_newer_than_the_pool_is_of_that_class(pool):
+    class Late(Exception):
+        def __init__(self, code, text):
+            super().__init__(text)
+            self.code = code
+
+    def fail(number):
+        raise Late(number, "too late")
+
+    for call in (pool.apply, lambda fail, args: pool.map(fail, args)):
+        with pytest.raises(Late, match="too late") as caught:
+            call(fail, [7])
+        assert caught.value.code == 7
+
+
 def test_imap_goes_on_after_an_error(pool):
     results = pool.imap(partial(fail_at, 1), range(3))
     assert next(results) == 0

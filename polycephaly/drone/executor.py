@@ -36,7 +36,7 @@ from ..runtime.clock import monotonic
 from ..runtime.sampler import MAX_HERTZ, SWITCH_SECONDS, StackSampler
 from ..runtime.tuning import tuning
 from ..timeline.event_log import EventLog, event_log
-from ..wire import placeholders
+from ..wire import attempts, placeholders
 from ..wire.main_names import MainSnapshot
 from ..wire.messages import (
     CALL_SLICE,
@@ -137,13 +137,14 @@ class DroneExecutor:
         self._ref_table = ref_table
         self._drone_store = DroneStore(name)
         self._events = events
-        tail = self._take_over_process()
+        tail = self._take_over_process(snapshot)
         self._outcomes = self._buffer_type(
             status_page, snapshot, store, ref_table, tail, self._drone_store, events
         )
 
-    def _take_over_process(self) -> OutputTail:
+    def _take_over_process(self, snapshot: MainSnapshot) -> OutputTail:
         """Make this process a drone, which has this executor and no other."""
+        attempts.shared_snapshot = snapshot
         tail = open_console()
         install_log_forwarding()
         faulthandler.enable(file=2)

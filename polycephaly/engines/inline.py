@@ -157,7 +157,7 @@ class InlineDrone(DroneExecutor):
         page = handle.status_page
         super().__init__(handle.name, page, snapshot, _nothing, table, EventLog())
 
-    def _take_over_process(self) -> OutputTail:
+    def _take_over_process(self, snapshot: MainSnapshot) -> OutputTail:
         """Leave streams, signals and forks of this process to the program."""
         return OutputTail()
 

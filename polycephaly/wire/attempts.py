@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pickle import dumps
 from typing import Any
 
 from .exceptions import pack_exception, unpack_exception
+from .main_names import MainSnapshot
+from .pickling import capture
+
+shared_snapshot: MainSnapshot | None = None
+"""What of `__main__` the controller has, too. None: this process is no drone."""
 
 
 class Failed:
@@ -28,7 +32,8 @@ def attempt(fn: Callable[..., Any], /, *args: Any) -> Any:
         return fn(*args)
     except Exception as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # not this frame
-        return Failed(pack_exception(error, partial(dumps, protocol=5)))
+        snapshot = MainSnapshot() if shared_snapshot is None else shared_snapshot
+        return Failed(pack_exception(error, partial(capture, snapshot=snapshot)))
 
 
 def attempt_row(fn: Callable[..., Any], row: Any, /) -> Any:
