@@ -16,15 +16,16 @@ from concurrent.futures import CancelledError, wait
 from functools import partial
 from multiprocessing import TimeoutError, cpu_count, current_process, freeze_support
 from multiprocessing.pool import CLOSE, RUN, TERMINATE
-from threading import Thread
+from threading import TIMEOUT_MAX, RLock, Thread
 from typing import Any, Generic, NoReturn, Self, TypeVar
 from weakref import WeakSet
 
 from .pool.map import Results
 from .pool.pool import Pool as DronePool
 from .pool.pool import dispatcher_of
-from .promises.promise import Promise
+from .promises.promise import Promise, fulfill
 from .runtime.checks import check_at_least
+from .runtime.clock import monotonic
 from .wire.attempts import Failed, attempt, attempt_row
 from .wire.functions import label
 from .wire.output import Line
@@ -73,7 +74,7 @@ class AsyncResult(Generic[T]):
         if timeout is not None:
             self.wait(timeout)
             if not self._promise.done():
-                raise TimeoutError(f"the result did not come within {timeout} s")
+                raise _late(timeout)
         try:
             return self._promise.result()
         except CancelledError as error:
@@ -102,15 +103,18 @@ class AsyncResult(Generic[T]):
 
 
 class IMapIterator(Iterator[T]):
-    """The results of ``Pool.imap`` and ``Pool.imap_unordered``, for one thread at a time."""
+    """The results of ``Pool.imap`` and ``Pool.imap_unordered``. Any thread may take the next."""
 
     def __init__(
         self,
         results: Results[Any],
         error_of: Callable[[Failed, int], BaseException],
+        on_begin: Callable[[IMapIterator[Any]], object],
         on_end: Callable[[], object],
     ) -> None:
-        self._results, self._error_of, self._on_end = results, error_of, on_end
+        self._results, self._error_of = results, error_of
+        self._on_begin, self._on_end = on_begin, on_end
+        self._lock = RLock()  # an input that reads these results gets an error, and does not hang
         self._batch: Iterator[Any] = iter(())  # values that came together
         self._count = 0
         self.has_ended = False
@@ -130,27 +134,34 @@ class IMapIterator(Iterator[T]):
         StopIteration
             After the last result.
         """
+        until = None if timeout is None else monotonic() + timeout
+        limit = -1 if timeout is None else min(max(timeout, 0), TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=limit):  # another thread waits for a result
+            raise _late(timeout)
         try:
             value = next(self._batch, _NOTHING)
             if value is _NOTHING:
-                value = self._take_value(timeout)
+                self._on_begin(self)
+                value = self._take_value(timeout, until)
+            index, self._count = self._count, self._count + 1
         except TimeoutError:
             raise
         except BaseException:  # the end, too
             self.has_ended = True
             self._on_end()
             raise
-        self._count += 1
+        finally:
+            self._lock.release()
         if type(value) is Failed:
-            raise self._error_of(value, self._count - 1)
+            raise self._error_of(value, index)
         return value  # type: ignore[no-any-return]
 
     __next__ = next
 
-    def _take_value(self, timeout: float | None) -> Any:
+    def _take_value(self, timeout: float | None, until: float | None) -> Any:
         while True:
-            if timeout is not None and not self._results.wait(timeout):
-                raise TimeoutError(f"the result did not come within {timeout} s")
+            if until is not None and not self._results.wait(until - monotonic()):
+                raise _late(timeout)
             try:
                 batch = self._results.take_batch()
             except CancelledError as error:
@@ -227,7 +238,10 @@ class Pool:
             max_tasks=maxtasksperchild,
             **options,
         )
+        self._maps: set[Promise[None]] = set()  # the ends of those that go on
         self._imaps: WeakSet[IMapIterator[Any]] = WeakSet()
+        # Of these, kept: those that nobody has begun to read, whose calls `join` sends.
+        self._unread: set[IMapIterator[Any]] = set()
         self._state = RUN
 
     def apply(
@@ -270,7 +284,7 @@ class Pool:
         self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int | None = None
     ) -> list[T]:
         """Return the list of the results of ``func(item)``."""
-        return self._take(self._map(attempt, func, list(iterable), chunksize), label(func))
+        return self._take_map(attempt, func, iterable, chunksize)
 
     def map_async(
         self,
@@ -281,8 +295,7 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[list[T]]:
         """Do as `map`, without waiting. The callbacks are those of `apply_async`."""
-        results = self._map(attempt, func, list(iterable), chunksize)
-        return self._collect(results, label(func), callback, error_callback)
+        return self._start_map(attempt, func, iterable, chunksize, callback, error_callback)
 
     def starmap(
         self,
@@ -291,7 +304,7 @@ class Pool:
         chunksize: int | None = None,
     ) -> list[T]:
         """Return the list of the results of ``func(*item)``."""
-        return self._take(self._map(attempt_row, func, list(iterable), chunksize), label(func))
+        return self._take_map(attempt_row, func, iterable, chunksize)
 
     def starmap_async(
         self,
@@ -302,8 +315,7 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[list[T]]:
         """Do as `starmap`, without waiting. The callbacks are those of `apply_async`."""
-        results = self._map(attempt_row, func, list(iterable), chunksize)
-        return self._collect(results, label(func), callback, error_callback)
+        return self._start_map(attempt_row, func, iterable, chunksize, callback, error_callback)
 
     def imap(
         self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1
@@ -329,6 +341,7 @@ class Pool:
     def terminate(self) -> None:
         """Cancel all calls, also those that run, and end the drones."""
         self._state = TERMINATE
+        self._unread.clear()
         self._drones.terminate_workers()
         self._drones.shutdown()
 
@@ -342,7 +355,9 @@ class Pool:
         """
         if self._state == RUN:
             raise ValueError("Pool is still running")
+        wait(self._maps.copy())
         self._drones.shutdown()
+        self._unread.clear()
 
     @property
     def _processes(self) -> int:
@@ -393,8 +408,11 @@ class Pool:
         check_at_least("chunksize", chunksize, 1)
         results = self._map(attempt, func, iterable, chunksize, ordered)
         error_of = partial(self._error, label(func))
-        iterator: IMapIterator[T] = IMapIterator(results, error_of, self._end_if_closed)
+        iterator: IMapIterator[T] = IMapIterator(
+            results, error_of, self._unread.discard, self._end_if_closed
+        )
         self._imaps.add(iterator)
+        self._unread.add(iterator)
         return iterator
 
     def _take(self, results: Results[Any], name: str) -> list[Any]:
@@ -404,10 +422,25 @@ class Pool:
                 raise self._error(name, value, index)
         return values
 
-    def _collect(
+    def _take_map(
         self,
-        results: Results[Any],
-        name: str,
+        call: Callable[..., Any],
+        func: Callable[..., Any],
+        iterable: Iterable[Any],
+        chunksize: int | None,
+    ) -> list[Any]:
+        ended = self._begin_map()
+        try:
+            return self._take(self._map(call, func, list(iterable), chunksize), label(func))
+        finally:
+            self._end_map(ended)
+
+    def _start_map(
+        self,
+        call: Callable[..., Any],
+        func: Callable[..., Any],
+        iterable: Iterable[Any],
+        chunksize: int | None,
         callback: Callback | None,
         error_callback: Callback | None,
     ) -> AsyncResult[list[Any]]:
@@ -415,17 +448,39 @@ class Pool:
         taken: Promise[list[Any]] = Promise()
         called: Promise[list[Any]] = Promise()
         taken.add_done_callback(partial(_settle, called, callback, error_callback))
+        name = label(func)
+        ended = self._begin_map()
+        try:
+            results = self._map(call, func, list(iterable), chunksize)
 
-        def take() -> None:
-            try:
-                values = self._take(results, name)
-            except BaseException as error:
-                taken.set_exception(error)
-            else:
-                taken.set_result(values)
+            def take() -> None:
+                try:
+                    values = self._take(results, name)
+                except BaseException as error:
+                    taken.set_exception(error)
+                else:
+                    taken.set_result(values)
+                finally:
+                    self._end_map(ended)
 
-        Thread(target=take, name=f"map({name}, ...)", daemon=True).start()
+            Thread(target=take, name=f"map({name}, ...)", daemon=True).start()
+        except BaseException:
+            self._end_map(ended)
+            raise
         return AsyncResult(called)
+
+    def _begin_map(self) -> Promise[None]:
+        """Note that a `map` goes on: its calls are sent as its results are taken, so `close` ends
+        the drones only after it.
+        """
+        ended: Promise[None] = Promise()
+        self._maps.add(ended)
+        return ended
+
+    def _end_map(self, ended: Promise[None]) -> None:
+        self._maps.discard(ended)
+        fulfill(ended)
+        self._end_if_closed()
 
     def _error(self, name: str, failed: Failed, index: int) -> BaseException:
         dispatcher, error = dispatcher_of(self._drones), failed.error()
@@ -434,8 +489,8 @@ class Pool:
         return error
 
     def _end_if_closed(self) -> None:
-        """End the drones after `close`, unless an `imap` has more of its input to send."""
-        if self._state == CLOSE and all(each.has_ended for each in self._imaps):
+        """End the drones after `close`, unless a `map` or `imap` has more of its input to send."""
+        if self._state == CLOSE and not self._maps and all(each.has_ended for each in self._imaps):
             self._drones.shutdown(wait=False)
 
 
@@ -462,6 +517,10 @@ def _settle(
             called.set_result(promise.result())
         else:
             called.set_exception(error)
+
+
+def _late(timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"the result did not come within {timeout} s")
 
 
 def _explain(error: CancelledError) -> None:

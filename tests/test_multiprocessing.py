@@ -8,8 +8,9 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import unittest
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial, wraps
 
 import pytest
@@ -137,6 +138,26 @@ def test_next_with_a_time_limit_loses_no_result(pool, tmp_path):
     assert results.next(timeout=60) == "open"
 
 
+def test_several_threads_may_take_the_results_of_one_imap(pool):
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def numbers():
+        for number in range(20_000):
+            if threading.current_thread() is not threading.main_thread():
+                is_inside.set()
+                assert may_go_on.wait(60)
+            yield number
+
+    results = pool.imap(square, numbers())
+    with ThreadPoolExecutor(1) as other:
+        taken = other.submit(list, results)
+        assert is_inside.wait(60)
+        with pytest.raises(multiprocessing.TimeoutError):
+            results.next(timeout=0)
+        may_go_on.set()
+        assert taken.result() == [square(number) for number in range(20_000)]
+
+
 def test_get_with_a_time_limit_raises_multiprocessings_error(pool, tmp_path):
     gate = tmp_path / "gate"
     os.mkfifo(gate)
@@ -178,6 +199,32 @@ def test_after_close_no_call_is_accepted_and_join_waits_for_those_before():
     assert sum(results) == sum(number * number for number in range(20_000))
     pool.join()
     assert later.get() == [0, 1, 4, 9, 16]
+
+
+def test_close_and_join_wait_for_a_map_that_is_still_sending_its_calls():
+    is_sending, has_closed = threading.Event(), threading.Event()
+
+    class Slow:
+        def __reduce__(self):
+            is_sending.set()
+            assert has_closed.wait(60)
+            return int, (1000,)
+
+    pool = Pool(2)
+    result = pool.map_async(square, [*range(1000), Slow(), *range(1000)])
+    assert is_sending.wait(60)
+    pool.close()
+    has_closed.set()
+    pool.join()
+    assert result.ready() and result.get() == [*map(square, range(1001)), *map(square, range(1000))]
+
+
+def test_calls_of_an_imap_whose_results_nobody_takes_are_made_before_join_returns(tmp_path):
+    pool = Pool(2)
+    pool.imap_unordered(os.mkdir, [tmp_path / str(number) for number in range(300)])
+    pool.close()
+    pool.join()
+    assert len(os.listdir(tmp_path)) == 300
 
 
 def test_leaving_the_block_terminates(tmp_path):
