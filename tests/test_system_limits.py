@@ -13,6 +13,7 @@ import pytest
 from faults import wait_for
 
 import polycephaly as poly
+from polycephaly.green.distributed.transport import ChannelTransport
 from polycephaly.promises.event_loop import EventLoop
 from polycephaly.runtime import system_limits
 from polycephaly.runtime.system_limits import processor_limit, usable_processors
@@ -156,6 +157,14 @@ def test_the_limit_of_watched_descriptors_is_named_wherever_a_pool_meets_it(limi
             assert error.errno == errno.ENOSPC and "fs.epoll.max_user_watches" in str(error)
             met += 1
     assert met >= 7
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_at_this_limit_a_transport_of_channels_leaves_nothing_open(limit_epoll, tmp_path, left):
+    limit_epoll(left)
+    with pytest.raises(OSError, match="max_user_watches"):
+        ChannelTransport(str(tmp_path / "1.c"))
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_pool_that_has_begun_needs_no_more_watched_descriptors(limit_epoll):

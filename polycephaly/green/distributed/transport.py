@@ -34,7 +34,7 @@ import threading
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from time import sleep
@@ -367,16 +367,18 @@ class ChannelTransport:
         for old in (address, address[:-1] + "e"):  # of an earlier process with the same pid
             with suppress(FileNotFoundError):
                 os.unlink(old)
-        try:
-            self._listener.bind(address)
-        except OSError as error:
-            self._close_sockets()
-            error.filename = address
-            raise
-        self._listener.listen(1024)
-        self._listener.setblocking(False)
-        watch(self._epoll, self._listener.fileno(), select.EPOLLIN)
-        watch(self._epoll, self._wakeup.fd, select.EPOLLIN)
+        with ExitStack() as undo:
+            undo.callback(self._close_sockets)
+            try:
+                self._listener.bind(address)
+            except OSError as error:
+                error.filename = address
+                raise
+            self._listener.listen(1024)
+            self._listener.setblocking(False)
+            watch(self._epoll, self._listener.fileno(), select.EPOLLIN)
+            watch(self._epoll, self._wakeup.fd, select.EPOLLIN)
+            undo.pop_all()
         self._wakeup_poll = select.poll()
         self._wakeup_poll.register(self._wakeup.fd, select.POLLIN)
         scheduler.post(self._begin)
