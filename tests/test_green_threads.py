@@ -674,6 +674,14 @@ def test_map_raises_the_first_error_itself_and_cancels_the_rest(clock):
         green.run(main)
 
 
+def test_map_refuses_an_asynchronous_input_with_the_cure():
+    async def count():
+        yield 1
+
+    with pytest.raises(TypeError, match="which is asynchronous: collect its items before"):
+        green.map(double, count())
+
+
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_dropped_asynchronous_generator_is_closed_by_a_thread_of_its_own(bound, capfd):
     closed_by = []

@@ -70,6 +70,15 @@ def test_nothing_in_gives_nothing_out(pool):
     assert list(pool.map(double, [])) == [] and list(pool.map(double)) == []
 
 
+def test_an_asynchronous_input_is_refused_with_the_cure(pool):
+    async def count():
+        yield 1
+
+    for inputs in ([count()], [[1], count()]):
+        with pytest.raises(TypeError, match="which is asynchronous: collect its items before"):
+            pool.map(pow, *inputs)
+
+
 def rows_that_fail():
     yield 1
     raise LookupError("no more")

@@ -55,7 +55,7 @@ def test_a_wait_takes_any_number_of_seconds_and_refuses_what_is_none(wait):
         wait(math.nan)
     with pytest.raises(ValueError, match="timeout must be less than 1e308"):
         wait(10**5000)
-    for wrong in ("1", True, 1j):
+    for wrong in ("1", True, 1j, np.timedelta64(1, "s")):
         with pytest.raises(TypeError, match="timeout is a number of seconds, not "):
             wait(wrong)
 
@@ -511,6 +511,12 @@ def test_a_copy_shares_no_state_whatever_a_library_registers(monkeypatch):
     copied = copy_error(error)
     copied.add_note("second")
     assert copied is not error and error.__notes__ == ["first"]
+
+
+@pytest.mark.parametrize("combine", [poly.gather, poly.race])
+def test_promises_in_one_list_are_refused_with_the_cure(combine):
+    with pytest.raises(TypeError, match=rf"use {combine.__name__}\(\*promises\)$"):
+        combine([Promise()])
 
 
 def test_gather_may_give_errors_in_their_places():

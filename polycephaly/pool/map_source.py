@@ -21,6 +21,7 @@ from pickle import dumps
 from typing import TYPE_CHECKING, Any
 
 from ..promises.promise import Handle
+from ..runtime.checks import check_iterables
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.pickling import BULKY_TYPES, capture
@@ -86,6 +87,7 @@ class Source:
         # The newest task until the caller has it, so that a Ctrl-C in between does not lose it.
         self.latest_task: Task | None = None
         self._next: Task | None = None
+        check_iterables("map", iterables)
         self._has_one_iterable = len(iterables) == 1
         self._rows: Iterator[Any] = (
             iter(iterables[0]) if self._has_one_iterable else zip(*iterables, strict=False)

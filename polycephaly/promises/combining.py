@@ -83,7 +83,7 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
     >>> both.value
     [1, 2]
     """
-    _check_futures("gather", promises)
+    _check_futures("gather", promises, "gather(*promises)")
     combined = _Gathered()
     combined._awaited = promises
     waiting_for = list(promises)
@@ -159,7 +159,7 @@ def race(*promises: Future[Any]) -> Promise[Any]:
     >>> first.value
     'quick'
     """
-    _check_futures("race", promises)
+    _check_futures("race", promises, "race(*promises)")
     if not promises:
         raise ValueError("race() needs a promise: a race of no promises would never settle")
     first: Promise[Any] = Promise()
@@ -328,7 +328,9 @@ def _error_of(future: Future[Any]) -> BaseException | None:
     return CancelledError() if future.cancelled() else future.exception()
 
 
-def _check_futures(function: str, promises: Iterable[object]) -> None:
+def _check_futures(function: str, promises: Iterable[object], cure: str = "") -> None:
+    """Raise `TypeError` if one of `promises` is none, with the `cure` if it is an iterable."""
     for each in promises:
         if not isinstance(each, Future):
-            raise TypeError(f"{function}() takes promises, not {each!r}")
+            hint = f": use {cure}" if cure and isinstance(each, Iterable) else ""
+            raise TypeError(f"{function}() takes promises, not {each!r}{hint}")

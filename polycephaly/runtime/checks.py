@@ -1,4 +1,5 @@
-"""The numbers that users pass: seconds and counts. Each check returns a plain `float` or `int`.
+"""The numbers that users pass: seconds and counts. Each check of them returns a plain `float` or
+`int`. Also the inputs of a `map`.
 
 A scalar of NumPy is a number, too, but clocks, epoll and messages refuse it later, in a thread of
 this package; and a wait for NaN seconds would never end.
@@ -6,6 +7,7 @@ this package; and a wait for NaN seconds would never end.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable, Iterable
 from math import inf, isinf, isnan
 from numbers import Real
 from operator import index
@@ -36,10 +38,12 @@ def check_positive_seconds(name: str, seconds: Any) -> float:
 
 def check_real(name: str, number: Any, kind: str = "number") -> float:
     """Return `number`, called `name` in errors, as a `float`, which may be NaN or infinite."""
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(f"{name} is a {kind}, not {number!r}")
     try:
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise TypeError
         converted = float(number)
+    except TypeError:  # also of numpy.timedelta64, which calls itself an integer
+        raise TypeError(f"{name} is a {kind}, not {number!r}") from None
     except OverflowError:
         converted = inf
     if isinf(converted) and abs(number) != inf:  # its digits may be thousands: not shown
@@ -73,3 +77,13 @@ def check_count(sentence: str, unit: str, number: Any, least: int = 1) -> int:
     if whole < least:
         raise ValueError(f"{sentence} at least {least} {unit}{'s' * (least != 1)}, not {whole}")
     return whole
+
+
+def check_iterables(function: str, iterables: Iterable[object]) -> None:
+    """Raise `TypeError` if one of `iterables` can only be iterated over by ``async for``."""
+    for each in iterables:
+        if isinstance(each, AsyncIterable) and not isinstance(each, Iterable):
+            raise TypeError(
+                f"{function} takes iterables, not {each!r}, which is asynchronous: collect its"
+                " items before, [item async for item in ...], or make a promise of each call"
+            )
