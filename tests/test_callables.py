@@ -597,6 +597,35 @@ def test_an_alias_that_no_module_has_is_the_same_one_at_home(pool):
     assert pool.doit(lambda *each: each, json, pairs) == (json, pairs)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 15), reason="`lazy import` is of 3.15")
+def test_names_of_lazy_imports_after_the_snapshot_are_imported_at_the_call():
+    assert output_of("""
+        import sys
+        import polycephaly as poly
+        from polycephaly.wire.main_snapshot import take_snapshot
+
+        lazy import no_such_module as absent
+
+        with poly.Pool(1) as pool:
+            exec("lazy import wave; lazy import xml.dom.minidom", globals())
+            exec("lazy from colorsys import rgb_to_hls as to_hls", globals())
+            print("wave" in sys.modules)
+            print(pool.doit(lambda: (wave.__name__, xml.dom.minidom.__name__, to_hls(0, 0, 0))))
+            exec("lazy import no_other_module as other", globals())
+            try:
+                pool.doit(lambda: other.name)
+            except ModuleNotFoundError as error:
+                print(error, error.__notes__[-1])
+            print(sorted(take_snapshot().left_out))
+    """).splitlines() == [
+        "False",
+        "('wave', 'xml.dom.minidom', (0.0, 0.0, 0.0))",
+        "No module named 'no_other_module' while pickling the function itself, <lambda>, which "
+        "captures other, a lazy_import",
+        "['absent', 'other', 'pool']",
+    ]
+
+
 @pytest.mark.skipif(sys.version_info < (3, 15), reason="`sentinel` is of 3.15")
 def test_a_sentinel_that_no_module_has_is_one_object_in_each_process(pool):
     missing = sentinel("missing", repr="<none>")  # noqa: F821

@@ -7,12 +7,14 @@ its imports take 10 ms and 2 MB.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import sys
 import types
 from collections.abc import Callable
 from enum import EnumType
 from pickle import PickleBuffer
-from types import CodeType, FunctionType, MemberDescriptorType
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -29,9 +31,16 @@ from .._compat import (
 from ..runtime.sources import add_lines, lines_of
 from .annotations import annotations_of, has_lazy_annotations
 from .enums import enum_arguments, enum_state, fill_enum, make_enum
-from .main_names import MainSnapshot, bind_free_names, goes_with_calls, main_namespace, name_of
+from .main_names import (
+    MainSnapshot,
+    bind_free_names,
+    global_names,
+    goes_with_calls,
+    main_namespace,
+    name_of,
+)
 from .named_objects import NAMED_TYPES, reduce_named
-from .reducers import CACHED_TYPE, REDUCERS, with_extra
+from .reducers import CACHED_TYPE, REDUCERS, LazyImport, with_extra
 
 
 def _reduce_code_with_source(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
@@ -76,9 +85,13 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         ):
             return NotImplemented if self._snapshot.goes_by_reference(obj) else _reduce_wrapper(obj)
         reduced = self._reduce_definition(obj)
-        if isinstance(obj, FunctionType) and obj.__globals__ is main_namespace():
-            return self._reduce_function_of_main(reduced)
-        return _reduce_class(obj, reduced)
+        if not isinstance(obj, FunctionType):
+            return _reduce_class(obj, reduced)
+        if obj.__globals__ is main_namespace():
+            reduced = self._reduce_function_of_main(reduced)
+        if LazyImport and isinstance(reduced, tuple) and _import_lazy_names(obj, reduced):
+            return self.reducer_override(obj)  # which finds the submodules that are used
+        return reduced
 
     def _reduce_definition(self, obj: Any) -> Any:
         try:
@@ -101,6 +114,25 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if self._snapshot.unchanged(name, value) and not goes_with_calls(value):
                 del captured[name]
         return *reduced[:-1], _set_function_of_main
+
+
+def _import_lazy_names(function: FunctionType, reduced: Any) -> bool:
+    """Import what the function uses of `lazy import` statements. Return whether there was any."""
+    names = reduced[2][1]["__globals__"]
+    lazy = [name for name, value in names.items() if type(value) is LazyImport]
+    values = [eval(name, function.__globals__) for name in lazy]  # as when it is first used
+    used = set(global_names(function.__code__))
+    submodules = [
+        each
+        for module in (*names.values(), *values)
+        if type(module) is ModuleType
+        for each in [*sys.lazy_modules]  # type: ignore[attr-defined]
+        if each.startswith(f"{module.__name__}.") and each not in sys.modules
+        if used.issuperset(each[len(module.__name__) + 1 :].split("."))
+    ]
+    for each in submodules:
+        importlib.import_module(each)
+    return bool(lazy or submodules)
 
 
 def _with_annotations(function: FunctionType, annotations: dict[str, Any]) -> FunctionType:

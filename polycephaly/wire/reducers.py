@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import threading
+import types
 from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,16 @@ _MADE_BY_INIT = ("lock", "_method_cache")
 """Unpicklable attributes in CPython 3.11 (cached_property), 3.13.0 (singledispatchmethod)."""
 
 
+def _reduce_lazy_import(lazy: Any) -> tuple[Any, ...]:
+    return _imported, (lazy.resolve(),)
+
+
+def _imported(value: Any) -> Any:
+    return value
+
+
+LazyImport: Any = getattr(types, "LazyImportType", None)
+"""On 3.15, the type of names of `lazy import` that were not used yet."""
 CACHED_TYPE: Any = type(functools.cache(abs))
 """The type of functions under `functools.cache` and `lru_cache`."""
 _NATIVE_FORMATS = frozenset("bBhHiIlLqQnNfdc?")
@@ -113,6 +124,8 @@ REDUCERS: dict[Any, Any] = {
     ForwardRef: reduce_forward_reference,
     _compat.TemporaryFile: _refuse_temporary_file,
 }
+if LazyImport is not None:
+    REDUCERS[LazyImport] = _reduce_lazy_import
 
 
 class _ExtraReducers(threading.local):
