@@ -2,6 +2,7 @@
 
 import os
 import threading
+from unittest import mock
 
 import pytest
 from census import children
@@ -165,3 +166,17 @@ def test_a_name_below_the_pool_in_a_module_is_an_error_that_names_the_cure(tmp_p
             pool.refresh()
             print(pool.doit(halfway.later, 1))
     """) == ("AttributeError True\nTrue\n2\n")
+
+
+@local_only
+def test_a_program_that_has_become_another_user_keeps_its_old_drones():
+    """New drones could not enter the directory of the first user, and would break the pool."""
+    with poly.Pool(1) as pool:
+        drone = pool.doit(os.getpid)
+        with mock.patch("os.geteuid", return_value=os.geteuid() + 65534):
+            for call in (pool.refresh, poly.Pool):
+                with pytest.raises(RuntimeError, match=r"become user \d+ since .* shut down first"):
+                    call()
+        assert pool.doit(os.getpid) == drone
+        pool.refresh()
+        assert pool.doit(os.getpid) != drone

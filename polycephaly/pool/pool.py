@@ -424,6 +424,12 @@ class Pool(ExecutorBase):
 
         Running tasks are finished by the old drones. Waiting tasks are run by the new drones. Names
         that were bound in the old drones' namespaces after the old snapshot are lost.
+
+        Raises
+        ------
+        RuntimeError
+            If the pool is closed or has ended, or if this process has become another user (as by
+            `os.setuid`) since it opened a pool. In the latter case, the old drones go on.
         """
         self._dispatcher.refresh()
 

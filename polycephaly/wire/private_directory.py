@@ -43,6 +43,7 @@ class PrivateDirectory:
 
     def __init__(self) -> None:
         self.path = _choose_directory()
+        self._user = os.geteuid()
         self._resources = ExitStack()  # undoes whatever `make` has done
 
     def make(self) -> None:
@@ -63,6 +64,15 @@ class PrivateDirectory:
                 fcntl.flock(directory.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._resources = undo.pop_all()
         addresses.on_directory_made(self.path)
+
+    def check_user(self) -> None:
+        """Raise `RuntimeError` if this process has become a user who cannot enter the directory."""
+        if (user := os.geteuid()) not in (self._user, 0):
+            raise RuntimeError(
+                f"this process has become user {user} since user {self._user} opened a pool, and "
+                "new drones could not enter the directory of its sockets: open pools after "
+                "os.setuid, or shut down first those that were opened before"
+            )
 
     def remove(self) -> None:
         addresses.on_directory_removed(self.path)

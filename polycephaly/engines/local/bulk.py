@@ -33,6 +33,7 @@ class BulkSocket:
         self._router: Router | None = None
         self._is_open = False
         self.directory = self._private_directory.path
+        self.check_user = self._private_directory.check_user
 
     def open(self) -> None:
         """Make the directory, if this object has not done so. Raises `OSError`.

@@ -281,6 +281,7 @@ class LocalEngine(Engine):
     # -- snapshots ---------------------------------------------------------------------------------
 
     def snapshot(self) -> Launcher:
+        self._bulk.check_user()
         spec = DroneSpec(
             drone_main,
             self._bulk.directory,
