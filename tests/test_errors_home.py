@@ -64,6 +64,25 @@ class OfALibrary(Exception):
         return type(self), (self.args[0], self.response)
 
 
+class LeavesOutItsConnection(Exception):
+    """As urllib3's errors, which requests' errors have among their `args`."""
+
+    def __init__(self, connection, why):
+        self.connection, self.why = connection, why
+        super().__init__(f"{connection}: {why}")
+
+    def __reduce__(self):
+        return type(self), (None, self.why)
+
+
+def raise_leaving_out():
+    inner = LeavesOutItsConnection("host:80", "refused")
+    try:
+        raise inner
+    except LeavesOutItsConnection:
+        raise OSError(inner)  # noqa: B904 (the context is wanted)
+
+
 class MadeOtherwise(OfALibrary):
     """As which it cannot be made, by the way that it inherits."""
 
@@ -570,6 +589,15 @@ def test_a_way_that_is_inherited_or_of_its_state_only_does_not_hide_its_type(poo
     assert (
         type(error) is kind and error.args == kind("odd").args and vars(error) == vars(kind("odd"))
     )
+
+
+@pytest.mark.guarantee("error-1")
+def test_an_error_whose_pickle_leaves_out_what_its_message_names_keeps_the_message(pool):
+    error = pool.promise(raise_leaving_out).exception()
+    assert type(error) is OSError and str(error) == "host:80: refused"
+    for each in (error.args[0], error.__context__):
+        assert type(each) is LeavesOutItsConnection and each.connection is None
+        assert str(each) == "host:80: refused" and each.why == "refused"
 
 
 def raise_in_code_of(name):

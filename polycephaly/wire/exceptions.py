@@ -231,7 +231,7 @@ def reduce_exception(error: BaseException) -> Any:
     """
     kind = type(error)
     if says_how_to_pickle(kind):
-        return error.__reduce_ex__(5)
+        return _with_args(error, error.__reduce_ex__(5))
     try:
         _check_copy(error)
     except _Different as difference:
@@ -242,6 +242,26 @@ def reduce_exception(error: BaseException) -> Any:
     state = error.args, error.__dict__, _sent_fields(error)
     # Filled only then, because its attributes may lead back to it.
     return allocate_exception, (kind, args_to_make(error)), state, None, None, _set_state
+
+
+def _with_args(error: BaseException, reduced: Any) -> Any:
+    """Return `reduced`, which the class of `error` gave, with the `args`. A constructor that gets
+    less than in the first place makes other ones, and so another message: that of urllib3's errors
+    would lack the host, because they leave out the connection.
+    """
+    if (
+        type(reduced) is tuple
+        and len(reduced) == 2
+        and reduced[0] is type(error)
+        and all(type(each) in ATOMIC_TYPES for each in error.args)
+    ):
+        return *reduced, error.args, None, None, _set_args
+    return reduced
+
+
+def _set_args(error: BaseException, args: tuple[Any, ...]) -> None:
+    """Set the `args` of an exception that was just made. Pickles contain this function's name."""
+    set_base_field(error, "args", args)
 
 
 def _set_state(error: BaseException, state: Any) -> None:
