@@ -50,9 +50,9 @@ def open_debugger(
                 keyboard, screen = _accept(listener, where, session)
             except TimeoutError:
                 raise RuntimeError(
-                    f"a breakpoint at {where} waited {patience:g} s (report_waiting) for somebody "
-                    "to ask: the program has no terminal and no notebook, and nobody used "
-                    f"`polycephaly attach {os.getpid()}`. With PYTHONBREAKPOINT=0 in the "
+                    f"nobody came to debug the breakpoint at {where} within {patience:g} s "
+                    "(report_waiting): the program has no terminal and no notebook, and nobody "
+                    f"used `polycephaly attach {os.getpid()}`. With PYTHONBREAKPOINT=0 in the "
                     "environment, breakpoint() does nothing"
                 ) from None
             finally:

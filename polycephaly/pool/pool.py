@@ -94,6 +94,8 @@ class Pool(ExecutorBase):
     report_waiting
         Seconds of one wait without processor time after which a drone with a task is reported. The
         drone is not killed, because a wait and a hang look alike. None: never. See `Drone.waiting`.
+        A `breakpoint()` raises `RuntimeError` after this time, if this process has neither a
+        terminal nor a notebook, and nobody has attached.
     on_death
         "replace" a drone that died, or "break" the pool, as the standard library's executor does.
     resources
