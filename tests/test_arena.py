@@ -8,7 +8,7 @@ import threading
 import tracemalloc
 import warnings
 import weakref
-from pickle import PickleBuffer
+from pickle import PickleBuffer, loads
 from struct import Struct
 from types import SimpleNamespace
 
@@ -585,3 +585,21 @@ def test_the_size_of_a_pickle_is_found_out_without_a_copy(kind, snapshot):
         tracemalloc.stop()
     assert abs(size - len(capture(value, snapshot))) < 1000
     assert pickled_size([1, "a"], snapshot) == len(capture([1, "a"], snapshot))
+
+
+class Extends:
+    """Adds to a bytearray when it is pickled."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __reduce__(self):
+        self.content += bytes(10)
+        return int, ()
+
+
+@pytest.mark.parametrize("more", [None, lambda: 3])  # which plain pickle refuses
+def test_a_large_bytearray_that_is_resized_while_it_is_pickled_arrives_whole(snapshot, more):
+    content = bytearray(100_000)
+    arrived, *_ = loads(capture([content, Extends(content), more], snapshot))
+    assert len(arrived) in range(100_000, len(content), 10) and not any(arrived)

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
+from io import BytesIO
 from pickle import PickleBuffer, dumps
 from types import FunctionType
 from typing import Any
@@ -182,7 +183,8 @@ def _may_name_main(piece: bytes) -> bool:
 
 def _dump_plainly(value: object, small: bool) -> bytes:
     """Return what `pickle.dumps` would, but with exceptions as in exceptions.py. If `small`, raise
-    `_LargeBuffer` for a large buffer.
+    `_LargeBuffer` for a large buffer. Raises `BufferError` if a large bytearray was resized
+    meanwhile.
 
     Making a pickler takes longer than most pickles, so it is used again.
     """
@@ -195,7 +197,13 @@ def _dump_plainly(value: object, small: bool) -> bytes:
         one = _PlainPickler(small)
     one.dump(value)
     pieces = one.pieces
-    pickled = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    if len(pieces) == 1:
+        pickled = pieces[0]
+    else:
+        views = _with_views(pieces)
+        if views is None:
+            raise BufferError("a bytearray was resized while it was pickled")
+        pickled = b"".join(views)
     if len(pickled) < _MAX_FOR_REUSE_BYTES:  # the memo of a pickler never shrinks
         pieces.clear()
         one.clear_memo()
@@ -254,8 +262,8 @@ def _dump(
     """Return the pieces of the pickles of `values`, which share a memo, and an object to keep alive
     as long as the pieces.
 
-    Large pieces may be views. If `buffers` is given, large buffers are appended to that list
-    instead of being put into the pickle.
+    If `buffers` is given, large buffers are appended to that list instead of being put into the
+    pickle, and large pieces may be views. Else there is one piece, a copy.
     """
 
     def out_of_band(buffer: PickleBuffer) -> bool:
@@ -267,11 +275,11 @@ def _dump(
         buffers.append(raw)
         return False
 
-    pieces = _Pieces()
-    pickler = pickler_type(pieces, snapshot, out_of_band)
+    pieces, copy = _Pieces(), BytesIO()
+    pickler = pickler_type(copy if buffers is None else pieces, snapshot, out_of_band)
     for each in values:
         pickler.dump(each)
-    return pieces, pickler
+    return [copy.getvalue()] if buffers is None else pieces, pickler
 
 
 def _dump_in_pieces(
