@@ -135,7 +135,13 @@ def test_options_of_the_wrong_type_are_type_errors(how):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [("mp_context", "`start`"), ("max_tasks_per_child", "`max_tasks`")]
+    ("theirs", "ours"),
+    [
+        ("mp_context", "`start`"),
+        ("max_tasks_per_child", "`max_tasks`"),
+        ("workers", "`drones`"),
+        ("size", "`drones`"),
+    ],
 )
 def test_an_option_that_another_library_has_is_a_type_error_that_names_ours(theirs, ours):
     for make in (poly.Pool, poly.Drone):

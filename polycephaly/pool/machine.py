@@ -28,7 +28,8 @@ class Machine(Protocol):
 
 _OPTION_NAMES_HERE = {
     **dict.fromkeys(
-        ("max_workers", "n_jobs", "n_workers", "num_workers", "processes"), "`drones`: Pool(4)"
+        ("max_workers", "n_jobs", "n_workers", "num_workers", "processes", "size", "workers"),
+        "`drones`: Pool(4)",
     ),
     **dict.fromkeys(("context", "mp_context", "start_method"), "`start`: None, 'fork' or 'spawn'"),
     **dict.fromkeys(
