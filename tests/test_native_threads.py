@@ -314,6 +314,30 @@ def test_what_cannot_be_pickled_is_named_when_it_is_needed_with_the_cure():
     assert "pool.refresh() takes a new snapshot" in second
 
 
+@pytest.mark.guarantee("wire-6")
+def test_a_name_that_a_drone_cannot_load_is_said_to_be_that_and_no_refresh_is_advised():
+    text = script("""
+        import os
+        import polycephaly as poly
+        class Here:
+            def __setstate__(self, state):
+                if os.getpid() != state["pid"]:
+                    raise ValueError("only here")
+        here = Here()
+        here.pid = os.getpid()
+        def function(value=here): return value
+        start_a_native_thread()
+        with poly.Pool(1, output="discard") as pool:
+            print(pool.promise("here").exception())
+            print(pool.promise(function).exception())
+    """)
+    for name, line in zip(
+        ("here", "function"), output_of(text, python_args=QUIET).splitlines(), strict=True
+    ):
+        assert repr(name) in line and "could not be loaded when the drone started" in line
+        assert "refresh" not in line
+
+
 SHARING = """
 import sys, threading
 import polycephaly as poly

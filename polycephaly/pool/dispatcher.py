@@ -910,16 +910,21 @@ class Dispatcher(DispatcherBase):
             text = message_of(error)
             missing = re.match(r"Can't get attribute '(\w+)' on <module '([\w.]+)'", text)
             if missing and hasattr(sys.modules.get(missing[2]), missing[1]):
-                error.args = (f"{text}: {later}, or make the pool below the definition",)
+                in_main = missing[2] == "__main__"
+                reason = self.supervisor.engine.left_out(missing[1]) if in_main else None
+                if reason:
+                    error.args = (f"{text}: the drones do not have this name, because {reason}",)
+                else:
+                    error.args = (f"{text}: {later}, or make the pool below the definition",)
         if isinstance(error, UnboundLocalError) or not isinstance(error, NameError):
             return
         name = error.name
-        if name and name in main_namespace() and not self.registry.snapshot.has(name):
+        if name and name in main_namespace():
             message = error.args[0] if error.args else name
             reason = self.supervisor.engine.left_out(name)
             if reason:
                 error.args = (f"{message}: the drones do not have this name, because {reason}",)
-            else:
+            elif not self.registry.snapshot.has(name):
                 error.args = (f"{message}: {later}, or push the name",)
 
 

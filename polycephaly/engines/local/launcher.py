@@ -184,11 +184,13 @@ class Launcher:
         """Return why its drones lack `name` of `__main__`, and a remedy; None if unknown."""
         if self.main_copy is not None and self._unsafe is not None:
             reason = self.main_copy.left_out.get(name)
+            if name in self.main_copy.names:
+                reason = "the value could not be loaded when the drone started, which printed why"
             return reason and (
                 f"they are not forks, because {self._unsafe}, and {reason}; make it in an "
                 f"initializer, or: {self._unsafe.cure}"
             )
-        if not self.imports_main:
+        if not self.imports_main or self.snapshot.has(name):
             return None
         main = sys.modules["__main__"]
         spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
