@@ -134,9 +134,15 @@ def test_a_text_stream_that_a_task_makes_of_the_bytes_is_its_own(pool, lines):
     def write():
         io.TextIOWrapper(sys.stdout.buffer, "utf-8", write_through=True).write("wrapped\n")
 
-    promise = pool.promise(write)
-    promise.result()
-    assert promise.output == "wrapped\n" and lines.of("stdout") == ["wrapped"]
+    for _ in range(2):  # the first stream, when it is collected, does not close that of the second
+        promise = pool.promise(write)
+        promise.result()
+        assert promise.output == "wrapped\n" and lines.of("stdout") == ["wrapped"]
+        lines.clear()
+
+
+def test_the_bytes_have_the_name_and_mode_of_a_standard_stream(pool):
+    assert pool.doit("sys.stderr.buffer.name, sys.stderr.buffer.mode") == (2, "wb")
 
 
 def test_the_tail_is_bounded_and_is_the_end(pool):

@@ -107,7 +107,7 @@ class _Bytes(io.BufferedIOBase):
     def __init__(self, console: Console, writer: io.BufferedWriter[io.FileIO]) -> None:
         self._console = console
         self._writer = writer
-        self.raw = writer.raw
+        self.raw, self.name, self.mode = writer.raw, writer.name, writer.mode
 
     def write(self, content: Any, /) -> int:
         with memoryview(content) as view:
@@ -118,6 +118,12 @@ class _Bytes(io.BufferedIOBase):
 
     def flush(self) -> None:
         self._writer.flush()
+
+    def close(self) -> None:
+        """Stay open: a text stream that a task makes of this closes it when it is collected, and
+        later tasks write, too.
+        """
+        self.flush()
 
     def fileno(self) -> int:
         return self._writer.fileno()
