@@ -619,6 +619,27 @@ def test_what_another_thread_imports_for_long_is_imported_anew_in_a_drone(
     assert "half_imported" in told and "after the import" in told
 
 
+def test_a_lost_zygote_is_replaced_without_a_wait_for_imports(importing, monkeypatch):
+    """The wait would be that of the thread that serves all pools."""
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        importing.may_end.set()
+
+    monkeypatch.setattr(tuning, "import_wait_seconds", 0.0)
+    monkeypatch.setattr(fork_guard, "_long_imports", set())
+    with poly.Pool(1) as pool:
+        drone = pool.drones[0]
+        zygote = pool.doit(os.getppid)
+        monkeypatch.setattr(tuning, "import_wait_seconds", 60.0)
+        monkeypatch.setattr(fork_guard, "_long_imports", set())
+        monkeypatch.setattr(fork_guard, "sleep", wait)
+        os.kill(zygote, signal.SIGKILL)
+        wait_for(lambda: not drone.alive)
+        assert pool.doit(os.getppid) != zygote and waits == []
+
+
 def test_a_module_that_makes_a_pool_while_it_is_imported_is_the_drones_too(tmp_path, monkeypatch):
     (tmp_path / "makes_a_pool.py").write_text(
         "import threading\n"

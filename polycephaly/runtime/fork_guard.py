@@ -108,7 +108,10 @@ def wait_for_imports() -> None:
 
     A fork in the middle of an import has half of the module. An import that takes too long (it may
     wait for this thread) is waited for once; the child will have to import that module anew.
+    The thread that serves all pools does not wait: their time limits would not be heeded.
     """
+    if threading.current_thread() in _thread_locks:
+        return
     deadline = monotonic() + tuning.import_wait_seconds
     while names := set(imports_elsewhere()) - _long_imports:
         if monotonic() >= deadline:
