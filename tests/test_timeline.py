@@ -550,7 +550,7 @@ def test_a_png_without_pillow_names_the_cure(tmp_path):
         text=True,
     )
     assert (
-        ran.stdout == "a PNG needs Pillow: pip install 'pillow>=10.1' (SVG and HTML do without)\n"
+        ran.stdout == "a PNG needs Pillow: pip install 'pillow>=11' (SVG and HTML do without)\n"
     ), ran.stderr
     assert os.listdir(tmp_path) == ["run.svg"]
 

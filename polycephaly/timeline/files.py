@@ -28,7 +28,7 @@ def check(path: str | os.PathLike[str]) -> Path:
     if path.suffix.lower() not in _WRITERS:
         raise ValueError(f"a timeline is saved as .html, .svg, .png or .json, not as {path.name!r}")
     if path.suffix.lower() == ".png" and find_spec("PIL") is None:
-        message = "a PNG needs Pillow: pip install 'pillow>=10.1' (SVG and HTML do without)"
+        message = "a PNG needs Pillow: pip install 'pillow>=11' (SVG and HTML do without)"
         raise ModuleNotFoundError(message, name="PIL")
     return path
 

@@ -1,4 +1,4 @@
-"""A drawing as PNG, made by Pillow (``pip install 'pillow>=10.1'``)."""
+"""A drawing as PNG, made by Pillow (``pip install 'pillow>=11'``)."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Timeline(Contents):
         ----------
         path
             ``.html`` is a single page to zoom and hover in, ``.svg`` and ``.png`` are pictures (PNG
-            needs Pillow: ``pip install 'pillow>=10.1'``), ``.json`` is a trace for
+            needs Pillow: ``pip install 'pillow>=11'``), ``.json`` is a trace for
             https://ui.perfetto.dev or ``chrome://tracing``.
         title
             Title of the page or picture.
