@@ -4,6 +4,6 @@
 from PyInstaller.utils.hooks import collect_data_files, collect_submodules
 
 datas = collect_data_files("polycephaly")  # of pages
-hiddenimports = ["polycephaly.engines.inline"]
+hiddenimports = ["polycephaly.engines.inline", "polycephaly.integrations.dashboard"]
 for package in ("engines.local", "green", "wire"):
     hiddenimports += collect_submodules(f"polycephaly.{package}")
