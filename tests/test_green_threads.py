@@ -5,7 +5,9 @@ import asyncio
 import contextvars
 import gc
 import inspect
+import itertools
 import signal
+import sys
 import threading
 import weakref
 from concurrent.futures import CancelledError
@@ -1254,6 +1256,58 @@ def test_an_error_of_a_signal_handler_is_raised_after_the_clean_up_of_what_ran(
         start()
     assert raised.value is error
     assert sorted(begun) == sorted(ended) == list(range(number))
+
+
+def with_a_signal_at_each_call(operation, handled):
+    """Perform `operation` again and again: with a signal at the first call or return of this thread
+    in `polycephaly.green`, then at the second, and so on. Yield after each."""
+    outermost = ("get", "wait_in_proxy")  # after whose return a value is lost
+    of_sigint = signal.getsignal(signal.SIGINT)
+    for place in itertools.count():
+        wait_for(lambda: scheduler.bell)  # the scheduler sleeps
+        left, error = place, ZeroDivisionError(place)
+
+        def interrupt_at_place(frame, event, arg, error=error):
+            nonlocal left
+            code = frame.f_code
+            if "/polycephaly/green/" not in code.co_filename:
+                return
+            if event == "return" and code.co_name in outermost:
+                return
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                handled.append(error)
+                interrupt_main_thread()
+
+        sys.setprofile(interrupt_at_place)
+        try:
+            operation()
+            return
+        except ZeroDivisionError as raised:
+            assert raised is error
+        finally:
+            sys.setprofile(None)
+        assert signal.getsignal(signal.SIGINT) == of_sigint
+        yield
+
+
+@pytest.mark.guarantee("green-3")
+def test_green_run_works_after_an_error_of_a_signal_handler_at_any_of_its_calls(handled):
+    work = partial(pow, 2, 1)
+    for _ in with_a_signal_at_each_call(lambda: green.run(work), handled):
+        assert green.run(work) == 2
+    wait_for(lambda: not scheduler.live and not scheduler.native_calls)
+
+
+@pytest.mark.guarantee("green-3")
+def test_get_loses_no_item_to_an_error_of_a_signal_handler_at_any_of_its_calls(handled):
+    channel = green.Channel(1)
+    channel.put(1)
+    for _ in with_a_signal_at_each_call(channel.get, handled):
+        assert channel.get(10) == 1
+        channel.put(1)
+    wait_for(lambda: not scheduler.live)
 
 
 def test_a_second_signal_ends_the_wait_for_a_clean_up(handled):

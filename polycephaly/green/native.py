@@ -33,6 +33,7 @@ from .._compat import forget_dummy_thread
 from ..errors import is_own_frame
 from ..promises.promise import SafeLog, callbacks
 from ..runtime.clock import monotonic
+from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
 
 log = SafeLog(logging.getLogger("polycephaly.green"))
 
@@ -47,6 +48,39 @@ MAX_ENDING_WORKERS = 1000
 NO_THREAD = "green threads cannot run: this process cannot start another native thread"
 MANY_THREADS = 512  # from this number of native threads on, the usual switch interval is too short
 INTERVAL_SECONDS_PER_THREAD = 20e-6  # of the switch interval
+
+
+def call_unbroken(fn: Callable[[], object]) -> None:
+    """Call `fn`, which no error of a signal handler can break off half done.
+
+    Such an error is raised here, before `fn` has begun, or while `fn` goes on on a native thread of
+    its own, where no handler runs. If SIGINT alone has a handler, it is deferred instead.
+    """
+    if is_safe_from_signals() or sys.is_finalizing():  # at its end, Python starts no thread
+        with DeferredSigint():
+            fn()
+        return
+    ended = allocate_lock()
+    ended.acquire()
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            fn()
+        except BaseException as error:
+            errors.append(error)
+        ended.release()
+
+    try:
+        start_new_thread(call, ())
+    except RuntimeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # by a signal handler
+        fn()  # the kernel refuses another thread
+        return
+    ended.acquire()
+    if errors:
+        raise errors.pop()
 
 
 class NativeThreadPool:

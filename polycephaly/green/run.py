@@ -12,7 +12,6 @@ from typing import Any, TypeVar, overload
 
 from ..runtime.checks import check_seconds
 from ..runtime.coroutines import is_coroutine
-from ..runtime.deferred_sigint import DeferredSigint
 from .scheduler import is_unstarted, scheduler
 from .spawning import start
 from .thread import GreenThread, NativeThread
@@ -83,9 +82,7 @@ def run(main: Any, /, *args: Any) -> Any:
     # In a list, which `start` fills before the thread can begin: a signal handler may raise there.
     started: list[GreenThread[Any]] = []
     try:
-        # Ctrl-C arrives before the thread is started, or when it can be cancelled.
-        with DeferredSigint():
-            start(main, args, on_made=started.append)
+        start(main, args, on_made=started.append)
         return started[0].result()
     except BaseException:
         if started and not started[0].done():  # raised by a signal handler
@@ -96,6 +93,16 @@ def run(main: Any, /, *args: Any) -> Any:
 
 
 def _cancel_and_wait(thread: GreenThread[Any]) -> None:
+    _cancel(thread)
+    if isinstance(thread, NativeThread) and thread.coro is None and not thread.native_ident:
+        return  # its function has not begun, and never will
+    with suppress(CancelledError):
+        thread.exception()  # waits, and marks the error as seen, so none is printed
+
+
+def _cancel(thread: GreenThread[Any]) -> None:
+    """Cancel a thread whose start a signal handler may have broken off."""
+
     def make_ready() -> None:
         # The handler may have raised just before `start` did this.
         if thread.coro is not None and is_unstarted(thread.coro) and thread not in scheduler.ready:
@@ -104,10 +111,6 @@ def _cancel_and_wait(thread: GreenThread[Any]) -> None:
 
     scheduler.post(make_ready)
     thread.cancel()
-    if isinstance(thread, NativeThread) and thread.coro is None and not thread.native_ident:
-        return  # its function has not begun, and never will
-    with suppress(CancelledError):
-        thread.exception()  # waits, and marks the error as seen, so none is printed
 
 
 # -- for operations that plain code may wait for ---------------------------------------------------
@@ -128,11 +131,10 @@ def wait_in_proxy(
     """
     if timeout is not None:
         check_seconds("timeout", timeout)  # before the proxy takes part
-    proxy = None
+    started: list[GreenThread[Any]] = []  # as in `run`
+    proxy: GreenThread[Any] | None = None
     try:
-        with DeferredSigint():
-            # Ctrl-C comes before the start, or when the proxy can be cancelled.
-            proxy = start(op, args, name=name)
+        proxy = start(op, args, name=name, on_made=started.append)
         end = inf if timeout is None else monotonic() + timeout
         try:
             return proxy.result(timeout)
@@ -148,13 +150,14 @@ def wait_in_proxy(
                 raise
             raise TimeoutError(f"{failure} within {timeout} s") from None
     except BaseException:
-        if proxy is not None:
-            proxy.cancel()
+        for proxy in started:
             if undo is not None:
                 proxy.then(undo)
+            if not proxy.done():
+                _cancel(proxy)
         raise
     finally:
-        del proxy  # as in `run`
+        del started, proxy  # as in `run`
 
 
 def forbid_in_step(operation: str, alternative: str) -> None:

@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from inspect import CORO_CREATED, GEN_CREATED, getcoroutinestate, getgeneratorstate
+from operator import call
 from time import pthread_getcpuclockid
 from types import CoroutineType
 from typing import Any, Protocol
@@ -37,9 +38,16 @@ from typing import Any, Protocol
 from ..promises import promise
 from ..runtime import fork_guard, forked
 from ..runtime.clock import monotonic
-from ..runtime.deferred_sigint import DeferredSigint
+from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
 from ..runtime.timers import Timers
-from .native import IDLE_WORKER_SECONDS, NO_THREAD, NativeThreadPool, log, tracing_hooks
+from .native import (
+    IDLE_WORKER_SECONDS,
+    NO_THREAD,
+    NativeThreadPool,
+    call_unbroken,
+    log,
+    tracing_hooks,
+)
 
 DEADLOCK_GRACE_SECONDS = 0.02  # without a runnable thread, before the owner checks for a deadlock
 MAX_NATIVE_THREADS = 16384  # the usual limits of the kernel are 2 to 6 times as many
@@ -214,14 +222,31 @@ class Scheduler:
 
     def ring(self) -> None:
         """Wake the sleeping owner, or start one, because `ready` has a new entry."""
-        # `pop` is atomic, so only one caller gets the waker. Ctrl-C is deferred: between the pop
-        # and the call it would leave an owner that no thread can wake.
-        with DeferredSigint():
-            try:
-                waker = self.bell.pop()
-            except IndexError:
+        # Between the pop and the call, an error of a signal handler, as of Ctrl-C, would leave an
+        # owner that no thread can wake.
+        if is_safe_from_signals():
+            with DeferredSigint():
+                self._call_waker()
+            return
+        for waker in tuple(self.bell):  # one at most
+            if waker == self._start_owner:
+                call_unbroken(self._call_waker)
                 return
-            waker()
+            try:
+                # Both in one call, in which no handler runs.
+                calls: Any = (partial(self.bell.remove, waker), waker)
+                deque(map(call, calls), maxlen=0)
+            except ValueError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise  # by a signal handler
+                # Else another thread has popped the waker.
+
+    def _call_waker(self) -> None:
+        try:
+            waker = self.bell.pop()  # atomic, so only one caller gets the waker
+        except IndexError:
+            return
+        waker()
 
     def in_step(self) -> bool:
         """Return True if the caller is code of a green thread between two awaits."""

@@ -32,9 +32,9 @@ from ..promises.promise import CANCELLED, FINISHED, Promise
 from ..runtime import forked
 from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_awaitable
-from ..runtime.deferred_sigint import DeferredSigint
 from ..timeline.event_log import MIN_EVENT_SECONDS, event_log
 from .history import history
+from .native import call_unbroken
 from .scheduler import (
     IN_CALL,
     NO_CALL,
@@ -361,17 +361,19 @@ class NativeThread(GreenThread[T]):
 
     def start_job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         context = copy_context()
-        with DeferredSigint():
-            scheduler.live.add(self)
-            scheduler.native_calls += 1
-            try:
-                scheduler.workers.start(partial(context.run, self._run, fn, args))
-            except RuntimeError:  # no native thread can be started
-                scheduler.live.discard(self)
-                scheduler.native_calls -= 1
-                if self._group is not None:
-                    self._group.children.discard(self)
-                raise
+        call_unbroken(partial(self._start_job, partial(context.run, self._run, fn, args)))
+
+    def _start_job(self, job: Callable[[], object]) -> None:
+        scheduler.live.add(self)
+        scheduler.native_calls += 1
+        try:
+            scheduler.workers.start(job)
+        except RuntimeError:  # no native thread can be started
+            scheduler.live.discard(self)
+            scheduler.native_calls -= 1
+            if self._group is not None:
+                self._group.children.discard(self)
+            raise
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.native_ident = ident = get_ident()
