@@ -46,22 +46,22 @@ class Sigterm:
     # A child gets the default action, also for a signal that it is sent at once: until then, the
     # signal waits. Otherwise this handler would take a note for it, in vain.
 
-    def _before_fork(self) -> None:
+    def before_fork(self) -> None:
         if self._is_installed():
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             if signal.SIGTERM not in blocked:
                 self._forking.add(get_ident())
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         if get_ident() in self._forking:
             self._forking.discard(get_ident())
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    def _after_fork_in_child(self) -> None:
+    def after_fork_in_child(self) -> None:
         self.received, self.wake = False, None
         if self._is_installed():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._after_fork()
+        self.after_fork()
         self._forking.clear()
 
 
@@ -69,7 +69,7 @@ sigterm = Sigterm()
 """That of this process, if it is a drone."""
 
 os.register_at_fork(
-    before=sigterm._before_fork,
-    after_in_parent=sigterm._after_fork,
-    after_in_child=sigterm._after_fork_in_child,
+    before=sigterm.before_fork,
+    after_in_parent=sigterm.after_fork,
+    after_in_child=sigterm.after_fork_in_child,
 )
