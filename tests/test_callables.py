@@ -765,7 +765,8 @@ def test_a_captured_value_of_ten_megabytes_is_found_in_inner_functions_and_parti
 def test_a_shared_value_of_ten_megabytes_is_captured_without_a_warning(recwarn):
     with poly.Pool(1) as pool, pool.share(bytearray(11_000_000)) as content:
         assert pool.doit(lambda: len(content)) == 11_000_000
-    assert not recwarn.list
+    # CPython's own, of a fork beside the thread of pytest-timeout.
+    assert [w for w in recwarn.list if w.category is not DeprecationWarning] == []
 
 
 def test_many_different_functions_do_not_disturb_each_other(pool):
