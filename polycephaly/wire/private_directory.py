@@ -50,7 +50,7 @@ class PrivateDirectory:
         """Make the directory. Raises `OSError` if this fails; then nothing is left behind."""
         with ExitStack() as undo:
             os.mkdir(self.path, 0o700)
-            undo.callback(shutil.rmtree, self.path, ignore_errors=True)
+            undo.callback(_remove_own, self.path)
             path = os.path.join(self.path, "lock")
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, lock)
@@ -91,6 +91,21 @@ def _choose_directory() -> str:
         parent = "/tmp"
     _remove_abandoned(parent)
     return os.path.join(parent, name)
+
+
+def _remove_own(directory: str) -> None:
+    """Remove a directory that no other user can enter, with one descriptor: `shutil.rmtree` takes
+    more, and this process may be at its limit.
+    """
+    with suppress(OSError):
+        with os.scandir(directory) as entries:
+            found = list(entries)
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                _remove_own(entry.path)
+            else:
+                os.unlink(entry.path)
+        os.rmdir(directory)
 
 
 def _remove_abandoned(parent: str) -> None:
