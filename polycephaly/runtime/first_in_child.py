@@ -33,4 +33,5 @@ def _after_fork_in_child() -> None:
         _action()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):  # promises work also where no process can be forked
+    os.register_at_fork(after_in_child=_after_fork_in_child)
