@@ -18,11 +18,7 @@ def look_up(n: int) -> int:
 def main() -> None:
     with poly.Pool(2) as pool:
         by_name = pool.promise(look_up, 12)
-        print(
-            "a function by name:",
-            by_name.value,
-            f"({by_name.spans.bytes_sent} bytes of arguments sent)",
-        )
+        print("a function by name:", by_name.value, f"({by_name.spans.bytes_sent} bytes sent)")
 
         factor = 3
         print("a lambda with what it captured:", pool.doit(lambda n: look_up(n) * factor, 12))

@@ -1181,7 +1181,8 @@ def test_identical_errors_that_no_code_has_looked_at_are_printed_twenty_times_an
     """).stderr
     assert printed.count("No code looked at the error of green thread 'thread-") == 20
     assert printed.count("\nValueError: the same") == 21
-    assert "the errors of 30 more green threads, the last one 'thread-49'" in printed
+    # Which one is last is the affair of the finalizers.
+    assert "the errors of 30 more green threads, the last one 'thread-" in printed
     assert [printed.count(f"\nValueError: {i}\n") for i in range(5)] == [10] * 5
 
 
