@@ -97,14 +97,16 @@ def _remove_own(directory: str) -> None:
     """Remove a directory that no other user can enter, with one descriptor: `shutil.rmtree` takes
     more, and this process may be at its limit.
     """
-    with suppress(OSError):
-        with os.scandir(directory) as entries:
-            found = list(entries)
-        for entry in found:
+    found: list[os.DirEntry[str]] = []
+    with suppress(OSError), os.scandir(directory) as entries:
+        found += entries
+    for entry in found:
+        with suppress(OSError):  # its process may be removing it
             if entry.is_dir(follow_symlinks=False):
                 _remove_own(entry.path)
             else:
                 os.unlink(entry.path)
+    with suppress(OSError):
         os.rmdir(directory)
 
 
