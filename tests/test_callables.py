@@ -1151,7 +1151,7 @@ def alarm(request):
         lambda pool: pool.submit(capture_interrupted()),
         lambda pool: pool.promise(abs, [Interrupted(), bytes(1 << 20)]),
         lambda pool: next(pool.map(abs, [Interrupted()])),
-        lambda pool: next(pool.map(abs, inputs_of_which_one_is_interrupted())),
+        lambda pool: list(pool.map(abs, inputs_of_which_one_is_interrupted())),
     ],
 )
 def test_an_error_of_a_signal_handler_is_raised_at_the_call_and_is_not_the_calls_own(
@@ -1161,6 +1161,22 @@ def test_an_error_of_a_signal_handler_is_raised_at_the_call_and_is_not_the_calls
         call(pool)
     # CPython's pickler adds notes of its own, from 3.14 on.
     assert "while pickling" not in str(getattr(raised.value, "__notes__", ""))
+    assert pool.submit(abs, -1).result() == 1
+
+
+def test_an_interrupt_while_a_call_of_a_map_is_defined_leaves_the_pool(pool):
+    class InterruptedTheSecondTime:  # the first time is when `map` is called
+        times = 0
+
+        def __reduce__(self):
+            self.times += 1
+            if self.times == 2:
+                raise KeyboardInterrupt
+            return int, ()
+
+    kept, captured = pool.promise(list, keep=True).result(), InterruptedTheSecondTime()
+    with pytest.raises(KeyboardInterrupt):
+        list(pool.map(lambda item: (kept, captured, item), [0]))
     assert pool.submit(abs, -1).result() == 1
 
 

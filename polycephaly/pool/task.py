@@ -438,8 +438,9 @@ class Task(Promise[Any]):
         it: no drone, and no function that only this call has used.
         """
         self.target = self.preferred_drone = None
-        if self.definition.single_use and self.recompute_payload is None:
-            self.definition = self.definition.without_payload()
+        definition = getattr(self, "definition", None)  # None: Ctrl-C while it was made
+        if definition is not None and definition.single_use and self.recompute_payload is None:
+            self.definition = definition.without_payload()
 
     def release_inputs(self) -> None:
         """Release the inputs and the arguments, because the task is settled."""
