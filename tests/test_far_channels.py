@@ -1407,6 +1407,28 @@ def test_an_end_that_a_call_has_not_stored_is_let_go_with_it(work, capacity, wid
             end.put(1)
 
 
+async def send_three_in_a_cycle(end):
+    cycle = [end]
+    cycle.append(cycle)
+    await send_three(end)
+
+
+@pytest.mark.guarantee("channel-4")
+def test_an_end_in_a_cycle_is_let_go_with_an_overlapped_call():
+    """Also if the drone was idle during the call, when it may have searched for ends."""
+
+    async def nothing():
+        pass
+
+    with poly.Pool(1, width=2) as pool:
+        ch = Channel()
+        pool.promise(send_three_in_a_cycle, ch.sender())
+        assert ch.get(60) == 0
+        for _ in range(3):  # between two of them it is idle
+            pool.doit(nothing)
+        assert list(ch) == [1, 2]
+
+
 @pytest.mark.parametrize(
     "way", ["captured", "in a partial", "by keyword", "in a map", "home in a drone"]
 )

@@ -118,6 +118,8 @@ class LocalDrone(DroneExecutor):
         self._bulk_may_have_messages = self._waiting = self._woken = False
         self._memory_checked_at = monotonic()
         self._last_freed_end = placeholders.last_arrived_end
+        # The overlapped calls that were running when ends of channels arrived.
+        self._may_have_ends: set[int] = set()
         self.busy = False
         """True if the main thread has a task to run, or is about to look for one."""
         self.epoll = parent_death.close_in_child(select.epoll())
@@ -156,11 +158,17 @@ class LocalDrone(DroneExecutor):
         """Free channel ends that came with a call that is over.
 
         An error that ends a loop over a channel is in a cycle with its traceback. From CPython 3.12
-        on, the traceback keeps the frames of all callers, and so the ends.
+        on, the traceback keeps the frames of all callers, and so the ends. An overlapped call that
+        goes on has its ends for longer, so there is a collection after it, too.
         """
+        running = self._overlap.running.keys()
         if self._last_freed_end != placeholders.last_arrived_end:
             self._last_freed_end = placeholders.last_arrived_end
-            gc.collect()
+            self._may_have_ends |= running
+        elif self._may_have_ends <= running:
+            return
+        self._may_have_ends &= running
+        gc.collect()
 
     def _may_begin(self) -> bool:
         return bool(self._todo) and not sigterm.received
