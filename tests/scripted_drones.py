@@ -81,8 +81,8 @@ from polycephaly.wire.slices import (
     unpack_calls,
 )
 
-PREPARING = 0  # the key of an initializer
-SECONDS = {"brief": 1e-5, "lasting": 0.1, "overlapped": 0.01}
+PREPARING = 0  # the key of an initializer, and of a push
+SECONDS = {"brief": 1e-5, "lasting": 0.1, "overlapped": 0.01, "push": 1e-5}
 
 
 def brief(key, *inputs):
@@ -148,6 +148,7 @@ class ScriptedDrone(FakeHandle):
         self.stops = self.is_gone = self.doomed = False
         self.store, self.claims = {}, {}  # values kept here, and the controller's claims to each
         self.requested = deque()  # values that the controller has asked for
+        self.pushed = {}  # names that were pushed, as they are here
 
     # -- the handle's side -------------------------------------------------------------------------
 
@@ -248,7 +249,10 @@ class ScriptedDrone(FakeHandle):
         task = self.todo.popleft()
         self.started = task.number
         self.running[task.number] = task
-        if task.payload is not None:
+        if task.name == "push":
+            task.keys = [PREPARING]
+            assert not self.running.keys() - {task.number}
+        elif task.payload is not None:
             task.keys = [self.world.key_of(self._open(task.payload, task.kind))]
         self.world.on_begun(self, task, task.keys[:1])
 
@@ -292,6 +296,8 @@ class ScriptedDrone(FakeHandle):
         """The running call ends, and with it the task."""
         del self.running[task.number]
         self.interrupted.discard(task.number)
+        if task.name == "push" and error is None:
+            self.pushed |= loads(task.payload)[1]
         if error is not None:
             self.world.on_attempt_failed(self, task.keys)
         now = self.world.reactor.now
@@ -386,6 +392,7 @@ class Interleaving:
         self.calls = {}  # what was asked for, by key
         self.begun = {}  # drones, by key
         self.failed, self.stopped, self.cancelled = set(), set(), set()
+        self.pushes = []  # names, each with its step
         self.leased = []
         self.fetched = []  # promises of kept values in packed form, with their keys
         self.cancels_all = self.is_closed = False
@@ -442,6 +449,7 @@ class Interleaving:
             "target": target,
             "inputs": inputs,
             "timeout": options.timeout,
+            "pushes": [*self.pushes],
         }
         promises = [self.promises[each] for each in inputs]
         self.note("submits", key, function.__name__, options, target or "", inputs)
@@ -475,6 +483,7 @@ class Interleaving:
                 "target": None,
                 "inputs": [],
                 "timeout": None,
+                "pushes": [*self.pushes],
             }
         definition = self.dispatcher.registry.define(brief)
         self.names[definition.number] = "brief"
@@ -533,6 +542,18 @@ class Interleaving:
             size = 1 + self.choose(4)
             self.note("resizes to", size)
             self.dispatcher.supervisor.resize(size)
+
+    def push(self):
+        if self.dispatcher.refusal is None and not self.is_lone:
+            value = len(self.pushes) + 1
+            names = ({"a": value}, {"b": value}, {"a": value, "b": value})[self.choose(3)]
+            self.note("pushes", names)
+            preparation = self.dispatcher.supervisor.preparation
+            step = preparation.capture_push(names)
+            self.names[step.task.definition.number] = "push"
+            self.pushes.append((names, step))
+            self.reactor.post(lambda: preparation.add_push(step))
+            self.reactor.turn()  # which the caller waits for
 
     def interrupt(self):
         if self.dispatcher.handles:
@@ -602,6 +623,10 @@ class Interleaving:
                 continue
             before = self.begun.setdefault(key, [])
             assert len(before) <= self.calls[key]["retries"], f"call {key} runs too often"
+            pushed = [names for names, step in self.calls[key]["pushes"] if not step.is_withdrawn]
+            for name in ("a", "b") if drone is not None else ():
+                value = max((names[name] for names in pushed if name in names), default=0)
+                assert drone.pushed.get(name, 0) >= value, f"call {key} overtakes a push"
             assert all(
                 each is None or each.is_gone or each.state >= State.STOPPING for each in before
             ), f"call {key} runs twice"
@@ -735,7 +760,7 @@ class Interleaving:
             rare = (
                 self.cancel, self.interrupt, self.close, self.refresh, self.retire, self.lease,
                 self.submit_slice, self.submit_slice, self.cancel_slice, self.give_up, self.fetch,
-                self.give_up, self.fetch, self.resize, self.resize,
+                self.give_up, self.fetch, self.resize, self.resize, self.push, self.push,
             )  # fmt: skip
             rare[choose(3 if self.is_lone else len(rare))]()
         self.check()

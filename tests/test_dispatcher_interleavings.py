@@ -27,6 +27,7 @@ def test_every_call_runs_once_or_is_reported(data):
     interleave(lambda below: data.draw(st.integers(0, below - 1)), STEPS)
 
 
+@pytest.mark.guarantee("work-22")
 @pytest.mark.parametrize("seed", range(5))
 def test_every_call_runs_once_or_is_reported_by_seed(seed):
     for number in range(100):

@@ -16,10 +16,11 @@ import pytest
 from in_time import WHY, FakeZygote, dispatcher_of, give, make_ready
 
 from polycephaly.pool import health
+from polycephaly.pool.dispatcher_base import pool_error
 from polycephaly.pool.health import BUSY_FRACTION, MEMORY_CHECK_SECONDS, NEAR_LIMIT_FRACTION
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.items import with_item
-from polycephaly.pool.supervisor import MAX_FAILED_STARTS, pool_error
+from polycephaly.pool.supervisor import MAX_FAILED_STARTS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP
 from polycephaly.wire.output import Line

@@ -33,6 +33,7 @@ from ..store.kept import Kept
 from . import namespace
 from .config import (
     check_keep,
+    check_names,
     check_needs,
     check_priority,
     check_retries,
@@ -343,17 +344,15 @@ class DroneBase(TaskTarget):
         Parameters
         ----------
         names
-            The values by name. Errors of pickling a value are raised.
+            The values by name. Errors of pickling a value are raised, with a note that has its
+            name.
 
         Raises
         ------
         TypeError
             If a name is not a string.
         """
-        wrong = [name for name in names if not isinstance(name, str)]
-        if wrong:
-            raise TypeError(f"a name in a drone's namespace is a string, not {wrong[0]!r}")
-        self.doit(namespace.push, dict(names))
+        wait_for(self._submit(namespace.push, (), check_names(names)))
 
     def pull(self, *names: str) -> tuple[Any, ...]:
         """Return the values of `names` in the drone's namespace, in that order.

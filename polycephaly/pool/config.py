@@ -135,6 +135,14 @@ def check_needs(
     return needs
 
 
+def check_names(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a mapping of names of a drone's namespace."""
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise TypeError(f"a name in a drone's namespace is a string, not {wrong[0]!r}")
+    return dict(names)
+
+
 def check_memory(limit: int | None) -> int | None:
     if limit is None:
         return None

@@ -53,7 +53,7 @@ from .backpressure import BackPressure
 from .cancellation import Cancellation
 from .config import PoolConfig
 from .directory import ObjectDirectory
-from .dispatcher_base import DispatcherBase
+from .dispatcher_base import DispatcherBase, pool_error
 from .drone_handle import DroneHandle, drain, drop_settled
 from .engine import Engine
 from .health import HealthMonitor
@@ -62,7 +62,7 @@ from .locality import Locality
 from .reactor import PROGRAM_ENDS, acquire_reactor
 from .resources import Resources, insert_in_order
 from .stall_detection import StallDetector
-from .supervisor import Supervisor, pool_error
+from .supervisor import Supervisor
 from .task import Slice, Task
 
 log = logging.getLogger(__name__)
@@ -302,6 +302,20 @@ class Dispatcher(DispatcherBase):
         if not replaced.done():  # the pool has ended in the meantime
             self.supervisor.engine.discard(snapshot)
             self.check_open()
+
+    def push(self, names: dict[str, Any]) -> None:
+        """Bind `names` on all drones, before they take tasks that are submitted after this call."""
+        self.check_open()
+        if not names:
+            return
+        preparation = self.supervisor.preparation
+        step = preparation.capture_push(names)
+        self.post(preparation.add_push, step)
+        if self.reactor.can_wait():  # otherwise after the callback that runs in this thread
+            race(step.loaded, self.ended).result()
+            if not step.loaded.done():  # the pool has ended in the meantime
+                self.check_open()
+            self.registry.snapshot.add(names)
 
     def resize(
         self, size: int, first: int, environments: tuple[Hidden[dict[str, str]], ...]
@@ -588,6 +602,8 @@ class Dispatcher(DispatcherBase):
 
     def after_answer(self, handle: DroneHandle) -> None:
         """Update `handle` after an answer to one of its tasks in flight."""
+        if handle.preparations:
+            self.supervisor.preparation.go_on(handle)
         if handle.dedicated or handle.preferred or self.resources.queues:
             self.needs_dispatch = True
         if handle.state is not State.READY:
@@ -833,8 +849,13 @@ class Dispatcher(DispatcherBase):
             self._end()
 
     def _was_used(self) -> bool:
-        """Return whether a task was ever submitted."""
-        counts = self.tasks_done, self.tasks_cancelled, self.record.failed
+        """Return whether a task was ever submitted, or a name pushed."""
+        counts = (
+            self.tasks_done,
+            self.tasks_cancelled,
+            self.record.failed,
+            self.supervisor.preparation.has_pushes,
+        )
         ready = [handle for handle in self.handles if handle.state >= State.READY]
         return any(counts) or any(
             (self.queue, self.unqueued_tasks(), *(each.in_flight for each in ready))
@@ -899,9 +920,9 @@ class Dispatcher(DispatcherBase):
 
     def explain(self, error: BaseException) -> None:
         """Add the remedy to the error for a name that was defined after the snapshot."""
-        cure = "pool.refresh() takes a new snapshot"
+        owner, cure = "pool", "pool.refresh() takes a new snapshot"
         if self.config.on_death == "end":
-            cure = "start a new Drone (in a pool: pool.refresh())"
+            owner, cure = "drone", "start a new Drone (in a pool: pool.refresh())"
         later = (
             "the controller process defined this name after the snapshot from which the drone was "
             f"started; {cure}"
@@ -925,7 +946,8 @@ class Dispatcher(DispatcherBase):
             if reason:
                 error.args = (f"{message}: the drones do not have this name, because {reason}",)
             elif not self.registry.snapshot.has(name):
-                error.args = (f"{message}: {later}, or push the name",)
+                push = f"{owner}.push({{{name!r}:{name}}}) sends this one name"
+                error.args = (f"{message}: {later}, or {push}",)
 
 
 class _StartsAnew(Dispatcher):

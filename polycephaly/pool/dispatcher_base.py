@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import partial
 from time import time
@@ -19,7 +20,7 @@ from time import time
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal, fulfill, reject
 from ..runtime.timers import Timer
-from ..wire.exceptions import describe_error
+from ..wire.exceptions import describe_error, message_of
 from ..wire.messages import PROFILE
 from ..wire.output import Listener
 from .config import PoolConfig
@@ -205,3 +206,10 @@ class DispatcherBase(TaskRunner, Tenant):
     def settle_signal(self, promise: Promise[None]) -> None:
         if not promise.done():
             self.reactor.deliver(partial(fulfill, promise))
+
+
+def pool_error(event: str, cause: BaseException) -> BrokenProcessPool:
+    reason = filter(None, (event, type(cause).__name__, message_of(cause)))
+    error = BrokenProcessPool(": ".join(reason))
+    error.__cause__ = cause
+    return error

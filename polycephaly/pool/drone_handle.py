@@ -111,6 +111,9 @@ class DroneHandle:
         self.in_flight: dict[int, Task] = {}
         self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
         self.preferred: deque[Task] = deque()  # tasks whose kept values this drone has
+        # What it runs before it takes tasks, and whether it runs the first of that: preparation.py.
+        self.preparations: deque[Any] = deque()
+        self.is_preparing = False
         self.packing: set[int] = set()  # kept values that it was asked to pickle
         # Kept values without references, of which the drone has to be informed: numbers, claims.
         self._dropped: deque[tuple[int, int]] = deque()
@@ -292,8 +295,8 @@ class DroneHandle:
             self.timer, self.timer_at = None, inf
 
     def count_done(self, calls: int) -> None:
-        """Count answered calls. An initializer does not count."""
-        if self.state >= State.READY:
+        """Count answered calls. Preparations do not count."""
+        if self.state >= State.READY and not self.is_preparing:
             self.tasks_done += calls
             self.dispatcher.tasks_done += calls
 
@@ -313,10 +316,11 @@ class DroneHandle:
 
         An idle drone takes any task. A busy drone takes known short tasks until half of the budget
         is used, and overlapped tasks beside others of that kind. A retiring drone takes only
-        dedicated tasks.
+        dedicated tasks, one that is being prepared none.
         """
         if (
             not (self.state is State.READY or (dedicated and self.state is State.RETIRING))
+            or self.preparations
             or self.unresponsive
             or self.kill_reason  # it may respond again before it is dead
         ):
@@ -331,7 +335,7 @@ class DroneHandle:
         """
         if max_tasks is None or self.state is State.RETIRING:
             return 1 << 30
-        return max_tasks - self.tasks_done - len(self.in_flight)
+        return max_tasks - self.tasks_done - len(self.in_flight) + self.is_preparing
 
     def load_batch(
         self, queue: deque[Task], limit: int, now: float

@@ -11,7 +11,7 @@ from ..errors import NoSuchName
 from ..wire.main_names import main_namespace
 
 
-def push(names: dict[str, Any]) -> None:
+def push(**names: Any) -> None:
     main_namespace().update(names)
 
 

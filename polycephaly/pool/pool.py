@@ -21,6 +21,7 @@ from .config import (
     check_hang_timeout,
     check_initializer,
     check_memory,
+    check_names,
     check_output,
     check_resources,
     check_retries,
@@ -248,6 +249,55 @@ class Pool(ExecutorBase):
         self._dispatcher.check_open()
         shared: Shared[T] = self._dispatcher.supervisor.engine.share(obj)
         return shared
+
+    def push(self, names: Mapping[str, Any]) -> None:
+        """Bind names in the namespaces of all drones, and of those that start later.
+
+        Code strings and functions of `__main__` find the names as globals, in all calls that are
+        submitted after this one. Calls that were submitted before and have not begun may find them,
+        too. Drones that start later (replacements, those of `resize` and `refresh`) get all that
+        was pushed, in the same order, after the `initializer` and before any call: also values that
+        are older than those of a new snapshot.
+
+        Parameters
+        ----------
+        names
+            The values by name, as they are now: they are pickled once, for all drones. Large
+            arrays lie once in shared memory, and each drone maps them copy-on-write. Values of
+            `share` arrive as what they stand for.
+
+        Raises
+        ------
+        TypeError
+            If a name is not a string, or a value is or contains a promise or a kept value.
+        Exception
+            Any error of pickling a value, with a note that has its name; or of the first drone that
+            cannot load it. Then nothing is pushed to the drones that start later.
+        RuntimeError
+            If the pool is closed or broken.
+
+        Notes
+        -----
+        Any thread may call this. It returns when one drone has the names, or at once if all drones
+        run calls. A drone that cannot load them after that is treated as one whose `initializer`
+        has failed. In a callback of a promise, the names are pushed after the callback.
+
+        With ``engine="inline"``, the names are bound in this process. Drones of hosts that have
+        joined a served pool do not get them.
+
+        The values stay in this process's memory (large ones in shared memory) until all their names
+        are pushed again, or the pool ends. The idea is that of ipyparallel's ``push``, which knows
+        no later engines, and of Dask's ``WorkerPlugin``, which reaches later workers.
+
+        Examples
+        --------
+        >>> import polycephaly as poly
+        >>> with poly.Pool(2) as pool:
+        ...     pool.push({"rate": 3})
+        ...     [promise.value for promise in pool.everywhere("rate * 2")]
+        [6, 6]
+        """
+        self._dispatcher.push(check_names(names))
 
     # -- the pool itself ---------------------------------------------------------------------------
 

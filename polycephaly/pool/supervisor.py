@@ -1,6 +1,6 @@
 """The supervisor: starts, retires and replaces the drones of a pool.
 
-    start_missing ──> Engine.start ──> STARTING ──HELLO──> PREPARING (initializer) ──> READY
+    start_missing ──> Engine.start ──> STARTING ──HELLO──> PREPARING (preparation.py) ──> READY
                                                              max_tasks, refresh, release, resize │
                    name free    <── DEAD <──exited── STOPPING <──STOP, if all is answered── RETIRING
 
@@ -18,7 +18,6 @@ import errno
 import itertools
 import logging
 import signal
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -26,16 +25,16 @@ from typing import Any
 
 from .._compat import remote_traceback_type
 from ..errors import DroneDied, describe_exit
-from ..promises.promise import Promise, stored_error
+from ..promises.promise import Promise
 from ..runtime.timers import Timer
-from ..wire.exceptions import message_of
 from ..wire.messages import RECALL, STOP, pack_numbers
 from .directory import ObjectDirectory
-from .dispatcher_base import DispatcherBase
+from .dispatcher_base import DispatcherBase, pool_error
 from .drone_handle import DroneHandle, drain
 from .engine import Engine
 from .interfaces import State
 from .items import with_item
+from .preparation import Preparation
 from .resources import Resources
 from .stack_requests import fatal_frames, format_remote
 from .task import Task
@@ -53,8 +52,6 @@ PASSING_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.
 
 class Supervisor:
     engine: Engine
-    _initializer: Task | None
-    """A task that was captured and is never submitted: each drone gets one like this."""
 
     def __init__(
         self, dispatcher: DispatcherBase, directory: ObjectDirectory, resources: Resources
@@ -63,6 +60,7 @@ class Supervisor:
         self._directory = directory
         self._resources = resources
         self._config = dispatcher.config
+        self.preparation = Preparation(dispatcher, self._mark_ready, self._on_not_prepared)
         self._numbers = itertools.count(1)
         # The drone of a `Drone`, until that has taken it.
         self.first: DroneHandle | None = None
@@ -78,26 +76,15 @@ class Supervisor:
         errors of pickling the initializer.
         """
         self.engine = engine
+        initializer, initargs = self._config.initializer, self._config.initargs.value
+        if initializer is None:
+            return
         try:
-            self._initializer = self._capture_initializer()
+            initializer, initargs = engine.initializer(initializer, initargs)
+            self.preparation.set_initializer(initializer, initargs, self._config.name)
         except BaseException:
             engine.end()
             raise
-
-    def _capture_initializer(self) -> Task | None:
-        """Pickle the initializer, now and once. Raises the errors of pickling."""
-        initializer, initargs = self._config.initializer, self._config.initargs.value
-        if initializer is None:
-            return None
-        initializer, initargs = self.engine.initializer(initializer, initargs)
-        definition = self._dispatcher.registry.define(initializer)
-        task = Task(self._dispatcher)
-        if definition.takes_function or task.capture(definition, initargs, {}):
-            raise TypeError(
-                f"the initializer {definition.label} or its initargs contain a promise, or a value "
-                "shared on Ray: pass the value itself"
-            )
-        return task
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -165,53 +152,31 @@ class Supervisor:
         self._check_complete()
 
     def on_hello(self, handle: DroneHandle) -> None:
-        """Handle the first message of a drone: send its initializer, if there is one."""
-        if handle.state is not State.STARTING:
-            return
-        self._dispatcher.profile(handle)
-        first = self._initializer
-        if first is None:
-            self._mark_ready(handle)
-            return
-        handle.state = State.PREPARING
-        task = Task(self._dispatcher)
-        task.definition, task.target = first.definition, handle
-        task.args, task.kind, task.payload = first.args, first.kind, first.payload
-        task.add_done_callback(partial(self._report_prepared, handle))
-        batch, frames = handle.load_batch(deque([task]), 1, self._dispatcher.reactor.timers.now())
-        handle.send(frames, batch)
+        """Handle the first message of a drone: prepare it."""
+        if handle.state is State.STARTING:
+            self._dispatcher.profile(handle)
+            self.preparation.begin(handle)
 
-    def _report_prepared(self, handle: DroneHandle, promise: Promise[Any]) -> None:
-        """Report how the initializer has ended. Called without the lock, because the error's text
-        may be made by code of users.
-        """
-        error = stored_error(promise)
-        if error is not None:
-            error = pool_error(f"the initializer of {self._config.name} failed", error)
-        self._dispatcher.post(self._on_prepared, handle, error)
-
-    def _on_prepared(self, handle: DroneHandle, error: BaseException | None) -> None:
-        if handle.state is not State.PREPARING:
-            return
-        if error is None:
-            self._mark_ready(handle)
-        else:
-            # Drones can start, even if the report of that is read later: the tasks get the error.
-            self._dispatcher.settle_signal(self._dispatcher.begun)
-            self._count_failed_start(error)
-            # Only after the count: if that breaks the pool, which kills the drone, a thread that
-            # gives a lone drone a task is told the reason.
-            if handle.state is State.PREPARING:
-                self.stop(handle)
+    def _on_not_prepared(self, handle: DroneHandle, reason: BaseException) -> None:
+        # Drones can start, even if the report of that is read later: the tasks get the error.
+        self._dispatcher.settle_signal(self._dispatcher.begun)
+        self._count_failed_start(reason)
+        # Only after the count: if that breaks the pool, which kills the drone, a thread that
+        # gives a lone drone a task is told the reason.
+        if handle.state <= State.RETIRING:
+            self.stop(handle)
 
     def _mark_ready(self, handle: DroneHandle) -> None:
-        handle.state = State.READY
-        self._failed_starts = 0
+        """Let a drone take tasks that is prepared, or prepared anew."""
+        if handle.state < State.READY:
+            handle.state = State.READY
+            self._failed_starts = 0
         # No `|=`: between its read and its write another thread may set the flag.
         if handle.dedicated or handle.preferred or self._resources.queues:
             self._dispatcher.needs_dispatch = True
         if handle.retire_when_ready:
             self.retire(handle)
+        self.stop_if_retired(handle)
 
     def kill_too_large(self, handle: DroneHandle, usage: str) -> None:
         """Kill a drone that is too large before its first task. After a few in a row the pool
@@ -448,10 +413,3 @@ def _tell_frames(error: DroneDied, lines: list[str]) -> None:
     """Give the cause of `error`, which copies of `error` share, its text."""
     cause: Any = error.__cause__
     cause.tb = format_remote(fatal_frames(lines), error)
-
-
-def pool_error(event: str, cause: BaseException) -> BrokenProcessPool:
-    reason = filter(None, (event, type(cause).__name__, message_of(cause)))
-    error = BrokenProcessPool(": ".join(reason))
-    error.__cause__ = cause
-    return error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
@@ -55,6 +55,16 @@ class MainSnapshot:
         """
         self._values = dict.fromkeys(self._values, _FORGOTTEN)
         self._left_out = dict.fromkeys(self._left_out, _FORGOTTEN)
+
+    def add(self, pushed: Mapping[str, object]) -> None:
+        """Record names that were pushed to the other process, as far as `__main__` has the same
+        objects: functions that read these need not bring them.
+        """
+        main = main_namespace()
+        for name, value in pushed.items():
+            # A definition that was pushed is a copy, whose globals are not those of `__main__`.
+            if main.get(name, self) is value and not isinstance(value, (FunctionType, type)):
+                self._values[name] = hold(value)
 
     def has(self, name: str) -> bool:
         return name in self._values

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from ...errors import Malformed
 from ...memory.references import RefTable
+from ...pool.dispatcher_base import pool_error
 from ...pool.drone_handle import DroneHandle, Times
 from ...pool.handlers import handle_message, handle_unsent_results
-from ...pool.supervisor import pool_error
 from ...pool.task import Task
 from ...runtime import parent_death
 from ...runtime.procfs import (

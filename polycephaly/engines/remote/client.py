@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -152,6 +152,16 @@ class RemotePool(ExecutorBase):
         raise RuntimeError(
             f"pool {self._dispatcher.name} is served by another process: use pool.profile() there, "
             "or stacks() here for the lines at which its tasks are now"
+        )
+
+    def push(self, names: Mapping[str, Any]) -> NoReturn:
+        """Raise `RuntimeError`: only the process that serves the pool can push names to all its
+        drones, and to those that start later.
+        """
+        raise RuntimeError(
+            f"pool {self._dispatcher.name} is served by another process, and its clients cannot "
+            "push names to all drones yet: use pool.push() there, or everywhere() here, which "
+            "reaches the drones that there are now"
         )
 
     def cancel_tasks(self, *clients: str) -> list[str]:
