@@ -202,8 +202,8 @@ class FakeHandle(DroneHandle):
         handle_message(self.dispatcher, self, pack_frames(request, report))
         self.dispatcher.reactor.turn()
 
-    def dies(self):
-        self.dispatcher.supervisor.on_died(self, -9)
+    def dies(self, exitcode=-9):
+        self.dispatcher.supervisor.on_died(self, exitcode)
         self.dispatcher.reactor.turn()
 
     def got(self, kind):

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from faults import append, hold_until, lines, wait_for
@@ -112,6 +113,15 @@ def test_an_initializer_is_finished_and_no_call_begins(path):
     with poly.Pool(1, initializer=initialize) as pool:
         pid = pool.doit(os.getpid)
         assert [call for call, _ in ran(path)] == [0, 1] and ran(path)[1][1] == pid
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("end-3")
+@pytest.mark.parametrize("start", [None, "spawn"])
+def test_an_initializer_that_always_gets_the_signal_breaks_the_pool(start):
+    pool = poly.Pool(1, initializer=get_sigterm, start=start)
+    with pool, pytest.raises(BrokenProcessPool, match="get SIGTERM before their first call"):
+        pool.doit(abs, -1)
 
 
 @pytest.mark.guarantee("end-3")

@@ -7,6 +7,7 @@ What the kernel and a drone's page tell of a real one is shown by test_watch.py.
 import logging
 import math
 import pickle
+import signal
 import time
 from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from polycephaly.pool.dispatcher_base import pool_error
 from polycephaly.pool.health import BUSY_FRACTION, MEMORY_CHECK_SECONDS, NEAR_LIMIT_FRACTION
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.items import with_item
-from polycephaly.pool.supervisor import MAX_FAILED_STARTS
+from polycephaly.pool.supervisor import MAX_FAILED_STARTS, MAX_KILLED_STARTS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP
 from polycephaly.wire.output import Line
@@ -752,6 +753,38 @@ def test_one_that_is_being_started_or_killed_does_not_show_that_the_limit_can_be
     handle.says_hello()
     reactor.pass_(2)
     assert dispatcher.supervisor.too_large_in_a_row == 1
+
+
+# -- SIGTERM before the first call -----------------------------------------------------------------
+
+
+def get_sigterm(dispatcher, times, ready):
+    """That many drones in a row get SIGTERM, in an initializer or after it."""
+    for _ in range(times):
+        assert dispatcher.refusal is None
+        if ready:
+            make_ready(dispatcher)
+        dispatcher.handles[-1].dies(-signal.SIGTERM)
+
+
+@pytest.mark.guarantee("end-3")
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("on_death", ["replace", "break"])
+def test_drones_that_always_get_sigterm_before_a_call_break_the_pool(reactor, on_death, ready):
+    dispatcher = dispatcher_of(reactor, 1, ready=False, on_death=on_death)
+    get_sigterm(dispatcher, MAX_KILLED_STARTS, ready)
+    assert isinstance(dispatcher.refusal, BrokenProcessPool)
+    assert str(dispatcher.refusal).startswith("drones of pool get SIGTERM before their first call")
+
+
+def test_a_call_that_is_done_shows_that_drones_can_work(reactor):
+    dispatcher = dispatcher_of(reactor, 2)
+    get_sigterm(dispatcher, MAX_KILLED_STARTS - 1, True)
+    make_ready(dispatcher)
+    task = give(dispatcher, sleep, 1)
+    dispatcher.handles[0].answers(task)
+    get_sigterm(dispatcher, MAX_KILLED_STARTS - 1, True)
+    assert dispatcher.refusal is None
 
 
 # -- waits -----------------------------------------------------------------------------------------

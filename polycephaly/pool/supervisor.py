@@ -68,6 +68,8 @@ class Supervisor:
         self._failed_starts = 0
         self._retry: Timer | None = None  # tries a failed start again
         self.too_large_in_a_row = 0  # drones in a row that were too large before their first task
+        # Drones that got SIGTERM before their first call, since the pool had done so many tasks.
+        self._terminated = self._tasks_done = 0
         # `refresh` calls whose drones are being started.
         self._pending_refreshes: list[Promise[None]] = []
 
@@ -329,10 +331,12 @@ class Supervisor:
             self._dispatcher.break_pool(error)
         elif before < State.READY and self._dispatcher.target_size() and on_death == "end":
             self._dispatcher.break_pool(error)  # no other drone takes its place
+        elif error.exitcode == -signal.SIGTERM and on_death != "end" and not handle.tasks_done:
+            log.info("%s", error)
+            self._count_terminated(error)
         elif before < State.READY and self._dispatcher.target_size():
             # Killed from outside: that says little about whether drones can start.
-            by_signal = error.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
-            killed = by_signal and not handle.kill_reason
+            killed = error.exitcode == -signal.SIGKILL and not handle.kill_reason
             reason = pool_error(f"drones of {self._config.name} die before they are ready", error)
             self._count_failed_start(reason, MAX_KILLED_STARTS if killed else MAX_FAILED_STARTS)
         elif on_death == "end":
@@ -341,6 +345,17 @@ class Supervisor:
             self._dispatcher.closing = True
         else:
             log.info("%s", error)
+
+    def _count_terminated(self, error: DroneDied) -> None:
+        """Count a drone that got SIGTERM before its first call, and break the pool after many with
+        no call done meanwhile: an initializer that sends the signal would never let one begin.
+        """
+        if self._tasks_done != self._dispatcher.tasks_done:
+            self._terminated, self._tasks_done = 0, self._dispatcher.tasks_done
+        self._terminated += 1
+        if self._terminated >= MAX_KILLED_STARTS:
+            text = f"drones of {self._config.name} get SIGTERM before their first call"
+            self._dispatcher.break_pool(pool_error(text, error))
 
     def _give_up_late_results(self, handle: DroneHandle, error: DroneDied) -> None:
         """Give up the results that the dead drone had sent but that did not arrive in time."""
