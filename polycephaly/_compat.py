@@ -179,6 +179,28 @@ def seed_numpy() -> None:
             mtrand.seed()
 
 
+def numba_threads() -> int:
+    """Return how many threads Numba uses in parallel code; 0 if it is not imported."""
+    numba: Any = sys.modules.get("numba")
+    threads: int = getattr(getattr(numba, "config", None), "NUMBA_NUM_THREADS", 0)
+    return threads
+
+
+def set_numba_threads(threads: int) -> None:
+    """In a zygote: set how many threads Numba uses in its forks.
+
+    Numba's own function loads the library of its threads first, and GNU's OpenMP, if it is that,
+    would end each fork that runs parallel code. As long as no code has done so, the number is set
+    as Numba itself sets it by NUMBA_NUM_THREADS.
+    """
+    numba: Any = sys.modules["numba"]
+    parallel: Any = sys.modules.get("numba.np.ufunc.parallel")
+    if getattr(parallel, "_is_initialized", True):
+        numba.set_num_threads(threads)
+    else:
+        numba.config.NUMBA_NUM_THREADS = parallel.NUM_THREADS = threads
+
+
 def remote_traceback_type() -> type[Exception]:
     """Return the exception as which `concurrent.futures` shows the traceback of a worker."""
     from concurrent.futures import process

@@ -15,15 +15,12 @@ Inside this module, ``import joblib`` is an absolute import of the library with 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from .drone.child import call_as_imported
 from .pool.pool import Pool, dispatcher_of
 from .promises.promise import Promise
 from .runtime.hidden import Hidden
@@ -167,28 +164,15 @@ class PolycephalyBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignor
         self._arrays = _SharedArrays(self._pool, max_nbytes)
         return n_jobs
 
-    def _start_pool(
-        self,
-        n_jobs: int,
-        env: Hidden[Any],
-        initializer: Callable[..., object] | None = None,
-        initargs: tuple[Any, ...] = (),
-        **options: Any,
-    ) -> Pool:
-        limits: dict[str, str] = self._prepare_worker_env(n_jobs)
-        threads = int(limits["OMP_NUM_THREADS"].partition(",")[0])
+    def _start_pool(self, n_jobs: int, env: Hidden[Any], **options: Any) -> Pool:
+        # As variables that the user has set: joblib's rule says which of them stay.
+        limits = {} if "native_threads" in options else self._prepare_worker_env(n_jobs)
 
         def drone_env(index: int) -> dict[str, str]:
             own = env.value
             return {**limits, **(own(index) if callable(own) else own or {})}
 
-        return Pool(
-            n_jobs,
-            env=drone_env,
-            initializer=_prepare,
-            initargs=(threads, initializer, initargs),
-            **options,
-        )
+        return Pool(n_jobs, env=drone_env, **options)
 
     def _end_pool(self) -> None:
         pool, self._pool = self._pool, None
@@ -273,20 +257,6 @@ _IMMUTABLE_TYPES = (ModuleType, FunctionType, BuiltinFunctionType, type, *ATOMIC
 def run_batch(batch: Callable[[], Any]) -> Any:
     """Run a batch of calls, in a drone."""
     return batch()
-
-
-def _prepare(
-    threads: int, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]
-) -> None:
-    """Prepare a drone. This is the first task of each drone."""
-    # Limit the native libraries that are loaded. Those that are loaded later read the environment.
-    if "numpy" in sys.modules:
-        with suppress(ImportError):
-            import threadpoolctl
-
-            threadpoolctl.threadpool_limits({"openmp": 1, "blas": threads})
-    if initializer is not None:
-        call_as_imported(initializer, *initargs)
 
 
 class _SharedArrays:

@@ -382,7 +382,10 @@ def test_without_its_packages_the_error_names_the_extra(monkeypatch):
 def test_the_page_in_a_browser_follows_the_pool_and_kills_at_a_click(tmp_path):
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     complaints: list[str] = []
-    with poly.Pool(2, name="lab", resources={"db": 1}) as pool, pool.dashboard() as live:
+    with (
+        poly.Pool(2, name="lab", resources={"db": 1}, native_threads=3) as pool,
+        pool.dashboard() as live,
+    ):
         pool.doit(time.sleep, 0.01)
         with sync_api.sync_playwright() as playwright:
             browser = playwright.chromium.launch(
@@ -411,6 +414,8 @@ def test_the_page_in_a_browser_follows_the_pool_and_kills_at_a_click(tmp_path):
             comes_true("count > settled")
             comes_true("spans.finished[settled] > given", page.evaluate("spans.finished[settled]"))
             assert "1 of 1" in page.locator("#numbers").inner_text()
+            facts = page.locator("#facts").inner_text()
+            assert "native libraries: 3 threads a drone, " in facts
             row = page.locator("#drones tbody tr", has_text="busy")
             row.get_by_text("stack").click()
             comes_true("get('stack').innerText.includes('sleep')")

@@ -186,6 +186,7 @@ KEYS = {
     "name", "engine", "state", "reason", "pid", "host", "version", "address", "clients", "started",
     "size", "width", "queued", "waiting", "in_flight", "running", "tasks_done", "tasks_failed",
     "failures", "tasks_cancelled", "resources", "shared_memory", "shared_memory_limit", "drones",
+    "native_threads",
 }  # fmt: skip
 DRONE_KEYS = {
     "number", "name", "pid", "host", "state", "running", "seconds", "waiting", "item",

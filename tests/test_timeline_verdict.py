@@ -137,6 +137,24 @@ def test_the_cores_are_those_of_the_drones_machine_not_the_readers():
     assert "core" not in unknown and unknown.endswith("the calls themselves take the time.")
 
 
+@pytest.mark.parametrize("threads, said", [(1, "1 thread"), (3, "3 threads"), (0, None)])
+def test_where_calls_compute_the_limit_of_native_libraries_is_told(threads, said):
+    told = f" (native libraries: {said} a drone)." if said else "."
+    for spans, ending in [
+        (full(32, cpu=0.09), f"{LIMIT} the limit"),
+        (one_long(cpu=9.0), "more drones will not help; split the call"),
+        (full(1, cpu=0.09), f"as their machine has {CORES + 1} cores"),
+    ]:
+        timeline = here(spans)
+        timeline.native_threads = threads
+        if len({span.drone for span in spans}) == 1:
+            timeline.cores = CORES + 1
+        sent = unpack_timeline(json.loads(json.dumps(pack_timeline(timeline))))
+        assert sent.bottleneck.endswith(f"{ending}{told}")
+        assert sent.of_drone("d0").native_threads == (sent + sent).native_threads == threads
+        assert (sent + here(spans)).native_threads is None  # they may differ
+
+
 def test_each_reason_is_another_sentence():
     sentences = {here(spans).bottleneck for spans, _ in RUNS.values()}
     assert len(sentences) == len(RUNS) - (CORES == 1)  # where no fewer drones than cores can be

@@ -79,6 +79,13 @@ _DRONE_OPTIONS = (
         help="Replace a drone after so many tasks.",
     ),
     click.option(
+        "--native-threads",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Threads that BLAS, OpenMP and the like may use in a drone; 0: as many as they like.  "
+        "[default: usable cores / drones]",
+    ),
+    click.option(
         "--retries",
         type=click.IntRange(0),
         default=0,

@@ -35,8 +35,10 @@ def take_news(dispatcher: Dispatcher, cursor: Cursor) -> tuple[Timeline, Cursor]
     under_way = _under_way(dispatcher, now)
     timeline = Timeline(under_way, list(record.drones), waiting=len(dispatcher.queue))
     timeline.add_record(entries, threads)
-    if dispatcher.supervisor.engine.name in ("local", "inline"):
+    engine = dispatcher.supervisor.engine
+    if engine.name in ("local", "inline"):
         timeline.cores = usable_processors()
+    timeline.native_threads = engine.native_threads()
     timeline.spans_lost, timeline.threads_lost = record.spans_lost, record.threads_lost
     return timeline, cursor
 

@@ -47,6 +47,7 @@ class PoolConfig(NamedTuple):
     post_mortem: bool = False
     describe_items: bool = True  # the errors of a `map` have the `repr` of its items
     resources: tuple[tuple[str, int], ...] = ()  # names and sizes
+    native_threads: int | None = None  # None: the usable cores are shared out
 
 
 def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,6 +142,18 @@ def check_names(names: Mapping[str, Any]) -> dict[str, Any]:
     if wrong:
         raise TypeError(f"a name in a drone's namespace is a string, not {wrong[0]!r}")
     return dict(names)
+
+
+def check_native_threads(threads: int | None, engine: str) -> int | None:
+    if threads is None:
+        return None
+    if engine != "local":
+        raise ValueError(
+            "native_threads limits the native libraries of drones that are processes of this "
+            f"machine, for which the engine is 'local', not {engine!r}. (Ray gives each of its "
+            "workers OMP_NUM_THREADS, by num_cpus.)"
+        )
+    return check_at_least("native_threads", threads, 0)
 
 
 def check_memory(limit: int | None) -> int | None:

@@ -102,5 +102,11 @@ class Engine:
         """
         return None, None
 
+    def native_threads(self) -> int | None:
+        """Return how many threads the native libraries of a drone may use that starts now; 0 if
+        they are left alone, None if the engine has no such limit. Any thread may call this.
+        """
+        return None
+
     def end(self) -> None:
         """Release all resources; no drone is left, and none will be started."""

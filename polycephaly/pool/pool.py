@@ -22,6 +22,7 @@ from .config import (
     check_initializer,
     check_memory,
     check_names,
+    check_native_threads,
     check_output,
     check_resources,
     check_retries,
@@ -103,6 +104,14 @@ class Pool(ExecutorBase):
         What is scarce on this machine and how much of it there is, as in ``{"db": 2, "gpu": 1}``:
         `options` says what a task needs of it, and no more tasks run at a time than that allows.
         With ``engine="ray"``, what Ray reserves for each drone.
+    native_threads
+        How many threads the native libraries of one drone may use: BLAS, OpenMP and the like. None:
+        the number of usable cores divided by that of drones, rounded down, but at least 1. 0: they
+        are left alone. A drone keeps the number that it started with, also after a `resize`.
+        Libraries that this process has loaded are limited in the drones, not here. For those that a
+        drone loads later, variables of its environment are set, such as ``OMP_NUM_THREADS``. What
+        you have set, in the environment or by `env`, stays. For ``engine="local"`` only: Ray sets
+        ``OMP_NUM_THREADS`` of its workers to their ``num_cpus``.
     post_mortem
         If True, the frames of a failed task are kept for `Promise.debug`, in a process that its
         drone forks; the drone goes on. Each drone keeps those of up to eight tasks at a time, until
@@ -169,6 +178,7 @@ class Pool(ExecutorBase):
         post_mortem: bool = False,
         describe_items: bool = True,
         resources: Mapping[str, int] | None = None,
+        native_threads: int | None = None,
         engine: str = "local",
         **options: Any,
     ) -> None:
@@ -180,6 +190,7 @@ class Pool(ExecutorBase):
                 "post_mortem=True keeps frames in forks of drones, for which the engine is "
                 f"'local', not {engine!r}"
             )
+        native_threads = check_native_threads(native_threads, engine)
         if engine == "ray" and resources is not None:
             options["resources"], resources = resources, None
         machine = find_machine(engine, options)
@@ -208,6 +219,7 @@ class Pool(ExecutorBase):
             post_mortem=bool(post_mortem),
             describe_items=bool(describe_items),
             resources=check_resources(resources),
+            native_threads=native_threads,
             on_death=on_death,
         )
         self._maps = {}
@@ -447,6 +459,9 @@ class Pool(ExecutorBase):
             message; empty if a client's task failed on another host);
 
             ``resources``, a dict from each name to its ``size`` and how much is ``free``;
+
+            ``native_threads``, how many threads the native libraries may use in a drone that starts
+            now (0 if they are left alone; None with ``engine="ray"`` or ``"inline"``);
 
             ``shared_memory`` and ``shared_memory_limit`` (bytes, or None if the engine has none);
 

@@ -67,6 +67,7 @@ def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
         },
         "shared_memory": shared_memory,
         "shared_memory_limit": shared_memory_limit,
+        "native_threads": engine.native_threads(),
         "drones": describe_drones(dispatcher),
     }
 

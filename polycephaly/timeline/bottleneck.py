@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .contents import Contents
-from .format import percent, printable, seconds, size
+from .format import count, percent, printable, seconds, size
 from .rows import covered, rows
 from .spans import Span, Sums
 
@@ -33,6 +33,7 @@ class Figures:
         sums = timeline.sums()
         self.seconds = max(end - start, 1e-9)
         self.cores = timeline.cores
+        self.native_threads = timeline.native_threads
         self.drones = len(busy)
         self.tasks = len(tasks)
         # By drone, the share in which it was busy.
@@ -75,24 +76,7 @@ def sentence(f: Figures) -> str:
     if f.longest >= SINGLE_CALL_SHARE:
         return _describe_single_call(f, function)
     if f.utilisation >= BUSY_SHARE:
-        subject = f"{busiest} was" if f.drones == 1 else f"All {f.drones} drones were"
-        busy = f"{subject} busy {used} of the time, mostly with {function}"
-        if f.computing is not None and f.computing < MIN_CPU_SHARE:
-            return (
-                f"{busy}, but computed in {percent(f.computing)} of that: the calls wait most of "
-                "the time; green threads (green.map) or more drones would overlap the waiting."
-            )
-        if f.cores is not None and f.drones < f.cores:
-            return f"{busy}: more drones would help, as their machine has {f.cores} cores."
-        if f.computing is None:
-            return f"{busy}: the calls themselves take the time."
-        if f.cores is None:
-            computed = percent(f.computing)
-            return (
-                f"{busy}, and computed in {computed} of that: the calls themselves take the time."
-            )
-        limit = "the one core is" if f.cores == 1 else f"the {f.cores} cores are"
-        return f"{busy}, and computed in {percent(f.computing)} of that: {limit} the limit."
+        return _describe_busy_drones(f, used, function)
     if f.tasks < MIN_TASKS_PER_DRONE * f.drones and f.drones > 1:
         return (
             f"{f.tasks} tasks are too few to keep {f.drones} drones busy ({used} of the time): "
@@ -126,6 +110,34 @@ def sentence(f: Figures) -> str:
     )
 
 
+def _describe_busy_drones(f: Figures, used: str, function: str) -> str:
+    """Describe a run in which all drones were busy: what the calls do is the limit."""
+    subject = f"{printable(f.busiest)} was" if f.drones == 1 else f"All {f.drones} drones were"
+    busy = f"{subject} busy {used} of the time, mostly with {function}"
+    if f.computing is not None and f.computing < MIN_CPU_SHARE:
+        return (
+            f"{busy}, but computed in {percent(f.computing)} of that: the calls wait most of the "
+            "time; green threads (green.map) or more drones would overlap the waiting."
+        )
+    libraries = _describe_native_threads(f)
+    if f.cores is not None and f.drones < f.cores:
+        return f"{busy}: more drones would help, as their machine has {f.cores} cores{libraries}."
+    if f.computing is None:
+        return f"{busy}: the calls themselves take the time{libraries}."
+    busy = f"{busy}, and computed in {percent(f.computing)} of that"
+    if f.cores is None:
+        return f"{busy}: the calls themselves take the time{libraries}."
+    limit = "the one core is" if f.cores == 1 else f"the {f.cores} cores are"
+    return f"{busy}: {limit} the limit{libraries}."
+
+
+def _describe_native_threads(f: Figures) -> str:
+    """Return how many cores one call may use by native libraries; empty if that is not limited."""
+    if not f.native_threads:
+        return ""
+    return f" (native libraries: {count(f.native_threads, 'thread')} a drone)"
+
+
 def _describe_single_call(f: Figures, function: str) -> str:
     """Describe a run in which one call takes most of the time.
 
@@ -135,7 +147,8 @@ def _describe_single_call(f: Figures, function: str) -> str:
     name = f"The busiest drone, {busiest}," if f.drones > 1 else busiest
     was = f"{name} was busy {percent(f.busy[f.busiest])} of the time with {function}"
     if f.busiest_computing is None or f.busiest_computing >= MIN_CPU_SHARE:
-        return f"{was}: more drones will not help; split the call."
+        libraries = _describe_native_threads(f)
+        return f"{was}: more drones will not help; split the call{libraries}."
     waits = (
         f"{was}, and computed in {percent(f.busiest_computing)} of that: more drones will not "
         "help; split the call, or"

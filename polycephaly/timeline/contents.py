@@ -29,6 +29,10 @@ class Contents:
         """Number of tasks that were in the queue, and sent to no drone yet."""
         self.cores: int | None = None
         """Number of cores of the machine that all drones were on; None if that is not known."""
+        self.native_threads: int | None = None
+        """How many threads the native libraries of a drone may use; 0 if they are left alone, None
+        if that is not known.
+        """
         self.spans_lost = 0
         """Number of earlier spans of tasks, of all drones of the pool, that are no longer kept."""
         self.threads_lost = 0
@@ -92,6 +96,7 @@ class Contents:
         alone = type(self)((span for span in self._others if span.drone == name), [name])
         alone._entries = [entry for entry in self._entries if entry.drone == name]
         alone.spans_lost, alone.cores = self.spans_lost, self.cores
+        alone.native_threads = self.native_threads
         return alone
 
     def __add__(self, other: Self) -> Self:
@@ -115,6 +120,8 @@ class Contents:
         ]
         if not (mine and its):  # else they may be of two machines
             both.cores = self.cores if mine else other.cores
+        if self.native_threads == other.native_threads or not (mine and its):
+            both.native_threads = (self if mine else other).native_threads
         both.spans_lost = self.spans_lost + other.spans_lost
         both.threads_lost = self.threads_lost + other.threads_lost
         return both

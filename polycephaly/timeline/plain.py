@@ -14,6 +14,7 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
         "spans": timeline.spans,
         "waiting": timeline.waiting,
         "cores": timeline.cores,
+        "native_threads": timeline.native_threads,
         "spans_lost": timeline.spans_lost,
         "threads_lost": timeline.threads_lost,
     }
@@ -25,10 +26,15 @@ def unpack_timeline(plain: dict[str, Any], clock_offset: float = 0.0) -> Timelin
     """
     spans = (_to_own_clock(Span(*span), clock_offset) for span in plain["spans"])
     timeline = Timeline(spans, plain["drones"], waiting=plain["waiting"])
-    cores = plain.get("cores")  # of older peers: none
-    timeline.cores = cores if isinstance(cores, int) else None
+    timeline.cores = _int_or_none(plain.get("cores"))
+    timeline.native_threads = _int_or_none(plain.get("native_threads"))
     timeline.spans_lost, timeline.threads_lost = plain["spans_lost"], plain["threads_lost"]
     return timeline
+
+
+def _int_or_none(number: object) -> int | None:
+    """Return a number that older peers do not send."""
+    return number if isinstance(number, int) else None
 
 
 def _to_own_clock(span: Span, clock_offset: float) -> Span:

@@ -26,6 +26,9 @@ class Timeline(Contents):
     cores
         Number of cores of the machine that the drones were on; None if that is not known, as on a
         cluster, or of timelines that were added.
+    native_threads
+        How many threads the native libraries of a drone may use (see `Pool`); 0 if they are left
+        alone, None if that is not known, as on a cluster.
     spans_lost
         Number of earlier spans of tasks, of all drones of the pool, that are no longer kept.
     threads_lost

@@ -31,6 +31,7 @@ from ...runtime.hidden import Hidden
 from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot
 from .main_maker import MainMaker
+from .native_libraries import LoadedLibraries
 from .zygote import GROUP_SIGNALS, Variables
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class _BareZygote:
         control, arena = self.descriptors
         end = socket.socket(fileno=control)
         shared = Arena(self._ceiling, arena)
-        Zygote(end, self._spec, shared, MainSnapshot(()), self._owner).run()
+        Zygote(end, self._spec, shared, MainSnapshot(()), self._owner, LoadedLibraries()).run()
 
 
 class _PopenStandIn:

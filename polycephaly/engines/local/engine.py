@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from functools import partial
 from math import inf
@@ -48,7 +48,8 @@ from .bulk import BulkSocket
 from .drone import drone_main
 from .handle import LocalHandle
 from .launcher import Launcher, shared_variables
-from .zygote import DroneSpec, Order
+from .native_libraries import ThreadLimit, make_limit, names_set_by_user, threads_to_share
+from .zygote import DroneSpec, Order, Variables
 
 if TYPE_CHECKING:
     from ...pool.dispatcher import Dispatcher
@@ -86,6 +87,7 @@ class LocalEngine(Engine):
         self._config = self._dispatcher.config
         self._reactor = self._dispatcher.reactor
         self._bulk = self._reactor.source(BulkSocket)
+        self._threads_to_share = threads_to_share()
         self.make_room(self._config.size)
         self._launchers: list[Launcher] = []  # in use, until they are reaped
         self._start_timer: Timer | None = None  # reports that the last launcher's zygote hangs
@@ -211,13 +213,10 @@ class LocalEngine(Engine):
             handle.fast_transport = parent_death.close_in_child(FastTransport(mine))
             ends.append(make_status_file())
             handle.status_page = StatusPage(map_page(ends[-1]))
-            order = Order(
-                handle.number,
-                Hidden(handle.identity.hex()),
-                name,
-                self._dispatcher.environments[index],
-                self._config.cwd,
-            )
+            env = self._dispatcher.environments[index]
+            env, limit = self._limited(env, self._launcher.set_by_user)
+            identity = Hidden(handle.identity.hex())
+            order = Order(handle.number, identity, name, env, self._config.cwd, limit)
             for each in handle.streams:
                 self._watch(each.fileno(), self._read_stream, handle, each)
             handle.open()
@@ -231,6 +230,23 @@ class LocalEngine(Engine):
             for fd in ends:
                 os.close(fd)
         return handle
+
+    def native_threads(self) -> int:
+        given = self._config.native_threads
+        if given is None and self._config.on_death == "end":  # a lone drone
+            return 0
+        return max(1, self._threads_to_share // self._dispatcher.size) if given is None else given
+
+    def _limited(
+        self, env: Variables, set_by_user: Collection[str]
+    ) -> tuple[Variables, ThreadLimit]:
+        """Return the variables of a drone that starts now, and the limit of its native libraries.
+
+        `env` is what the user gives the drone.
+        """
+        at_most = self._config.native_threads is None
+        limit = make_limit(self.native_threads(), at_most, set_by_user, env.value)
+        return Hidden({**limit.environment(), **env.value}), limit
 
     def _read_stream(self, handle: LocalHandle, stream: OutputSource) -> None:
         handle.print_output()
@@ -288,12 +304,15 @@ class LocalEngine(Engine):
             parent_death.new_family(),
             self._config.name,
             self._inherited_args,
+            limits_libraries=self.native_threads() > 0,
             post_mortem=self._config.post_mortem,
             debugger_patience=None if can_be_asked() else self._config.report_waiting or inf,
         )
         try:
-            env = shared_variables(self._dispatcher.environments)
-            return Launcher(self._config.start, spec, self._store, self._config.name, env)
+            start, name, set_by_user = self._config.start, self._config.name, names_set_by_user()
+            envs = [self._limited(env, set_by_user)[0] for env in self._dispatcher.environments]
+            env = shared_variables(envs)
+            return Launcher(start, spec, self._store, name, env, set_by_user)
         except OSError as error:
             raise name_limit(error) from error
 

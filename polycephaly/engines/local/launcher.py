@@ -30,7 +30,14 @@ from ...runtime.first_in_child import fork_with
 from ...runtime.hidden import Hidden
 from ...wire import addresses
 from ...wire.main_names import MainSnapshot, shared_snapshots
-from .native_threads import UnsafeFork, check_after_fork, check_before_fork, check_interpreters
+from .native_libraries import LoadedLibraries, prepare_to_limit
+from .native_threads import (
+    UnsafeFork,
+    check_after_fork,
+    check_before_fork,
+    check_interpreters,
+    would_lack_threads,
+)
 from .start_stack import ASK_FOR_STACK, StartStack
 from .zygote import MAX_ORDER_BYTES, DroneSpec, Order, Variables, Zygote
 
@@ -55,15 +62,23 @@ class Launcher:
     """
 
     def __init__(
-        self, start: str | None, spec: DroneSpec, store: Store, name: str, env: Variables
+        self,
+        start: str | None,
+        spec: DroneSpec,
+        store: Store,
+        name: str,
+        env: Variables,
+        set_by_user: frozenset[str],
     ) -> None:
         """Warn, with the pool's `name`, if `start` is None and a fork is not safe.
 
-        A fresh interpreter starts with the variables `env`.
+        A fresh interpreter starts with the variables `env`. See `native_libraries` for the names
+        `set_by_user`.
         """
         fork_guard.fill_standard_descriptors()
         self.family = spec.family
         self.arena = store.arena
+        self.set_by_user = set_by_user
         self.imports_main = start == "spawn"
         self.main_copy: Snapshot | None = None
         """The copy of `__main__` for its drones; None if they fork or import the main module."""
@@ -99,6 +114,8 @@ class Launcher:
                 check_interpreters()
                 if start is None:
                     check_before_fork()
+                if spec.limits_libraries:
+                    prepare_to_limit()
                 with self._control_pair() as theirs:
                     return self._fork(theirs, spec, forced=start is not None)
             except UnsafeFork as unsafe:
@@ -136,6 +153,7 @@ class Launcher:
         """Fork, and return the zygote's pid. Raises `UnsafeFork`, unless `forced` by the user."""
         owner = os.getpid()
         pid = 0
+        libraries = LoadedLibraries(forced and spec.limits_libraries and would_lack_threads())
         try:
             with fork_guard.guard, hold_ranges_through_fork(self._kept_memory):
                 self._start_stack = StartStack()
@@ -149,7 +167,7 @@ class Launcher:
                     if os.getpid() == owner:
                         addresses.parent_address = previous_address
             if pid == 0:
-                Zygote(control, spec, self.arena, self.snapshot, owner).run()
+                Zygote(control, spec, self.arena, self.snapshot, owner, libraries).run()
             if not forced:
                 check_after_fork()
             return pid

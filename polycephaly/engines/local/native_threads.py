@@ -157,8 +157,21 @@ def check_after_fork() -> None:
         sleep(0.001)
 
 
+def would_lack_threads() -> bool:
+    """Return whether a fork that is made all the same might lack threads of a library.
+
+    A thread that runs, so that its library is unknown, counts as one of these.
+    """
+    owners = (_find_owner(thread)[0] or "" for thread in _suspect_threads())
+    return any("openblas" not in owner and _is_unsafe(owner) for owner in owners)
+
+
+def _is_unsafe(owner: str) -> bool:
+    return not owner.startswith((_PYTHON, *_HARMLESS_LIBRARIES))
+
+
 def _raise_if_unsafe(threads: list[tuple[str, str]]) -> None:
-    unsafe = [each for each in threads if not each[0].startswith((_PYTHON, *_HARMLESS_LIBRARIES))]
+    unsafe = [each for each in threads if _is_unsafe(each[0])]
     if unsafe:
         raise UnsafeThreads(unsafe)
 

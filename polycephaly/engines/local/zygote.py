@@ -47,6 +47,7 @@ from ...runtime.hidden import Hidden
 from ...wire.addresses import channel_address, record_exit
 from ...wire.main_names import MainSnapshot
 from ...wire.status_page import StatusPage, map_page
+from .native_libraries import NO_LIMIT, LoadedLibraries, ThreadLimit
 from .start_stack import ASK_FOR_STACK
 
 if TYPE_CHECKING:
@@ -78,15 +79,16 @@ class Order(NamedTuple):
     name: str
     env: Hidden[dict[str, str]]
     cwd: str | None
+    limit: ThreadLimit = NO_LIMIT  # of its native libraries
 
     def pack(self) -> bytes:
-        number, identity, name, env, cwd = self
-        return json.dumps({"start": (number, identity.value, name, env.value, cwd)}).encode()
+        number, identity, name, env, cwd, limit = self
+        return json.dumps({"start": (number, identity.value, name, env.value, cwd, limit)}).encode()
 
     @classmethod
     def unpack(cls, message: dict[str, Any]) -> Order:
-        number, identity, name, env, cwd = message["start"]
-        return cls(number, Hidden(identity), name, Hidden(env), cwd)
+        number, identity, name, env, cwd, limit = message["start"]
+        return cls(number, Hidden(identity), name, Hidden(env), cwd, ThreadLimit(*limit))
 
 
 Variables = Hidden[dict[str, str]]
@@ -104,6 +106,7 @@ class DroneSpec(NamedTuple):
     # zygote.
     inherited_args: Hidden[tuple[Any, ...] | bytes | None]
     main: MainMaker | None = None  # of a bare zygote
+    limits_libraries: bool = False  # see native_libraries.py
     post_mortem: bool = False
     debugger_patience: float | None = None  # seconds; see drone/debugger.py
 
@@ -145,12 +148,14 @@ class Zygote:
         arena: Arena,
         snapshot: MainSnapshot,
         owner: int,
+        libraries: LoadedLibraries,
     ) -> None:
         self.control = control
         self.spec = spec
         self.arena = arena
         self.snapshot = snapshot
         self._owner = owner
+        self._libraries = libraries
         self._name = f"zygote {spec.pool}"
         self._drones: dict[int, int] = {}  # pid -> number
 
@@ -257,6 +262,7 @@ class Zygote:
         zygote = os.getpid()
         # Inherited by the drone, which would copy 80 kB of pages, in 0.3 ms, to set them itself.
         _set_process_name(order.name)
+        self._libraries.limit(order.limit)
         try:
             pid = os.fork()
         except OSError as error:

@@ -92,6 +92,7 @@ function showStatus(status) {
   const rate = lastPoll && now > lastPoll.now ? (status.tasks_done - lastPoll.status.tasks_done) / (now - lastPoll.now) * 1000 : 0;
   get("facts").textContent = [
     `${status.engine} pool`, status.state + (status.reason ? `: ${status.reason}` : ""), `on ${status.host}, pid ${status.pid}`,
+    ...(status.native_threads ? [`native libraries: ${status.native_threads} thread${status.native_threads === 1 ? "" : "s"} a drone`] : []),
     ...(status.address ? [`${status.address}, ${status.clients} clients`] : []), `polycephaly ${status.version}`,
   ].join(", ");
   const numbers = [
