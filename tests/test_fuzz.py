@@ -292,6 +292,7 @@ NOT_FOR_DRONES = {
 CALLS_WRONG = {
     "garbage": b"garbage",
     "nothing": b"",
+    "a length beyond all memory": pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + bytes(6) + b"\x40\0",
     "no lists": pickle.dumps(7),
     "too few": pickle.dumps(([1],)),
     "of unequal length": pickle.dumps(([1, 2], [()])),

@@ -214,17 +214,35 @@ def pack_values(
 def unpack_lists(payload: Any, count: int) -> tuple[list[Any], ...]:
     """Return the lists of a CALLS or VALUES payload: `count` lists of equal length.
 
-    The first list holds integers. Raises `Malformed` if the payload has another shape.
+    The first list holds integers. Raises `Malformed` if the payload has another shape; from a
+    `MemoryError` if there is no memory for a payload that is as it should be.
     """
     try:
         lists = loads(payload)
     except Exception as cause:
-        raise Malformed(f"a batch pickle: {type(cause).__name__}: {cause}") from cause
+        is_forged = isinstance(cause, MemoryError) and _claims_too_much(payload)
+        error = Malformed(f"a batch pickle: {type(cause).__name__}: {cause}")
+        raise error from (None if is_forged else cause)
     if type(lists) is not tuple or len(lists) != count or set(map(type, lists)) != {list}:
         raise Malformed(f"a batch pickle that is not {count} lists")
     if len(set(map(len, lists))) != 1 or set(map(type, lists[0])) != {int}:
         raise Malformed("a batch pickle whose lists differ in length, or whose numbers are not int")
     return lists
+
+
+def _claims_too_much(payload: Any) -> bool:
+    """Return whether a pickle has a length or an index that exceeds the pickle itself, so that no
+    memory would be enough for it.
+    """
+    from pickletools import genops  # here, because this is rare
+
+    try:
+        return any(
+            opcode.name == "LONG_BINPUT" and (index or 0) > len(payload)
+            for opcode, index, _ in genops(bytes(payload))
+        )
+    except ValueError:  # cut off: a length exceeds the rest
+        return True
 
 
 def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
