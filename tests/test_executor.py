@@ -4,6 +4,7 @@ it."""
 import asyncio
 import concurrent.futures
 import contextlib
+import copyreg
 import os
 import threading
 import time
@@ -306,7 +307,18 @@ def test_a_shutdown_in_a_callback_is_an_error_there_and_the_work_is_done(tmp_pat
 # -- dask ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")  # because dask registers them when it is imported
+def own_reducers():
+    """Takes back what a library registers with pickle for the whole process: dask has tracebacks
+    pickled, and their frames keep those of the thread that unpickles them."""
+    before = dict(copyreg.dispatch_table)
+    yield
+    copyreg.dispatch_table.clear()
+    copyreg.dispatch_table.update(before)
+
+
 @pytest.mark.parametrize("how", ["scheduler", "pool"])
+@pytest.mark.usefixtures("own_reducers")
 def test_a_graph_of_dask_runs_on_the_drones(how):
     dask = pytest.importorskip("dask", reason="dask is not installed")
     pids = [dask.delayed(os.getpid)() for _ in range(8)]

@@ -226,11 +226,31 @@ def cancelled_while_queued(pool):
     return queued
 
 
+class WithFrames(Exception):
+    """Has, after unpickling, a traceback of its own, as under tblib, which dask installs. Its
+    frames refer to those of the thread that unpickled it."""
+
+    def __reduce__(self):
+        return raised_with_frames, ()
+
+
+def raised_with_frames():
+    try:
+        raise WithFrames
+    except WithFrames as error:
+        return error
+
+
+def raise_with_frames():
+    raise WithFrames
+
+
 SETTLED = {
     "a small value": lambda pool: pool.promise(abs, -1),
     "a large value": lambda pool: pool.promise(bytearray, 1 << 20),
     "a lambda": lambda pool: pool.promise(lambda: bytes(10)),
     "an error": lambda pool: pool.promise(int, "x"),
+    "an error with frames": lambda pool: pool.promise(raise_with_frames),
     "a value of one drone": lambda pool: pool.drones[0].promise(abs, -1),
     "an error of one drone": lambda pool: pool.drones[0].promise(int, "x"),
     "a death": lambda pool: pool.promise(exit_hard, 3),
@@ -240,15 +260,7 @@ SETTLED = {
 }
 
 
-# After some hundred other tests in one process, a pool whose task has raised was kept: by what is
-# not known yet. Alone, and beside the tests of one other file, these hold.
-KEPT_IN_LONG_RUNS = pytest.mark.xfail(reason="kept in long runs, not explained yet", strict=False)
-RAISES = ("an error", "an error of one drone", "a failed input")
-
-
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=KEPT_IN_LONG_RUNS if how in RAISES else ()) for how in SETTLED]
-)
+@pytest.mark.parametrize("how", SETTLED)
 def test_a_settled_promise_keeps_nothing_of_its_pool(how):
     thing = Thing()
     known = weakref.ref(thing)

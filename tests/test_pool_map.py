@@ -122,14 +122,7 @@ ENDINGS = {
 }
 
 
-# See test_ownership.py: after some hundred other tests, this one was kept once.
-KEPT_IN_LONG_RUNS = pytest.mark.xfail(reason="kept in long runs, not explained yet", strict=False)
-
-
-@pytest.mark.parametrize(
-    "ending",
-    [pytest.param(each, marks=KEPT_IN_LONG_RUNS if each == "failed" else ()) for each in ENDINGS],
-)
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_results_that_have_come_to_their_end_let_the_pool_go(ending):
     pool = poly.Pool(1)
     there, ended = weakref.ref(pool), pool._dispatcher.ended

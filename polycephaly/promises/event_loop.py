@@ -210,6 +210,9 @@ class EventLoop:
             _loops.discard(self)
             fork_guard.remove_thread_lock(self.thread)
             self._files.close()
+            # A traceback that was made while an error was unpickled refers to this loop, and must
+            # not keep what ended pools have set.
+            self.timers.clear()
 
     def _call_guarded(self, callback: Callable[[], object]) -> None:
         try:
