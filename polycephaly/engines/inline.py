@@ -92,6 +92,9 @@ class InlineEngine(Engine):
         self.dispatcher.post(self.dispatcher.supervisor.on_hello, handle)
         return handle
 
+    def why_no_forks(self) -> None:
+        """Nothing has to be forked: tasks see the data of this process."""
+
     def snapshot(self) -> MainSnapshot:
         return MainSnapshot()
 

@@ -441,13 +441,14 @@ class ExecutorBase(TaskTarget, Executor):
         check_work(work, args, kwargs)
         self._dispatcher.check_open()
         promises = []
-        for drone in self.drones:
-            try:
-                promises.append(drone._submit(work, args, kwargs))
-            except RuntimeError as error:  # the drone has died since the drones were listed
-                lost: Promise[Any] = Promise()
-                lost.set_exception(error)
-                promises.append(lost)
+        with self._dispatcher.calls():
+            for drone in self.drones:
+                try:
+                    promises.append(drone._submit(work, args, kwargs))
+                except RuntimeError as error:  # the drone has died since the drones were listed
+                    lost: Promise[Any] = Promise()
+                    lost.set_exception(error)
+                    promises.append(lost)
         return promises
 
     @overload  # type: ignore[override]  # the base compares no arguments
@@ -630,13 +631,14 @@ class ExecutorBase(TaskTarget, Executor):
         dispatcher = self._dispatcher
         dispatcher.check_open()
         task_options = self._task_options or dispatcher.task_options
-        source = Source(dispatcher, task_options, fn, iterables)
-        bar = Progress(source.label, total_of(iterables)) if progress else None
-        kind = Ordered if ordered else Unordered
-        stream = kind(source, buffersize, timeout, bar, return_exceptions, self)
-        results = start_map(stream)
-        maps, key = self._maps, id(stream)
-        maps[key] = ref(stream, lambda _: maps.pop(key, None))
+        with dispatcher.calls():
+            source = Source(dispatcher, task_options, fn, iterables)
+            bar = Progress(source.label, total_of(iterables)) if progress else None
+            kind = Ordered if ordered else Unordered
+            stream = kind(source, buffersize, timeout, bar, return_exceptions, self)
+            results = start_map(stream)
+            maps, key = self._maps, id(stream)
+            maps[key] = ref(stream, lambda _: maps.pop(key, None))
         return results
 
     def dashboard(self, port: int = 0, *, host: str = "127.0.0.1") -> LivePage:

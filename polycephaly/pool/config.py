@@ -45,6 +45,7 @@ class PoolConfig(NamedTuple):
     max_tasks: int | None = None
     max_queued: int | None = None
     post_mortem: bool = False
+    fresh: bool = False  # the first call after the pool was idle takes a new snapshot
     describe_items: bool = True  # the errors of a `map` have the `repr` of its items
     resources: tuple[tuple[str, int], ...] = ()  # names and sizes
     native_threads: int | None = None  # None: the usable cores are shared out
@@ -134,6 +135,15 @@ def check_needs(
                 f"has {sizes[name]}"
             )
     return needs
+
+
+def check_fresh(fresh: bool, start: str | None, engine: str) -> bool:
+    if fresh and (start == "spawn" or engine == "ray"):
+        how = f"engine={engine!r}" if engine == "ray" else f"start={start!r}"
+        raise ValueError(
+            f"fresh=True takes snapshots by forks of this process, and drones of {how} are none"
+        )
+    return bool(fresh)
 
 
 def check_names(names: Mapping[str, Any]) -> dict[str, Any]:

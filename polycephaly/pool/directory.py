@@ -223,6 +223,13 @@ class ObjectDirectory:
             before = task.answer_objects
             task.answer_objects = given if before is None else before + given
 
+    def any_kept(self) -> str | None:
+        """Return a description of a value that a drone keeps, or None. Any thread may call this."""
+        for each in self._remote_objects.values():  # a copy of the references
+            if each.holders:
+                return f"the value of {each.label} #{each.number}: {each.state}"
+        return None
+
     def _add_holder(self, remote_object: RemoteObject, handle: DroneHandle) -> None:
         if handle.alive:
             remote_object.holders[handle] = remote_object.holders.get(handle, 0) + 1

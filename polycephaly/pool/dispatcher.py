@@ -23,14 +23,15 @@ docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for t
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,7 @@ from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase, pool_error
 from .drone_handle import DroneHandle, drain, drop_settled
 from .engine import Engine
+from .freshness import Freshness
 from .health import HealthMonitor
 from .interfaces import State, TaskOptions
 from .locality import Locality
@@ -90,10 +92,18 @@ class Dispatcher(DispatcherBase):
         self._own_options = config.task_options if config.task_options != TaskOptions() else None
         # If true, `submit` has more to check at each call.
         self.needs_checks = self._own_options is not None or config.max_queued is not None
+        self.freshness: Freshness | None = None
+        if config.fresh:
+            self.freshness = Freshness(
+                config.name, self._is_idle, self._obstacle, self._take_snapshot
+            )
+            self.needs_checks = True
         # Until the first plain function.
         self.checks_width = config.width > 1
         self.resources: Resources = Resources(self, config.resources)
         self.resource_sizes = self.resources.sizes
+        # Those of the `Pool` that may not have been read in full, by `id`.
+        self.maps: Mapping[int, weakref.ref[Any]] = {}
         # Set for good by the first task with a priority or resources: from then on all tasks come
         # to `inbound`, and `dispatch` queues them in order.
         self.keeps_order = False
@@ -147,6 +157,9 @@ class Dispatcher(DispatcherBase):
         Raises `RuntimeError` if the pool is closed, `BrokenProcessPool` if it is broken.
         """
         if self.needs_checks or self.refusal is not None:
+            if self._begins_call(target, task):
+                with self.calls():
+                    return self.submit(work, args, kwargs, None, task_options, task)
             self._wait_for_room(target)
             self.check_open()
             task_options = task_options or self._own_options
@@ -300,6 +313,61 @@ class Dispatcher(DispatcherBase):
             self.post(self.supervisor.replace_all, snapshot, replaced)
         race(replaced, self.ended).result()
         if not replaced.done():  # the pool has ended in the meantime
+            self.supervisor.engine.discard(snapshot)
+            self.check_open()
+
+    def _begins_call(self, target: DroneHandle | None, task: Task | None) -> bool:
+        """Return whether a call begins here before which a snapshot may be due: a call of this
+        process, and not one within `calls`.
+        """
+        if self.freshness is None or target is not None:
+            return False
+        return not (self.freshness.is_calling() or (task is not None and task.client_tag))
+
+    def calls(self) -> AbstractContextManager[None]:
+        if self.freshness is None:
+            return nullcontext()
+        self.check_open()
+        return self.freshness
+
+    def _is_idle(self) -> bool:
+        """Return whether no call is unsettled, no map unfinished, and this thread may wait for a
+        snapshot. Any thread may call this, without the reactor's lock.
+        """
+        if self.awaiting_inputs or self.inbound or self.parked or not self.reactor.can_wait():
+            return False
+        with suppress(IndexError):
+            if not self.queue[0].done():  # of many tasks, one is enough
+                return False
+        handles = list(self.handles)
+        tasks = [[*self.queue], *map(list, self.resources.queues.values())]
+        for each in handles:
+            sent = [] if each.is_preparing else list(each.in_flight.values())
+            tasks += [sent, [*each.dedicated], [*each.preferred]]
+        streams = [each() for each in list(self.maps.values())]
+        return all(task.done() for some in tasks for task in some) and all(
+            each is None or each.is_over for each in streams
+        )
+
+    def _obstacle(self) -> str | None:
+        """Return what a new snapshot would lose: a kept value, or the frames of a failed task."""
+        value = self.directory.any_kept()
+        if value is not None:
+            return value
+        for label, number in list(self.failed_tasks):
+            address = self.frames_address(number)
+            if address is not None and os.path.exists(address):
+                return f"the frames of {label} #{number} (post_mortem=True)"
+        return None
+
+    def _take_snapshot(self) -> None:
+        """Replace the drones as `refresh` does, but return as soon as the snapshot is in use."""
+        adopted: Signal[None] = Signal()
+        with DeferredSigint():
+            snapshot = self.supervisor.engine.snapshot()
+            self.post(self._adopt, snapshot, adopted)
+        race(adopted, self.ended).result()
+        if not adopted.done():  # the pool has ended in the meantime
             self.supervisor.engine.discard(snapshot)
             self.check_open()
 
@@ -792,6 +860,10 @@ class Dispatcher(DispatcherBase):
         """Return how many drones there should be now."""
         return 0 if self.abandoned or (self.closing and not self._unfinished()) else self.size
 
+    def _adopt(self, snapshot: Any, adopted: Signal[None]) -> None:
+        if self.supervisor.replace_all(snapshot):
+            self.settle_signal(adopted)
+
     def _close(self, cancel: bool, running: bool) -> None:
         # A Ctrl-C in `_enqueue` may have left an inbound task without this flag.
         self.closing = self.needs_dispatch = True
@@ -966,7 +1038,7 @@ class _StartsAnew(Dispatcher):
                 env = tuple(self.environments)
                 fresh = Dispatcher(self.config._replace(size=self.size, env=env), self.open_engine)
                 fresh.finalizer, fresh.held = self.finalizer, self
-                fresh.finishes_at_exit = self.finishes_at_exit
+                fresh.finishes_at_exit, fresh.maps = self.finishes_at_exit, self.maps
                 # The pool, and those that `options` has made of it, hold this object, which shares
                 # all state with `fresh` from here on. Threads that submit wait for `_restarting`.
                 self.__dict__ = fresh.__dict__

@@ -31,6 +31,8 @@ from .record import TraceBuffer
 from .stack_requests import StackRequests
 from .task import Task, fail
 
+MAX_FAILED_TASKS = 1000
+
 
 class DispatcherBase(TaskRunner, Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
@@ -91,6 +93,8 @@ class DispatcherBase(TaskRunner, Tenant):
         self.stack_requests = StackRequests(self)
         self.made_at = time()
         self.tasks_done = self.tasks_cancelled = 0  # calls
+        # With post_mortem=True: the last tasks that raised errors, whose frames may be kept.
+        self.failed_tasks: deque[tuple[str, int]] = deque(maxlen=MAX_FAILED_TASKS)
         self.refusal: BaseException | None = None  # the error for new tasks
         self.broken: BaseException | None = None  # why no drone can run any task
 
@@ -116,9 +120,16 @@ class DispatcherBase(TaskRunner, Tenant):
                 reject(queue.popleft(), copy_error(self.refusal))
 
     def note_failure(
-        self, task: str, item: int | None, drone: str | None, error: BaseException
+        self,
+        task: str,
+        item: int | None,
+        drone: str | None,
+        error: BaseException,
+        number: int | None = None,
     ) -> None:
         self.record.add_failure(task, item, drone, describe_error(error))
+        if number is not None and self.config.post_mortem:
+            self.failed_tasks.append((task, number))
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 

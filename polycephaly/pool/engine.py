@@ -46,6 +46,10 @@ class Engine:
         """
         return initializer, initargs
 
+    def why_no_forks(self) -> str | None:
+        """Return why the drones are not forks of this process, with the cure; None if they are."""
+        return f"drones of engine={self.name!r} are none"
+
     def can_start(self) -> bool:
         """Return False while a new snapshot is being taken, or if there is no room for a drone."""
         return True

@@ -79,6 +79,10 @@ class TaskRunner:
         if self.refusal is not None:
             raise copy_error(self.refusal)
 
+    def calls(self) -> AbstractContextManager[None]:
+        """Return a context in which calls are made. Raises the errors of taking a snapshot."""
+        return nullcontext()
+
     def pickling(self, task: Any) -> AbstractContextManager[None]:
         """Return a context in which the arguments of `task` are pickled."""
         return nullcontext()
@@ -90,10 +94,15 @@ class TaskRunner:
         """Add the remedy to an error of a task, if there is one."""
 
     def note_failure(
-        self, task: str, item: int | None, drone: str | None, error: BaseException
+        self,
+        task: str,
+        item: int | None,
+        drone: str | None,
+        error: BaseException,
+        number: int | None = None,
     ) -> None:
         """Note that the task of that name has failed. Any thread may call this, without the
-        reactor's lock.
+        reactor's lock. `number`: of the task that the drone had, if it was one.
         """
 
     def frames_address(self, task: int) -> str | None:

@@ -450,6 +450,11 @@ class Ordered:
         """Return the promise that `take_settled` would wait for, or None if there are no tasks."""
         return self._tasks[0] if self._tasks else None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all results were taken, or it was closed."""
+        return self._closed
+
     def is_abandoned(self) -> bool:
         """Return whether no result was ever asked for and some calls were not made."""
         if self.was_read:

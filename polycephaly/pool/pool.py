@@ -18,6 +18,7 @@ from .config import (
     PoolConfig,
     check_cwd,
     check_env,
+    check_fresh,
     check_hang_timeout,
     check_initializer,
     check_memory,
@@ -116,6 +117,16 @@ class Pool(ExecutorBase):
         If True, the frames of a failed task are kept for `Promise.debug`, in a process that its
         drone forks; the drone goes on. Each drone keeps those of up to eight tasks at a time, until
         they were debugged or released, or the drone ends.
+    fresh
+        If True, the first call after the pool was idle takes a new snapshot, so that the drones see
+        the data of this process as they are at the call. A pool is idle if no call is unsettled and
+        no `map` unfinished. In IPython, Jupyter and at Python's own prompt, a snapshot is taken
+        only if another cell or line runs since the last one. Calls of several threads at once share
+        one. The `initializer` runs again, and what was pushed arrives; all else in the drones'
+        namespaces is lost. While a kept value or the frames of a failed task (`post_mortem`) live,
+        no snapshot is taken, with one warning. Neither by calls of one of the `drones`, in a
+        callback of a promise, or of the clients of a served pool. A call then costs what `refresh`
+        does: see docs/performance.md.
     describe_items
         If False, the note of an error of `map` has only the index of the item, and not its
         shortened `repr`, for items that must not appear in logs. Clients of a served pool obey.
@@ -132,7 +143,8 @@ class Pool(ExecutorBase):
     Raises
     ------
     ValueError
-        If a number or name is out of range, or the cluster lacks the resources.
+        If a number or name is out of range, or the cluster lacks the resources; with `fresh`, if
+        this process cannot be forked.
     OSError
         If the machine's limits do not allow the first drone, or descriptors for all, or no cluster
         is reached. If a limit stops a later drone, after the pool has begun, the pool breaks with
@@ -176,6 +188,7 @@ class Pool(ExecutorBase):
         max_queued: int | None = None,
         on_death: str = "replace",
         post_mortem: bool = False,
+        fresh: bool = False,
         describe_items: bool = True,
         resources: Mapping[str, int] | None = None,
         native_threads: int | None = None,
@@ -191,6 +204,7 @@ class Pool(ExecutorBase):
                 f"'local', not {engine!r}"
             )
         native_threads = check_native_threads(native_threads, engine)
+        fresh = check_fresh(fresh, start, engine)
         if engine == "ray" and resources is not None:
             options["resources"], resources = resources, None
         machine = find_machine(engine, options)
@@ -217,6 +231,7 @@ class Pool(ExecutorBase):
             hang_timeout=check_hang_timeout(hang_timeout),
             report_waiting=check_timeout(report_waiting, "report_waiting"),
             post_mortem=bool(post_mortem),
+            fresh=fresh,
             describe_items=bool(describe_items),
             resources=check_resources(resources),
             native_threads=native_threads,
@@ -227,6 +242,7 @@ class Pool(ExecutorBase):
         # Drones inherit this frame, and tools that log errors print the locals of all frames.
         del env, initargs
         self._dispatcher = Dispatcher(config, machine.open)
+        self._dispatcher.maps = self._maps
         self._dispatcher.close_when_collected(self)
         self._dispatcher.wait_begun()
 

@@ -75,13 +75,15 @@ class Supervisor:
 
     def use(self, engine: Engine) -> None:
         """Start the drones by `engine`. Called once, in the thread that asks for drones. Raises the
-        errors of pickling the initializer.
+        errors of pickling the initializer, and `ValueError` if snapshots cannot be fresh.
         """
         self.engine = engine
         initializer, initargs = self._config.initializer, self._config.initargs.value
-        if initializer is None:
-            return
         try:
+            if self._config.fresh and (reason := engine.why_no_forks()):
+                raise ValueError(f"fresh=True takes snapshots by a fork of this process: {reason}")
+            if initializer is None:
+                return
             initializer, initargs = engine.initializer(initializer, initargs)
             self.preparation.set_initializer(initializer, initargs, self._config.name)
         except BaseException:
@@ -241,18 +243,20 @@ class Supervisor:
             handle.kill(reason)
         self.engine.give_up_starts()
 
-    def replace_all(self, snapshot: Any, replaced: Promise[None]) -> None:
-        """Replace all drones by new ones from `snapshot`; settle `replaced` when they are
-        started.
+    def replace_all(self, snapshot: Any, replaced: Promise[None] | None = None) -> bool:
+        """Replace all drones by new ones from `snapshot`; settle `replaced` when they are started.
+        Return False if the pool was closed or broken in the meantime.
         """
-        if self._dispatcher.target_size() == 0:  # closed or broken in the meantime
-            return
+        if self._dispatcher.target_size() == 0:
+            return False
         old = list(self._dispatcher.handles)
         self.engine.adopt(snapshot)
-        self._pending_refreshes.append(replaced)
+        if replaced is not None:
+            self._pending_refreshes.append(replaced)
         for handle in old:
             self.retire(handle)
         self.start_missing()
+        return True
 
     # -- deaths ------------------------------------------------------------------------------------
 

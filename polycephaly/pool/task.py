@@ -552,7 +552,7 @@ class Task(Promise[Any]):
         if not self.done():
             sending = self.sending
             drone = None if sending is None else sending.drone
-            self.dispatcher.note_failure(self.label, self.item, drone, error)
+            self.dispatcher.note_failure(self.label, self.item, drone, error, self.number)
 
     @property
     def answered_count(self) -> int:

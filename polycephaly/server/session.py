@@ -187,11 +187,10 @@ def submit_call(
     # Set the label before the call is recorded, and each time: a refresh makes new definitions.
     dispatcher.registry.define(function.forwarded).label = function.label
     task = Task(dispatcher)
-    task.first_item = item.map_index
+    task.first_item, task.client_tag = item.map_index, function.tag
     args = item.kind, item.payload, *shared
     dispatcher.submit(function.forwarded, args, {}, handle, task_options, task)
     if hasattr(task, "definition"):
-        task.client_tag = function.tag
         task.client_function, task.may_be_lent = function, not shared
     return task
 

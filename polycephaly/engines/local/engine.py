@@ -26,7 +26,6 @@ from ...memory.arena import Arena
 from ...memory.blocks import Store
 from ...pool.drone_handle import DroneHandle
 from ...pool.engine import Engine
-from ...promises.promise import Promise
 from ...runtime import parent_death
 from ...runtime.hidden import Hidden
 from ...runtime.system_limits import (
@@ -122,6 +121,9 @@ class LocalEngine(Engine):
         if self._config.start == "spawn":
             return call_as_imported, (initializer, *initargs)
         return initializer, initargs
+
+    def why_no_forks(self) -> str | None:
+        return self._launcher.why_no_forks()
 
     def left_out(self, name: str) -> str | None:
         return self._launcher.left_out(name)
@@ -339,8 +341,7 @@ class LocalEngine(Engine):
             self._dispatcher.post(self._use_or_discard, launcher)
 
     def _use_or_discard(self, launcher: Launcher) -> None:
-        self._supervisor.replace_all(launcher, Promise())
-        if launcher is not self._launcher:  # not adopted, because the pool needs no more drones
+        if not self._supervisor.replace_all(launcher):  # the pool needs no more drones
             launcher.end()
 
     # -- zygotes' ends -----------------------------------------------------------------------------

@@ -198,6 +198,12 @@ class Launcher:
             self._start_stack.close()
             self._start_stack = None
 
+    def why_no_forks(self) -> str | None:
+        """Return why its drones are not forks, and a remedy; None if they are."""
+        if self._unsafe is not None:
+            return f"that is not safe, because {self._unsafe}; {self._unsafe.cure}"
+        return "drones of start='spawn' are none" if self.imports_main else None
+
     def left_out(self, name: str) -> str | None:
         """Return why its drones lack `name` of `__main__`, and a remedy; None if unknown."""
         if self.main_copy is not None and self._unsafe is not None:

@@ -1,0 +1,55 @@
+"""Which input runs at a prompt: a cell of IPython or Jupyter, or a line of Python's own prompt."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from .._compat import current_frames
+
+_cell: object = object()
+_counted: Any = None  # the shell whose cells are noted
+
+
+def running_input() -> object | None:
+    """Return the object that stands for the input that runs now, or ran last; None in a program
+    without a prompt.
+
+    A cell has one such object; each line of Python's own prompt is its own. Any thread may call
+    this. While no line runs, each call gives another object.
+    """
+    shell = running_shell()
+    if shell is not None:
+        _note_cells(shell)
+        return _cell
+    return _running_line() if hasattr(sys, "ps1") else None
+
+
+def running_shell() -> Any:
+    """Return the shell of IPython or of a kernel of it; None if this program has none."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return None if get_ipython is None else get_ipython()
+
+
+def _note_cells(shell: Any) -> None:
+    global _counted
+    if _counted is not shell:
+        _counted = shell
+        shell.events.register("pre_run_cell", _on_cell)
+
+
+def _on_cell(*_: object) -> None:
+    global _cell
+    _cell = object()
+
+
+def _running_line() -> object:
+    """Return the code of the line that the main thread runs: a prompt compiles each anew."""
+    frame = current_frames().get(threading.main_thread().ident or 0)
+    namespace = vars(sys.modules["__main__"])
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals is namespace:
+            return frame.f_code
+        frame = frame.f_back
+    return object()
