@@ -180,3 +180,36 @@ def test_a_program_that_has_become_another_user_keeps_its_old_drones():
         assert pool.doit(os.getpid) == drone
         pool.refresh()
         assert pool.doit(os.getpid) != drone
+
+
+@pytest.mark.guarantee("work-2")
+def test_a_key_or_attribute_of_after_the_snapshot_is_an_error_that_names_the_cure():
+    assert output_of("""
+        import sys
+        import polycephaly as poly
+        class Frame(dict):
+            def __getattr__(self, name):
+                if name in self: return self[name]
+                raise AttributeError(f"'Frame' object has no attribute {name!r}", name=name)
+        table, frame, other = {"a": 1}, Frame(), {"b": 1}
+        def look(name):
+            return table[name]
+        def look_elsewhere():
+            return other["a"]
+        def read(): return frame.late
+        with poly.Pool(1, engine=sys.argv[1]) as pool:
+            table["late"] = frame["late"] = 1
+            for work in ((look, "late"), (read,), ("table['late'] + 1",), (look_elsewhere,),
+                         (look, "no")):
+                error = pool.promise(*work).exception()
+                print(type(error).__name__, *error.args[:1],
+                      *(each.partition(",")[0] for each in getattr(error, "__notes__", ())))
+                assert all("pool.refresh()" in note for note in getattr(error, "__notes__", ()))
+    """, poly.engine).splitlines() == [
+        "KeyError late the controller process has table['late']",
+        "AttributeError 'Frame' object has no attribute 'late' "
+        "the controller process has frame.late",
+        "KeyError late the controller process has table['late']",
+        "KeyError a",
+        "KeyError no",
+    ]  # fmt: skip

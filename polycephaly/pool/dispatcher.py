@@ -63,6 +63,7 @@ from .interfaces import State, TaskOptions
 from .locality import Locality
 from .reactor import PROGRAM_ENDS, acquire_reactor
 from .resources import Resources, insert_in_order
+from .stale import add_hint
 from .stall_detection import StallDetector
 from .supervisor import Supervisor
 from .task import Slice, Task
@@ -991,7 +992,7 @@ class Dispatcher(DispatcherBase):
             self.awaiting_inputs.discard(task)
 
     def explain(self, error: BaseException) -> None:
-        """Add the remedy to the error for a name that was defined after the snapshot."""
+        """Add the remedy to the error for a name, key or attribute that came after the snapshot."""
         owner, cure = "pool", "pool.refresh() takes a new snapshot"
         if self.config.on_death == "end":
             owner, cure = "drone", "start a new Drone (in a pool: pool.refresh())"
@@ -1009,6 +1010,8 @@ class Dispatcher(DispatcherBase):
                     error.args = (f"{text}: the drones do not have this name, because {reason}",)
                 else:
                     error.args = (f"{text}: {later}, or make the pool below the definition",)
+        if isinstance(error, (KeyError, AttributeError)):
+            add_hint(error, self.registry.snapshot, cure)
         if isinstance(error, UnboundLocalError) or not isinstance(error, NameError):
             return
         name = error.name
