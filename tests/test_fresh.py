@@ -248,3 +248,53 @@ def test_at_pythons_prompt_a_snapshot_is_taken_once_a_line():
         [sys.executable, "-i"], input="\n".join(lines_typed) + "\n", capture_output=True, text=True
     )
     assert "seen [0, 0, 2] 2" in done.stdout, done.stderr
+
+
+NOTEBOOK = """
+    import warnings
+    from IPython.core.interactiveshell import InteractiveShell
+    shell = InteractiveShell.instance()
+    def run(*cells):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for cell in cells:
+                shell.run_cell(cell)
+            for each in caught:
+                if "snapshot" in str(each.message):
+                    print(*str(each.message).partition(": ")[0].split())
+        print("-")
+    run("import polycephaly as poly; table, rate, name, rows = {'n': 1}, 1, 'a', [[1]]",
+        "def look(_=0): return table['n']\\ndef times(n=1): return n * rate * len(name)",
+        "def twice(): return 2 * times()\\ndef first(_=0): return rows[0]",
+        "pool = poly.Pool(1, name='lab')")
+"""
+
+
+@pytest.mark.script
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        (["pool.doit(look)", "pool.doit(times)", "pool.doit(look)"], []),
+        (["pool.doit(first)"], []),
+        (["table['n'] = 2; pool.doit(look)", "pool.doit(look)"],
+         ["look reads table, which was changed after the snapshot of lab"]),
+        (["1", "list(pool.map(first, [1]))", "pool.doit(first)"],
+         ["first reads rows, which cells may have changed after the snapshot of lab"]),
+        (["rate = 2; pool.doit(twice)"],
+         ["twice reads rate, which was bound anew after the snapshot of lab"]),
+        (["1", "pool.doit('rows')"],
+         ["code 'rows' reads rows, which cells may have changed after the snapshot of lab"]),
+        (["rate = 2", "pool.doit(lambda: rate)"], []),
+        (["rate = 2", "pool.refresh()", "pool.doit(times)"], []),
+        (["pool.shutdown(); pool = poly.Pool(1, fresh=True)", "rate = 2", "pool.doit(times)"], []),
+        (["pool.shutdown(); pool = poly.Pool(engine='inline')", "rate = 2", "pool.doit(times)"],
+         []),
+    ],
+    ids=["nothing changed", "the next cell", "in place", "a map", "bound anew", "code", "captured",
+         "refreshed", "fresh", "inline"],
+)  # fmt: skip
+def test_in_a_notebook_one_warning_tells_what_may_be_stale_and_the_cures(cells, told):
+    pytest.importorskip("IPython")
+    done = run_script(f"{NOTEBOOK}\n    run(*{cells!r})\n    run('pool.shutdown()')\n")
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("Out[")]
+    assert printed == ["-", *told, "-", "-"], done.stderr

@@ -56,7 +56,7 @@ class ThisProcess(Machine):
 class InlineEngine(Engine):
     """The engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
-    name = "inline"
+    name, runs_here = "inline", True
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         config = dispatcher.config

@@ -631,6 +631,7 @@ class ExecutorBase(TaskTarget, Executor):
         dispatcher = self._dispatcher
         dispatcher.check_open()
         task_options = self._task_options or dispatcher.task_options
+        dispatcher.warn_if_stale(fn)
         with dispatcher.calls():
             source = Source(dispatcher, task_options, fn, iterables)
             bar = Progress(source.label, total_of(iterables)) if progress else None

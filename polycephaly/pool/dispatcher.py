@@ -42,6 +42,7 @@ from ..promises.combining import race
 from ..promises.promise import CANCELLED, PENDING, Promise, Signal, fulfill, reject
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.hidden import Hidden
+from ..runtime.prompt import running_cell
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..runtime.tuning import tuning
 from ..wire.exceptions import message_of
@@ -63,7 +64,7 @@ from .interfaces import State, TaskOptions
 from .locality import Locality
 from .reactor import PROGRAM_ENDS, acquire_reactor
 from .resources import Resources, insert_in_order
-from .stale import add_hint
+from .stale import StaleWarning, add_hint
 from .stall_detection import StallDetector
 from .supervisor import Supervisor
 from .task import Slice, Task
@@ -99,6 +100,11 @@ class Dispatcher(DispatcherBase):
                 config.name, self._is_idle, self._obstacle, self._take_snapshot
             )
             self.needs_checks = True
+        self.stale_warning: StaleWarning | None = None  # in a notebook
+        cell = running_cell()
+        if cell is not None and not config.fresh and config.on_death != "end":
+            self.stale_warning = StaleWarning(config.name, cell)
+            self.needs_checks = True
         # Until the first plain function.
         self.checks_width = config.width > 1
         self.resources: Resources = Resources(self, config.resources)
@@ -131,6 +137,8 @@ class Dispatcher(DispatcherBase):
                 self.reactor = acquire_reactor()
                 try:
                     self.supervisor.use(open_engine(self))
+                    if self.supervisor.engine.runs_here:
+                        self.stale_warning = None
                 except BaseException:
                     self.reactor.release()
                     raise
@@ -158,6 +166,7 @@ class Dispatcher(DispatcherBase):
         Raises `RuntimeError` if the pool is closed, `BrokenProcessPool` if it is broken.
         """
         if self.needs_checks or self.refusal is not None:
+            self.warn_if_stale(work)
             if self._begins_call(target, task):
                 with self.calls():
                     return self.submit(work, args, kwargs, None, task_options, task)
@@ -312,10 +321,16 @@ class Dispatcher(DispatcherBase):
         with DeferredSigint():
             snapshot = self.supervisor.engine.snapshot()
             self.post(self.supervisor.replace_all, snapshot, replaced)
+        if self.stale_warning is not None:
+            self.stale_warning.on_snapshot()
         race(replaced, self.ended).result()
         if not replaced.done():  # the pool has ended in the meantime
             self.supervisor.engine.discard(snapshot)
             self.check_open()
+
+    def warn_if_stale(self, work: Any) -> None:
+        if self.stale_warning is not None:
+            self.stale_warning.check(work, self.registry.snapshot)
 
     def _begins_call(self, target: DroneHandle | None, task: Task | None) -> bool:
         """Return whether a call begins here before which a snapshot may be due: a call of this

@@ -34,6 +34,8 @@ class Engine:
 
     name: str
     """The engine's name, as `Pool` takes it."""
+    runs_here = False
+    """Whether tasks run in this process, and see its data as they are."""
 
     def begin(self) -> None:
         """Prepare to start drones: the first call while holding the reactor's lock."""

@@ -83,6 +83,9 @@ class TaskRunner:
         """Return a context in which calls are made. Raises the errors of taking a snapshot."""
         return nullcontext()
 
+    def warn_if_stale(self, work: Any) -> None:
+        """Warn if `work` reads data that its drones have as they were before, if that is known."""
+
     def pickling(self, task: Any) -> AbstractContextManager[None]:
         """Return a context in which the arguments of `task` are pickled."""
         return nullcontext()

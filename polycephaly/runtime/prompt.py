@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._compat import current_frames
 
-_cell: object = object()
+
+class Cell(NamedTuple):
+    number: int  # one more for each cell
+
+
+_cell = Cell(0)
 _counted: Any = None  # the shell whose cells are noted
 
 
@@ -26,6 +31,14 @@ def running_input() -> object | None:
     return _running_line() if hasattr(sys, "ps1") else None
 
 
+def running_cell() -> Cell | None:
+    """Return the cell of IPython or Jupyter that runs now, or ran last; None if there is no shell
+    of these. Cells are counted from the first call on.
+    """
+    running = running_input()
+    return running if isinstance(running, Cell) else None
+
+
 def running_shell() -> Any:
     """Return the shell of IPython or of a kernel of it; None if this program has none."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
@@ -41,7 +54,7 @@ def _note_cells(shell: Any) -> None:
 
 def _on_cell(*_: object) -> None:
     global _cell
-    _cell = object()
+    _cell = Cell(_cell.number + 1)
 
 
 def _running_line() -> object:
