@@ -148,7 +148,7 @@ def test_a_value_that_cannot_be_pickled_is_named_and_nothing_is_pushed():
     with poly.Pool(1) as pool:
         with pytest.raises(TypeError) as raised:
             pool.push({"fine": 1, "guard": threading.Lock()})
-        assert "guard, a lock" in raised.value.__notes__[0]
+        assert any("guard, a lock" in note for note in raised.value.__notes__)
         assert isinstance(pool.promise("fine").exception(60), NameError)
         with pytest.raises(TypeError, match="is a string, not 3"):
             pool.push({3: 1})
