@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -71,6 +72,46 @@ def test_a_death_with_a_client_names_the_item(remote):
     (died,) = remote.map(os._exit, [3], return_exceptions=True)
     assert "while running _exit, item 0" in str(died)
     assert died.__notes__ == ["in map(_exit, ...), item 0: 3"]
+
+
+class CountedState:
+    """Travels by value, and counts how often. `items` is 11 MB, and may be changed."""
+
+    picklings = 0
+
+    def __init__(self):
+        self.items = bytearray(11_000_000)
+
+    def __getstate__(self):
+        CountedState.picklings += 1
+        return vars(self)
+
+
+def test_what_a_clients_map_captures_is_pickled_once_and_each_call_has_its_own(remote):
+    state = CountedState()
+
+    def change(i):
+        state.items[0] += 1
+        return i, state.items[0]
+
+    CountedState.picklings = 0
+    with pytest.warns(RuntimeWarning, match="captures state") as warned:
+        results = remote.map(change, range(20))
+    state.items[0] = 100  # captured before
+    assert list(results) == [(i, 1) for i in range(20)]
+    assert CountedState.picklings <= 2  # once, and once to name it in the warning
+    (one,) = (each for each in warned if each.category is RuntimeWarning)
+    assert "pickled for each call, or once for all calls of a map" in str(one.message)
+    assert remote.doit(change, 0) == (0, 101)
+
+
+def test_a_client_is_not_advised_to_refresh_the_pool_for_a_global_name(remote, monkeypatch):
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "table", bytes(11_000_000), raising=False)
+    function = eval("lambda i: i + len(table)", vars(main))
+    function.__module__ = "__main__"
+    with pytest.warns(RuntimeWarning, match=r"Give the calls pool\.share\(table\)$"):
+        assert remote.doit(function, 1) == 11_000_001
 
 
 def nap(path):

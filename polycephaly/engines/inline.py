@@ -115,10 +115,10 @@ class _Registry(FunctionRegistry):
         super().__init__(snapshot, None, False, engine.dispatcher.directory)
         self._engine = engine
 
-    def define(self, work: Any) -> RemoteFunction:
+    def define(self, work: Any, warns: bool = True) -> RemoteFunction:
         if threading.current_thread() is self._engine.thread:
             raise RuntimeError("a task called its own pool, whose only thread runs that task")
-        return super().define(work)
+        return super().define(work, warns)
 
 
 class InlineHandle(DroneHandle):

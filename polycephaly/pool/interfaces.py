@@ -64,7 +64,6 @@ class TaskRunner:
     refusal: BaseException | None  # the error for new tasks
     describes_items = True  # whether errors of a `map` may have the `repr` of its items
     sends_slices = True  # whether a `map` may send several calls as one task
-    defines_once = True  # whether the calls of a `map` may share a definition for one call
     calls_ahead = 0  # calls that a `map` keeps in flight; 0: as many as their times suggest
     post: Callable[..., None]
     submit_task: Callable[[Any], None]

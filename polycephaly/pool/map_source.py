@@ -120,19 +120,12 @@ class Source:
         """Pickle the function: once, at the call. Only a function that `captures` is for one call,
         and drones of a later snapshot lack what the pickle left out.
         """
-        registry = self._registry = self.dispatcher.registry
-        if self.dispatcher.defines_once:
-            self._definition = registry.define_for_map(self._fn)
-        else:
-            self._definition = registry.define(self._fn)
+        self._registry = self.dispatcher.registry
+        self._definition = self._registry.define_for_map(self._fn)
 
     def _is_defined(self) -> bool:
         """Return whether the next calls may share the definition of those before."""
-        return (
-            self.dispatcher.defines_once
-            and not self._definition.captures
-            and self._registry is self.dispatcher.registry
-        )
+        return not self._definition.captures and self._registry is self.dispatcher.registry
 
     @property
     def label(self) -> str:

@@ -35,7 +35,7 @@ from ..pool.task import Task
 from ..promises.promise import Promise
 from ..runtime.checks import check_positive_seconds
 from ..timeline.plain import pack_timeline
-from ..wire.messages import CALL, FORGET
+from ..wire.messages import FORGET
 from ..wire.output import Line
 from .drone_requests import DRONE_REQUESTS, reply_thread
 from .session import ClientFunction, ClientSession, make_result, submit_call
@@ -218,7 +218,7 @@ class Joined(ServerConnection):
     def _handle_work(self, items: list[Item]) -> None:
         returned = []
         for item in items:
-            is_for_any_drone = item.kind >= CALL and not item.target
+            is_for_any_drone = item.is_call and not item.target
             if self._leaving and is_for_any_drone:
                 returned.append(item.number)
                 continue

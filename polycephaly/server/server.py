@@ -59,7 +59,7 @@ from ..runtime.system_limits import shared_memory_ceiling
 from ..runtime.tuning import tuning
 from ..store.shared import Shared
 from ..wire.endpoint import SocketSource, has_input, open_socket
-from ..wire.messages import CALL, ERROR
+from ..wire.messages import ERROR
 from ..wire.output import Line, Listener
 from .accepted import Accepted
 from .admin import AdminService
@@ -525,7 +525,7 @@ class Server:
         """Handle a client's calls and definitions. Raise `Malformed`."""
         has_definitions = False
         for item in messages.read_work(frames):
-            if item.kind >= CALL:
+            if item.is_call:
                 client.count_call(item.number, item.nbytes)
             else:
                 has_definitions = True

@@ -33,6 +33,7 @@ from ..wire.messages import (
     DEFINE_CODE,
     ERROR,
     FORGET,
+    FRESH,
     WITHDRAWN,
 )
 
@@ -81,7 +82,7 @@ class ClientSession:
 
     def add_item(self, item: Item) -> None:
         """Add a definition or a call. Raise `Malformed`."""
-        if item.kind in (DEFINE_CALLABLE, DEFINE_CODE):
+        if item.kind & ~FRESH in (DEFINE_CALLABLE, DEFINE_CODE):
             extra = item.read_extra()
             label = extra.get("label")
             tag = extra.get("tag", "") if self._tag is None else self._tag
@@ -185,7 +186,7 @@ def submit_call(
             check_needs(read_sizes(item.read_extra().get("needs", {})), dispatcher.resource_sizes),
         )
     # Set the label before the call is recorded, and each time: a refresh makes new definitions.
-    dispatcher.registry.define(function.forwarded).label = function.label
+    dispatcher.registry.define(function.forwarded, warns=False).label = function.label
     task = Task(dispatcher)
     task.first_item, task.client_tag = item.map_index, function.tag
     args = item.kind, item.payload, *shared

@@ -217,8 +217,11 @@ class FunctionRegistry:
             definition.kind |= FRESH
         return definition
 
-    def define(self, fn: str | Callable[..., Any] | RemoteFunction) -> RemoteFunction:
-        """Return the definition of `fn`; of a definition, itself.
+    def define(
+        self, fn: str | Callable[..., Any] | RemoteFunction, warns: bool = True
+    ) -> RemoteFunction:
+        """Return the definition of `fn`; of a definition, itself. If it is large and `warns`, the
+        user is told, once.
 
         Raises the errors of its pickling, with a note that names the function.
         """
@@ -259,7 +262,7 @@ class FunctionRegistry:
             definition.seconds = entry.definition.seconds
         if not self._remember(fn, definition):
             self._make_single_use(fn, definition)
-        if not self._has_warned and (sent := sent_bytes(payload)) > MAX_QUIET_BYTES:
+        if warns and not self._has_warned and (sent := sent_bytes(payload)) > MAX_QUIET_BYTES:
             self._has_warned = True
             self._warn_of_size(fn, sent)
         return definition
@@ -272,7 +275,8 @@ class FunctionRegistry:
         if size > sent / 2:
             what = f"{name}, {type_with_article(value)} of {size / 1e6:,.0f} MB"
             cure = f"pool.share({name})" if name.isidentifier() else cure
-        if main_namespace().get(name, _MISSING) is value:
+        # No drone of a served pool gets the names of its clients.
+        if self.snapshot.names() and main_namespace().get(name, _MISSING) is value:
             cure += ", or call pool.refresh(), so that the drones have that name"
         warnings.warn(
             f"{label(fn)} captures {what}, which the drones do not have: {sent / 1e6:,.0f} MB are "

@@ -63,7 +63,7 @@ class Connection(ServerConnection, TaskRunner):
     Raise `ConnectionError` if the server does not answer in time, or refuses this client.
     """
 
-    sends_slices = defines_once = False
+    sends_slices = False
     calls_ahead = messages.MAX_UNANSWERED_CALLS
 
     def __init__(

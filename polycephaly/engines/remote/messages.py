@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 from ...errors import Malformed
 from ...wire.functions import KnownFunctions
-from ...wire.messages import FORGET
+from ...wire.messages import CALL, FORGET, FRESH
 
 # Raised if pickles name other modules or functions, or messages are packed otherwise.
-PROTOCOL = 10
+PROTOCOL = 11
 
 # Between a client and its server:
 #
@@ -126,6 +126,10 @@ class Item(NamedTuple):
     # Of a call: "needs" of resources, "shared" values by number. Of a definition: "label" for
     # reports, "tag" of its client.
     extra: bytes = b""  # as JSON
+
+    @property
+    def is_call(self) -> bool:
+        return self.kind & ~FRESH >= CALL
 
     @property
     def nbytes(self) -> int:
