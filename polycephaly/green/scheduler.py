@@ -474,29 +474,37 @@ class Scheduler:
         """
         generation = forked.generation
         driver = self.drivers.get(get_ident())
-        stopped = allocate_lock()  # locked while a step may run
+        stopped, forked_now = allocate_lock(), allocate_lock()  # locked while a step may (not) run
+        forked_now.acquire()
+        wakers: list[Callable[[], object]] = []  # one at most
         resume: Callable[[], object] | None = None
-        if self.in_step():
-            pass  # no other step begins before this one ends
-        elif driver is not None and driver.take_ownership():
-            # The caller is in a foreign call, and no other thread can take the ownership from that.
-            self.driver = None  # else the watchdog takes a long fork for a long step
-            driver.began = monotonic()
-            resume = self.hand_over
-        else:
-            try:
-                resume = partial(self._put_back, self.bell.pop())
-            except IndexError:  # an owner is awake, or is being woken or started
-                stopped.acquire()
-                resume = self._stop_after_step(stopped)
         try:
+            if self.in_step():
+                pass  # no other step begins before this one ends
+            elif driver is not None and driver.take_ownership():
+                # The caller is in a foreign call, and no other thread can take the ownership from
+                # that. No signal handler runs here.
+                self.driver = None  # else the watchdog takes a long fork for a long step
+                driver.began = monotonic()
+                resume = self.hand_over
+            else:
+                try:
+                    wakers.extend(map(call, (self.bell.pop,)))  # in one call: see `ring`
+                except IndexError:  # an owner is awake, or is being woken or started
+                    stopped.acquire()
+                    self.post(partial(_stand_still, stopped, forked_now))
             stopped.acquire(timeout=MAX_FORK_PAUSE_SECONDS)
             self.workers.wait_for_ending(MAX_FORK_PAUSE_SECONDS)
             yield
         finally:
             # In the child, too, this generator is closed.
-            if resume is not None and forked.generation == generation:
-                resume()
+            if forked.generation == generation:
+                self.bell += wakers  # no call, so no signal handler runs before it
+                forked_now.release()
+                if wakers and (self.ready or wakers != [self._start_owner]):
+                    resume = self.ring
+                if resume is not None:
+                    resume()
 
     # A fork pops the waker (F1), puts it back (F2), and then looks at `ready` (F3). In between, the
     # owner stays asleep, and no other thread starts one:
@@ -505,26 +513,6 @@ class Scheduler:
     #         F2, it finds no waker, but F3 finds its entry
     #     the owner's time is over: it looks for its waker in the bell. If that comes before F2, the
     #         owner waits for the call of the waker. So a sleeping owner's waker is always called
-
-    def _put_back(self, waker: Callable[[], object]) -> None:
-        """Put the waker back into the bell after a fork."""
-        self.bell.append(waker)
-        if self.ready or waker != self._start_owner:
-            self.ring()
-
-    def _stop_after_step(self, stopped: LockType) -> Callable[[], object]:
-        """Have the owner release `stopped` after the running step, and wait. Return the function
-        that lets it go on.
-        """
-        forked_now = allocate_lock()
-        forked_now.acquire()
-
-        def wait_for_fork() -> None:
-            stopped.release()
-            forked_now.acquire()
-
-        self.post(wait_for_fork)
-        return forked_now.release
 
     def reset_after_fork(self) -> None:
         """Reset everything in a forked child to the state before the first spawn.
@@ -547,6 +535,12 @@ class Scheduler:
 
 
 _parent_states: list[Any] = []
+
+
+def _stand_still(stopped: LockType, forked_now: LockType) -> None:
+    """Let a fork begin, and wait for its end."""
+    stopped.release()
+    forked_now.acquire()
 
 
 class CoroutineWrapper:
