@@ -100,10 +100,7 @@ class Results(chain[T]):
             if turns.were_refused:
                 self.close()
                 raise turns.refusal()
-            batch = next(self._generator, None)
-            if batch is None:
-                turns.forget_reader()
-            return batch
+            return turns.next_batch(self._generator)
         finally:
             turns.end()
 
@@ -127,10 +124,7 @@ class Results(chain[T]):
         if not turns.begin(awaits=True):
             raise turns.refusal()
         try:
-            batch = next(self._generator, None)
-            if batch is None:
-                turns.forget_reader()
-            return batch
+            return turns.next_batch(self._generator)
         finally:
             turns.end()
 
@@ -149,9 +143,7 @@ def start_map(stream: Ordered) -> Results[Any]:
         batch: Iterable[Any] | None = None
         if turns.begin(awaits=False):
             try:
-                batch = next(generator, None)
-                if batch is None:
-                    turns.forget_reader()
+                batch = turns.next_batch(generator)
             finally:
                 turns.end()
         return turns.refuse() if turns.were_refused else batch
@@ -188,6 +180,13 @@ class _Turns:
 
     def end(self) -> None:
         self._lock.release()
+
+    def next_batch(self, generator: Iterator[Iterable[Any]]) -> Iterable[Any] | None:
+        """Return the next batch, or None after the last. Called in a turn."""
+        batch = next(generator, None)
+        if batch is None:
+            self.forget_reader()
+        return batch
 
     def forget_reader(self) -> None:
         """Let anybody see that no results are left."""
