@@ -46,6 +46,7 @@ __all__ = [
     "green",
     "promise",
     "race",
+    "rng",
     "serve",
 ]
 
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from .pool.waiting import Waiting
     from .promises.combining import as_completed, gather, race
     from .promises.promise import Promise
+    from .runtime.random_numbers import rng
     from .runtime.version import __version__ as __version__
     from .server.server import serve
     from .store.kept import Kept
@@ -126,6 +128,7 @@ _MODULES = {
     "load_ipython_extension": "integrations.jupyter",
     "promise": "pool.drone",
     "race": "promises.combining",
+    "rng": "runtime.random_numbers",
     "serve": "server.server",
     "unload_ipython_extension": "integrations.jupyter",
 }

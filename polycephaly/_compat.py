@@ -201,6 +201,12 @@ def set_numba_threads(threads: int) -> None:
         numba.config.NUMBA_NUM_THREADS = parallel.NUM_THREADS = threads
 
 
+def global_generators() -> list[object]:
+    """Return the generators of the global functions of `random` and NumPy, where imported."""
+    names = [("random", "_inst"), ("numpy.random.mtrand", "_rand")]
+    return [getattr(sys.modules.get(module), name, None) for module, name in names]
+
+
 def remote_traceback_type() -> type[Exception]:
     """Return the exception as which `concurrent.futures` shows the traceback of a worker."""
     from concurrent.futures import process

@@ -26,6 +26,8 @@ from polycephaly.pool.items import add_note, describe
 from polycephaly.pool.map_source import MAX_CALLS_AHEAD
 from polycephaly.pool.task import MAX_ITEM_BYTES, Task
 from polycephaly.promises.promise import waiting_threads
+from polycephaly.wire.functions import RemoteFunction
+from polycephaly.wire.messages import DEFINE_CALLABLE
 
 pytestmark = on_each_engine
 
@@ -833,6 +835,7 @@ def test_an_item_that_does_not_unpickle_is_told_by_its_index(pool):
 @local_only
 def test_items_are_described_without_harm():
     task = Task(Mock(describes_items=True))
+    task.definition = RemoteFunction(1, DEFINE_CALLABLE, b"", "f")
     task.args = 1, Unprintable()
     assert describe(task, 0).startswith("1, <Unprintable ")
     task.args = (10**100_000,)

@@ -33,6 +33,7 @@ from ..memory.references import RefTable, Serialized
 from ..promises import promise
 from ..promises.promise import pickling_state
 from ..runtime.clock import monotonic
+from ..runtime.random_numbers import displaced, give_back
 from ..runtime.sampler import MAX_HERTZ, SWITCH_SECONDS, StackSampler
 from ..runtime.tuning import tuning
 from ..timeline.event_log import EventLog, event_log
@@ -82,7 +83,7 @@ from ..wire.slices import (
 )
 from ..wire.status_page import StatusPage
 from .console import OutputTail, current_tag, disable_record_order, open_console, set_tag
-from .frames import DRONE_DIR, frames_now, sampled_threads
+from .frames import OWN_FILES, frames_now, sampled_threads
 from .functions import LoadedFunction, define
 from .inbox import Calls, ReceivedTask
 from .logs import install_log_forwarding
@@ -198,6 +199,8 @@ class DroneExecutor:
         # A client's tag stays on between its calls.
         if self._owns_process and current_tag() and not task.definition.sets_tag():
             set_tag("")
+        if displaced and not task.definition.is_seeded():
+            give_back()
         self._run(task)
         return True  # the task's objects are freed before the thread waits for more
 
@@ -580,7 +583,7 @@ class DroneExecutor:
             with suppress(RuntimeError):  # no thread can be started; tasks go on
                 self._sampler = StackSampler(hertz, self._sampled_threads, SWITCH_SECONDS)
         else:
-            report = {} if sampler is None else sampler.report(DRONE_DIR)
+            report = {} if sampler is None else sampler.report(OWN_FILES)
             self._send(pack_frames(request, report, PROFILE))
 
     def _sampled_threads(self) -> list[tuple[int, str]]:

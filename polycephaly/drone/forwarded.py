@@ -47,6 +47,9 @@ class ForwardedFunction(partial[tuple[Any, ...]]):
             self._definition = define(*packed)
         return self.func(tag, self._definition, kind, payload, *shared)
 
+    def is_seeded(self) -> bool:
+        return self._definition is not None and self._definition.is_seeded()
+
 
 def run_client_call(
     tag: str, definition: LoadedFunction, kind: int, payload: bytes, *shared: Any

@@ -21,6 +21,7 @@ from typing import Any
 
 from .._compat import current_frames
 from ..promises import promise
+from ..wire import code_strings, seeding
 
 Entry = tuple[str, int, str, str]
 """File, line and function of a frame, and the text of the line if known, else ""."""
@@ -30,8 +31,10 @@ Place = tuple[str, int, str]
 MAX_FRAMES = 200
 """Innermost frames of one thread: a deep recursion would fill megabytes."""
 
-DRONE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_PACKAGE_DIR = os.path.dirname(os.path.dirname(DRONE_DIR)) + os.sep
+_DRONE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+OWN_FILES = (_DRONE_DIR, os.path.abspath(code_strings.__file__), os.path.abspath(seeding.__file__))
+"""Directories and files of the frames that lie around a task."""
+_PACKAGE_DIR = os.path.dirname(os.path.dirname(_DRONE_DIR)) + os.sep
 _LIBRARY_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _INSTALLED_DIRS = tuple(_LIBRARY_DIR + name + os.sep for name in ("site-packages", "dist-packages"))
 _RAY_DIR = f"-packages{os.sep}ray{os.sep}"  # where Ray's own threads run
@@ -106,7 +109,7 @@ def _walk(frame: FrameType | None) -> Iterator[FrameType]:
 def _task_frames(frame: FrameType | None, runner: CodeType) -> list[FrameType]:
     """Return the frames of the task, innermost first, without the outermost ones of the drone."""
     frames = list(takewhile(lambda each: each.f_code is not runner, _walk(frame)))
-    while frames and _file(frames[-1]).startswith(DRONE_DIR):
+    while frames and _file(frames[-1]).startswith(OWN_FILES):
         frames.pop()
     return frames
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ..wire.code_strings import compile_source
 from ..wire.main_names import main_namespace
-from .functions import compile_source, run_if_coroutine
+from .functions import run_if_coroutine
 
 
 class Program:

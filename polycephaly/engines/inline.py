@@ -30,6 +30,7 @@ from ..pool.drone_handle import DroneHandle, Times
 from ..pool.engine import Engine
 from ..pool.handlers import handle_message
 from ..pool.machine import Machine
+from ..runtime.random_numbers import give_back
 from ..store.shared import Shared
 from ..timeline.event_log import EventLog
 from ..wire import placeholders
@@ -110,6 +111,8 @@ class InlineEngine(Engine):
 
 
 class _Registry(FunctionRegistry):
+    shares_objects = True
+
     def __init__(self, engine: InlineEngine, snapshot: MainSnapshot) -> None:
         # False: whatever the pool's width, no task runs beside another.
         super().__init__(snapshot, None, False, engine.dispatcher.directory)
@@ -215,6 +218,7 @@ class InlineDrone(DroneExecutor):
 
     def _send(self, frames: list[bytes]) -> bool:
         if not self.ended:
+            give_back()  # before the caller goes on
             self._handle.dispatcher.post(self._on_answer, frames)
         return True
 

@@ -41,12 +41,13 @@ from .config import (
     check_work,
 )
 from .directory import KeptTask
-from .interfaces import LivePage, TaskOptions, TaskRunner
+from .interfaces import LivePage, TaskOptions, TaskRunner, with_seed
 from .map import Ordered, Results, Unordered, start_map
 from .map_source import Source
 
 if TYPE_CHECKING:
     from .retry import Retry
+    from .seed import Seed, SeedLike
 
 T = TypeVar("T")
 T1 = TypeVar("T1")
@@ -64,6 +65,7 @@ Async: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
 
 
 class _MapOptions(TypedDict, total=False):
+    seed: SeedLike | None
     timeout: float | None
     chunksize: int | None
     buffersize: int | None
@@ -200,6 +202,8 @@ class TaskTarget:
         """
         if not callable(work):
             check_work(work, args, kwargs)
+        if self._task_options is not None:
+            work, args = self._with_seed(work, args)
         if keep is not _NOT_GIVEN and check_keep(keep, work):
             return self._dispatcher.submit(
                 work, args, kwargs, self._handle, self._task_options, KeptTask(self._dispatcher)
@@ -211,7 +215,15 @@ class TaskTarget:
     ) -> Promise[Any]:
         """Do as `promise` does, but pass all keywords to the task."""
         check_work(work, args, kwargs)
+        if self._task_options is not None:
+            work, args = self._with_seed(work, args)
         return self._dispatcher.submit(work, args, kwargs, self._handle, self._task_options)
+
+    def _with_seed(
+        self, work: str | Callable[..., Any], args: tuple[Any, ...]
+    ) -> tuple[str | Callable[..., Any], tuple[Any, ...]]:
+        """Return `work` and `args` of the next call, with the seed of these options, if any."""
+        return with_seed(self._task_options, work, args, self._dispatcher.width)
 
     @overload
     def doit(self, work: str, /) -> Any: ...
@@ -253,6 +265,7 @@ class TaskTarget:
         retries: int | Retry | None = None,
         priority: int | None = None,
         resources: Mapping[str, int] | None = None,
+        seed: SeedLike | None = None,
     ) -> Self:
         """Return the same drone or pool with other options for its tasks.
 
@@ -273,9 +286,16 @@ class TaskTarget:
             How much a task needs of the pool's `resources`, as in ``{"db": 1}``: it is sent when
             that much is free, and holds it until it is over. Tasks that need nothing may overtake
             it. ``{}``: nothing. None: as before.
+        seed
+            A whole number, a sequence of them, or a ``numpy.random.SeedSequence``: calls draw
+            random numbers that can be repeated. The n-th call that is made by `submit`, `promise`
+            or `doit` through the object that is returned here, from 0, draws as the n-th call of a
+            `map` with this seed. Each `map` begins with 0. See `map`. None: as before.
 
         Raises
         ------
+        TypeError
+            If an option has a wrong type.
         ValueError
             If a number is out of range, or the pool never has so much of a resource.
 
@@ -296,8 +316,15 @@ class TaskTarget:
             own.retries if retries is None else check_retries(retries),
             own.priority if priority is None else check_priority(priority),
             own.resources if resources is None else check_needs(resources, sizes),
+            own.seed if seed is None else _checked(seed),
         )
         return other
+
+    def _ask(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Return the result of a function of this package, which draws nothing and has no seed."""
+        return wait_for(  # type: ignore[no-any-return]
+            self._dispatcher.submit(fn, args, kwargs, self._handle, self._task_options)
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -334,7 +361,7 @@ class DroneBase(TaskTarget):
 
     def __contains__(self, name: object) -> bool:
         """Return whether the drone's namespace has the name. Asks the drone."""
-        return isinstance(name, str) and self.doit(namespace.has, name) is True
+        return isinstance(name, str) and self._ask(namespace.has, name)
 
     __iter__ = None  # without this, Python would iterate over drone[0], drone[1] and so on
 
@@ -352,7 +379,7 @@ class DroneBase(TaskTarget):
         TypeError
             If a name is not a string.
         """
-        wait_for(self._submit(namespace.push, (), check_names(names)))
+        self._ask(namespace.push, **check_names(names))
 
     def pull(self, *names: str) -> tuple[Any, ...]:
         """Return the values of `names` in the drone's namespace, in that order.
@@ -370,7 +397,7 @@ class DroneBase(TaskTarget):
         ...     drone.pull("b", "a")
         (2, 1)
         """
-        return self.doit(namespace.pull, *names)
+        return self._ask(namespace.pull, *names)
 
 
 class ExecutorBase(TaskTarget, Executor):
@@ -558,6 +585,7 @@ class ExecutorBase(TaskTarget, Executor):
         ordered: bool = True,
         progress: bool = False,
         return_exceptions: bool = False,
+        seed: SeedLike | None = None,
     ) -> Results[Any]:
         """Return an iterator over the results of ``fn(*items)``, in the order of the inputs.
 
@@ -586,6 +614,13 @@ class ExecutorBase(TaskTarget, Executor):
             raised, and the other calls go on. `CancelledError`, and errors that are no `Exception`
             (`KeyboardInterrupt`, for example), are raised. Each call is then sent as a task by
             itself, which costs some microseconds for each.
+        seed
+            A whole number, a sequence of them, or a ``numpy.random.SeedSequence``: calls draw
+            random numbers that can be repeated. Before call i, the global generators of `random`,
+            NumPy and torch, as far as the drone has imported them, are seeded from
+            ``SeedSequence(seed, spawn_key=(i,))``, and `rng` gives a generator of that call. So the
+            results are the same for any number of drones and on any engine. None: that of
+            `options`, or else calls draw numbers of their drones' own.
 
         Returns
         -------
@@ -609,7 +644,7 @@ class ExecutorBase(TaskTarget, Executor):
         Raises
         ------
         TypeError
-            If `fn` is not callable.
+            If `fn` is not callable, or `seed` is no seed.
         ValueError
             If a number is out of range.
 
@@ -631,9 +666,10 @@ class ExecutorBase(TaskTarget, Executor):
         dispatcher = self._dispatcher
         dispatcher.check_open()
         task_options = self._task_options or dispatcher.task_options
+        chosen = task_options.seed if seed is None else _checked(seed)
         dispatcher.warn_if_stale(fn)
         with dispatcher.calls():
-            source = Source(dispatcher, task_options, fn, iterables)
+            source = Source(dispatcher, task_options, fn, iterables, chosen)
             bar = Progress(source.label, total_of(iterables)) if progress else None
             kind = Ordered if ordered else Unordered
             stream = kind(source, buffersize, timeout, bar, return_exceptions, self)
@@ -705,7 +741,10 @@ class ExecutorBase(TaskTarget, Executor):
         if not callable(fn):
             check_work(fn, args, kwargs)
         self._dispatcher.finishes_at_exit = True
-        return self._dispatcher.submit(fn, args, kwargs, None, self._task_options)
+        work: str | Callable[..., Any] = fn
+        if self._task_options is not None:
+            work, args = self._with_seed(fn, args)
+        return self._dispatcher.submit(work, args, kwargs, None, self._task_options)
 
     def __enter__(self) -> Self:
         _pools.set((*_pools.get(), ref(self)))
@@ -757,6 +796,12 @@ def innermost_pool() -> ExecutorBase | None:
         if pool is not None:
             return pool
     return None
+
+
+def _checked(seed: SeedLike) -> Seed:
+    from .seed import Seed  # not with each pool: most need none
+
+    return Seed(seed)
 
 
 def wait_for(promise: Promise[T]) -> T:

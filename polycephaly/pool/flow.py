@@ -27,6 +27,7 @@ from .base import Handles, innermost_pool
 from .config import check_keep, check_retries, check_timeout
 from .directory import KeptTask
 from .flow_graph import record_node
+from .interfaces import with_seed
 from .task import Task
 
 if TYPE_CHECKING:
@@ -163,7 +164,8 @@ def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callab
             task_options = (task_options or dispatcher.task_options)._replace(**options)
         task = KeptTask(dispatcher) if keep else Task(dispatcher)
         task.is_node = True  # before the task can fail
-        dispatcher.submit(cache.function, args, kwargs, None, task_options, task)
+        work, args = with_seed(task_options, cache.function, args, dispatcher.width)
+        dispatcher.submit(work, args, kwargs, None, task_options, task)
         record_node(task.number, task.label, task.input_numbers, task)
         return task
 

@@ -17,6 +17,7 @@ from ..wire.functions import FunctionRegistry
 
 if TYPE_CHECKING:
     from .retry import Retry
+    from .seed import Seed
 
 
 class State(IntEnum):
@@ -28,14 +29,26 @@ class State(IntEnum):
 class TaskOptions(NamedTuple):
     """The options of one task.
 
-    The seconds that it may run; how often it is run again; its priority; and how much it needs of
-    which resources, sorted by their names.
+    The seconds that it may run; how often it is run again; its priority; how much it needs of which
+    resources, sorted by their names; and what its random numbers are drawn from, if that is given.
     """
 
     timeout: float | None = None
     retries: int | Retry = 0
     priority: int = 0
     resources: tuple[tuple[str, int], ...] = ()
+    seed: Seed | None = None
+
+
+def with_seed(
+    task_options: TaskOptions | None,
+    work: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    width: int,
+) -> tuple[str | Callable[..., Any], tuple[Any, ...]]:
+    """Return `work` and `args` of the next call with these options, with its seed, if any."""
+    seed = None if task_options is None else task_options.seed
+    return (work, args) if seed is None else seed.next_call(work, args, width)
 
 
 class EventLoop(Protocol):

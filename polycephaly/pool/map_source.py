@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import BrokenExecutor
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain, count, islice
 from math import inf
 from operator import length_hint
 from pickle import dumps
@@ -31,6 +31,7 @@ from .task import Slice, Task
 
 if TYPE_CHECKING:
     from .interfaces import TaskOptions, TaskRunner
+    from .seed import Seed
 
 SECONDS_AHEAD = 1.0
 """Seconds of calls that are kept in flight for each drone, by the mean time of a call so far. While
@@ -76,11 +77,12 @@ class Source:
         task_options: TaskOptions,
         fn: Callable[..., Any],
         iterables: Sequence[Iterable[Any]],
+        seed: Seed | None = None,
     ) -> None:
         self.error: Exception | None = None
         self.dispatcher = dispatcher
         self._task_options = task_options
-        self._fn = fn
+        self._fn = fn if seed is None else seed.bind(fn, dispatcher.width)
         self.item = 0  # the index of the next call
         self.exhausted = False  # True after the end of the input was noticed
         self.why_unsent = ""  # why the end of the pool did not send the rest
@@ -88,9 +90,14 @@ class Source:
         self.latest_task: Task | None = None
         self._next: Task | None = None
         check_iterables("map", iterables)
-        self._has_one_iterable = len(iterables) == 1
+        self._has_one_iterable = len(iterables) == 1 and seed is None
+        # With a seed, each call takes its index, too; last, because `zip` takes an index that it
+        # cannot use if an input ends or fails.
+        indices = (count(),) if seed is not None and iterables else ()
         self._rows: Iterator[Any] = (
-            iter(iterables[0]) if self._has_one_iterable else zip(*iterables, strict=False)
+            iter(iterables[0])
+            if self._has_one_iterable
+            else zip(*iterables, *indices, strict=False)
         )
         self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)
         sized = [each for each in iterables if isinstance(each, Sized)]

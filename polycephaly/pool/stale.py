@@ -14,7 +14,7 @@ from typing import Any
 
 from .._compat import caller_stacklevel, remote_traceback_type
 from ..runtime.prompt import Cell, running_cell
-from ..wire.functions import label
+from ..wire.functions import label, of_user
 from ..wire.main_names import (
     ATOMIC_TYPES,
     MainSnapshot,
@@ -163,6 +163,7 @@ def _globals_read(work: Any, snapshot: MainSnapshot) -> Iterator[tuple[str, bool
             seen.add(id(each))
             todo.append((each.__code__, snapshot.goes_by_reference(each)))
 
+    work = of_user(work)
     if isinstance(work, str):
         with suppress(SyntaxError, ValueError):
             todo.append((compile(work, "<doit>", "exec", dont_inherit=True), True))

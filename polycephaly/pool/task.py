@@ -146,7 +146,7 @@ class Task(Promise[Any]):
         return self._runner() or NO_RUNNER
 
     def set_options(self, task_options: TaskOptions) -> None:
-        self.timeout, retries, self.priority, self.resources = task_options
+        self.timeout, retries, self.priority, self.resources, _ = task_options
         if isinstance(retries, int):
             self.retries = retries
         else:
@@ -541,11 +541,11 @@ class Task(Promise[Any]):
         Runs code of users, and raises the errors of unpickling.
         """
         if self.args is not None:
-            return self.args
+            return self.definition.given_args(self.args)
         if not self.item_payload:
             return ()
         args: tuple[Any, ...] = loads(self.item_payload)[0]
-        return args[self.definition.takes_function :]
+        return self.definition.given_args(args)
 
     def note_failure(self, error: BaseException) -> None:
         """Note that the task is about to be rejected with `error`, unless it was cancelled."""
@@ -743,7 +743,8 @@ class Slice(Task):
             self.item_payload = calls
 
     def item_args(self, index: int) -> Sequence[Any]:
-        return args_of_call(self.item_payload, index) if self.item_payload else ()
+        args = args_of_call(self.item_payload, index) if self.item_payload else ()
+        return self.definition.given_args(args)
 
     def unpack(self, payload: Any) -> Answers:
         """Return the answers at once, wherever they are stored: the reader takes one by one."""

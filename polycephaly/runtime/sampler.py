@@ -108,14 +108,14 @@ class StackSampler:
             frame = frame.f_back
         return () if boundary and frame is None else tuple(entries)
 
-    def report(self, outside: str = "") -> dict[str, Any]:
+    def report(self, outside: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the samples so far as plain data for JSON. Any thread may call this.
 
         Parameters
         ----------
         outside
-            A directory. The outermost frames of each stack are left out as long as their files are
-            in that directory.
+            Directories and files. The outermost frames of each stack are left out as long as their
+            files are among these.
 
         Returns
         -------
@@ -130,7 +130,7 @@ class StackSampler:
                 (self._codes[code].co_qualname, self._codes[code].co_filename, line)
                 for code, line in zip(key[::2], key[1::2], strict=True)
             ]
-            while outside and stack and stack[-1][1].startswith(outside):
+            while stack and stack[-1][1].startswith(outside):
                 stack.pop()
             stack = stack[::-1] or [C_CODE]
             stacks.append(([frames.setdefault(each, len(frames)) for each in stack], count))

@@ -319,12 +319,15 @@ def _full_name(kind: type) -> str:
     )
 
 
+_OWN_MODULES = ("polycephaly.drone", "polycephaly.wire.code_strings", "polycephaly.wire.seeding")
+
+
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame that does not belong to the drone's own work. A C
     function has none.
     """
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
-        "polycephaly.drone"
+        _OWN_MODULES
     ):
         trace = trace.tb_next
     return trace

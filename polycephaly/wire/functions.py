@@ -22,7 +22,7 @@ import itertools
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from math import inf
@@ -30,7 +30,7 @@ from operator import is_, itemgetter
 from pickle import dumps
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from .._compat import caller_stacklevel
 from ..errors import type_with_article
@@ -40,6 +40,7 @@ from ..promises.promise import NeedsPlaceholder
 from ..runtime.coroutines import is_coroutine_function
 from ..runtime.signal_handlers import is_of_signal_handler
 from .attempts import attempt, attempt_row
+from .copied_generators import find_copied
 from .main_names import (
     ATOMIC_TYPES,
     MainSnapshot,
@@ -77,6 +78,7 @@ class RemoteFunction:
     __slots__ = (
         "__weakref__", "captures", "kept", "kind", "label", "moved", "number", "overlaps",
         "payload", "reports", "seconds", "shared_seconds", "single_use", "takes_function",
+        "takes_index",
     )  # fmt: skip
 
     def __init__(self, number: int, kind: int, payload: bytes | Serialized, label: str) -> None:
@@ -96,6 +98,7 @@ class RemoteFunction:
         self.reports = 0  # number of durations reported
         self.single_use = False  # for one call: a captured object may change before the next
         self.takes_function = False  # the first argument of the call is the function itself
+        self.takes_index = False  # the last one is the index of the call: see seeding.py
         # `seconds`, shared with the next definition of the same function
         self.shared_seconds: list[float | None] | None = None
 
@@ -103,8 +106,12 @@ class RemoteFunction:
         """Return what is left of a definition for one call when that call is answered."""
         rest = RemoteFunction(self.number, self.kind, b"", self.label)
         rest.takes_function, rest.seconds = self.takes_function, self.seconds
-        rest.captures = self.captures
+        rest.captures, rest.takes_index = self.captures, self.takes_index
         return rest
+
+    def given_args(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Return those of the arguments of a call that the caller has given."""
+        return args[self.takes_function : len(args) - self.takes_index]
 
     def record_duration(self, seconds: float, calls: int) -> None:
         """Update `seconds` from a measured time of `calls` calls.
@@ -188,6 +195,9 @@ class FunctionRegistry:
     harmless.
     """
 
+    shares_objects = False
+    """True if drones have the objects of `__main__` themselves, not copies."""
+
     def __init__(
         self,
         snapshot: MainSnapshot,
@@ -205,6 +215,9 @@ class FunctionRegistry:
         self._define_code = lru_cache(_MAX_CODE_STRINGS)(_define_code)
         self._shared_seconds: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()
         self._has_warned = False  # of a large function
+        # Keys of the functions that were searched for generators, and the generators found.
+        self._searched: WeakSet[Any] = WeakSet()
+        self._warned_of: list[object] = []
 
     def define_for_map(self, fn: Callable[..., Any]) -> RemoteFunction:
         """Return a definition for all calls of one `map`, which may be given to `define`. It shows
@@ -240,6 +253,7 @@ class FunctionRegistry:
                 if not guards:
                     self._last = function, definition
                 return definition
+        self._warn_of_generator(fn)
         try:
             with PicklingContext(self.directory, self.snapshot) as pickling:
                 payload = pack(fn, self.snapshot, self.store)
@@ -255,7 +269,7 @@ class FunctionRegistry:
                 note += f", which captures {found[0]}, {type_with_article(found[1])}"
             error.add_note(note)
             raise
-        definition = RemoteFunction(next(_numbers), self._kind(fn), payload, label(fn))
+        definition = self._definition(fn, payload)
         definition.kept, definition.moved = pickling.remote_objects or {}, pickling.moved or []
         definition.captures = bool(pickling.remote_objects or pickling.moved)
         if entry is not None:
@@ -286,6 +300,26 @@ class FunctionRegistry:
             stacklevel=caller_stacklevel(),
         )
 
+    def _warn_of_generator(self, fn: Any) -> None:
+        key = _similarity_key(fn)
+        if key in self._searched:
+            return
+        self._searched.add(key)
+        found = find_copied(of_user(fn), self.snapshot, shares_objects=self.shares_objects)
+        if found is None or any(found.generator is each for each in self._warned_of):
+            return
+        self._warned_of.append(found.generator)
+        name = label(fn)
+        kind = type_with_article(found.generator)
+        what = f"reads {found.name}, {kind}" if found.name != name else f"is a method of {kind}"
+        warnings.warn(
+            f"{name} {what}, of which each drone has a copy, so drones draw the same numbers: draw "
+            "from polycephaly.rng() in the function, and with map(..., seed=42) for numbers that "
+            f"can be repeated, or give each call a generator of its own: map(f, {found.cure})",
+            RuntimeWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
     def _size_of(self, value: object) -> int:
         with suppress(Exception), PicklingContext(self.directory, self.snapshot, {}):
             return pickled_size(value, self.snapshot)
@@ -296,14 +330,17 @@ class FunctionRegistry:
 
         `fn` captures a promise or another handle that only the arguments of a call can carry.
         """
-        definition = RemoteFunction(next(_numbers), self._kind(fn), _CALL_ARGUMENT, label(fn))
+        definition = self._definition(fn, _CALL_ARGUMENT)
         definition.captures = definition.takes_function = True
         self._make_single_use(fn, definition)
         return definition
 
-    def _kind(self, fn: Any) -> int:
+    def _definition(self, fn: Any, payload: bytes | Serialized) -> RemoteFunction:
         overlaps = self._overlaps and is_coroutine_function(fn)
-        return DEFINE_OVERLAPPING if overlaps else DEFINE_CALLABLE
+        kind = DEFINE_OVERLAPPING if overlaps else DEFINE_CALLABLE
+        definition = RemoteFunction(next(_numbers), kind, payload, label(fn))
+        definition.takes_index = takes_index(fn)
+        return definition
 
     def _make_single_use(self, fn: Any, definition: RemoteFunction) -> None:
         definition.single_use = True
@@ -351,14 +388,26 @@ class _Mutable(Exception):
 
 def label(fn: object) -> str:
     """Return the name of a callable or code string for messages."""
+    fn = of_user(fn)
+    if isinstance(fn, partial):
+        fn = fn.func
     if isinstance(fn, str):
         return f"code {fn[:60]!r}"
-    if isinstance(fn, partial):
-        fn = fn.args[0] if fn.func in (attempt, attempt_row) else fn.func
     name = None
     with suppress(Exception):  # of the object's own code
         name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
     return str(name) if name else type_with_article(fn)
+
+
+def takes_index(fn: Any) -> bool:
+    """Return whether `fn` is a function with a seed, which takes the index of each call, too."""
+    return getattr(type(fn), "takes_index", False) is True
+
+
+def of_user(fn: Any) -> Any:
+    """Return the function or code string that the user gave, which one of ours may be bound to."""
+    is_ours = isinstance(fn, partial) and (takes_index(fn) or fn.func in (attempt, attempt_row))
+    return fn.args[0] if is_ours else fn
 
 
 def find_unpicklable(
@@ -532,6 +581,7 @@ def _guards_of_value(value: Any, snapshot: MainSnapshot, seen: set[int]) -> Iter
 
 def _similarity_key(fn: Any) -> Any:
     """Return a key that `fn` shares with similar callables, whose calls probably take as long."""
+    fn = of_user(fn)
     if isinstance(fn, partial):
         return _similarity_key(fn.func)
     if isinstance(fn, FunctionType):

@@ -79,6 +79,9 @@ def pools() -> None:
         assert_type(pool.submit(half, 3).result(timeout=5), float)
         assert_type(pool.submit(name_of, 3).result(), str)
         assert_type(list(pool.map(half, range(3), chunksize=1, buffersize=5)), list[float])
+        assert_type(list(pool.map(half, range(3), seed=42)), list[float])
+        assert_type(pool.options(seed=[4, 2]).promise(half, 3), poly.Promise[float])
+        assert 0 <= poly.rng().random() < 1
         assert_type(list(pool.map(name_of, range(3), timeout=5, ordered=False)), list[str])
         assert_type(pool.everywhere(os.getpid), list[poly.Promise[int]])
         assert_type(pool.options(timeout=5, retries=0), poly.Pool)
