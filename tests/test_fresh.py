@@ -189,13 +189,20 @@ def test_clients_of_a_served_pool_take_none(tmp_path):
 
 
 def test_a_loop_of_calls_leaves_no_process_and_no_descriptor_behind():
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
     with poly.Pool(2, fresh=True) as pool:
-        pool.refresh()
-        pool.doit(abs, -1)
-        before = len(os.listdir("/proc/self/fd"))
+
+        def have_all_drones_up():
+            assert [p.result(60) for p in pool.everywhere(abs, -1)] == [1, 1]
+
+        have_all_drones_up()
+        before = descriptors()
         for _ in range(8):
             pool.doit(abs, -1)
-        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        have_all_drones_up()
+        wait_for(lambda: descriptors() <= before)
 
 
 def test_threads_that_submit_and_read_get_all_results():
