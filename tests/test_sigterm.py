@@ -117,9 +117,8 @@ def test_an_initializer_is_finished_and_no_call_begins(path):
 
 @pytest.mark.slow
 @pytest.mark.guarantee("end-3")
-@pytest.mark.parametrize("start", [None, "spawn"])
-def test_an_initializer_that_always_gets_the_signal_breaks_the_pool(start):
-    pool = poly.Pool(1, initializer=get_sigterm, start=start)
+def test_an_initializer_that_always_gets_the_signal_breaks_the_pool():
+    pool = poly.Pool(1, initializer=get_sigterm)
     with pool, pytest.raises(BrokenProcessPool, match="get SIGTERM before their first call"):
         pool.doit(abs, -1)
 
