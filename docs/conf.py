@@ -48,6 +48,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(Any|Callable|Coroutine|Awaitable|Generator|Mapping|Sequence|Executor|Future"
               r"|(Async)?Itera(ble|tor))"),
     ("py:obj", r"Parallel"),
+    ("py:class", r"SeedLike"),  # the parameter says what that is
     # Types in NumPy style are prose.
     ("py:class", r"[a-z_ ]+|default .*"),
     ("py:class", r"[{\"].*"),
