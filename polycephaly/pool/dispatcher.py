@@ -1015,12 +1015,12 @@ class Dispatcher(DispatcherBase):
             "the controller process defined this name after the snapshot from which the drone was "
             f"started; {cure}"
         )
-        if isinstance(error, AttributeError):  # of pickle
+        if isinstance(error, AttributeError):
             text = message_of(error)
-            missing = re.match(r"Can't get attribute '(\w+)' on <module '([\w.]+)'", text)
-            if missing and hasattr(sys.modules.get(missing[2]), missing[1]):
-                in_main = missing[2] == "__main__"
-                reason = self.supervisor.engine.left_out(missing[1]) if in_main else None
+            missing, module = _missing_for_pickle(error)
+            if missing and hasattr(sys.modules.get(module), missing):
+                in_main = module == "__main__"
+                reason = self.supervisor.engine.left_out(missing) if in_main else None
                 if reason:
                     error.args = (f"{text}: the drones do not have this name, because {reason}",)
                 else:
@@ -1038,6 +1038,18 @@ class Dispatcher(DispatcherBase):
             elif not self.registry.snapshot.has(name):
                 push = f"{owner}.push({{{name!r}:{name}}}) sends this one name"
                 error.args = (f"{message}: {later}, or {push}",)
+
+
+def _missing_for_pickle(error: AttributeError) -> tuple[str, str]:
+    """Return the name, and its module, that pickle has not found; of another error two ""."""
+    text = message_of(error)
+    missing = re.match(r"Can't get attribute '(\w+)' on <module '([\w.]+)'", text)
+    if missing:
+        return missing[1], missing[2]
+    # CPython 3.15 has pickle say what the look-up of an attribute says.
+    if error.name and text == f"module '__main__' has no attribute {error.name!r}":
+        return error.name, "__main__"
+    return "", ""
 
 
 class _StartsAnew(Dispatcher):
