@@ -27,6 +27,7 @@ from multiprocessing.process import current_process
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...memory.arena import Arena
+from ...runtime import fork_guard
 from ...runtime.hidden import Hidden
 from ...wire.main_names import MainSnapshot
 from ...wire.main_snapshot import Snapshot
@@ -60,7 +61,8 @@ class _BareZygote:
 
         current_process().authkey = self._authkey
         del self._authkey
-        os.close(parent_sentinel)
+        os.close(parent_sentinel)  # which is one of the three, where they were closed
+        fork_guard.fill_standard_descriptors()
         for fd in self.descriptors:
             os.set_inheritable(fd, False)
         control, arena = self.descriptors
