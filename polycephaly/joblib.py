@@ -42,7 +42,7 @@ try:
         raise ImportError(f"this is joblib {joblib.__version__}")
 except ImportError as error:
     raise ImportError(
-        "polycephaly.joblib needs joblib 1.5 or later: pip install 'joblib>=1.5' 'threadpoolctl>=3'"
+        "polycephaly.joblib needs joblib 1.5 or later: pip install 'joblib>=1.5'"
     ) from error
 
 __all__ = ["PolycephalyBackend", "register"]
