@@ -62,6 +62,8 @@ def test_an_import_loads_what_it_needs_and_no_more(statement: str, unused: list[
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = run.stdout.splitlines()
     assert "polycephaly" in loaded
+    if sys.version_info >= (3, 15):  # where contextlib imports it
+        unused = [name for name in unused if name != "inspect"]
     assert [name for name in loaded if name.startswith(tuple(unused))] == []
 
 
