@@ -1017,7 +1017,7 @@ class Dispatcher(DispatcherBase):
         )
         if isinstance(error, AttributeError):
             text = message_of(error)
-            missing, module = _missing_for_pickle(error)
+            missing, module = _missing_in_module(error)
             if missing and hasattr(sys.modules.get(module), missing):
                 in_main = module == "__main__"
                 reason = self.supervisor.engine.left_out(missing) if in_main else None
@@ -1025,6 +1025,7 @@ class Dispatcher(DispatcherBase):
                     error.args = (f"{text}: the drones do not have this name, because {reason}",)
                 else:
                     error.args = (f"{text}: {later}, or make the pool below the definition",)
+                return
         if isinstance(error, (KeyError, AttributeError)):
             add_hint(error, self.registry.snapshot, cure)
         if isinstance(error, UnboundLocalError) or not isinstance(error, NameError):
@@ -1040,16 +1041,15 @@ class Dispatcher(DispatcherBase):
                 error.args = (f"{message}: {later}, or {push}",)
 
 
-def _missing_for_pickle(error: AttributeError) -> tuple[str, str]:
-    """Return the name, and its module, that pickle has not found; of another error two ""."""
+def _missing_in_module(error: AttributeError) -> tuple[str, str]:
+    """Return the name that a module lacks, and the module; of another error two ""."""
     text = message_of(error)
     missing = re.match(r"Can't get attribute '(\w+)' on <module '([\w.]+)'", text)
     if missing:
         return missing[1], missing[2]
-    # CPython 3.15 has pickle say what the look-up of an attribute says.
-    if error.name and text == f"module '__main__' has no attribute {error.name!r}":
-        return error.name, "__main__"
-    return "", ""
+    # What the look-up of an attribute says; on CPython 3.15, pickle says no more.
+    missing = re.match(r"(?:partially .*)?module '([\w.]+)'.* has no attribute '(\w+)'", text)
+    return (missing[2], missing[1]) if missing else ("", "")
 
 
 class _StartsAnew(Dispatcher):
