@@ -1017,7 +1017,7 @@ class Dispatcher(DispatcherBase):
         )
         if isinstance(error, AttributeError):
             text = message_of(error)
-            missing, module = _missing_in_module(error)
+            missing, module = _missing_in_module(text)
             if missing and hasattr(sys.modules.get(module), missing):
                 in_main = module == "__main__"
                 reason = self.supervisor.engine.left_out(missing) if in_main else None
@@ -1041,9 +1041,8 @@ class Dispatcher(DispatcherBase):
                 error.args = (f"{message}: {later}, or {push}",)
 
 
-def _missing_in_module(error: AttributeError) -> tuple[str, str]:
-    """Return the name that a module lacks, and the module; of another error two ""."""
-    text = message_of(error)
+def _missing_in_module(text: str) -> tuple[str, str]:
+    """Return the name that a module lacks, by an error's text, and the module; else two ""."""
     missing = re.match(r"Can't get attribute '(\w+)' on <module '([\w.]+)'", text)
     if missing:
         return missing[1], missing[2]

@@ -14,6 +14,7 @@ from typing import Any
 
 from .._compat import caller_stacklevel, remote_traceback_type
 from ..runtime.prompt import Cell, running_cell
+from ..wire.exceptions import last_cause
 from ..wire.functions import label, of_user
 from ..wire.main_names import (
     ATOMIC_TYPES,
@@ -53,9 +54,7 @@ def _named_objects(error: BaseException, snapshot: MainSnapshot) -> Iterator[tup
 
 
 def _remote_traceback(error: BaseException) -> str:
-    last = error
-    while last.__cause__ is not None:
-        last = last.__cause__
+    last = last_cause(error)
     return str(last) if isinstance(last, remote_traceback_type()) else ""
 
 

@@ -74,12 +74,18 @@ def unpack_exception(data: bytes) -> BaseException:
     """Return the exception, or a `RemoteError` if this process cannot rebuild it."""
     packed, text = loads(data)
     error = _unpack(packed, text, {})
-    last, seen = error, {id(error)}
-    while last.__cause__ is not None and id(last.__cause__) not in seen:
-        last = last.__cause__
-        seen.add(id(last))
+    last = last_cause(error)
     if last.__cause__ is None:
         set_base_field(last, "__cause__", remote_traceback_type()(f'\n"""\n{text}"""'))
+    return error
+
+
+def last_cause(error: BaseException) -> BaseException:
+    """Return the end of the chain of causes; if it leads back into itself, the last one before."""
+    seen = {id(error)}
+    while error.__cause__ is not None and id(error.__cause__) not in seen:
+        error = error.__cause__
+        seen.add(id(error))
     return error
 
 
