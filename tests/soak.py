@@ -307,16 +307,16 @@ def soak_clients(
                     assert [p.value for p in [client.promise(each) for each in functions]] == [
                         100_000
                     ] * 20
-            now = _open_here()
-            before = tuple(map(min, before or now, now))
-            wait_for(partial(_no_more_than, before))  # the last client may be closing yet
+            before = _least_of(before)  # the last client may be closing yet
             yield done, pool
 
 
 def soak_results(
     count: int, at_least: int, dice: random.Random
 ) -> Iterator[tuple[int, poly.Pool | None]]:
+    before: tuple[int, ...] = ()
     with poly.Pool(1, output="discard") as lasting:
+        bind_zeromq()
         for done in range(count):
             with poly.Pool(1, output="discard") as pool:
                 _keep_result(pool.promise(bytearray, RESULT_BYTES))
@@ -324,6 +324,7 @@ def soak_results(
             _keep_result(lasting.promise(bytearray, RESULT_BYTES))
             _keep_result(poly.promise(bytearray, RESULT_BYTES))
             if (done + 1) % at_least == 0:
+                before = _least_of(before)  # the pool of poly.promise may be closing yet
                 yield done + 1, lasting
 
 
@@ -331,6 +332,15 @@ def _keep_result(promise: poly.Promise[bytearray]) -> None:
     assert len(promise.value) == RESULT_BYTES
     # In place of the result before, which the next snapshot finds there.
     sys.modules["__main__"].results = [promise]  # type: ignore[attr-defined]
+
+
+def _least_of(before: tuple[int, ...]) -> tuple[int, ...]:
+    """Waits until no more is open than ever before, and says what that is. Who closes in the
+    background comes down to it; a leak never does."""
+    now = _open_here()
+    before = tuple(map(min, before or now, now))
+    wait_for(partial(_no_more_than, before))
+    return before
 
 
 def _no_more_than(before: tuple[int, ...]) -> bool:
