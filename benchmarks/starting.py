@@ -16,15 +16,27 @@ from .suite import WORKERS, Figures, Sizes
 
 _SCRIPTS = {
     name: f"""if True:
-    import {module}
+    {setup}
     def f(x): return x
-    with {module}.{pool}({WORKERS}) as pool:
+    with {pool}({WORKERS}) as pool:
         print(pool.{call}, flush=True)
 """
-    for name, module, pool, call in (
-        ("polycephaly", "polycephaly", "Pool", "promise(f, 7).value"),
-        ("multiprocessing", "multiprocessing", "Pool", "apply(f, [7])"),
-        ("futures", "concurrent.futures", "ProcessPoolExecutor", "submit(f, 7).result()"),
+    # Peers fork, as in every other row: it is not the default since CPython 3.14, and a function
+    # of a program given by `-c` cannot be imported elsewhere.
+    for name, setup, pool, call in (
+        ("polycephaly", "import polycephaly", "polycephaly.Pool", "promise(f, 7).value"),
+        (
+            "multiprocessing",
+            "import multiprocessing; multiprocessing.set_start_method('fork')",
+            "multiprocessing.Pool",
+            "apply(f, [7])",
+        ),
+        (
+            "futures",
+            "import concurrent.futures, multiprocessing; multiprocessing.set_start_method('fork')",
+            "concurrent.futures.ProcessPoolExecutor",
+            "submit(f, 7).result()",
+        ),
     )
 }
 
