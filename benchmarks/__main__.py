@@ -3,11 +3,15 @@ installed.
 
     python -m benchmarks [--runs N] [--only NAME,...] [--peers NAME,...] [--quick] [--json FILE]
                          [--html [FILE]]
+    python -m benchmarks --against CHECKOUT|NAME [--runs N] [--only NAME,...] [--json FILE]
 
 Each figure is taken in a fresh process, so that what one peer starts or loads disturbs no other,
 and the peers take turns within each run, because machines are shared and noisy: read the ratios,
 which are of the same run, and their spread. Where something was promised, the table says whether
-its median holds. A mark that is missed is not an error."""
+its median holds. A mark that is missed is not an error.
+
+With `--against`, this checkout and another one (or a peer) take turns, and the table tells which
+rows are slower, from fifteen pairs."""
 
 from __future__ import annotations
 
@@ -28,6 +32,8 @@ from typing import Any
 import click
 
 from .memory import descendants
+from .pairs import CHECKOUT, comparable
+from .pairs import table as pairs_table
 from .peers import FLOORS, OURS, PEERS
 from .suite import FULL, QUICK, SUITE, WORKERS, Figures, Sizes
 from .table import Run, table
@@ -40,15 +46,20 @@ STANDARD = ("multiprocessing", "futures")
 class Taker:
     """Takes figures in fresh processes, and remembers what could not be taken."""
 
-    def __init__(self, scratch: str) -> None:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    def __init__(self, scratch: str, checkout: Path | None = None) -> None:
+        self._roots = {CHECKOUT: ROOT if checkout is None else _with_ours(checkout, scratch)}
         places = dict.fromkeys(("TMPDIR", "RAY_TMPDIR", "IPYTHONDIR"), scratch)
         self.environment = {
             **os.environ,
             **places,
-            "PYTHONPATH": path,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONPYCACHEPREFIX": f"{scratch}/compiled",
         }
+        # Starts are measured with compiled modules, as an installed package has them.
+        self.environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        for root in {ROOT, *self._roots.values()}:
+            command = [sys.executable, "-m", "compileall", "-q", str(root / "polycephaly")]
+            subprocess.run(command, env=self.environment, check=True)
         self.notes: dict[str, None] = {}  # in their order, each once
 
     def take(self, name: str, peer: str, sizes: Sizes) -> Figures | None:
@@ -57,16 +68,19 @@ class Taker:
             "-m",
             f"{__package__}.alone",
             name,
-            peer,
+            OURS if peer == CHECKOUT else peer,
             json.dumps(asdict(sizes)),
         ]
+        root = str(self._roots.get(peer, ROOT))
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with tempfile.TemporaryFile("w+", errors="replace") as said:
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
-                env=self.environment,
+                cwd=root,  # which Python puts before PYTHONPATH
+                env={**self.environment, "PYTHONPATH": path},
                 start_new_session=True,
             )
             try:
@@ -90,19 +104,33 @@ class Taker:
             said.seek(0)
             last = said.read().strip().rpartition("\n")[2]
         if why or not answer:
-            self.notes[f"{name}, {PEERS[peer].title}: failed, {why}: {last}"] = None
+            self.notes[f"{name}, {_title(peer)}: failed, {why}: {last}"] = None
             return None
         figures: dict[str, Any] = json.loads(answer)
         if "skipped" in figures:
-            self.notes[f"{name}, {PEERS[peer].title}: skipped, {figures['skipped']}"] = None
+            self.notes[f"{name}, {_title(peer)}: skipped, {figures['skipped']}"] = None
             return None
         return figures
+
+
+def _title(peer: str) -> str:
+    return "the checkout" if peer == CHECKOUT else PEERS[peer].title
+
+
+def _with_ours(checkout: Path, scratch: str) -> Path:
+    """Return a directory with the package of the other checkout and these benchmarks."""
+    root = Path(scratch, "checkout")
+    root.mkdir()
+    (root / "polycephaly").symlink_to(checkout.resolve() / "polycephaly")
+    (root / "benchmarks").symlink_to(ROOT / "benchmarks")
+    return root
 
 
 def one_run(taker: Taker, names: list[str], peers: list[str], sizes: Sizes, turn: int) -> Run:
     run: Run = {}
     for name in names:
-        contenders = [OURS, *(peer for peer in SUITE[name].peers if peer in peers)]
+        known = (*SUITE[name].peers, CHECKOUT)
+        contenders = [OURS, *(peer for peer in known if peer in peers)]
         first = turn % len(contenders)  # in each run another begins
         run[name] = {}
         for peer in contenders[first:] + contenders[:first]:
@@ -115,7 +143,11 @@ def one_run(taker: Taker, names: list[str], peers: list[str], sizes: Sizes, turn
 def machine(peers: list[str]) -> dict[str, Any]:
     versions = {}
     for package in sorted(
-        {OURS, "numpy", "pyzmq", "cloudpickle", *(PEERS[peer].module for peer in peers)}
+        {
+            "polycephaly-drones",
+            *("numpy", "pyzmq", "cloudpickle"),
+            *(PEERS[peer].module for peer in peers if peer != CHECKOUT),
+        }
     ):
         with contextlib.suppress(PackageNotFoundError):  # the standard library's have none
             versions[package] = version(package)
@@ -136,9 +168,24 @@ def chosen(given: str | None, known: list[str], what: str) -> list[str]:
     return names
 
 
+def _other(against: str, peers: list[str]) -> tuple[Path | None, str]:
+    """Return the checkout, if it is one, and the contender's name."""
+    if against in peers:
+        if not PEERS[against].installed:
+            raise click.UsageError(f"{PEERS[against].title} is not installed")
+        return None, against
+    if not Path(against, "polycephaly", "__init__.py").is_file():
+        raise click.UsageError(
+            f"{against!r} is neither a checkout of this project nor one of {', '.join(peers)}"
+        )
+    return Path(against), CHECKOUT
+
+
 @click.command(help=__doc__.partition("\n")[0] if __doc__ else None)
 @click.option(
-    "--runs", type=click.IntRange(1), help="How often each is measured. [default: 5; quick: 1]"
+    "--runs",
+    type=click.IntRange(1),
+    help="How often each is measured. [default: 5; --against: 15; quick: 1]",
 )
 @click.option("--only", metavar="NAME,...", help=f"These measurements: {', '.join(SUITE)}.")
 @click.option(
@@ -146,6 +193,11 @@ def chosen(given: str | None, known: list[str], what: str) -> list[str]:
     "given",
     metavar="NAME,...",
     help=f"These peers: {', '.join(p for p in PEERS if p != OURS)}.",
+)
+@click.option(
+    "--against",
+    metavar="CHECKOUT|NAME",
+    help="Compare with another checkout of this project, or with one peer, in alternating pairs.",
 )
 @click.option(
     "--quick", is_flag=True, help="Tiny sizes, the standard library's pools: does it run at all?"
@@ -172,6 +224,7 @@ def main(
     runs: int | None,
     only: str | None,
     given: str | None,
+    against: str | None,
     quick: bool,
     seed: int,
     file: str | None,
@@ -181,26 +234,38 @@ def main(
         raise click.UsageError("--html needs matplotlib: pip install '.[bench]'")
     names = chosen(only, list(SUITE), "measurement")
     others = [peer for peer in PEERS if peer not in (OURS, *FLOORS)]
-    wanted = chosen(given, others, "peer") if given or not quick else list(STANDARD)
-    peers = [*(peer for peer in wanted if PEERS[peer].installed), *FLOORS]
+    checkout = other = None
+    if against is not None:
+        if given or page:
+            raise click.UsageError("--against compares with one: without --peers and --html")
+        checkout, other = _other(against, others)
+        names = comparable(names, other)
+        wanted, peers = [], [other]
+    else:
+        wanted = chosen(given, others, "peer") if given or not quick else list(STANDARD)
+        peers = [*(peer for peer in wanted if PEERS[peer].installed), *FLOORS]
     sizes = QUICK if quick else FULL
     about = machine(peers)
     took: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="b-", ignore_cleanup_errors=True) as scratch:
-        taker = Taker(scratch)
-        with click.progressbar(
-            range(runs or (1 if quick else 5)), file=sys.stderr, label="runs"
-        ) as turns:
+        taker = Taker(scratch, checkout)
+        runs = runs or (1 if quick else 15 if other else 5)
+        with click.progressbar(range(runs), file=sys.stderr, label="runs") as turns:
             for turn in turns:
                 took.append(one_run(taker, names, peers, replace(sizes, seed=seed + turn), turn))
 
     conditions = (
-        f"{len(took)} runs, {WORKERS} workers, {about['cores']} cores, Linux {about['kernel']}, "
+        f"{len(took)} {'pairs' if other else 'runs'}, {WORKERS} workers, {about['cores']} cores, "
+        f"Linux {about['kernel']}, "
         f"CPython {about['python']}, seeds {seed} to {seed + len(took) - 1}"
         f"{', tiny sizes' if quick else ''}"
     )
-    text = table(took, sizes)
-    click.echo(f"{conditions}: median (min to max)\n\n{text}")
+    if other is None:
+        text, figures = table(took, sizes), "median (min to max)"
+    else:
+        text = pairs_table(took, sizes, other, _title(other))
+        figures = "median (95 % interval)"
+    click.echo(f"{conditions}: {figures}\n\n{text}")
     if page:
         from .page import write  # an import of matplotlib
 

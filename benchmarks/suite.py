@@ -34,6 +34,7 @@ class Sizes:
     drones: int = 100
     many_drones: int = 500
     imports: int = 15
+    computing: float = 2.0  # seconds, shared out among calls
     seed: int = 1  # of this run's mixed tasks
 
 
@@ -52,6 +53,7 @@ QUICK = Sizes(
     drones=4,
     many_drones=8,
     imports=3,
+    computing=0.05,
 )
 
 
@@ -167,6 +169,39 @@ SUITE = {
             Row("stretch", "... the tasks' own times / wanted", alone=True),
         ),
         ("multiprocessing", "futures", "joblib", "mpire"),
+    ),
+    "calls": Measurement(
+        "work:calls",
+        (
+            Row("short_map", "map of calls of 0.1 ms, wall time / best"),
+            Row("short_submit", "... by submit"),
+            Row("middle_map", "map of calls of 0.6 ms, wall time / best"),
+            Row("middle_submit", "... by submit"),
+            Row("long_map", "map of calls of 5 ms, wall time / best"),
+            Row("long_submit", "... by submit"),
+        ),
+        ("multiprocessing", "futures", "loky"),
+    ),
+    "one_core": Measurement(
+        "work:one_core",
+        (
+            Row("gather_us", "on one core: submit + gather, µs a task"),
+            Row("trip_us", "... round trip, µs"),
+        ),
+        ("multiprocessing", "futures", "loky"),
+        "tasks",
+    ),
+    "threads": Measurement(
+        "work:threads",
+        (Row("us", "eight threads: round trips, µs a task"),),
+        ("multiprocessing", "futures", "loky"),
+        "trips",
+    ),
+    "search": Measurement(
+        "work:search", (Row("ms", "GridSearchCV, 60 fits of 3 ms, ms"),), ("loky",)
+    ),
+    "on_ray": Measurement(
+        "work:on_ray", (Row("us", "on Ray: submit + gather, µs a task"),), ("ray",), "tasks"
     ),
     "array": Measurement(
         "arrays:array",

@@ -88,8 +88,12 @@ def known(figures: list[float]) -> list[float]:
 
 
 def table(runs: list[Run], sizes: Sizes) -> str:
-    rows = [HEAD, *lines(runs, sizes)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    return in_columns([HEAD, *lines(runs, sizes)])
+
+
+def in_columns(rows: list[tuple[str, ...]]) -> str:
+    """Return a table in Markdown, whose first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, tuple("-" * width for width in widths))
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"

@@ -13,14 +13,16 @@ from pathlib import Path
 from polycephaly.demos.comparison import WARM_UP_TASKS, gather_us, map_us, noop, round_trip_us
 
 from .peers import PEERS
+from .processor_time import processor_time
 from .suite import WORKERS, Figures, Sizes
 
 SHORT = 1e-4  # seconds
 
 
 def gather(peer: str, sizes: Sizes) -> Figures:
-    with PEERS[peer].start(WORKERS) as workers:
-        return {"us": gather_us(workers, noop, min(sizes.tasks, PEERS[peer].most))}
+    with PEERS[peer].start(WORKERS) as workers, processor_time() as spent:
+        us = gather_us(workers, noop, min(sizes.tasks, PEERS[peer].most))
+    return {"us": us, **spent}
 
 
 SCRIPT = """\
@@ -60,13 +62,15 @@ def main_lambda(peer: str, sizes: Sizes) -> Figures:
 
 
 def trip(peer: str, sizes: Sizes) -> Figures:
-    with PEERS[peer].start(WORKERS) as workers:
-        return {"us": round_trip_us(workers, min(sizes.trips, PEERS[peer].most))}
+    with PEERS[peer].start(WORKERS) as workers, processor_time() as spent:
+        us = round_trip_us(workers, min(sizes.trips, PEERS[peer].most))
+    return {"us": us, **spent}
 
 
 def map_noops(peer: str, sizes: Sizes) -> Figures:
-    with PEERS[peer].start(WORKERS) as workers:
-        return {"us": map_us(workers, min(sizes.items, PEERS[peer].most))}
+    with PEERS[peer].start(WORKERS) as workers, processor_time() as spent:
+        us = map_us(workers, min(sizes.items, PEERS[peer].most))
+    return {"us": us, **spent}
 
 
 def take(wanted: float) -> float:
@@ -93,13 +97,15 @@ def mixed(peer: str, sizes: Sizes) -> Figures:
     with PEERS[peer].start(WORKERS) as workers:
         assert workers.map is not None
         workers.map(noop, range(WARM_UP_TASKS))
-        began = time.perf_counter()
-        took = workers.map(take, tasks)
-        wall = time.perf_counter() - began
+        with processor_time() as spent:
+            began = time.perf_counter()
+            took = workers.map(take, tasks)
+            wall = time.perf_counter() - began
     perfect = sum(took) / WORKERS
     return {
         "over": wall / perfect,
         "stretch": sum(took) / sum(tasks),
         "wall_s": wall,
         "perfect_s": perfect,
+        **spent,
     }

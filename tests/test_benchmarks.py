@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pairs import interval, verdict
+from benchmarks.suite import SUITE
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-WITH_NUMPY = {"array", "share"}
+WITH_A_LIBRARY = {"array", "share", "search"}
 OF_A_PEER = {
     "gather", "main_function", "trip", "map", "mixed", "array", "first", "script", "image",
+    "calls", "one_core", "threads",
 }  # fmt: skip
-OF_OURS = OF_A_PEER | {"main_lambda", "share", "start", "imports"}
+OF_OURS = OF_A_PEER | {"main_lambda", "share", "start", "imports", "search"}
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +36,10 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_measurement_gives_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    done = run("--quick", "--peers", "multiprocessing", "--json", str(file))
+    here = [name for name in SUITE if name != "on_ray"]  # which has a test of its own
+    done = run(
+        "--quick", "--peers", "multiprocessing", "--only", ",".join(here), "--json", str(file)
+    )
     assert done.returncode == 0, done.stderr
     everything: dict[str, Any] = json.loads(file.read_text())
     assert everything["machine"]["python"] == sys.version.split()[0]
@@ -39,9 +47,9 @@ def test_every_measurement_gives_its_figures(tmp_path: Path) -> None:
     (figures,) = everything["runs"]
     notes = everything["notes"]
     skipped = {note.partition(",")[0] for note in notes}
-    assert all(": skipped, " in note for note in notes) and skipped <= WITH_NUMPY, (
+    assert all(": skipped, " in note for note in notes) and skipped <= WITH_A_LIBRARY, (
         notes
-    )  # no numpy, or no memory for it
+    )  # which is not installed, or has no memory
     assert {name for name, of in figures.items() if "polycephaly" in of} == OF_OURS - skipped
     assert {name for name, of in figures.items() if "multiprocessing" in of} == OF_A_PEER - skipped
     assert set(figures["trip"]) == {"polycephaly", "multiprocessing", "zeromq", "seqpacket"}
@@ -54,6 +62,55 @@ def test_every_measurement_gives_its_figures(tmp_path: Path) -> None:
 
     assert "round trip, µs" in done.stdout
     assert "times ours" in done.stdout
+
+
+@pytest.mark.ray
+def test_tasks_on_ray_are_measured_beside_rays_own(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    file = tmp_path / "figures.json"
+    done = run("--quick", "--only", "on_ray", "--peers", "ray", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    (figures,) = json.loads(file.read_text())["runs"]
+    assert set(figures["on_ray"]) == {"polycephaly", "ray"}
+
+
+def test_another_checkout_is_measured_with_its_own_code(tmp_path: Path) -> None:
+    package = tmp_path / "other" / "polycephaly"
+    shutil.copytree(ROOT / "polycephaly", package, ignore=shutil.ignore_patterns("__pycache__"))
+    comparison = package / "demos" / "comparison.py"
+    text = comparison.read_text()
+    slow = text.replace(
+        "def noop(x: int) -> int:\n", "def noop(x: int) -> int:\n    time.sleep(0.02)\n"
+    )
+    assert slow != text
+    comparison.write_text(slow)
+    file = tmp_path / "figures.json"
+    done = run(
+        "--quick", "--runs", "6", "--only", "trip", "--against", str(package.parent),
+        "--json", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(file.read_text())["runs"]
+    assert [set(of["trip"]) for of in runs] == [{"polycephaly", "checkout"}] * 6
+    assert all(of["trip"]["checkout"]["us"] > 20_000 for of in runs)
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| round trip"))
+    assert row.rstrip("| ").endswith("faster")
+
+
+def test_what_is_compared_with_must_be_a_checkout_or_a_peer(tmp_path: Path) -> None:
+    done = run("--against", str(tmp_path))
+    assert done.returncode == 2
+    assert f"'{tmp_path}' is neither a checkout of this project nor one of multi" in done.stderr
+
+
+def test_a_row_is_judged_by_the_interval_of_its_median() -> None:
+    assert interval([1.0] * 5) is None and verdict([9.0] * 5) == "too few pairs"
+    assert interval([6, 5, 4, 3, 2, 1]) == (1, 6)
+    assert interval(range(1, 16)) == (4, 12)  # the ranks that tables of the sign test have
+    assert verdict([0.9] * 12 + [2.0] * 3) == "faster"
+    assert verdict([1.02] * 15) == "as fast"
+    assert verdict([0.9] * 8 + [1.2] * 7) == "open"
+    assert verdict([0.9] * 3 + [1.1] * 12) == "slower"
 
 
 @pytest.mark.parametrize("option", ["--only", "--peers"])
