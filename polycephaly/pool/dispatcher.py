@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import sys
 import threading
 import warnings
 import weakref
@@ -45,9 +43,7 @@ from ..runtime.hidden import Hidden
 from ..runtime.prompt import running_cell
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..runtime.tuning import tuning
-from ..wire.exceptions import message_of
 from ..wire.functions import RemoteFunction
-from ..wire.main_names import main_namespace
 from ..wire.messages import CANCEL, DEFINE_CODE, RECALL, pack_numbers
 from ..wire.placeholders import PayloadWithRefs
 from ..wire.slices import FAILED, RUNNING
@@ -60,11 +56,12 @@ from .drone_handle import DroneHandle, drain, drop_settled
 from .engine import Engine
 from .freshness import Freshness
 from .health import HealthMonitor
+from .hints import explain
 from .interfaces import State, TaskOptions
 from .locality import Locality
 from .reactor import PROGRAM_ENDS, acquire_reactor
 from .resources import Resources, insert_in_order
-from .stale import StaleWarning, add_hint
+from .stale import StaleWarning
 from .stall_detection import StallDetector
 from .supervisor import Supervisor
 from .task import Slice, Task
@@ -1007,48 +1004,9 @@ class Dispatcher(DispatcherBase):
             self.awaiting_inputs.discard(task)
 
     def explain(self, error: BaseException) -> None:
-        """Add the remedy to the error for a name, key or attribute that came after the snapshot."""
-        owner, cure = "pool", "pool.refresh() takes a new snapshot"
-        if self.config.on_death == "end":
-            owner, cure = "drone", "start a new Drone (in a pool: pool.refresh())"
-        later = (
-            "the controller process defined this name after the snapshot from which the drone was "
-            f"started; {cure}"
-        )
-        if isinstance(error, AttributeError):
-            text = message_of(error)
-            missing, module = _missing_in_module(text)
-            if missing and hasattr(sys.modules.get(module), missing):
-                in_main = module == "__main__"
-                reason = self.supervisor.engine.left_out(missing) if in_main else None
-                if reason:
-                    error.args = (f"{text}: the drones do not have this name, because {reason}",)
-                else:
-                    error.args = (f"{text}: {later}, or make the pool below the definition",)
-                return
-        if isinstance(error, (KeyError, AttributeError)):
-            add_hint(error, self.registry.snapshot, cure)
-        if isinstance(error, UnboundLocalError) or not isinstance(error, NameError):
-            return
-        name = error.name
-        if name and name in main_namespace():
-            message = error.args[0] if error.args else name
-            reason = self.supervisor.engine.left_out(name)
-            if reason:
-                error.args = (f"{message}: the drones do not have this name, because {reason}",)
-            elif not self.registry.snapshot.has(name):
-                push = f"{owner}.push({{{name!r}:{name}}}) sends this one name"
-                error.args = (f"{message}: {later}, or {push}",)
-
-
-def _missing_in_module(text: str) -> tuple[str, str]:
-    """Return the name that a module lacks, by an error's text, and the module; else two ""."""
-    missing = re.match(r"Can't get attribute '(\w+)' on <module '([\w.]+)'", text)
-    if missing:
-        return missing[1], missing[2]
-    # What the look-up of an attribute says; on CPython 3.15, pickle says no more.
-    missing = re.match(r"(?:partially .*)?module '([\w.]+)'.* has no attribute '(\w+)'", text)
-    return (missing[2], missing[1]) if missing else ("", "")
+        """Add the cure to the error for a name, key or attribute that came after the snapshot."""
+        left_out = self.supervisor.engine.left_out
+        explain(error, self.registry.snapshot, left_out, self.config.on_death == "end")
 
 
 class _StartsAnew(Dispatcher):
