@@ -17,7 +17,7 @@ from _signal import signal as signal  # `signal.signal` takes five times as long
 from _thread import RLock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 current_frames = sys._current_frames
@@ -301,10 +301,39 @@ def ray_session_dir() -> str | None:
 def caller_stacklevel() -> int:
     """Return how many frames above the caller the first frame outside this package is.
 
-    From Python 3.12 on, `skip_file_prefixes` of `warnings.warn` finds it.
+    Where joblib has called this package, it is the first frame of code that is not installed, as
+    joblib and all that is built on it are; joblib's caller if there is no such frame. From Python
+    3.12 on, `skip_file_prefixes` of `warnings.warn` finds frames, but would have to know all that.
     """
-    frame, level = get_frame(1), 1
-    package = __name__.partition(".")[0] + "."
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
+    frame, level = _leave(get_frame(1), 1, _is_ours)
+    if not _is_of_joblib(frame):
+        return level
+    frame, level = _leave(frame, level, _is_of_joblib)
+    outer, level_of_outer = _leave(frame, level, _is_installed)
+    return level if _is_installed(outer) else level_of_outer
+
+
+def _leave(
+    frame: FrameType, level: int, is_inside: Callable[[FrameType], bool]
+) -> tuple[FrameType, int]:
+    """Return the first frame from `frame` outward that is not inside, and its level."""
+    while frame.f_back is not None and is_inside(frame):
         frame, level = frame.f_back, level + 1
-    return level
+    return frame, level
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE)
+
+
+def _is_of_joblib(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("joblib.")
+
+
+def _is_installed(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(_LIBRARY) or "/site-packages/" in file or "/dist-packages/" in file
+
+
+_PACKAGE = __name__.partition(".")[0] + "."
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep

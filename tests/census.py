@@ -140,11 +140,8 @@ def native_threads() -> set[str]:
     each fork.)"""
     if ray_is_up():
         return set()
-    owners = {native._find_owner(thread)[0] for thread in native._suspect_threads()}
-    harmless = (native._PYTHON, *native._HARMLESS_LIBRARIES)
-    return {
-        each for each in owners if each and not each.startswith(harmless) and "openblas" not in each
-    }
+    origins = filter(None, map(native.find_origin, native._suspect_threads()))
+    return {each.library for each in origins if native._is_unsafe(each) and not native._ends(each)}
 
 
 @dataclass

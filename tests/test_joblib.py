@@ -542,3 +542,37 @@ def test_without_joblib_the_error_says_what_to_install():
     """
     assert "pip install 'joblib>=1.5'\\n" in output_of(code)
     assert "joblib" in sys.modules
+
+
+def test_a_warning_points_at_the_line_of_the_user_and_not_into_what_is_built_on_joblib(tmp_path):
+    folder = tmp_path / "lib" / "site-packages"
+    folder.mkdir(parents=True)
+    (folder / "built.py").write_text(
+        "from joblib import Parallel, delayed\n"
+        "def fit():\n"
+        "    return Parallel()(delayed(abs)(i) for i in range(3))\n"
+    )
+    text = f"""
+        import ctypes, sys, warnings
+        from joblib import Parallel, delayed, parallel_config
+        import polycephaly as poly
+        sys.path.append({str(folder)!r})
+        import built
+        poly.joblib.register()
+        libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+        libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)
+        def use(fit):
+            from polycephaly.engines.local import native_threads
+            native_threads._warned_causes.clear()
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                with parallel_config("polycephaly", n_jobs=2):
+                    fit()  # here
+            (line,) = (each.lineno for each in told if "does not fork" in str(each.message))
+            return open(__file__).read().splitlines()[line - 1].strip()
+        print(use(built.fit))
+        print(use(lambda: Parallel()(delayed(abs)(i) for i in range(3))))  # and here
+    """
+    first, second = output_of(text).splitlines()
+    assert first == "fit()  # here"
+    assert second.endswith("# and here")

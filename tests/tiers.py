@@ -45,6 +45,7 @@ MARKED = {
     "test_demo_experiments": "process",
     "test_demo_real_files": "process",
     "test_demo_server": "process",
+    "test_forks_of_libraries": "script",
     "test_fuzz": "process",
     "test_green_fork": "process",
     "test_hostile": "process",
