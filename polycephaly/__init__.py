@@ -46,6 +46,7 @@ __all__ = [
     "green",
     "promise",
     "race",
+    "resumed",
     "rng",
     "serve",
 ]
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from .server.server import serve
     from .store.kept import Kept
     from .store.pores import Pore
+    from .store.resume.summary import resumed
     from .store.shared import Shared
     from .timeline import Timeline
 
@@ -128,6 +130,7 @@ _MODULES = {
     "load_ipython_extension": "integrations.jupyter",
     "promise": "pool.drone",
     "race": "promises.combining",
+    "resumed": "store.resume.summary",
     "rng": "runtime.random_numbers",
     "serve": "server.server",
     "unload_ipython_extension": "integrations.jupyter",

@@ -49,6 +49,11 @@ HEAVY = [
             [*BY_VALUE, "asyncio", "httpx", "numpy", "rich", *SERVED],
         ),
         (
+            "import polycephaly\n"
+            "with polycephaly.Pool(1) as pool: assert [*pool.map(abs, [-1])] == [1]",
+            [*BY_VALUE, "sqlite3", "polycephaly.pool.resume", "polycephaly.store.resume", *SERVED],
+        ),
+        (
             "from polycephaly import green",
             ["cloudpickle", "httpx", "numpy", "rich", "zmq", "polycephaly.pool.pool"],
         ),

@@ -36,6 +36,7 @@ from .config import (
     check_names,
     check_needs,
     check_priority,
+    check_resume,
     check_retries,
     check_timeout,
     check_work,
@@ -71,6 +72,9 @@ class _MapOptions(TypedDict, total=False):
     buffersize: int | None
     ordered: bool
     progress: bool
+    resume: str | os.PathLike[str] | None
+    key: Callable[..., str] | None
+    changed: Literal["refuse", "again", "keep"]
 
 
 class _RaisingMapOptions(_MapOptions, total=False):
@@ -586,6 +590,10 @@ class ExecutorBase(TaskTarget, Executor):
         progress: bool = False,
         return_exceptions: bool = False,
         seed: SeedLike | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        key: Callable[..., str] | None = None,
+        changed: str = "refuse",
+        keep: bool = False,
     ) -> Results[Any]:
         """Return an iterator over the results of ``fn(*items)``, in the order of the inputs.
 
@@ -621,6 +629,23 @@ class ExecutorBase(TaskTarget, Executor):
             ``SeedSequence(seed, spawn_key=(i,))``, and `rng` gives a generator of that call. So the
             results are the same for any number of drones and on any engine. None: that of
             `options`, or else calls draw numbers of their drones' own.
+        resume
+            The path of an SQLite file, made if it is not there, in which the result of each call is
+            stored, at most half a second after the call has ended, whether results are read or not.
+            A later map of the same function with this file makes no call again that has a result
+            there, and gives the stored one in its place. A call is known by the function's module
+            and name, and by its arguments as they mean: also in another process and on another
+            Python; of equal items, the n-th is the n-th call. With `seed`, the seed and the index
+            count, too. Failures are stored, and their calls made again: see `resumed`.
+        key
+            With `resume`: a function that gives the key of a call, a string, in place of its
+            arguments. For items that cannot be pickled, and if `fn` is a lambda.
+        changed
+            With `resume`: what to do if the source, defaults, closure or ``partial`` arguments of
+            `fn` are others than those of the stored results. "refuse": an error; "again": all its
+            calls are made again; "keep": the results are used. What `fn` calls is not looked at.
+        keep
+            Not for `map`: see `promise`.
 
         Returns
         -------
@@ -644,9 +669,14 @@ class ExecutorBase(TaskTarget, Executor):
         Raises
         ------
         TypeError
-            If `fn` is not callable, or `seed` is no seed.
+            If `fn` is not callable, or `seed` is no seed. With `resume`, if a later run would not
+            find the calls of `fn` (a lambda or local class) again without `key`; for an item, when
+            results are read.
         ValueError
-            If a number is out of range.
+            If a number is out of range. With `resume`, if `fn` has changed, the file is of another
+            kind, or the pool is a served one.
+        RuntimeError
+            If the file of `resume` is in use.
 
         Examples
         --------
@@ -664,18 +694,23 @@ class ExecutorBase(TaskTarget, Executor):
             buffersize = check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
         dispatcher = self._dispatcher
+        check_resume(resume, key, changed, keep, dispatcher.stores_results)
         dispatcher.check_open()
         task_options = self._task_options or dispatcher.task_options
         chosen = task_options.seed if seed is None else _checked(seed)
         dispatcher.warn_if_stale(fn)
         with dispatcher.calls():
-            source = Source(dispatcher, task_options, fn, iterables, chosen)
+            source = (
+                Source(dispatcher, task_options, fn, iterables, chosen)
+                if resume is None
+                else _resumed(dispatcher, task_options, fn, iterables, chosen, resume, key, changed)
+            )
             bar = Progress(source.label, total_of(iterables)) if progress else None
             kind = Ordered if ordered else Unordered
             stream = kind(source, buffersize, timeout, bar, return_exceptions, self)
             results = start_map(stream)
-            maps, key = self._maps, id(stream)
-            maps[key] = ref(stream, lambda _: maps.pop(key, None))
+            maps, number = self._maps, id(stream)
+            maps[number] = ref(stream, lambda _: maps.pop(number, None))
         return results
 
     def dashboard(self, port: int = 0, *, host: str = "127.0.0.1") -> LivePage:
@@ -802,6 +837,12 @@ def _checked(seed: SeedLike) -> Seed:
     from .seed import Seed  # not with each pool: most need none
 
     return Seed(seed)
+
+
+def _resumed(*args: Any) -> Source:
+    from .resume import ResumedSource  # with SQLite, which other maps do not need
+
+    return ResumedSource(*args)
 
 
 def wait_for(promise: Promise[T]) -> T:

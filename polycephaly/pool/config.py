@@ -251,6 +251,30 @@ def check_output(output: Any) -> Callable[[Line], object] | None:
     raise ValueError(f"output is 'forward', 'discard' or a callable, not {output!r}")
 
 
+def check_resume(resume: Any, key: Any, changed: Any, keep: Any, stores_results: bool) -> None:
+    """Check the options of a `map` that can be resumed. `stores_results`: the pool can do so."""
+    if resume is None:
+        if keep:
+            raise TypeError(
+                "map has no keep=True: use [pool.promise(fn, item, keep=True) for item in items]"
+            )
+        if key is not None or changed != "refuse":
+            raise ValueError("key= and changed= of map are for a map with resume=")
+        return
+    if not isinstance(resume, (str, os.PathLike)):
+        raise TypeError(f"resume is the path of a file, not {resume!r}")
+    if keep:
+        raise ValueError("keep=True leaves results in drones, and resume= stores them in a file")
+    if key is not None and not callable(key):
+        raise TypeError(f"key is a function from an item to a string, not {key!r}")
+    if changed not in ("refuse", "again", "keep"):
+        raise ValueError(f"changed is 'refuse', 'again' or 'keep', not {changed!r}")
+    if not stores_results:
+        raise ValueError(
+            "a map of a served pool cannot be resumed yet: use resume= with a pool of this process"
+        )
+
+
 def check_keep(keep: Any, work: object = None) -> bool:
     """Return `keep`. Raise `TypeError` if it is no boolean, or if a False is probably meant for
     `work`, which has a parameter of this name.

@@ -76,6 +76,7 @@ class TaskRunner:
     registry: FunctionRegistry  # of an engine: functions are pickled against its snapshot
     refusal: BaseException | None  # the error for new tasks
     describes_items = True  # whether errors of a `map` may have the `repr` of its items
+    stores_results = True  # whether a `map` may store its results in a file
     sends_slices = True  # whether a `map` may send several calls as one task
     calls_ahead = 0  # calls that a `map` keeps in flight; 0: as many as their times suggest
     post: Callable[..., None]

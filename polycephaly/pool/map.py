@@ -23,6 +23,7 @@ from math import inf
 from threading import Lock
 from typing import Any, Self, TypeVar
 
+from .._compat import caller_stacklevel
 from ..errors import stop_as_error
 from ..promises.promise import Promise, fulfill
 from ..runtime.clock import monotonic
@@ -131,7 +132,7 @@ class Results(chain[T]):
 
 def start_map(stream: Ordered) -> Results[Any]:
     """Send the first calls, and return an iterator over the results of all calls."""
-    generator = _generate(stream)
+    generator = stream.source.open_batches(_generate(stream))
     next(generator)
     turns = _Turns(stream.source.label)
 
@@ -257,7 +258,7 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
                 f"the results of map({stream.source.label}, ...) were never read, so not all "
                 "calls were made: calls are sent as results are taken, for example by list(...)",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=caller_stacklevel(),
             )
 
 

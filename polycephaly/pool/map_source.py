@@ -11,7 +11,7 @@ one, because its server neither looks into the tasks nor measures times for its 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import BrokenExecutor
 from contextlib import suppress
 from itertools import chain, count, islice
@@ -352,6 +352,12 @@ class Source:
             kinds <= BATCHED_TYPES
             and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < MAX_SLICE_BYTES
         )
+
+    def open_batches(
+        self, batches: Generator[Iterable[Any], None, None]
+    ) -> Generator[Iterable[Any], None, None]:
+        """Return the batches of results as the consumer is to get them."""
+        return batches
 
     def untaken_tasks(self) -> list[Task]:
         """Return the tasks that were made and not yet taken, in order."""

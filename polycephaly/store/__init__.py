@@ -1,4 +1,4 @@
-"""Handles of values that are elsewhere: shared values, kept values, pores."""
+"""Handles of values that are elsewhere: shared values, kept values, pores; and files of results."""
 
 from .._compat import check_platform
 

@@ -406,8 +406,11 @@ def takes_index(fn: Any) -> bool:
 
 def of_user(fn: Any) -> Any:
     """Return the function or code string that the user gave, which one of ours may be bound to."""
-    is_ours = isinstance(fn, partial) and (takes_index(fn) or fn.func in (attempt, attempt_row))
-    return fn.args[0] if is_ours else fn
+    while isinstance(fn, partial) and (
+        getattr(type(fn), "is_ours", False) is True or fn.func in (attempt, attempt_row)
+    ):
+        fn = fn.args[0]
+    return fn
 
 
 def find_unpicklable(

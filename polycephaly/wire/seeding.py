@@ -21,6 +21,7 @@ from .code_strings import Code
 class SeededFunction(partial[Any]):
     """`run_seeded` or `run_seeded_beside_others`, bound to a function or code string and a seed."""
 
+    is_ours = True  # `args[0]` is the user's
     takes_index = True
 
     @property

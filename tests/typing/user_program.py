@@ -12,6 +12,7 @@ import sqlite3
 import tempfile
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any, assert_type
 
 import polycephaly as poly
@@ -82,6 +83,12 @@ def pools() -> None:
         assert_type(list(pool.map(half, range(3), seed=42)), list[float])
         assert_type(pool.options(seed=[4, 2]).promise(half, 3), poly.Promise[float])
         assert 0 <= poly.rng().random() < 1
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "run.db")
+            stored = pool.map(half, range(3), resume=path, key=str, changed="keep")
+            assert_type(list(stored), list[float])
+            assert_type(poly.resumed(path).finished, int)
+            assert_type([each.error for each in poly.resumed(str(path)).failures], list[str])
         assert_type(list(pool.map(name_of, range(3), timeout=5, ordered=False)), list[str])
         assert_type(pool.everywhere(os.getpid), list[poly.Promise[int]])
         assert_type(pool.options(timeout=5, retries=0), poly.Pool)

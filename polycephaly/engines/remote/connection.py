@@ -63,6 +63,7 @@ class Connection(ServerConnection, TaskRunner):
     Raise `ConnectionError` if the server does not answer in time, or refuses this client.
     """
 
+    stores_results = False
     sends_slices = False
     calls_ahead = messages.MAX_UNANSWERED_CALLS
 
