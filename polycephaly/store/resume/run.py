@@ -25,7 +25,7 @@ from .lock import FileLock, InUse
 
 log = SafeLog(logging.getLogger(__name__))
 
-COMMIT_SECONDS = 0.25
+COMMIT_SECONDS = 0.15
 """How long what has ended waits for more, before it is stored."""
 MAX_WAITING_BYTES = 64 << 20
 """Bytes of results that wait to be stored, above which no more calls are sent."""
