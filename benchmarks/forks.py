@@ -683,7 +683,7 @@ _homes: list[Path] = []
 
 def _stop_servers() -> None:
     for server in _servers:
-        server.terminate()
+        server.kill()  # PostgreSQL would wait for its clients
         server.wait()
     for home in _homes:
         shutil.rmtree(home, ignore_errors=True)

@@ -540,7 +540,7 @@ def test_without_joblib_the_error_says_what_to_install():
         except ImportError as error:
             print(error)
     """
-    assert "pip install 'joblib>=1.5'\\n" in output_of(code)
+    assert "pip install 'joblib>=1.5'\n" in output_of(code)
     assert "joblib" in sys.modules
 
 

@@ -36,8 +36,8 @@ class Survivor:
 
 
 SURVIVORS = (
-    # Its at-fork handlers give the child new pools, and stop and restart the thread that waits for
-    # Ctrl-C.
+    # Its at-fork handlers give the child new pools, and have it start its own thread that waits for
+    # Ctrl-C while a file is read (`SelfPipe`).
     Survivor(
         "pyarrow",
         (12,),
