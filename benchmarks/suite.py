@@ -162,6 +162,25 @@ SUITE = {
         ("multiprocessing", "futures", "loky", "joblib", "mpire", "ray", "dask", "ipyparallel"),
         "items",
     ),
+    "values": Measurement(
+        "values:values",
+        tuple(
+            Row(name, f"map of {what}, µs an item", {"multiprocessing": at_most(limit)})
+            for name, what, limit in (
+                ("dicts", "dicts of three fields", 2.5),
+                ("tuples", "tuples of three", 2),
+                ("objects", "objects of a class of __main__", 3),
+                ("dates", "dates", 2),
+                ("decimals", "decimals", 2),
+                ("arrays", "arrays of 100 floats", 2),
+                ("strings", "short strings", 2),
+                ("long_strings", "strings of 14 kB", 2),
+                ("partial", "ints, by a partial with 1 MB", 2),
+            )
+        ),
+        ("multiprocessing",),
+        "tasks",
+    ),
     "mixed": Measurement(
         "tasks:mixed",
         (

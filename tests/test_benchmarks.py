@@ -19,10 +19,10 @@ from benchmarks.suite import SUITE
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-WITH_A_LIBRARY = {"array", "share", "search"}
+WITH_A_LIBRARY = {"array", "share", "search", "values"}
 OF_A_PEER = {
-    "gather", "main_function", "trip", "map", "mixed", "array", "first", "script", "image",
-    "calls", "one_core", "threads",
+    "gather", "main_function", "trip", "map", "values", "mixed", "array", "first", "script",
+    "image", "calls", "one_core", "threads",
 }  # fmt: skip
 OF_OURS = OF_A_PEER | {"main_lambda", "share", "start", "imports", "search"}
 

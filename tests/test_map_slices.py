@@ -2,20 +2,25 @@
 
 import array
 import contextlib
+import copyreg
 import ctypes
+import datetime
 import functools
 import gc
 import itertools
 import operator
 import os
+import pathlib
 import random
 import signal
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy
@@ -33,7 +38,14 @@ from polycephaly.pool.map import Ordered
 from polycephaly.pool.map_source import Source
 from polycephaly.pool.task import Slice
 from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
-from polycephaly.wire.slices import ENDED, ITEMS, pack_answers, pack_calls, split_head
+from polycephaly.wire.slices import (
+    ENDED,
+    ITEMS,
+    bytes_together,
+    pack_answers,
+    pack_calls,
+    split_head,
+)
 
 PATIENCE = 60.0
 SOAKS = int(os.environ.get("POLYCEPHALY_SOAKS", "3"))
@@ -1641,3 +1653,236 @@ def test_small_tuples_with_texts_come_home_as_they_are_whatever_their_size(pool)
         assert list(pool.map(both, range(300))) == [both(n) for n in range(300)]
     large = [(n, bytes(200_000)) for n in range(20)]
     assert list(pool.map(lambda n: (n, bytes(200_000)), range(20))) == large
+
+
+class Zone(datetime.tzinfo):
+    """A user's, which cannot be pickled."""
+
+    def utcoffset(self, moment):
+        return datetime.timedelta(0)
+
+    def __reduce__(self):
+        raise ValueError("this zone stays here")
+
+
+class Text(str):
+    def __reduce__(self):
+        raise ValueError("this text stays here")
+
+
+UTC = datetime.UTC
+MOMENT = datetime.datetime(2024, 5, 1, 12, 30, fold=1)
+OF_THE_LIBRARIES = [
+    datetime.date(2024, 5, 1), MOMENT, MOMENT.replace(tzinfo=UTC), datetime.time(3, 4),
+    datetime.time(3, 4, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "two")),
+    datetime.timedelta(3, 4, 5), UTC, Decimal("1.10"), Decimal("NaN"), Fraction(2, 3),
+    uuid.UUID(int=5), pathlib.Path("a/b"), pathlib.PurePosixPath("/a"),
+    pathlib.PureWindowsPath("c:/a"), numpy.float32(0.1), numpy.int8(3), numpy.bool_(True),
+    numpy.datetime64("2024-05-01"), numpy.complex128(2j),
+]  # fmt: skip
+
+
+@pytest.mark.guarantee("pool-7")
+def test_values_that_cannot_change_share_a_pickle_and_arrive_as_they_are(pool):
+    values = [*OF_THE_LIBRARIES, 1, "a", b"b", None, 2.5]
+    nested = [*values, *itertools.pairwise(values), frozenset(values), ((values[0], ()), 7)]
+    assert all(bytes_together([each]) >= 0 for each in nested)
+    items = nested * 20
+    for ordered in (items, iter(items)):
+        got = list(pool.map(same, ordered))
+        assert list(map(_described, got)) == list(map(_described, items))
+        assert list(map(type, got)) == list(map(type, items))
+    assert {type(each) for each in pool.map(same, [numpy.float64(1)] * 500)} == {numpy.float64}
+
+
+def _described(value):
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+
+
+@pytest.mark.guarantee("pool-7")
+def test_what_has_an_object_of_users_in_it_shares_no_pickle():
+    zone = datetime.timezone(datetime.timedelta(0), Text("a"))
+    alone = [
+        MOMENT.replace(tzinfo=Zone()), datetime.time(3, tzinfo=Zone()), zone,
+        MOMENT.replace(tzinfo=zone), type("date", (datetime.date,), {})(2024, 5, 1),
+        type("Decimal", (Decimal,), {"__module__": "decimal"})(1), numpy.str_("a"),
+        numpy.zeros(1, "i4,i4")[0], numpy.zeros(1), [], {}, (1, [2]), frozenset((1, MyInt(2))),
+        ((((((1,),),),),),),
+    ]  # fmt: skip
+    assert [each for each in alone if bytes_together([1, each]) >= 0] == []
+
+
+class MyInt(int):
+    pass
+
+
+@pytest.mark.guarantee("pool-7")
+def test_among_values_that_share_a_pickle_a_bad_one_fails_alone(pool):
+    good = [MOMENT, Decimal(1)] * 200
+    list(pool.map(same, good))
+    for bad in (MOMENT.replace(tzinfo=Zone()), [Text("a")], {"a": Text("a")}):
+        results = pool.map(same, [*good, bad, *good], return_exceptions=True)
+        failed = [at for at, each in enumerate(results) if isinstance(each, ValueError)]
+        assert failed == [len(good)]
+        results = pool.map(same, iter([*good, bad]))
+        assert [next(results) for _ in good] == good
+        with pytest.raises(ValueError, match="stays here"):
+            next(results)
+
+
+@pytest.mark.guarantee("pool-7")
+def test_a_reducer_that_is_registered_for_a_type_is_asked_for_each_value(pool, monkeypatch):
+    def reduce(value):
+        if value == 7:
+            raise ValueError("this number stays here")
+        return str, (f"it is {value}",)
+
+    monkeypatch.setitem(copyreg.dispatch_table, Decimal, reduce)
+    results = pool.map(same, [Decimal(1)] * 300 + [Decimal(7), 2])
+    assert [next(results) for _ in range(300)] == ["it is 1"] * 300
+    with pytest.raises(ValueError, match="stays here"):
+        next(results)
+
+
+@pytest.mark.guarantee("pool-7")
+@pytest.mark.parametrize("as_input", [list, iter])
+def test_containers_have_what_is_in_them_and_share_nothing(pool, as_input):
+    shared = [1]
+    items = [{"id": i, "value": i * 0.5, "own": [i]} for i in range(1200, 1700)]  # 0x93 in many
+    items[300:300] = [{"shared": shared}, {"shared": shared}, {"of": Fraction(1, 2)}, {"a": {3}}]
+    got = list(pool.map(same, as_input(items)))
+    assert got == items
+    assert got[300]["shared"] is not got[301]["shared"]
+    parts = list(pool.map(_touch, as_input([shared] * 500)))
+    assert parts == [[1, 2]] * 500 and shared == [1]
+
+
+def _touch(value):
+    value.append(2)
+    return value
+
+
+def test_large_rows_travel_many_together_and_are_divided_when_one_takes_long(pool):
+    items = [numpy.full(1000, i) for i in range(600)] + [f"{i:05d}" * 3000 for i in range(200)]
+    list(pool.map(_first, items))
+    counts = Counter()
+    real = Source._slice
+
+    def slice_of(source, form, rows):
+        counts[type(pack_calls(form, False, rows, source._store)).__name__] += 1
+        return real(source, form, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Source, "_slice", slice_of)
+        assert list(pool.map(_first, items)) == [*range(600), *"0" * 200]
+        assert list(pool.map(_first, iter(items))) == [*range(600), *"0" * 200]
+        assert counts["Serialized"]
+    slow = [("", "x" * (14_000 + i)) for i in range(150)]
+    list(pool.map(_nap, slow))
+    for i in (20, 60):
+        slow[i] = "nap", slow[i][1]
+    assert list(pool.map(_nap, slow)) == [*range(14_000, 14_150)]
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(pool.map(_nap, [*slow, ("fail", "y" * 14_000), *slow]))
+    assert any("item 150" in note for note in caught.value.__notes__)
+
+
+def _first(value):
+    return int(value[0]) if isinstance(value, numpy.ndarray) else value[0]
+
+
+def _nap(row):
+    what, text = row
+    if what == "nap":
+        time.sleep(0.05)
+    return 1 / 0 if what == "fail" else len(text)
+
+
+kept_arrays = []
+
+
+def _spoil(array, how, i):
+    seen = int(array[0]), array.shape, int(array[-1])
+    if how(i):
+        kept_arrays.append((i, array))
+    array[0] = array[-1] = i
+    array.shape = 2, -1
+    return seen, [(int(each[0, 0]), at) for at, each in kept_arrays if each[0, 0] != at]
+
+
+def _every_third(i):
+    return i % 3 == 0
+
+
+@pytest.mark.guarantee("work-12")
+def test_each_call_of_a_map_has_a_large_captured_array_as_it_was(pool):
+    """Its mapping is used again, unless an earlier call has kept it."""
+    fn = functools.partial(_spoil, numpy.arange(100_000), _every_third)
+    clean = (0, (100_000,), 99_999), []
+    assert list(pool.map(fn, range(1, 300))) == [clean] * 299
+
+
+def test_objects_of_main_go_by_name_if_the_drones_have_their_class_and_else_by_value():
+    done = output_of(
+        """
+        import polycephaly as poly
+
+        class Point:
+            def __init__(self, x):
+                self.x = x
+
+        def same(value):
+            return value
+
+        def where(value):
+            return type(value) is Point, value.x
+
+        if __name__ == "__main__":
+            with poly.Pool(2) as pool:
+                old = Point
+                points = [Point(i) for i in range(600)]
+                got = list(pool.map(same, points))
+                print({type(each) is Point for each in got}, sum(each.x for each in got))
+                print({each[0] for each in pool.map(where, points)})
+
+                class Later(Point):
+                    pass
+
+                rows = [{"p": Point(i)} for i in range(600)]
+                rows[::50] = [{"p": Later(i), "of": Point} for i in range(0, 600, 50)]
+                got = list(pool.map(same, rows))
+                print({type(each["p"]) is Later for each in got[::50]}, got[0]["of"] is Point)
+                print(type(got[1]["p"]) is Point, sum(each["p"].x for each in got))
+
+                class Point:
+                    def __init__(self, x):
+                        self.x = -x
+
+                points = [Point(i) if i % 2 else old(i) for i in range(600)]
+                got = list(pool.map(where, points))
+                print(got[:4])
+                print(type(list(pool.map(same, points))[1]) is Point)
+        """
+    )
+    assert done.splitlines() == [
+        "{True} 179700",
+        "{True}",
+        "{True} True",
+        "True 179700",
+        "[(False, 0), (False, -1), (False, 2), (False, -3)]",
+        "True",
+    ]
+
+
+def test_one_slow_report_does_not_make_the_next_slices_small():
+    """The drone had lost its core for a moment."""
+    source = Source(dispatcher_of(FakeReactor(), 2), TaskOptions(), same, [itertools.count()])
+    source._definition.seconds = 1e-5
+    usual = source.best_size()
+    source._estimate(0.5, 10)
+    assert source.best_size() >= usual // 2
+    for _ in range(20):
+        source._estimate(0.5, 10)
+    assert source.best_size() == 1
+    source._estimate(32e-5, 32)
+    assert source.best_size() == usual

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..memory.references import load, load_joined, load_with_buffers
+from ..memory.references import load, load_again, load_joined, load_with_buffers
 from ..runtime.coroutines import is_coroutine
 from ..wire.code_strings import Code
 from ..wire.main_names import FreeNames, bind_names, collected_free_names
@@ -86,7 +86,8 @@ class LoadedFunction:
     def _open(self) -> Callable[..., Any]:
         try:
             with collected_free_names() as self._free_names:
-                function: Callable[..., Any] = load(self._payload)
+                open_payload = load_again if self.fresh else load
+                function: Callable[..., Any] = open_payload(self._payload)
         except BaseException as error:
             error.add_note("while unpickling the function itself")
             raise

@@ -21,10 +21,22 @@ from contextlib import suppress
 from pickle import loads
 from typing import Any
 
+from ..memory.blocks import MIN_SHARED_PICKLE_BYTES
 from ..runtime import forked
 from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine
-from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, SMALL_TYPES, Packed, unpack_calls
+from ..wire import placeholders
+from ..wire.pickling import capture_builtins
+from ..wire.slices import (
+    BATCHED_TYPES,
+    ITEMS,
+    PICKLED,
+    SMALL_TYPES,
+    Packed,
+    bytes_together,
+    fits_together,
+    unpack_calls,
+)
 from .sigterm import Sigterm
 
 MAX_ANSWER_BYTES = 256 * 1024
@@ -35,6 +47,13 @@ MAX_MARKED_CALLS = 256
 """Calls of a slice up to which each is marked in the status page. The calls of a slice of more take
 less than 4 µs, and the mark would take some per cent of that.
 """
+
+
+_MAX_MISSES, _HIT = 4, 0.25
+"""Up to how many answers in builtin containers may be found to need another pickler after all, and
+the part of one that an answer makes up for which does not.
+"""
+_BUILTIN_TYPES = BATCHED_TYPES | {tuple, frozenset, dict, list, set, bytearray}
 
 
 class SliceRun:
@@ -67,6 +86,7 @@ class SliceRun:
         self._mark_call = mark_call
         self._sigterm = sigterm
         self._bytes = 0
+        self._misses = 0.0
 
     def run(self) -> None:
         """Run the calls, up to the first that fails.
@@ -77,6 +97,8 @@ class SliceRun:
         try:
             if self._form == ITEMS and not self._fresh and self._count > MAX_MARKED_CALLS:
                 self._run_items(self._open(False))
+            elif self._form == PICKLED and not self._fresh:
+                self._run_pickled(self._open(False))
             else:
                 self._run_rows()
         except BaseException as error:
@@ -99,6 +121,28 @@ class SliceRun:
                 add_small(value)
             elif self._add_answer(value):
                 return
+
+    def _run_pickled(self, function: Callable[..., Any]) -> None:
+        marks, take, done = self._count <= MAX_MARKED_CALLS, self.calls.popleft, self.done
+        while not self._sigterm.received:
+            try:
+                row = take()
+            except IndexError:
+                return
+            if marks:
+                self._mark_call(len(done) + 1)
+            try:
+                args = loads(row)
+            except BaseException as error:
+                _note_unpickling(error, function)
+                raise
+            value = function(*args)
+            del args
+            if type(value) in SMALL_TYPES:
+                done.append(value)
+            elif self._add_answer(value):
+                return
+            del value
 
     def _run_rows(self) -> None:
         function = None if self._fresh else self._open(False)
@@ -130,20 +174,39 @@ class SliceRun:
         return self._bytes > MAX_ANSWER_BYTES
 
     def _prepare_answer(self, value: Any) -> Any:
-        if is_coroutine(value):
-            from ..green import run
+        kind = type(value)
+        if kind not in _BUILTIN_TYPES:
+            if is_coroutine(value):
+                from ..green import run
 
-            value = run(value)
-        if type(value) is tuple and len(value) < 16 and BATCHED_TYPES.issuperset(map(type, value)):
-            self._bytes += sum(len(each) for each in value if isinstance(each, (str, bytes)))
-            if self._bytes < MAX_ANSWER_BYTES:
+                value = run(value)
+                kind = type(value)
+            if fits_together(value):
                 return value
-        if type(value) in BATCHED_TYPES:
-            self._bytes += len(value) if isinstance(value, (str, bytes)) else 0
+        if kind is str or kind is bytes:
+            size = len(value)
+        elif kind in SMALL_TYPES:
+            return value
+        elif kind is tuple or kind is frozenset:
+            size = _bytes_of_items(value)
+        else:
+            size = -1
+        if size >= 0:
+            self._bytes += size
             if self._bytes < MAX_ANSWER_BYTES:
                 return value
         self.packed = True
-        packed = self._pack(value)
+        packed: Any = None
+        # With few of other types in them; ends of channels are handed on when they are pickled.
+        if (
+            kind in _BUILTIN_TYPES
+            and self._misses < _MAX_MISSES
+            and not placeholders.last_arrived_end
+        ):
+            packed = capture_builtins(value)
+            self._misses += 1 if packed is None else -_HIT
+        if packed is None or len(packed) >= MIN_SHARED_PICKLE_BYTES:
+            packed = self._pack(value)
         self._bytes += len(packed)
         return Packed(packed)
 
@@ -175,11 +238,22 @@ class SliceRun:
         return taken
 
 
+def _bytes_of_items(value: Any) -> int:
+    """Return what `bytes_together` does for a tuple or frozenset, sooner for most of them."""
+    if len(value) < 16 and BATCHED_TYPES.issuperset(map(type, value)):
+        return sum([len(each) for each in value if type(each) is str or type(each) is bytes])
+    return bytes_together((value,))
+
+
 def _arguments(pickled: bytes, function: Any) -> Any:
     try:
         return loads(pickled)
     except BaseException as error:
-        error.add_note(
-            f"while unpickling the arguments of {getattr(function, '__qualname__', function)}"
-        )
+        _note_unpickling(error, function)
         raise
+
+
+def _note_unpickling(error: BaseException, function: Any) -> None:
+    error.add_note(
+        f"while unpickling the arguments of {getattr(function, '__qualname__', function)}"
+    )

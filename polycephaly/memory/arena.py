@@ -256,6 +256,23 @@ def view(range_ref: RangeRef) -> memoryview:
     return memoryview(mapping)
 
 
+def reset_view(mapping: Mapping) -> memoryview | None:
+    """Return another view of a private mapping, with the data of the arena again; None if some
+    view of it is still there, or the system refuses.
+    """
+    try:
+        mapping.resize(-1)
+    except ValueError:
+        pass  # no such size: this is asked only after it was found that there is no view
+    except BufferError:
+        return None
+    try:
+        mapping.madvise(mmap.MADV_DONTNEED)
+    except OSError:  # the memory is locked, for example
+        return None
+    return memoryview(mapping)
+
+
 def make_memory(name: str, size: int) -> int:
     """Return a descriptor of new memory, sealed to this size. No file can be left behind."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

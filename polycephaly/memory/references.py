@@ -24,7 +24,7 @@ from struct import Struct
 from typing import Any
 
 from ..errors import Malformed
-from .arena import MAX_REGIONS, REGION_BYTES, Arena, RangeRef, view
+from .arena import MAX_REGIONS, REGION_BYTES, Arena, Mapping, RangeRef, reset_view, view
 
 _COUNTS = Struct("<II")
 _REF = Struct("<QQQ")
@@ -137,7 +137,7 @@ class Serialized:
 class Received:
     """A payload that was received."""
 
-    __slots__ = ("_arena", "_inline", "_places", "_refs")
+    __slots__ = ("_arena", "_inline", "_mappings", "_places", "_refs")
 
     def __init__(self, header: Any, ref_table: RefTable) -> None:
         """Check the header without opening any range. Raises `Malformed`."""
@@ -155,6 +155,8 @@ class Received:
             raise Malformed("a header without a pickle")
         self._refs = [ObjectRef(ref_table, *each) for each in refs]
         self._arena = ref_table.arena
+        # Of each range, those that `content_again` has made, and makes use of again.
+        self._mappings: list[list[Mapping]] = [[] for _ in refs]
 
     def __len__(self) -> int:
         return len(self._inline) + sum(place[2] for place in self._places)
@@ -178,7 +180,26 @@ class Received:
 
     def content(self) -> tuple[bytes, list[memoryview]]:
         """Return the pickle (empty if it is in the first place), and the places."""
-        ranges = [view(each) for each in self._refs]
+        return self._content([view(each) for each in self._refs])
+
+    def content_again(self) -> tuple[bytes, list[memoryview]]:
+        """Return the content as it was sent, as `content` does. For a payload that is opened many
+        times: a mapping takes ten times as long to make as to reset.
+        """
+        return self._content(list(map(self._view_again, self._refs, self._mappings)))
+
+    def _view_again(self, range_ref: ObjectRef, mappings: list[Mapping]) -> memoryview:
+        for mapping in mappings:
+            fresh = reset_view(mapping)
+            if fresh is not None:
+                return fresh
+        fresh = view(range_ref)
+        # While one is opened, the value of the last opening may still be there.
+        if isinstance(fresh.obj, Mapping):
+            mappings[:] = [fresh.obj, *mappings[:1]]
+        return fresh
+
+    def _content(self, ranges: list[memoryview]) -> tuple[bytes, list[memoryview]]:
         return self._inline, [
             ranges[index][start : start + length] for index, start, length in self._places
         ]
@@ -210,6 +231,12 @@ def load(payload: Any) -> Any:
     if not isinstance(payload, Received):
         return loads(payload)
     return load_with_buffers(*payload.content())
+
+
+def load_again(payload: Any) -> Any:
+    """Return the value as `load` does, for a payload that is opened many times."""
+    again = getattr(payload, "content_again", None)
+    return load(payload) if again is None else load_with_buffers(*again())
 
 
 def load_with_buffers(inline: bytes, views: list[Any]) -> Any:

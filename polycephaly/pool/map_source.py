@@ -11,22 +11,24 @@ one, because its server neither looks into the tasks nor measures times for its 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import BrokenExecutor
 from contextlib import suppress
-from itertools import chain, count, islice
-from math import inf
+from itertools import accumulate, chain, count, islice, repeat
+from math import inf, sqrt
 from operator import length_hint
 from pickle import dumps
 from typing import TYPE_CHECKING, Any
 
+from ..memory.blocks import Store
 from ..promises.promise import Handle
 from ..runtime.checks import check_iterables
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
-from ..wire.pickling import BULKY_TYPES, capture
+from ..wire.pickling import BULKY_TYPES, GLOBAL_OPCODE, capture, names_global
 from ..wire.placeholders import PicklingContext
-from ..wire.slices import BATCHED_TYPES, ITEMS, PICKLED, ROWS, SMALL_TYPES, pack_calls
+from ..wire.slices import ITEMS, PICKLED, ROWS, SMALL_TYPES, bytes_together, pack_calls
 from .task import Slice, Task
 
 if TYPE_CHECKING:
@@ -49,13 +51,22 @@ MAX_BYTES_AHEAD = 64 << 20
 """The same limit in bytes of arguments and results."""
 SLICE_SECONDS = 0.001
 """Seconds of calls in a slice."""
+MANY_CALLS = 32
+"""Calls of a slice from which its time is taken for theirs, and less for that of the slice."""
 MAX_SLICE_ROWS = 2048
 MAX_SLICE_BYTES = 16 * 1024
 """Maximum size of a slice's rows, so that several slices fit into a message."""
+MAX_STORED_BYTES = 256 * 1024
+"""The same limit where large slices go through shared memory."""
+MAX_ROW_BYTES = 64 * 1024
+"""Maximum size of a row in such a slice. Parts of a larger one may be shared memory themselves."""
 
 _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """Iterating over these runs no user code, so several rows are taken at once."""
 
+
+CONTAINER_TYPES = frozenset((dict, list, tuple, set))
+"""Types of arguments that are not asked themselves, when they are pickled, whether they fit."""
 
 _EARLY_END = (
     "the rest of map(%s, ...) was not sent when the pool ended, because %s: take all results "
@@ -111,7 +122,9 @@ class Source:
         # `length_hint` of these runs no user code.
         self._sized_rows = self._rows if self._has_one_iterable and self._are_plain else ()
         self._factor = SIZED_FACTOR if self._sized_rows else 1
+        self._are_containers = False  # the last rows, which had to be pickled one by one
         self._row_bytes = 1.0
+        self._call_seconds: float | None = None  # of a typical call
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
         # A `Retry` repeats one call, so a slice must not fail with it.
@@ -129,6 +142,10 @@ class Source:
         """
         self._registry = self.dispatcher.registry
         self._definition = self._registry.define_for_map(self._fn)
+        store = self._registry.store
+        self._store = store if isinstance(store, Store) else None
+        self._max_bytes = MAX_SLICE_BYTES if self._store is None else MAX_STORED_BYTES
+        self._max_row_bytes = min(self._max_bytes, MAX_ROW_BYTES)
 
     def _is_defined(self) -> bool:
         """Return whether the next calls may share the definition of those before."""
@@ -166,9 +183,24 @@ class Source:
         self._answered += 1
         answer = task.get_answer()
         if answer is not None:
-            self._seconds += answer.finished - answer.started
+            seconds = answer.finished - answer.started
+            self._seconds += seconds
+            self._estimate(seconds, task.answered_count)
             self._bytes += answer.bytes_sent + answer.bytes_received
             self._calls += task.answered_count
+
+    def _estimate(self, seconds: float, calls: int) -> None:
+        """Update the time of a typical call. A drone that has lost its core for a moment makes a
+        call seem a thousand times longer, so one report at most doubles it.
+        """
+        typical = self._call_seconds or self._definition.seconds
+        if not typical or not calls or not 0 < seconds < inf:
+            return
+        change = seconds / calls / typical
+        if change > 1:
+            self._call_seconds = typical * min(2.0, sqrt(change))
+        else:
+            self._call_seconds = typical * (change if calls >= MANY_CALLS else sqrt(change))
 
     def send_next(self, max_calls: int) -> Task | None:
         """Send the next task, of at most `max_calls` calls, and return it; None at the end of the
@@ -238,13 +270,14 @@ class Source:
 
     def best_size(self) -> int:
         """Return the best number of calls in a task."""
-        definition, seconds = self._definition, self._definition.seconds
+        definition = self._definition
+        seconds = self._call_seconds or definition.seconds
         if seconds is None or self.one_by_one or definition.overlaps or definition.captures:
             return 1
         best = min(
             MAX_SLICE_ROWS * self._factor,
             int(SLICE_SECONDS / max(seconds, 1e-7)),
-            int(MAX_SLICE_BYTES / self._row_bytes),
+            int(self._max_bytes / self._row_bytes),
         )
         # `len` fails for a range that is longer.
         rest = self._sized_rows if self._range is None else self._range[: sys.maxsize]
@@ -272,12 +305,16 @@ class Source:
                 if is_of_signal_handler(error):
                     raise
                 self.error = error
-            if self._fit_together(rows):
+            if not self._are_containers and self._fit_together(rows):
                 return self._slice(form, rows)
+            pickles = self._pickled_at_once(rows)
+            if pickles:
+                return self._slice(PICKLED, pickles)
             self._are_plain = False  # because the next rows are probably like these
             self._rows = chain(rows, self._rows)
             rows, source = [], islice(self._rows, max_calls)
         until = monotonic() + SLICE_SECONDS  # if inputs come slowly, those that are there go first
+        pickling = PicklingContext(None, self.dispatcher.registry.snapshot)
         for row in self._until_error(source):
             if (
                 form != PICKLED
@@ -289,7 +326,7 @@ class Source:
                     break
                 continue
             args = (row,) if self._has_one_iterable else row
-            pickled = self._pickled(args) if max_calls > 1 else None
+            pickled = self._pickled(args, pickling) if max_calls > 1 else None
             if pickled is None:
                 task = self.latest_task = Task(self.dispatcher)
                 task.first_item = self.item + len(rows)
@@ -302,7 +339,7 @@ class Source:
                 form = PICKLED
             rows.append(pickled)
             size += len(pickled)
-            if size > MAX_SLICE_BYTES or monotonic() > until:
+            if size > self._max_bytes or monotonic() > until:
                 break
         else:
             self.exhausted = len(rows) < max_calls
@@ -319,16 +356,62 @@ class Source:
                 raise
             self.error = error  # of the input: raised later, in its place
 
-    def _pickled(self, args: tuple[Any, ...]) -> bytes | None:
+    def _pickled_at_once(self, rows: list[Any]) -> list[bytes]:
+        """Return the pickled arguments of the calls of `rows`, or of the first ones, if they are
+        large; then the others will be the next rows. Return an empty list if they need to be
+        looked at one by one.
+        """
+        args = rows if self._has_one_iterable else [*chain.from_iterable(rows)]
+        if not CONTAINER_TYPES.issuperset(map(type, args)):
+            return []
+        pickled: list[bytes] = []
+        try:
+            # The context keeps ends of channels from being handed on.
+            with PicklingContext(None, self.dispatcher.registry.snapshot) as pickling:
+                calls = zip(rows, strict=True) if self._has_one_iterable else rows
+                pickled += map(dumps, calls, repeat(5))
+        except Exception as error:
+            if is_of_signal_handler(error):
+                raise
+            return []
+        if pickling.moved is not None or max(map(len, pickled), default=0) > self._max_row_bytes:
+            return []
+        unsure = [
+            index
+            for index, each in enumerate(pickled)
+            if GLOBAL_OPCODE in each and names_global(each)
+        ]
+        if len(unsure) > len(rows) / 4:
+            return []
+        for index in unsure:
+            call = (rows[index],) if self._has_one_iterable else rows[index]
+            own = self._pickled(call, pickling)
+            if own is None:
+                return []
+            pickled[index] = own
+        self._are_containers = True
+        ends = accumulate(map(len, pickled))
+        count = bisect_right([*ends], self._max_bytes) or 1
+        if count < len(rows):
+            self._rows = chain(rows[count:], self._rows)
+        return pickled[:count]
+
+    def _pickled(self, args: tuple[Any, ...], pickling: PicklingContext) -> bytes | None:
         """Return the pickled arguments of a call, or None if the call must be a task by itself."""
         for arg in args:
-            if isinstance(arg, Handle) or (
-                type(arg) in BULKY_TYPES and len(arg) >= MAX_SLICE_BYTES
-            ):
+            kind = type(arg)
+            if kind in CONTAINER_TYPES:
+                continue
+            if kind in BULKY_TYPES:
+                if len(arg) >= self._max_row_bytes:
+                    return None
+            elif issubclass(kind, Handle):
                 return None
+        snapshot = pickling.snapshot
+        assert snapshot is not None
         try:
-            snapshot = self.dispatcher.registry.snapshot
-            with PicklingContext(None, snapshot) as pickling:
+            # Not around all rows: code of users runs when the next one is taken.
+            with pickling:
                 pickled = capture(args, snapshot, small=True)
             # An argument must be notified of the outcome of its call.
             if pickling.moved is not None:
@@ -337,21 +420,12 @@ class Source:
             if is_of_signal_handler(error):
                 raise
             return None  # too large, or not picklable: then the call's promise reports the error
-        return pickled if len(pickled) <= MAX_SLICE_BYTES else None
+        return pickled if len(pickled) <= self._max_row_bytes else None
 
     def _fit_together(self, rows: list[Any]) -> bool:
-        """Return whether all arguments of these rows are small and immutable."""
+        """Return whether all arguments of these rows may share a pickle, and are small."""
         args = rows if self._has_one_iterable else list(chain.from_iterable(rows))
-        kinds = set(map(type, args))
-        if tuple in kinds:
-            args = list(chain.from_iterable(arg if type(arg) is tuple else (arg,) for arg in args))
-            kinds = set(map(type, args))
-        if kinds <= SMALL_TYPES:
-            return True
-        return (
-            kinds <= BATCHED_TYPES
-            and sum(len(arg) for arg in args if isinstance(arg, (str, bytes))) < MAX_SLICE_BYTES
-        )
+        return 0 <= bytes_together(args) < self._max_bytes
 
     def open_batches(
         self, batches: Generator[Iterable[Any], None, None]
@@ -367,7 +441,7 @@ class Source:
         if not rows:
             self.exhausted = True
             return None
-        calls = pack_calls(form, self._definition.single_use, rows)
+        calls = pack_calls(form, self._definition.single_use, rows, self._store)
         self._row_bytes = max(1.0, len(calls) / len(rows))
         task = self.latest_task = Slice(self.dispatcher, self._definition, calls, len(rows))
         task.set_options(self._task_options)

@@ -44,7 +44,14 @@ from ..wire.placeholders import (
     split_remote_objects,
     with_remote_objects,
 )
-from ..wire.slices import MIN_SEPARATE_LENGTH, SMALL_TYPES, Answers, args_of_call, slice_calls
+from ..wire.slices import (
+    MIN_SEPARATE_LENGTH,
+    SMALL_TYPES,
+    Answers,
+    Calls,
+    args_of_call,
+    slice_calls,
+)
 from .flow_graph import record_failure
 from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
 from .interfaces import NO_RUNNER, TaskOptions, TaskRunner
@@ -90,7 +97,8 @@ class Task(Promise[Any]):
     count = 1  # number of calls
     first_item: int | None = None  # in a `map`: the index of its first call
     lost_call: int | None = None  # of its calls, the one in which its drone died, if known
-    item_payload = b""  # in a `map`: the pickled arguments, to name the item of an error
+    # In a `map`: the pickled arguments, to name the item of an error.
+    item_payload: bytes | Serialized = b""
     # The slices that take a slice's place, if the drone answered before the last call.
     followers: Sequence[Slice] = ()
     position = 0  # among the tasks that its drone was sent, from 1
@@ -544,6 +552,7 @@ class Task(Promise[Any]):
             return self.definition.given_args(self.args)
         if not self.item_payload:
             return ()
+        assert isinstance(self.item_payload, bytes)
         args: tuple[Any, ...] = loads(self.item_payload)[0]
         return self.definition.given_args(args)
 
@@ -733,7 +742,7 @@ class Slice(Task):
     second cut is a repeated message."""
 
     def __init__(
-        self, dispatcher: TaskRunner, definition: RemoteFunction, calls: bytes, count: int
+        self, dispatcher: TaskRunner, definition: RemoteFunction, calls: Calls, count: int
     ) -> None:
         super().__init__(dispatcher)
         self.definition = definition

@@ -33,6 +33,9 @@ class MainSnapshot:
     texts, numbers) are kept alive by the snapshot, because their `id` alone could be reused.
     """
 
+    may_shrink = False
+    """True if a name may be missing later that was there before."""
+
     def __init__(self, names: Iterable[str] | None = None, left_out: Iterable[str] = ()) -> None:
         """Record `names` only, if given: a spawned process passes the names that it found when it
         imported the main module, or that were sent to that process. For the `left_out` names, only
@@ -134,6 +137,8 @@ def name_of(definition: Any) -> str:
 
 class _CommonSnapshot(MainSnapshot):
     """The content that several snapshots have in common."""
+
+    may_shrink = True
 
     def __init__(self, snapshots: Sequence[MainSnapshot]) -> None:
         self._snapshots = snapshots
