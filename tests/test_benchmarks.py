@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.pairs import interval, verdict
 from benchmarks.suite import SUITE
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+
 WITH_A_LIBRARY = {"array", "share", "search", "values"}
 OF_A_PEER = {
     "gather", "main_function", "trip", "map", "values", "mixed", "array", "first", "script",

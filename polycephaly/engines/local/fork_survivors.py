@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .thread_origin import Origin
 
 
-@dataclass(frozen=True)
-class Survivor:
+class Survivor(NamedTuple):
     package: str
     """The name of the Python package whose version counts."""
     lowest: tuple[int, ...]

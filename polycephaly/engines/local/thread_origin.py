@@ -20,9 +20,9 @@ import os
 import re
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from threading import get_ident
+from typing import NamedTuple
 
 PYTHON = "<Python>"
 _WORD_BYTES = struct.calcsize("P")
@@ -33,8 +33,7 @@ _STATE_OF_THREAD = re.compile(rb"\*?NSt6thread\d+_")  # `*`: a type of one libra
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/(.*)")
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a thread comes from."""
 
     library: str
