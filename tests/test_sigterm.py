@@ -272,6 +272,19 @@ def test_the_process_that_keeps_the_frames_of_an_error_stays_with_its_drone():
         failed.release()
 
 
+def test_it_stays_too_if_the_signal_comes_at_once():
+    with poly.Pool(1, output="discard", post_mortem=True) as pool:
+        pool.doit(
+            "import os, signal\n"
+            "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))"
+        )
+        failed = pool.promise("1 / 0")
+        assert failed.exception() is not None
+        (keeper,) = descendants(pool.drones[0].pid)
+        wait_for(lambda: dispositions(keeper) == {"Cgt"}, 10)
+        failed.release()
+
+
 def terminate_all(pid):
     for each in [pid, *descendants(pid)]:
         with contextlib.suppress(ProcessLookupError):  # one that a start has used, and is over

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any, TextIO
 
 from ..errors import is_own_frame
-from ..runtime import fork_guard
 from ..wire import addresses
 from ..wire.chunks import DEBUG
 from ..wire.debugging import ASK, CELL, MAX_TEXT_BYTES, RELEASE, debug_address, greeting, hanging_up
@@ -144,11 +143,10 @@ def keep_frames(error: BaseException, address: str) -> int:
     Return its process ID. The drone itself goes on.
     """
     with _listen(address) as listener:
-        pid = fork_guard.fork()
+        pid = sigterm.fork_with_handler()  # since it lasts as long as its drone
         if pid:
             return pid
         try:
-            sigterm.install()  # it lasts as long as its drone
             with ExitStack() as session:
                 try:
                     keyboard, screen = _accept(listener, repr(error), session)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from ..runtime import fork_guard
+
 
 class Sigterm:
     """A handler that notes whether the signal has arrived."""
@@ -33,6 +35,19 @@ class Sigterm:
 
     def install(self) -> None:
         signal.signal(signal.SIGTERM, self)
+
+    def fork_with_handler(self) -> int:
+        """Fork as `os.fork` does. The child has this handler from the first moment on: a signal
+        that comes before it is set waits for it.
+        """
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            pid = fork_guard.fork()
+            if not pid:
+                self.install()
+            return pid
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def end_process(self) -> NoReturn:
         """End this process by the signal, so that its parent sees the reason."""
