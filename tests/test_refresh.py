@@ -213,3 +213,25 @@ def test_a_key_or_attribute_of_after_the_snapshot_is_an_error_that_names_the_cur
         "KeyError a",
         "KeyError no",
     ]  # fmt: skip
+
+
+def test_it_waits_for_the_room_of_drones_that_are_about_to_end(monkeypatch):
+    seen = []
+    with poly.Pool(2, output="discard") as pool:
+        dispatcher = pool._dispatcher
+        engine, has_room = dispatcher.supervisor.engine, dispatcher.supervisor.engine.can_start
+        wait_for(lambda: all(drone.pid for drone in pool.drones))
+        monkeypatch.setattr(engine, "can_start", lambda: False)
+
+        def refresh():
+            pool.refresh()
+            seen.append(len(pool.drones))
+
+        thread = threading.Thread(target=refresh)
+        thread.start()
+        wait_for(lambda: not dispatcher.handles)
+        thread.join(0.1)
+        monkeypatch.setattr(engine, "can_start", has_room)
+        dispatcher.post(dispatcher.supervisor.start_missing)
+        thread.join()
+    assert seen == [2]

@@ -144,11 +144,21 @@ class Supervisor:
         self._check_complete()
 
     def _check_complete(self) -> None:
-        """Settle the `refresh` calls if all drones have started."""
+        """Settle the `refresh` calls if all drones have started, but for those that failed to."""
+        if self._waits_for_room():
+            return
         if self._dispatcher.handles and all(each.pid for each in self._dispatcher.handles):
             self._was_complete = True
             while self._pending_refreshes:
                 self._dispatcher.settle_signal(self._pending_refreshes.pop())
+
+    def _waits_for_room(self) -> bool:
+        """Return whether drones will be started as soon as others, which are ending, have ended."""
+        return (
+            len(self._dispatcher.current_drones()) < self._dispatcher.target_size()
+            and not self.engine.can_start()
+            and any(each.state is State.STOPPING for each in self._dispatcher.handles)
+        )
 
     def on_not_started(self, handle: DroneHandle, error: BaseException) -> None:
         self._remove(handle)
