@@ -31,6 +31,7 @@ import gc
 import os
 import queue
 import random
+import re
 import resource
 import statistics
 import sys
@@ -215,7 +216,8 @@ class Submitter:
             phase.expect(kind == "cancel", i, "was cancelled, which nobody did")
         except poly.DroneDied as died:
             phase.outcomes[i] = DIED
-            phase.lost_by[died.drone, promise.handle.number].append(i)
+            # By its process: a promise keeps nothing of its drone.
+            phase.lost_by[died.drone, *re.findall(r"\(pid \d+\)", str(died))].append(i)
             phase.expect(not phase.retries, i, f"was not run again: {died}")
         except BaseException as error:
             phase.outcomes[i] = OWN_ERROR
@@ -255,7 +257,7 @@ class Phase:
         self.kinds = bytearray()
         self.outcomes = bytearray()
         self.wrong: list[str] = []
-        self.lost_by: dict[tuple[str, int], list[int]] = defaultdict(list)  # by which death
+        self.lost_by: dict[tuple[str, ...], list[int]] = defaultdict(list)  # by which death
         self.mapped: list[tuple[int, int, int]] = []  # from, to, and so many were yielded
         self.maps_ended = 0
         self.options = options
@@ -380,12 +382,10 @@ class Phase:
                 self.wrong.append(
                     f"{self.name}: task {i} ({KINDS[kind]}) ran {times} times, {OUTCOMES[outcome]}"
                 )
-        for (drone, number), lost in self.lost_by.items():
+        for drone, lost in self.lost_by.items():
             if len(lost) > 1:
                 kinds = [f"{i} ({KINDS[self.kinds[i]]})" for i in lost]
-                self.wrong.append(
-                    f"{self.name}: the death of {drone}, number {number}, took along {kinds}"
-                )
+                self.wrong.append(f"{self.name}: the death of {' '.join(drone)} took along {kinds}")
         mapped = Counter(map(int, lines(self.map_path)))
         for start, stop, got in self.mapped:
             for i in range(start, stop):
