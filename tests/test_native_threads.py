@@ -215,7 +215,7 @@ ARROW = "arrow::internal::ThreadPool::LaunchWorkersUnlocked"
 )
 def test_what_makes_a_fork_unsafe(monkeypatch, library, start, name, before, after):
     origin = Origin(os.path.basename(library), start, "/site-packages/" + library)
-    for package, version in {"pyarrow": "26.0.1", "numexpr": "2.10.0", "numba": "1.0"}.items():
+    for package, version in {"pyarrow": "26.0.1", "numexpr": "2.14.2", "numba": "1.0"}.items():
         monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(__version__=version))
     monkeypatch.setattr(native_threads, "find_origin", lambda thread: origin)
     monkeypatch.setattr(native_threads, "_suspect_threads", lambda: {1: name})
@@ -233,6 +233,13 @@ def test_what_makes_a_fork_unsafe(monkeypatch, library, start, name, before, aft
             check()
     ends_by_itself = "openblas" in library
     assert native_threads.would_lack_threads() is (after and not ends_by_itself)
+
+
+@pytest.mark.parametrize("version, survives", [("2.10.2", False), ("2.11.0", True)])
+def test_forks_of_a_busy_numexpr_hang_before_2_11(monkeypatch, version, survives):
+    monkeypatch.setitem(sys.modules, "numexpr", types.SimpleNamespace(__version__=version))
+    origin = Origin("interpreter.so", "th_worker", "/numexpr/interpreter.so")
+    assert native_threads.survives_fork(origin) is survives
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ SURVIVORS = (
     ),
     # It starts threads, and makes its locks anew, where it finds itself in another process.
     Survivor(
-        "numexpr", (2, 8, 5), re.compile(r"/numexpr/interpreter\.[^/]*$"), frozenset({"th_worker"})
+        "numexpr", (2, 11), re.compile(r"/numexpr/interpreter\.[^/]*$"), frozenset({"th_worker"})
     ),
     # Its at-fork handler forgets the threads and their queues. The library has no other threads.
     Survivor(
