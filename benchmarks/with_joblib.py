@@ -23,7 +23,8 @@ from joblib.externals.loky import get_reusable_executor
 
 import polycephaly as poly
 
-WORKERS = 2
+from .suite import WORKERS
+from .work import grid_search
 
 
 def nothing(x: int) -> int:
@@ -74,14 +75,8 @@ def every(calls: Any) -> None:
 
 
 def search() -> None:
-    from sklearn.datasets import make_classification
-    from sklearn.model_selection import GridSearchCV
-    from sklearn.svm import SVC
-
-    x, y = make_classification(400, random_state=0)
-    GridSearchCV(
-        SVC(), {"C": [0.1, 1, 10, 100], "gamma": [0.01, 0.1, 1]}, cv=5, n_jobs=WORKERS
-    ).fit(x, y)
+    model, x, y = grid_search()
+    model.fit(x, y)
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {
