@@ -90,8 +90,8 @@ def fits_together(value: Any) -> bool:
     """Return whether `value` is of a small, immutable type of the standard library or NumPy, and
     may share a pickle. For tuples and `BATCHED_TYPES`, see `bytes_together`.
     """
-    is_fit = _checks.get(type(value)) or _check_of(type(value))
-    return is_fit is not None and is_fit(value) and type(value) not in copyreg.dispatch_table
+    is_fit = _check_of(type(value))
+    return is_fit is not None and is_fit(value)
 
 
 def _check_of(kind: type) -> Callable[[Any], bool] | None:
