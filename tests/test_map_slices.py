@@ -38,14 +38,8 @@ from polycephaly.pool.map import Ordered
 from polycephaly.pool.map_source import Source
 from polycephaly.pool.task import Slice
 from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
-from polycephaly.wire.slices import (
-    ENDED,
-    ITEMS,
-    bytes_together,
-    pack_answers,
-    pack_calls,
-    split_head,
-)
+from polycephaly.wire.shareable import bytes_together
+from polycephaly.wire.slices import ENDED, ITEMS, pack_answers, pack_calls, split_head
 
 PATIENCE = 60.0
 SOAKS = int(os.environ.get("POLYCEPHALY_SOAKS", "3"))
@@ -1768,9 +1762,9 @@ def test_large_rows_travel_many_together_and_are_divided_when_one_takes_long(poo
     counts = Counter()
     real = Source._slice
 
-    def slice_of(source, form, rows):
+    def slice_of(source, form, rows, *size):
         counts[type(pack_calls(form, False, rows, source._store)).__name__] += 1
-        return real(source, form, rows)
+        return real(source, form, rows, *size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Source, "_slice", slice_of)

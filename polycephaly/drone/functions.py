@@ -15,7 +15,7 @@ from ..wire.code_strings import Code
 from ..wire.main_names import FreeNames, bind_names, collected_free_names
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, DEFINE_CODE, DEFINE_OVERLAPPING, FRESH
 from ..wire.placeholders import promised_values
-from ..wire.slices import BATCHED_TYPES
+from ..wire.shareable import BATCHED_TYPES
 
 
 class LoadedFunction:

@@ -21,22 +21,17 @@ from contextlib import suppress
 from pickle import loads
 from typing import Any
 
-from ..memory.blocks import MIN_SHARED_PICKLE_BYTES
+from ..memory.blocks import MIN_SHARED_PICKLE_BYTES, Store
+from ..memory.references import Serialized
 from ..runtime import forked
 from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine
 from ..wire import placeholders
-from ..wire.pickling import capture_builtins
-from ..wire.slices import (
-    BATCHED_TYPES,
-    ITEMS,
-    PICKLED,
-    SMALL_TYPES,
-    Packed,
-    bytes_together,
-    fits_together,
-    unpack_calls,
-)
+from ..wire.detached import CONTAINER_TYPES, Detacher, Instance, size_of, with_instances
+from ..wire.main_names import MainSnapshot
+from ..wire.pickling import capture, capture_builtins
+from ..wire.shareable import BATCHED_TYPES, SMALL_TYPES, fits_together
+from ..wire.slices import ITEMS, PICKLED, Packed, pack_answers, unpack_calls
 from .sigterm import Sigterm
 
 MAX_ANSWER_BYTES = 256 * 1024
@@ -50,10 +45,11 @@ less than 4 µs, and the mark would take some per cent of that.
 
 
 _MAX_MISSES, _HIT = 4, 0.25
-"""Up to how many answers in builtin containers may be found to need another pickler after all, and
-the part of one that an answer makes up for which does not.
+"""Up to how many answers may be found to have parts for which a copy, or the pickler for builtin
+containers, was tried in vain; and the part of one that an answer makes up for which has none.
 """
-_BUILTIN_TYPES = BATCHED_TYPES | {tuple, frozenset, dict, list, set, bytearray}
+_IMMUTABLE_TYPES = BATCHED_TYPES | {tuple, frozenset}
+_BUILTIN_TYPES = _IMMUTABLE_TYPES | CONTAINER_TYPES | {bytearray}
 
 
 class SliceRun:
@@ -69,11 +65,12 @@ class SliceRun:
         pack: Callable[[Any], Any],
         mark_call: Callable[[int], None],
         sigterm: Sigterm,
+        snapshot: MainSnapshot,
     ) -> None:
         self.number = number
         self.done: list[Any] = []
         self.answers_sent = 0  # number of answers in `done` that were sent
-        self.packed = False  # some of `done` are `Packed`
+        self.packed = False  # some of `done` are `Packed` or an `Instance`
         self.was_cut = False
         self.started = monotonic()
         self.error: BaseException | None = None
@@ -83,10 +80,12 @@ class SliceRun:
         self._cut_calls = 0
         self._open = open_function
         self._pack = pack
+        self._snapshot = snapshot
+        self._detacher = Detacher(snapshot)
         self._mark_call = mark_call
         self._sigterm = sigterm
         self._bytes = 0
-        self._misses = 0.0
+        self._misses, self._not_detached = 0.0, 0.0
 
     def run(self) -> None:
         """Run the calls, up to the first that fails.
@@ -175,7 +174,7 @@ class SliceRun:
 
     def _prepare_answer(self, value: Any) -> Any:
         kind = type(value)
-        if kind not in _BUILTIN_TYPES:
+        if kind not in _BUILTIN_TYPES and kind is not self._detacher.plain:
             if is_coroutine(value):
                 from ..green import run
 
@@ -183,12 +182,21 @@ class SliceRun:
                 kind = type(value)
             if fits_together(value):
                 return value
+        if kind not in _IMMUTABLE_TYPES and self._not_detached < _MAX_MISSES:
+            detached = self._detacher.one(value)
+            if detached is not None and self._bytes + detached[1] < MAX_ANSWER_BYTES:
+                copy, size = detached
+                self._not_detached -= _HIT
+                self._bytes += size
+                self.packed = self.packed or type(copy) is Instance
+                return copy
+            self._not_detached += 1
         if kind is str or kind is bytes:
             size = len(value)
         elif kind in SMALL_TYPES:
             return value
         elif kind is tuple or kind is frozenset:
-            size = _bytes_of_items(value)
+            size = size_of(value)
         else:
             size = -1
         if size >= 0:
@@ -209,6 +217,21 @@ class SliceRun:
             packed = self._pack(value)
         self._bytes += len(packed)
         return Packed(packed)
+
+    def pack_answers(
+        self, start: int, stop: int, error: bytes | None, store: Store
+    ) -> bytes | Serialized:
+        """Pack the answers `start` to `stop`. Called holding `socket_lock`."""
+        done = self.done[start:stop]
+        try:
+            return pack_answers(done, self.packed, error, store)
+        except Exception:
+            # A call has rebound the name of a class since. Now instances go with their class.
+            done = [
+                Packed(capture(real, self._snapshot)) if type(each) is Instance else each
+                for each, real in zip(done, with_instances(done), strict=True)
+            ]
+            return pack_answers(done, True, error, store)
 
     def attribute_error(self) -> None:
         """Attribute the error with which the slice has ended to the call after those that are done.
@@ -236,13 +259,6 @@ class SliceRun:
                 taken += 1
         self._cut_calls += taken
         return taken
-
-
-def _bytes_of_items(value: Any) -> int:
-    """Return what `bytes_together` does for a tuple or frozenset, sooner for most of them."""
-    if len(value) < 16 and BATCHED_TYPES.issuperset(map(type, value)):
-        return sum([len(each) for each in value if type(each) is str or type(each) is bytes])
-    return bytes_together((value,))
 
 
 def _arguments(pickled: bytes, function: Any) -> Any:

@@ -26,9 +26,11 @@ from ..promises.promise import Handle
 from ..runtime.checks import check_iterables
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
+from ..wire.detached import CONTAINER_TYPES, Copied, Detacher, with_instances
 from ..wire.pickling import BULKY_TYPES, GLOBAL_OPCODE, capture, names_global
 from ..wire.placeholders import PicklingContext
-from ..wire.slices import ITEMS, PICKLED, ROWS, SMALL_TYPES, bytes_together, pack_calls
+from ..wire.shareable import SMALL_TYPES, bytes_together
+from ..wire.slices import ITEMS, PICKLED, ROWS, pack_calls
 from .task import Slice, Task
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """Iterating over these runs no user code, so several rows are taken at once."""
 
 
-CONTAINER_TYPES = frozenset((dict, list, tuple, set))
+_UNASKED_TYPES = CONTAINER_TYPES | {tuple}
 """Types of arguments that are not asked themselves, when they are pickled, whether they fit."""
 
 _EARLY_END = (
@@ -122,7 +124,8 @@ class Source:
         # `length_hint` of these runs no user code.
         self._sized_rows = self._rows if self._has_one_iterable and self._are_plain else ()
         self._factor = SIZED_FACTOR if self._sized_rows else 1
-        self._are_containers = False  # the last rows, which had to be pickled one by one
+        self._are_mutable = False  # the last rows, which had to be copied, or pickled one by one
+        self._has_copies = True  # the last rows could be copied: see detached.py
         self._row_bytes = 1.0
         self._call_seconds: float | None = None  # of a typical call
         self._answered = 0
@@ -305,8 +308,11 @@ class Source:
                 if is_of_signal_handler(error):
                     raise
                 self.error = error
-            if not self._are_containers and self._fit_together(rows):
+            if not self._are_mutable and self._fit_together(rows):
                 return self._slice(form, rows)
+            detached = self._detached(rows) if self._has_copies else None
+            if detached is not None:
+                return self._slice(form, *detached)
             pickles = self._pickled_at_once(rows)
             if pickles:
                 return self._slice(PICKLED, pickles)
@@ -314,17 +320,22 @@ class Source:
             self._rows = chain(rows, self._rows)
             rows, source = [], islice(self._rows, max_calls)
         until = monotonic() + SLICE_SECONDS  # if inputs come slowly, those that are there go first
-        pickling = PicklingContext(None, self.dispatcher.registry.snapshot)
+        snapshot = self.dispatcher.registry.snapshot
+        pickling, detacher = PicklingContext(None, snapshot), Detacher(snapshot)
         for row in self._until_error(source):
-            if (
-                form != PICKLED
-                and max_calls > 1
-                and (type(row) in SMALL_TYPES or self._fit_together([row]))
-            ):
-                rows.append(row)
-                if monotonic() > until:
-                    break
-                continue
+            if form != PICKLED and max_calls > 1:
+                if type(row) in SMALL_TYPES or self._fit_together([row]):
+                    rows.append(row)
+                    if monotonic() > until:
+                        break
+                    continue
+                detached = detacher.one(row) if self._has_one_iterable else None
+                if detached is not None and detached[1] < self._max_row_bytes:
+                    rows.append(detached[0])
+                    size += detached[1]
+                    if size > self._max_bytes or monotonic() > until:
+                        break
+                    continue
             args = (row,) if self._has_one_iterable else row
             pickled = self._pickled(args, pickling) if max_calls > 1 else None
             if pickled is None:
@@ -335,7 +346,7 @@ class Source:
                 self._next = task
                 break
             if form != PICKLED:
-                rows = [dumps((row,) if self._has_one_iterable else row, 5) for row in rows]
+                rows = self._pickled_apart(rows)
                 form = PICKLED
             rows.append(pickled)
             size += len(pickled)
@@ -356,13 +367,31 @@ class Source:
                 raise
             self.error = error  # of the input: raised later, in its place
 
+    def _detached(self, rows: list[Any]) -> Copied[Sequence[Any]] | None:
+        """Return copies of `rows` that may share a pickle, or of the first ones, if all are too
+        large; then the others will be the next rows. Return None if there are none.
+        """
+        detacher = Detacher(self.dispatcher.registry.snapshot)
+        copies_of = detacher.all if self._has_one_iterable else detacher.rows
+        found = copies_of(rows)
+        self._has_copies = found is not None
+        if found is not None and found[1] >= self._max_bytes:
+            count = len(rows) * self._max_bytes // (2 * found[1])
+            found = copies_of(rows[:count]) if count else None
+            if found is None or found[1] >= self._max_bytes:  # a row is much larger than others
+                return None
+            self._rows = chain(rows[count:], self._rows)
+        if found is not None:
+            self._are_mutable = True
+        return found
+
     def _pickled_at_once(self, rows: list[Any]) -> list[bytes]:
         """Return the pickled arguments of the calls of `rows`, or of the first ones, if they are
         large; then the others will be the next rows. Return an empty list if they need to be
         looked at one by one.
         """
         args = rows if self._has_one_iterable else [*chain.from_iterable(rows)]
-        if not CONTAINER_TYPES.issuperset(map(type, args)):
+        if not _UNASKED_TYPES.issuperset(map(type, args)):
             return []
         pickled: list[bytes] = []
         try:
@@ -389,7 +418,7 @@ class Source:
             if own is None:
                 return []
             pickled[index] = own
-        self._are_containers = True
+        self._are_mutable = True
         ends = accumulate(map(len, pickled))
         count = bisect_right([*ends], self._max_bytes) or 1
         if count < len(rows):
@@ -400,7 +429,7 @@ class Source:
         """Return the pickled arguments of a call, or None if the call must be a task by itself."""
         for arg in args:
             kind = type(arg)
-            if kind in CONTAINER_TYPES:
+            if kind in _UNASKED_TYPES:
                 continue
             if kind in BULKY_TYPES:
                 if len(arg) >= self._max_row_bytes:
@@ -422,6 +451,12 @@ class Source:
             return None  # too large, or not picklable: then the call's promise reports the error
         return pickled if len(pickled) <= self._max_row_bytes else None
 
+    def _pickled_apart(self, rows: Sequence[Any]) -> list[bytes]:
+        """Return the pickled arguments of calls whose rows might have shared a pickle."""
+        snapshot = self.dispatcher.registry.snapshot
+        calls = zip(with_instances(rows), strict=True) if self._has_one_iterable else rows
+        return [capture(each, snapshot) for each in calls]
+
     def _fit_together(self, rows: list[Any]) -> bool:
         """Return whether all arguments of these rows may share a pickle, and are small."""
         args = rows if self._has_one_iterable else list(chain.from_iterable(rows))
@@ -437,12 +472,19 @@ class Source:
         """Return the tasks that were made and not yet taken, in order."""
         return [each for each in (self.latest_task, self._next) if each is not None]
 
-    def _slice(self, form: int, rows: Sequence[Any]) -> Task | None:
+    def _slice(self, form: int, rows: Sequence[Any], size: int = 0) -> Task | None:
         if not rows:
             self.exhausted = True
             return None
-        calls = pack_calls(form, self._definition.single_use, rows, self._store)
-        self._row_bytes = max(1.0, len(calls) / len(rows))
+        try:
+            calls = pack_calls(form, self._definition.single_use, rows, self._store)
+        except Exception as error:
+            if is_of_signal_handler(error) or form == PICKLED:
+                raise
+            # The class of some instances was replaced under its name while they were taken.
+            rows = self._pickled_apart(rows)
+            calls = pack_calls(PICKLED, self._definition.single_use, rows, self._store)
+        self._row_bytes = max(len(rows), len(calls), size) / len(rows)
         task = self.latest_task = Slice(self.dispatcher, self._definition, calls, len(rows))
         task.set_options(self._task_options)
         task.first_item, self.item = self.item, self.item + len(rows)

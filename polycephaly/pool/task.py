@@ -44,14 +44,8 @@ from ..wire.placeholders import (
     split_remote_objects,
     with_remote_objects,
 )
-from ..wire.slices import (
-    MIN_SEPARATE_LENGTH,
-    SMALL_TYPES,
-    Answers,
-    Calls,
-    args_of_call,
-    slice_calls,
-)
+from ..wire.shareable import SMALL_TYPES
+from ..wire.slices import MIN_SEPARATE_LENGTH, Answers, Calls, args_of_call, slice_calls
 from .flow_graph import record_failure
 from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
 from .interfaces import NO_RUNNER, TaskOptions, TaskRunner

@@ -10,17 +10,15 @@
                                                        `rest` calls will not be begun here.
 
 The grouping must not show. Values that cannot change, and whose pickling cannot fail, are pickled
-together. All others are pickled one by one: arguments as they are taken from their iterator,
-results as they are returned. Otherwise two calls would share an object, or see changes that a later
-call made to it, or fail together.
+together (shareable.py), and so are copies of those that can change, but whose parts cannot
+(detached.py). All others are pickled one by one. Arguments are copied or pickled as they are taken
+from their iterator, results as they are returned. Otherwise two calls would share an object, or see
+changes that a later call made to it, or fail together.
 """
 
 from __future__ import annotations
 
-import copyreg
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from pickle import dumps, loads
 from struct import Struct
 from typing import Any, NamedTuple
@@ -28,7 +26,7 @@ from typing import Any, NamedTuple
 from ..errors import Malformed
 from ..memory.blocks import Store, pristine_view
 from ..memory.references import Received, Serialized, load_joined, load_with_buffers
-from .main_names import ATOMIC_TYPES
+from .detached import to_pickle
 from .pickling import join_payloads, store_pickle
 
 Calls = bytes | Serialized
@@ -37,17 +35,8 @@ Calls = bytes | Serialized
 ITEMS, ROWS, PICKLED = range(3)
 """Forms of rows: a single argument, a tuple of arguments, or the pickle of such a tuple."""
 
-BATCHED_TYPES = frozenset(ATOMIC_TYPES)
-"""Types of values that are pickled together, with any others. See also `bytes_together`."""
-SMALL_TYPES = BATCHED_TYPES - {str, bytes}
-"""The types in `BATCHED_TYPES` whose size need not be checked."""
 MIN_SEPARATE_LENGTH = 256
 """Length from which a str or bytes, as argument or result of one call, is pickled by itself."""
-
-_CONTAINERS = frozenset((tuple, frozenset))
-_MAX_DEPTH = 4
-_ITEM_BYTES = 8
-"""Bytes that an item of a tuple counts."""
 
 _RANGE = Struct("<II")
 _SPLIT = Struct("<IIB")
@@ -58,109 +47,13 @@ error, after which the remaining calls are not needed.
 """
 
 
-def bytes_together(values: Sequence[Any]) -> int:
-    """Return about how many bytes `values` take beside their number, if they may share a pickle,
-    with each other and with others; else -1.
-    """
-    kinds = set(map(type, values))
-    size = depth = 0
-    while not kinds.isdisjoint(_CONTAINERS):
-        before, depth = len(values), depth + 1
-        values = [
-            *chain.from_iterable(
-                [each if type(each) in _CONTAINERS else (each,) for each in values]
-            )
-        ]
-        size += _ITEM_BYTES * max(0, len(values) - before)
-        kinds = set(map(type, values))
-        if depth == _MAX_DEPTH:
-            return -1
-    if kinds <= SMALL_TYPES:
-        return size
-    for kind in kinds - SMALL_TYPES:
-        of_kind = [each for each in values if type(each) is kind] if len(kinds) > 1 else values
-        if kind is str or kind is bytes:
-            size += sum(map(len, of_kind))
-        elif (is_fit := _check_of(kind)) is None or not all(map(is_fit, of_kind)):
-            return -1
-    return size
-
-
-def fits_together(value: Any) -> bool:
-    """Return whether `value` is of a small, immutable type of the standard library or NumPy, and
-    may share a pickle. For tuples and `BATCHED_TYPES`, see `bytes_together`.
-    """
-    is_fit = _check_of(type(value))
-    return is_fit is not None and is_fit(value)
-
-
-def _check_of(kind: type) -> Callable[[Any], bool] | None:
-    """Return a function that tells whether a value of this type may share a pickle; None if none
-    may.
-    """
-    if kind in copyreg.dispatch_table:  # then it is pickled by code of users
-        return None
-    known = _checks.get(kind)
-    if known is None:
-        module, name = kind.__module__, kind.__name__
-        if module == "numpy":
-            known = _is_any if _is_number_of_numpy(kind) else _is_none
-        elif module in _MODULES:
-            known = _CHECKS.get(name)
-        if known is None or getattr(sys.modules.get(module), name, None) is not kind:
-            return None
-        _checks[kind] = known
-    return None if known is _is_none else known
-
-
-def _is_number_of_numpy(kind: type) -> bool:
-    numpy = sys.modules["numpy"]
-    return issubclass(kind, (numpy.number, numpy.bool_, numpy.datetime64))
-
-
-def _is_any(_: Any) -> bool:
-    return True
-
-
-def _is_none(_: Any) -> bool:
-    return False
-
-
-def _is_plain_zone(zone: Any) -> bool:
-    """Return whether this is a `timezone` with a name that is no subclass of str."""
-    return type(zone.tzname(None)) is str
-
-
-def _has_plain_zone(value: Any) -> bool:
-    zone = value.tzinfo
-    return zone is None or (_check_of(type(zone)) is _is_plain_zone and _is_plain_zone(zone))
-
-
-def _is_plain_uuid(value: Any) -> bool:
-    return type(value.int) is int
-
-
-def _is_plain_path(value: Any) -> bool:
-    return {str}.issuperset(map(type, value.__reduce__()[1]))
-
-
-_checks: dict[type, Callable[[Any], bool]] = {}
-"""The types that were met, of those whose values may share a pickle."""
-_MODULES = frozenset(("datetime", "decimal", "fractions", "pathlib", "pathlib._local", "uuid"))
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "date": _is_any, "timedelta": _is_any, "Decimal": _is_any, "Fraction": _is_any,
-    "datetime": _has_plain_zone, "time": _has_plain_zone, "timezone": _is_plain_zone,
-    "UUID": _is_plain_uuid, "PosixPath": _is_plain_path, "PurePosixPath": _is_plain_path,
-    "PureWindowsPath": _is_plain_path,
-}  # fmt: skip
-"""By the name of a type: may a value share a pickle? One that holds an object of users may not."""
-
-
 def pack_calls(form: int, fresh: bool, rows: Sequence[Any], store: Store | None = None) -> Calls:
     """Pack a slice, in shared memory if it is large and there is a store with room. If `fresh`,
-    each call gets a function object of its own.
+    each call gets a function object of its own. Raises `PicklingError` if the class of an instance
+    cannot be pickled by its name any more.
     """
-    head, pickled = _RANGE.pack(0, len(rows)), dumps((form, fresh, rows), 5)
+    head = _RANGE.pack(0, len(rows))
+    pickled = dumps((form, fresh, to_pickle(rows) if form == ITEMS else rows), 5)
     stored = store_pickle(pickled, store)
     if isinstance(stored, Serialized):
         return Serialized(head, stored.places, stored.written)
@@ -211,11 +104,15 @@ def pack_answers(
 ) -> bytes | Serialized:
     """Pack the answers of a slice.
 
-    `done` holds values, some of them `Packed` if `packed` is true. `error` is the error of the call
-    after them, if one failed.
+    `done` holds values, some of them `Packed` or an `Instance` if `packed` is true. `error` is the
+    error of the call after them, if one failed. Raises `PicklingError` if the class of an instance
+    cannot be pickled by its name any more.
     """
-    indices = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
-    values = [None if type(value) is Packed else value for value in done] if packed else done
+    values: Sequence[Any] = done
+    indices: list[int] = []
+    if packed:
+        indices = [index for index, value in enumerate(done) if type(value) is Packed]
+        values = to_pickle([None if type(value) is Packed else value for value in done])
     parts = [done[index].payload for index in indices]
     if {bytes}.issuperset(map(type, parts)):  # nothing in shared memory: this is opened faster
         return join_payloads((values, indices, error, parts), (), store)

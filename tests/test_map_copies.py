@@ -1,0 +1,400 @@
+"""A `map` of values that can change: dicts, lists, sets, arrays and instances share a pickle, as
+copies of their own (wire/detached.py). Nobody must notice."""
+
+from __future__ import annotations
+
+import copyreg
+import itertools
+
+import numpy
+import pytest
+from scripts import output_of
+
+import polycephaly as poly
+
+pytestmark = pytest.mark.guarantee("pool-7")
+
+MANY = 700
+
+
+@pytest.fixture
+def pool():
+    with poly.Pool(2, output="discard") as pool:
+        list(pool.map(same, range(500)))  # so that calls are known to be short
+        yield pool
+
+
+def same(value):
+    return value
+
+
+def _grown(value):
+    """Change the argument, and return it with what it was before."""
+    before = len(value)
+    if isinstance(value, dict):
+        value["more"] = before
+    elif isinstance(value, list):
+        value.append(before)
+    else:
+        value.add("more")
+    return before, len(value)
+
+
+as_input = pytest.mark.parametrize("as_input", [list, iter])
+
+
+@as_input
+@pytest.mark.parametrize("item", [{"a": 1, "b": "two"}, [1, "two"], {1, "two"}])
+def test_each_call_has_an_object_of_its_own_though_all_items_are_one(pool, as_input, item):
+    assert list(pool.map(_grown, as_input([item] * MANY))) == [(2, 3)] * MANY
+    assert len(item) == 2
+    got = list(pool.map(same, as_input([item] * MANY)))
+    assert got == [item] * MANY
+    assert len(set(map(id, got))) == MANY
+
+
+def test_an_item_is_sent_as_it_was_when_it_was_taken(pool):
+    def reused():
+        record, cells = {}, []
+        for i in range(MANY):
+            record["i"] = i
+            cells[:] = [i, i]
+            yield record if i % 2 else cells
+
+    got = list(pool.map(same, reused()))
+    assert got == [{"i": i} if i % 2 else [i, i] for i in range(MANY)]
+
+
+def _counted(kind):
+    _last[kind]["n" if kind == "dict" else 0] += 1
+    return _last[kind]
+
+
+_last = {"dict": {"n": 0}, "list": [0]}
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_a_result_is_sent_as_it_was_when_it_was_returned(kind):
+    with poly.Pool(1, output="discard") as pool:
+        got = list(pool.map(_counted, [kind] * MANY))
+    seen = [each["n"] if kind == "dict" else each[0] for each in got]
+    assert seen == list(range(1, MANY + 1))
+    assert len(set(map(id, got))) == MANY
+
+
+def test_two_arguments_that_are_one_object_stay_one(pool):
+    items = [{"i": i} for i in range(MANY)]
+
+    def both(first, second):
+        first["seen"] = True
+        return first is second, "seen" in second
+
+    assert set(pool.map(both, items, items)) == {(True, True)}
+    assert set(pool.map(both, items, [dict(each) for each in items])) == {(False, False)}
+
+
+@as_input
+def test_an_argument_beside_others_is_a_copy_too(pool, as_input):
+    items = [{"i": i} for i in range(MANY)]
+
+    def sums(record, number, text):
+        record["i"] += number + len(text)
+        return record
+
+    got = list(pool.map(sums, as_input(items), as_input(range(MANY)), as_input(["abc"] * MANY)))
+    assert got == [{"i": 2 * i + 3} for i in range(MANY)]
+    assert items == [{"i": i} for i in range(MANY)]
+
+
+@as_input
+def test_parts_that_can_change_are_no_part_of_a_copy(pool, as_input):
+    inner = [1]
+    items = [{"i": i} for i in range(MANY)]
+    for at in (0, 5, 300, MANY - 1):
+        items[at] = {"i": at, "inner": inner}
+
+    def touch(record):
+        if "inner" in record:
+            record["inner"].append(2)
+        return record
+
+    got = list(pool.map(touch, as_input(items)))
+    assert [each["i"] for each in got] == list(range(MANY))
+    assert [each["inner"] for each in got if "inner" in each] == [[1, 2]] * 4
+    assert inner == [1]
+
+
+@as_input
+def test_sizes_of_all_kinds_go_in_one_map(pool, as_input):
+    lengths = [*range(300), 50_000, 300_000, 2_000_000, *range(300), 70_000]
+    items = [{"i": i, "text": "x" * length} for i, length in enumerate(lengths)]
+    got = pool.map(lambda record: {**record, "n": len(record["text"])}, as_input(items))
+    assert [each["n"] for each in got] == lengths
+
+
+def test_a_copy_has_the_same_keys_and_order_and_types(pool):
+    class Text(str):
+        pass
+
+    odd = [
+        {1: "int", "b": 2.0, (3, "c"): None, frozenset((4,)): b"bytes"}, {True: 1, 2.5: False},
+        {}, [], set(), {"z": 1, "a": 2}, [1, True, 1.0, None], {(1, (2, 3))}, {"": ""},
+        [float("inf"), -0.0], {Text("key"): 1}, [Text("x")], {"k": Text("y")}, bytearray(b"ab"),
+    ]  # fmt: skip
+    got = list(pool.map(same, odd * 60))
+    for one, other in zip(got, odd * 60, strict=True):
+        assert repr(one) == repr(other)
+        assert type(one) is type(other)
+        assert list(map(type, one)) == list(map(type, other))
+
+
+ARRAYS = {
+    "integers": numpy.arange(6).reshape(2, 3), "floats": numpy.linspace(0, 1, 50),
+    "columns": numpy.asfortranarray(numpy.arange(6).reshape(2, 3)), "none": numpy.zeros((0, 3)),
+    "view": numpy.arange(20)[::3], "scalar": numpy.array(5.0),
+    "big-endian": numpy.arange(3, dtype=">i4"),
+    "texts": numpy.array(["a", "bcd"]), "times": numpy.array(["2024-01-02"], "M8[D]"),
+    "records": numpy.zeros(2, "i4,f8"), "objects": numpy.array([[1], None], object),
+    "matrix": numpy.asmatrix(numpy.eye(2)), "masked": numpy.ma.masked_equal([1, 2], 2),
+    "large": numpy.arange(40_000), "booleans": numpy.array([True, False]),
+}  # fmt: skip
+ARRAYS["read-only"] = numpy.arange(4)
+ARRAYS["read-only"].flags.writeable = False
+
+
+def _shape_of(array):
+    flags = array.flags
+    return (
+        type(array).__name__, array.dtype.str, array.shape, flags.writeable, flags.c_contiguous,
+        flags.f_contiguous, repr(array.tolist()),
+    )  # fmt: skip
+
+
+@as_input
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_arrive_as_single_calls_would_give_them(pool, as_input, name):
+    array = ARRAYS[name]
+    count = 40 if name == "large" else 300
+    expected = _shape_of(pool.promise(same, array).value)
+    got = list(pool.map(same, as_input([array] * count)))
+    assert set(map(_shape_of, got)) == {expected}
+    assert set(pool.map(_shape_of, as_input([array] * count))) == {expected}
+
+
+def test_an_array_is_the_callees_own(pool):
+    def overwrite(array):
+        array += 1
+        return array
+
+    array = numpy.zeros(100)
+    got = list(pool.map(overwrite, [array] * 500))
+    assert {float(each.sum()) for each in got} == {100.0}
+    assert array.sum() == 0
+    got[0] += 1
+    assert got[1].sum() == 100.0
+    assert not any(map(numpy.shares_memory, got, got[1:]))
+
+
+def test_a_reducer_that_is_registered_for_arrays_is_asked(pool, monkeypatch):
+    monkeypatch.setitem(copyreg.dispatch_table, numpy.ndarray, lambda array: (len, ([7],)))
+    assert list(pool.map(same, [numpy.zeros(3)] * 300)) == [1] * 300
+
+
+OF_MAIN = """
+import copyreg
+import polycephaly as poly
+
+class Point:
+    def __init__(self, x, name):
+        self.x, self.name = x, name
+
+class Child(Point):
+    pass
+
+class Empty:
+    pass
+
+class Later:
+    def __init__(self, x):
+        self.x = x
+
+class Slots:
+    __slots__ = ("x",)
+    def __init__(self, x):
+        self.x = x
+
+class Reduces:
+    def __init__(self, x):
+        self.x = x
+    def __reduce__(self):
+        return Reduces, (self.x + 1,)
+
+class HasState:
+    def __init__(self, x):
+        self.x = x
+    def __getstate__(self):
+        return {"x": self.x + 1}
+
+class SetsState:
+    def __init__(self, x):
+        self.x = x
+    def __setstate__(self, state):
+        self.x = state["x"] + 1
+
+class Makes:
+    def __new__(cls, x=-1):
+        made = super().__new__(cls)
+        made.made = x
+        return made
+    def __init__(self, x=-1):
+        self.x = x
+    def __getnewargs__(self):
+        return (self.x + 1,)
+
+class Ends:
+    ended = 0
+    def __init__(self, x):
+        self.x = x
+    def __del__(self):
+        Ends.ended += 1
+
+class Registered:
+    def __init__(self, x):
+        self.x = x
+
+copyreg.pickle(Registered, lambda each: (Registered, (each.x + 1,)))
+
+class Meta(type):
+    pass
+
+class HasMeta(metaclass=Meta):
+    def __init__(self, x):
+        self.x = x
+
+class OwnDict:
+    @property
+    def __dict__(self):
+        return {"x": 5}
+
+def same(value):
+    return value
+
+def make_end(i):
+    return Ends(i) if i % 2 else Point(i, "a")
+
+def count_ended():
+    return Ends.ended
+
+def grown(value):
+    value.more = 1
+    return len(vars(value))
+
+def rebinding(i):
+    # The name goes away after some results were made under it.
+    global Later
+    made = Later(i)
+    if i % 50 == 49:
+        class Later:
+            def __init__(self, x):
+                self.x = -x
+        Later.__qualname__ = "Later"
+    return made
+"""
+
+
+def test_instances_arrive_as_single_calls_would_give_them():
+    done = output_of(
+        OF_MAIN
+        + """
+def told(value):
+    state = {n: getattr(value, n) for n in ("x", "made", "name") if hasattr(value, n)}
+    return type(value).__name__, sorted(state.items())
+
+if __name__ == "__main__":
+    with poly.Pool(2) as pool:
+        list(pool.map(same, range(500)))
+        kinds = [lambda: Point(1, "a"), lambda: Child(2, "b"), Empty, lambda: Slots(3),
+                 lambda: Reduces(4), lambda: HasState(5), lambda: SetsState(6), lambda: Makes(7),
+                 lambda: Registered(9), lambda: HasMeta(10)]
+        for make in kinds:
+            one = make()
+            single = told(pool.promise(same, one).value)
+            for items in ([one] * 300, iter([one] * 300)):
+                got = list(pool.map(same, items))
+                assert set(map(repr, map(told, got))) == {repr(single)}, (single, told(got[0]))
+                assert len(set(map(id, got))) == 300
+            assert {repr(each) for each in pool.map(told, [one] * 300)} == {
+                repr(pool.promise(told, one).value)}
+            assert len({type(each) for each in got}) == 1 and type(got[0]) is type(one)
+        mixed = [make() for make in kinds] * 40
+        assert [type(each) for each in pool.map(same, mixed)] == list(map(type, mixed))
+        point = Point(1, "a")
+        assert list(pool.map(grown, [point] * 300)) == [3] * 300
+        assert vars(point) == {"x": 1, "name": "a"}
+        unlike = [Point(i, "a") for i in range(300)]
+        for i, each in enumerate(unlike):
+            if i % 7 == 0:
+                each.extra = [i]
+            if i % 5 == 0:
+                del each.name
+        got = list(pool.map(same, unlike))
+        assert [vars(each) for each in got] == [vars(each) for each in unlike]
+        before = Ends.ended
+        ends = [Ends(i) for i in range(300)]
+        got = list(pool.map(same, ends))
+        assert [each.x for each in got] == list(range(300)) and Ends.ended == before
+    with poly.Pool(1) as pool:
+        list(pool.map(same, range(500)))
+        before = pool.promise(count_ended).value
+        assert [each.x for each in pool.map(make_end, range(300))] == list(range(300))
+        assert pool.promise(count_ended).value - before == 150
+        print("right")
+"""
+    )
+    assert done == "right\n"
+
+
+def test_a_class_that_is_replaced_under_its_name_takes_its_instances_along():
+    done = output_of(
+        OF_MAIN
+        + """
+def replacing():
+    global Point
+    for i in range(600):
+        yield Point(i, "first" if i < 300 else "second")
+        if i == 299:
+            old = Point
+            class Point(old):
+                def __init__(self, x, name):
+                    super().__init__(-x, name)
+            Point.__qualname__ = "Point"
+
+if __name__ == "__main__":
+    with poly.Pool(1) as pool:
+        list(pool.map(same, range(500)))
+        got = list(pool.map(rebinding, range(200)))
+        print(sorted(abs(each.x) for each in got) == list(range(200)), got[10].x, got[60].x)
+        got = list(pool.map(lambda point: (point.x, point.name), replacing()))
+        print(got[299:301], [abs(x) for x, _ in got] == list(range(600)))
+"""
+    )
+    assert done.splitlines() == ["True 10 -60", "[(299, 'first'), (-300, 'second')] True"]
+
+
+def test_the_rest_of_a_slice_that_is_cut_has_the_same_copies(pool):
+    import time
+
+    def slow(record):
+        if record["i"] in (3, 40):
+            time.sleep(0.05)
+        record["i"] += 1
+        return record
+
+    items = [{"i": i} for i in range(MANY)]
+    list(pool.map(lambda record: record["i"], items))
+    assert list(pool.map(slow, items)) == [{"i": i + 1} for i in range(MANY)]
+    failing = itertools.chain(items, [{"i": None}], items)
+    results = pool.map(slow, failing)
+    assert [next(results) for _ in range(MANY)] == [{"i": i + 1} for i in range(MANY)]
+    with pytest.raises(TypeError):
+        next(results)
