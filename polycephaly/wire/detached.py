@@ -185,7 +185,7 @@ class Detacher:
             and kind.__dictoffset__
             and all(getattr(kind, name) is default for name, default in _DEFAULTS.items())
             and not any(hasattr(kind, name) for name in _HOOKS)
-            and all(map(_has_own_dict, kind.__mro__[:-1]))
+            and not any("__slots__" in vars(each) for each in kind.__mro__)
             and kind not in copyreg.dispatch_table
             and not _registered_by_value()
             and self._snapshot.holds(kind)
@@ -200,15 +200,6 @@ _DEFAULTS = {
     for name in ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__getattribute__")
 }
 _HOOKS = ("__setstate__", "__getnewargs__", "__getnewargs_ex__", "__getattr__", "__del__")
-_DICT_DESCRIPTOR = type(vars(Detacher)["__dict__"])
-
-
-def _has_own_dict(kind: type) -> bool:
-    """Return whether this class adds no slots, and no `__dict__` in place of the usual one."""
-    attributes = vars(kind)
-    return "__slots__" not in attributes and isinstance(
-        attributes.get("__dict__", vars(Detacher)["__dict__"]), _DICT_DESCRIPTOR
-    )
 
 
 def _registered_by_value() -> bool:
