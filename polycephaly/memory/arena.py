@@ -189,7 +189,7 @@ class RangeRef:
         first, then `ended` is checked. `Arena.end` and `RefTable.close` work in the opposite order:
         they set their flag, then read the entries. So at least one of the two frees the memory.
         """
-        if finalizing():
+        if finalizing() or not hasattr(self, "pid"):  # an exception came before `__init__`
             return
         arena = self.arena
         arena.range_refs.pop(id(self), None)
