@@ -139,13 +139,7 @@ class FakeReactor(FakeTime):
     def deliver(self, act):
         self._deliveries.append(act)
 
-    def send_tasks(self, dispatcher):
-        pass
-
     def wake(self):
-        pass
-
-    def catch_up(self):
         pass
 
     def release(self):

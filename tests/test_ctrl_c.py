@@ -11,8 +11,6 @@ from faults import lines, wait_for
 from scripts import Script, run_script
 from terminal import Terminal
 
-from polycephaly import Promise
-from polycephaly.pool.reactor import _is_in_callback
 from polycephaly.runtime.deferred_sigint import DeferredSigint
 from polycephaly.runtime.procfs import state_of
 
@@ -221,50 +219,6 @@ def test_a_second_one_ends_everything_at_once(ends, tmp_path):
         script.signal(signal.SIGINT)
         assert script.wait() == -signal.SIGINT
         assert not script.left()
-
-
-@pytest.mark.parametrize("added", ["one", "two", "then"])
-def test_a_second_one_ends_a_callback_of_the_thread_that_drives(added):
-    """The first one waits for its end, because most are brief."""
-    seen = []
-
-    def callback(_):
-        signal.raise_signal(signal.SIGINT)
-        seen.append("deferred")
-        signal.raise_signal(signal.SIGINT)
-        seen.append("not reached")
-
-    promise = Promise()
-    add = promise.then if added == "then" else promise.add_done_callback
-    add(callback)
-    if added == "two":
-        add(seen.append)
-    deferred = DeferredSigint()
-    deferred.may_raise = _is_in_callback
-    with pytest.raises(KeyboardInterrupt), deferred:
-        try:
-            promise.set_result(1)
-        except KeyboardInterrupt:
-            seen.append("ended")
-    assert (
-        seen
-        == {
-            "one": ["deferred", "ended"],
-            "two": ["deferred", promise, "ended"],
-            "then": ["deferred"],
-        }[added]
-    )
-
-
-def test_two_of_them_are_deferred_outside_of_callbacks():
-    seen = []
-    deferred = DeferredSigint()
-    deferred.may_raise = _is_in_callback
-    with pytest.raises(KeyboardInterrupt), deferred:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        seen.append("the end")
-    assert seen == ["the end"]
 
 
 ENDS_BY = (0, -signal.SIGINT) if sys.version_info >= (3, 14) else (0,)

@@ -880,13 +880,13 @@ def test_a_promise_that_is_settled_by_what_a_collection_runs_while_it_is_hooked_
     assert told == "True\n"
 
 
-def test_a_finalizer_may_wait_while_its_thread_drives(tmp_path):
+def test_a_finalizer_may_wait_while_its_thread_waits(tmp_path):
     """A trace function stands for it: it is called in the middle of what waits, in the same
     thread."""
     heard, gate = [], tmp_path / "gate"
 
     def trace(frame, event, _):
-        if frame.f_code.co_name == "_drive":
+        if frame.f_code.co_name == "_wait_for_settler":
             if event == "line" and not heard:
                 heard.append(pool.promise(abs, -7).result(30))
                 gate.touch()

@@ -335,7 +335,7 @@ class GreenThread(Promise[T]):
                 )
         super()._wait(timeout)
 
-    def _help(self, deadline: float | None) -> None:
+    def _before_wait(self, deadline: float | None) -> None:
         if deadline is None:
             self._on_wait_interval()
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from functools import partial
 
-from ..promises.promise import fulfill
+from ..promises.promise import Signal, fulfill
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
-from .reactor import DrivingSignal
 
 
 class BackPressure:
@@ -29,7 +28,7 @@ class BackPressure:
         self._dispatcher = dispatcher
         self._limit = limit
         # Settled when the queue may have room, the pool is closed, or the caller stops waiting.
-        self._waiting: deque[tuple[DroneHandle | None, DrivingSignal[None]]] = deque()
+        self._waiting: deque[tuple[DroneHandle | None, Signal[None]]] = deque()
 
     def __bool__(self) -> bool:
         """Return whether any caller waits."""
@@ -42,12 +41,11 @@ class BackPressure:
         """Wait until the queue has room or the pool is closed.
 
         Returns at once, although the queue is full, in a thread that settles promises or holds the
-        reactor's lock: such a thread would wait for itself. A thread that waits may read results
-        meanwhile.
+        reactor's lock: such a thread would wait for itself.
         """
         dispatcher, reactor = self._dispatcher, self._dispatcher.reactor
         while not self.has_room(target) and dispatcher.refusal is None and reactor.can_wait():
-            room: DrivingSignal[None] = DrivingSignal(reactor)
+            room: Signal[None] = Signal()
             self._waiting.append((target, room))
             try:
                 if not self.has_room(target) and dispatcher.refusal is None:

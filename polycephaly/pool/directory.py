@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary, finalize
 
 from ..errors import DroneDied, Lost
 from ..memory.references import Received, load
-from ..promises.promise import Promise, fulfill, pickling_state, reject, stored_error
+from ..promises.promise import Promise, Signal, fulfill, pickling_state, reject, stored_error
 from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
 from ..wire.kept_values import unpack_answer, unpack_kept_values
@@ -35,7 +35,6 @@ from ..wire.placeholders import known_owners, resolve
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .interfaces import State
-from .reactor import DrivingSignal
 from .task import Task
 
 
@@ -124,7 +123,7 @@ class RemoteObject:
                 f"{self.description} belongs to another process, from which this one was forked"
             )
         if packed is None:
-            fetch: DrivingSignal[Any] = DrivingSignal(dispatcher.reactor)
+            fetch: Signal[Any] = Signal()
             dispatcher.post(self.directory.fetch, self, fetch)
 
             # The reactor's lock will never be taken again for this pool.

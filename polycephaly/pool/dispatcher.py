@@ -71,8 +71,6 @@ log = logging.getLogger(__name__)
 # Interval of the checks whether a malformed message has replaced an answer.
 LOST_ANSWER_CHECK_SECONDS = 0.25
 _MAX_BATCH_TASKS = 2048
-# A mask: once in so many calls, a thread that submits many tasks serves the drones.
-_CATCH_UP_MASK = 1024 - 1
 MAX_UNSWEPT_TASKS = 1000
 """Cancelled tasks that may stay in queues that are shorter than that."""
 
@@ -202,7 +200,7 @@ class Dispatcher(DispatcherBase):
                     self._reject_waiting()
             else:
                 self._enqueue(task)
-        except BaseException:  # Ctrl-C: the caller will not get the promise
+        except BaseException:  # Ctrl-C, for example: the caller will not get the promise
             task.cancel()
             raise
         return task
@@ -275,12 +273,8 @@ class Dispatcher(DispatcherBase):
         else:
             queue = self.queue
             queue.append(task)
-        if self.wants_tasks:
-            self.reactor.send_tasks(self)
-        elif self.needs_dispatch:
+        if self.wants_tasks or self.needs_dispatch:  # else an answer makes room, and wakes it
             self.reactor.wake()
-        elif not task.number & _CATCH_UP_MASK:
-            self.reactor.catch_up()
         if self.has_ended:
             self.reject_all(queue)
 

@@ -52,12 +52,13 @@ def with_seed(
 
 
 class EventLoop(Protocol):
-    """Any thread may call `post` and `drive`, only callbacks of the loop the others."""
+    """Any thread may call `post`, only callbacks of the loop the others."""
+
+    belongs_to_parent: bool  # this process is a fork of the one that has the loop
 
     def post(self, callback: Callable[[], object], /) -> None: ...
     def call_later(self, seconds: float, callback: Callable[[], object], /) -> object: ...
     def deliver(self, callback: Callable[[], object], /) -> None: ...
-    def drive(self, promise: Promise[Any], deadline: float | None, /) -> None: ...
 
 
 class TaskRunner:
@@ -132,6 +133,7 @@ class _NoRunner(TaskRunner):
     """
 
     refusal = RuntimeError("the pool has ended")
+    belongs_to_parent = False
     reactor: Any
 
     def __init__(self) -> None:
@@ -141,9 +143,6 @@ class _NoRunner(TaskRunner):
 
     def post(self, callback: Callable[..., object], *args: Any) -> None:
         """Do nothing: a task that is settled has nothing left to withdraw."""
-
-    def drive(self, promise: Promise[Any], deadline: float | None) -> None:
-        """Do nothing: the promise has been settled since the caller last looked."""
 
 
 NO_RUNNER: Any = _NoRunner()

@@ -1,4 +1,4 @@
-"""The event loop of a controller process, which callers help to run.
+"""The event loop of a controller process, in a thread of its own.
 
     callers ──append──> dispatcher.queue ┐           ┌──WORK──> fast transport, or ROUTER ──> drones
     callers ──post────> inbox ───────────┤──lock─────┤
@@ -7,14 +7,14 @@
     zygotes ──> parent-death pipes ──────┤
     drones' output ────> pipes ──────────┘
 
-All state of its tenants, the dispatchers with their drone handles, is changed while holding the
-reactor's lock (`_lock`): by the reactor's thread, by a caller that finds a drone idle (and sends
-its task itself), or by a caller that waits (and reads the results itself). So a round trip crosses
-no thread. No code of users runs under the lock, except that the garbage collector may run a
-finalizer of theirs there: a finalizer can submit, and an attempt to wait is refused.
+All state of its tenants, the dispatchers with their drone handles, is changed by the reactor's
+thread alone, which holds its lock (`_lock`) meanwhile, so that a fork waits for a safe point.
+Callers append, wake the thread, and wait for promises: whatever happens to a caller happens to no
+pool. No code of users runs under the lock, except that the garbage collector may run a finalizer of
+theirs there: a finalizer can submit, and an attempt to wait is refused.
 
-The reactor starts with the first tenant and ends with the last. Why waiting threads read the
-results, and why no wake-up is lost: see docs/decisions/0004-waiting-is-driving.md.
+The reactor starts with the first tenant and ends with the last. See
+docs/decisions/0004-a-loop-thread.md.
 """
 
 from __future__ import annotations
@@ -22,35 +22,22 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import select
 import sys
-import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
-from ..errors import is_own_frame
 from ..promises import promise as promises
 from ..promises.event_loop import EventLoop
-from ..promises.promise import Promise, Signal, main_thread_calls, settling_threads
-from ..runtime import fork_guard, parent_death
-from ..runtime.clock import monotonic
-from ..runtime.deferred_sigint import DeferredSigint, end_by_sigint, is_safe_from_signals
-from ..runtime.system_limits import watch
+from ..promises.promise import settling_threads
+from ..runtime import fork_guard
+from ..runtime.deferred_sigint import end_by_sigint
 from ..runtime.timers import Timer
-from ..runtime.tuning import tuning
 from ..wire.output import Line, Listener
 
 log = logging.getLogger(__name__)
-
-# Tasks that a delivery makes ready: if fewer, they wait for its end, to be sent as one message.
-MIN_TASKS_SENT_EARLY = 32
-# Seconds that a result that no thread waits for may stay unread on a lent fast transport.
-TICK_SECONDS = 0.002
 
 S = TypeVar("S")
 
@@ -77,7 +64,7 @@ class Tenant:
     unqueued_tasks: Callable[[], list[Any]]
     queue: deque[Any]
     wants_tasks = False
-    """Tasks in `queue` can be sent: a thread that adds one calls `Reactor.send_tasks`."""
+    """Tasks in `queue` can be sent: a thread that adds one wakes the reactor."""
     needs_dispatch = False
     """`dispatch` may have something to send that is not in `queue`."""
 
@@ -190,20 +177,6 @@ def _end_with_interpreter() -> None:
         end_by_sigint()
 
 
-def _is_in_callback(frame: FrameType | None) -> bool:
-    """Return whether `frame` is of a callback of users, which may block for ever."""
-    module = ""
-    while frame is not None and not is_own_frame(frame):
-        module = str(frame.f_globals.get("__name__"))
-        frame = frame.f_back
-    # Logging: of the error of an earlier callback, by one of the callers.
-    return (
-        frame is not None
-        and module not in ("", "logging")
-        and frame.f_code in Promise._callback_callers
-    )
-
-
 class Reactor(EventLoop):
     def __init__(self) -> None:
         super().__init__("polycephaly-reactor", self._run_tenants)
@@ -215,22 +188,6 @@ class Reactor(EventLoop):
         that nothing is left of either.
         """
         self._sources_made: dict[Any, Any] = {}
-        self._driver_lock = threading.Lock()
-        self._driver_id = 0  # the thread that holds `_driver_lock`
-        self._lent_to_driver = False
-        self._driven_since_tick = False
-        self._next_tick = 0.0
-        self._fast_callbacks: dict[int, Callable[[], object]] = {}
-        self._nudge_lock = threading.RLock()
-        with ExitStack() as undo:
-            undo.callback(self._files.close)
-            self._fast_epoll = parent_death.close_in_child(select.epoll())
-            undo.callback(parent_death.close, self._fast_epoll)
-            self._nudge_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, self._nudge_fd)
-            watch(self._fast_epoll, self._nudge_fd, select.EPOLLIN)
-            self.watch(self._fast_epoll.fileno(), lambda: self._read_fast(self._fast_epoll.poll(0)))
-            undo.pop_all()
         promises.holds_reactor_lock = self._lock.is_held_here
         atexit.unregister(_end_with_interpreter)
         atexit.register(_end_with_interpreter)
@@ -255,152 +212,11 @@ class Reactor(EventLoop):
                 source = self._sources_made[kind] = kind(self)
             return source
 
-    def send_tasks(self, tenant: Tenant) -> None:
-        """Send the tasks of `tenant` from this thread, if no other thread holds the lock.
-
-        Called when a tenant that wants tasks has got one.
-        """
-        if get_ident() == self._deliverer and len(tenant.queue) < MIN_TASKS_SENT_EARLY:
-            return  # the queues are checked after the delivery
-        if self._lock.is_held_here() or not is_safe_from_signals():
-            self.wake()
-            return
-        with DeferredSigint():
-            while tenant.wants_tasks and (tenant.queue or tenant.needs_dispatch):
-                if not self._lock.acquire(blocking=False):
-                    self.wake()
-                    return
-                try:
-                    tenant.dispatch(self.timers.now())
-                    tenant.after_critical_section()
-                finally:
-                    self._lock.release()
-                if self._deliveries:
-                    self.wake()
-
-    def catch_up(self) -> None:
-        """Send tasks and receive results in the thread of a caller that submits much.
-
-        Such a caller leaves the interpreter to no other thread. The reactor's thread settles the
-        results, because this thread does not wait for them.
-        """
-        if is_safe_from_signals() and not self._lock.is_held_here():
-            with DeferredSigint():
-                # The thread that holds the lock may be waiting for the interpreter, which this
-                # thread has.
-                if self._lock.acquire(timeout=TICK_SECONDS):
-                    try:
-                        if not self.has_ended:
-                            self._read_fast(self._fast_epoll.poll(0))
-                            self._run_tenants()
-                    finally:
-                        self._lock.release()
-                if self._deliveries or self._can_send():
-                    self.wake()
-
-    def drive(self, promise: Promise[Any], deadline: float | None) -> None:
-        """Read the fast transports until `promise` is settled or the time is `deadline`.
-
-        Returns at once if another thread does so, or this one cannot. The caller then waits for a
-        lock. Called by `Promise._wait`, which refuses threads that settle promises or hold the
-        lock.
-        """
-        if self.belongs_to_parent:
-            raise RuntimeError(
-                f"{promise!r} belongs to another process, of which this one is a fork"
-            )
-        if not is_safe_from_signals():
-            return
-        deferred_sigint = DeferredSigint()
-        deferred_sigint.on_trip, deferred_sigint.may_raise = self._nudge, _is_in_callback
-        with deferred_sigint:
-            # A finalizer in a drive of this thread: no other thread would drive.
-            nested = self._driver_id == get_ident()
-            if not nested and not self._driver_lock.acquire(blocking=False):
-                return
-            self._driver_id = get_ident()
-            hook = self._nudge_driver
-            try:
-                self._driven_since_tick = True
-                if not self._lent_to_driver and not self.has_ended:
-                    self._lent_to_driver = True
-                    self._epoll.modify(self._fast_epoll.fileno(), 0)
-                    self.wake()  # so that its thread ticks
-                promise.add_done_callback(hook)
-                self._drive(promise, deadline, deferred_sigint)
-            finally:
-                promise.remove_done_callback(hook)
-                if not nested:
-                    self._driver_id = 0
-                    self._driver_lock.release()
-
     def can_wait(self) -> bool:
         """Return True if promises go on being settled while this thread waits."""
         return not (self.has_ended or get_ident() in settling_threads or self._lock.is_held_here())
 
-    def _reclaim_fast_epoll(self) -> None:
-        """Take back the fast transports, if they were not used since the last tick.
-
-        Called by the reactor's thread at a tick.
-        """
-        now = self.timers.now()
-        if now < self._next_tick:
-            return
-        self._next_tick = now + TICK_SECONDS
-        if self._driver_lock.acquire(blocking=False):
-            if not self._driven_since_tick:
-                self._lent_to_driver = False
-                # It stayed registered: at a limit, another registration could fail.
-                self._epoll.modify(self._fast_epoll.fileno(), select.EPOLLIN)
-            self._driven_since_tick = False
-            self._driver_lock.release()
-
-    def _drive(
-        self, promise: Promise[Any], deadline: float | None, deferred_sigint: DeferredSigint
-    ) -> None:
-        events: list[tuple[int, int]] = []
-        while not (promise.done() or deferred_sigint.tripped or self.has_ended):
-            if main_thread_calls and get_ident() == threading.main_thread().ident:
-                return  # the caller makes these calls, and the reactor's thread takes over
-            # A finalizer may just have driven, and have received the result.
-            if not (self._can_send() or promise.done()):
-                remaining = None if deadline is None else deadline - monotonic()
-                if remaining is not None and remaining <= 0:
-                    return
-                interval = tuning.signal_check_seconds
-                events = self._fast_epoll.poll(
-                    interval if remaining is None else min(remaining, interval)
-                )
-            with self._lock:
-                self._read_fast(events)
-                self._run_tenants()
-            if self._deliveries:
-                self._deliver()
-
-    def _nudge(self) -> None:
-        if not self.has_ended:
-            os.eventfd_write(self._nudge_fd, 1)
-
-    def _nudge_driver(self, promise: Promise[Any]) -> None:
-        """Wake the driving thread, from the thread that settles its promise.
-
-        `_end` closes the descriptor under the same lock. A Ctrl-C may nudge without the lock, but
-        only while a thread drives, and then the reactor does not end.
-        """
-        if get_ident() != self._driver_id:
-            with self._nudge_lock:
-                self._nudge()
-
     # -- holding the lock: used by tenants --------------------------------------------------------
-
-    def watch_fast(self, fd: int, callback: Callable[[], object]) -> None:
-        """As `watch`, also by threads that wait for a promise: see `drive`."""
-        watch(self._fast_epoll, fd, select.EPOLLIN)
-        self._fast_callbacks[fd] = callback
-
-    def unwatch_fast(self, fd: int) -> None:
-        if self._fast_callbacks.pop(fd, None) is not None:
-            self._fast_epoll.unregister(fd)
 
     def kill_all(self) -> None:
         for tenant in list(self.tenants):
@@ -416,27 +232,6 @@ class Reactor(EventLoop):
                 tenant.after_critical_section()
             except Exception as error:
                 tenant.fail(error)
-
-    def _read_fast(self, events: list[tuple[int, int]]) -> None:
-        for fd, _ in events:
-            callback = self._fast_callbacks.get(fd)
-            if callback is not None:
-                callback()
-            elif fd == self._nudge_fd:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(fd)
-
-    def _after_deliveries(self) -> None:
-        if self._can_send():
-            self._run_tenants()
-
-    def _poll(self, timeout: float) -> list[tuple[int, int]]:
-        events = super()._poll(
-            min(timeout, TICK_SECONDS) if self._lent_to_driver or not self.users else timeout
-        )
-        if self._lent_to_driver:
-            self._reclaim_fast_epoll()
-        return events
 
     def _has_anything_to_do(self) -> bool:
         has_callbacks = bool(self.last_callbacks and self.users)
@@ -457,23 +252,16 @@ class Reactor(EventLoop):
         return ended
 
     def _end(self) -> bool:
-        """End the reactor, unless it has been acquired again.
-
-        While a thread drives, the reactor does not end. Its thread tries again soon after.
-        """
+        """End the reactor, unless it has been acquired again."""
         global _reactor
-        with fork_guard.guard, ExitStack() as last:
-            if self.users or self._inbox or not self._driver_lock.acquire(blocking=False):
+        with fork_guard.guard:
+            if self.users or self._inbox:
                 return False
-            last.callback(self._driver_lock.release)
             if _reactor is self:
                 _reactor = None
             for source in self._sources_made.values():
                 source.close()
-            with self._nudge_lock:
-                self.release_resources()
-            parent_death.close(self._fast_epoll)
-            os.close(self._nudge_fd)
+            self.release_resources()
         return True
 
     def release(self) -> None:
@@ -481,14 +269,3 @@ class Reactor(EventLoop):
         with fork_guard.guard:
             self.users -= 1
         self.wake()
-
-
-class DrivingSignal(Signal[S]):
-    """A signal that the reactor's work settles: a thread that waits for it helps with that."""
-
-    def __init__(self, reactor: Reactor) -> None:
-        super().__init__()
-        self._reactor = reactor
-
-    def _help(self, deadline: float | None) -> None:
-        self._reactor.drive(self, deadline)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from ..errors import Malformed
-from ..promises.promise import fulfill
+from ..promises.promise import Signal, fulfill
 from ..runtime.checks import check_positive_seconds
 from ..runtime.clock import monotonic
 from ..wire.messages import FRAMES
 from .drone_handle import DroneHandle
-from .reactor import DrivingSignal, Tenant
+from .reactor import Tenant
 from .task import Task
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ class _Answer(NamedTuple):
     state: str  # if no task runs
 
 
-class DroneRequest(DrivingSignal[T | None]):
+class DroneRequest(Signal[T | None]):
     """A request to one drone. The value is None if the drone cannot be asked."""
 
     question: tuple[bytes, *tuple[int, ...]] = (FRAMES,)
     """The arguments of `DroneHandle.request_frames`."""
 
     def __init__(self, dispatcher: Tenant, handle: DroneHandle) -> None:
-        super().__init__(dispatcher.reactor)
+        super().__init__()
         self.handle = handle
         self.was_sent = False
 

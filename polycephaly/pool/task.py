@@ -504,10 +504,11 @@ class Task(Promise[Any]):
     def _dependencies(self) -> Sequence[Promise[Any]]:
         return [each for each in self.inputs if isinstance(each, Promise) and not each.done()]
 
-    def _help(self, deadline: float | None) -> None:
+    def _before_wait(self, deadline: float | None) -> None:
+        if self.dispatcher.reactor.belongs_to_parent:
+            raise RuntimeError(f"{self!r} belongs to another process, of which this one is a fork")
         if self.inputs and deadline is None:
             self.dispatcher.note_waiting_thread()
-        self.dispatcher.reactor.drive(self, deadline)
 
     @property
     def handle(self) -> Any:

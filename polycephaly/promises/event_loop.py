@@ -5,12 +5,13 @@
     timers ──────────────────────┘
 
 No code of users runs while the lock is held, and no callback there blocks. Values are unpickled,
-promises settled and lines printed after the release, from `deliver`, by one thread at a time and in
-order.
+promises settled and lines printed after the release, from `deliver`, in order. Only the loop's
+thread takes the lock, and forks, which wait for a safe point of that thread.
 
 No wake-up is lost. The loop's thread sets `_asleep`, then looks for something to do, then polls; a
 caller hands something over, then reads `_asleep`, then wakes the thread. So one of the two sees the
-other.
+other. A caller that is interrupted in the middle of this, by an exception, delays what it has
+handed over, and what other callers hand over meanwhile, by `MAX_SLEEP_SECONDS` at most.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import select
 import sys
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Protocol
@@ -33,7 +34,7 @@ from .promise import SafeLog, callbacks, settling_threads
 
 log = SafeLog(logging.getLogger(__name__))
 
-MAX_WAIT_SECONDS = 3600.0  # the kernel does not accept a timeout of years
+MAX_SLEEP_SECONDS = 1.0
 
 
 class Source(Protocol):
@@ -61,6 +62,32 @@ def _refuse_green_sockets() -> None:
             )
 
 
+class _Bell:
+    """An eventfd that wakes a loop. It is closed when no thread is left that may ring it: otherwise
+    a caller that was about to ring could write into another file that has got the number.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
+
+
+def _ring_nothing() -> None:
+    """Do nothing: the loop has ended."""
+
+
 class EventLoop:
     """The loop, whose thread runs from `start` on, until it is told to `stop`."""
 
@@ -81,19 +108,17 @@ class EventLoop:
         """Called while holding the lock: have the callback called after its release. The order is
         that of the calls. The callback may run code of users.
         """
-        self._deliverer: int | None = None  # the thread that runs deliveries, if any
         self._stopping = self._asleep = self._turn_requested = False
         with ExitStack() as undo:
             self._epoll = parent_death.close_in_child(select.epoll())
             undo.callback(parent_death.close, self._epoll)
-            self._wakeup = parent_death.close_in_child(
-                parent_death.Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-            )
-            undo.callback(parent_death.close, self._wakeup)
-            watch(self._epoll, self._wakeup.fd, select.EPOLLIN)
+            bell = parent_death.close_in_child(_Bell())
+            undo.callback(parent_death.CLOSED_IN_CHILD.discard, bell)
+            # Each ring is an event of its own (EPOLLET), so nothing has to be read.
+            watch(self._epoll, bell.fileno(), select.EPOLLIN | select.EPOLLET)
+            self._ring: Callable[[], object] = bell.ring
+            undo.callback(setattr, self, "_ring", _ring_nothing)
             self._files = undo.pop_all()
-        self._wake_poller = select.poll()  # not select(): no descriptors from 1024 on
-        self._wake_poller.register(self._wakeup.fd, select.POLLIN)
 
     def start(self) -> None:
         _loops.add(self)
@@ -140,12 +165,10 @@ class EventLoop:
             self.wake()
 
     def wake(self) -> None:
+        """Have the loop's thread look for something to do."""
         if self._asleep:
-            try:
-                del self._wakeup_token
-            except AttributeError:  # another thread wakes the loop
-                return
-            os.eventfd_write(self._wakeup.fd, 1)
+            self._asleep = False  # so that one ring serves all that comes until it has woken up
+            self._ring()
 
     # -- holding the lock --------------------------------------------------------------------------
 
@@ -174,17 +197,28 @@ class EventLoop:
     # -- the loop's thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._run_once()
-            if self._deliveries:
-                self._deliver()
-            self._run_jobs_outside_lock()
-            if self._end_if_over():
-                return
-            self._sleep()
+        me = get_ident()
+        settling_threads.add(me)
+        try:
+            events: list[tuple[int, int]] = []
+            while True:
+                with self._lock:
+                    self._run_once(events)
+                if self._deliveries:
+                    self._deliver()
+                if self._jobs_outside_lock:
+                    self._run_jobs_outside_lock()
+                if self._end_if_over():
+                    return
+                events = self._sleep()
+        finally:
+            settling_threads.discard(me)
 
-    def _run_once(self) -> None:
+    def _run_once(self, events: Iterable[tuple[int, int]] = ()) -> None:
+        for fd, _ in events:
+            callback = self._watched.get(fd)
+            if callback is not None:
+                self._call_guarded(callback)
         self._turn_requested = False  # before `after_turn` looks for work
         inbox = self._inbox
         while inbox:
@@ -221,68 +255,36 @@ class EventLoop:
             log.exception("a bug in polycephaly: %r failed", callback)
 
     def _deliver(self) -> None:
-        """Make the deliveries, unless another thread does, which then makes these too. Called
-        without the lock.
-        """
-        me = get_ident()
-        is_outermost = me not in settling_threads
+        """Make the deliveries. Called without the lock."""
         while self._deliveries:
-            with self._lock:
-                if self._deliverer is not None:
-                    return
-                self._deliverer = me
-            settling_threads.add(me)
-            while self._deliveries:
-                callback = self._deliveries.popleft()
-                generation = forked.generation
-                try:
-                    callback()
-                except BaseException as error:  # SystemExit too: this thread serves all
-                    if me == self.thread.ident:
-                        forked.exit_if_forked(generation, error)
-                    callbacks.exception("a callback failed")
-                if me == self.thread.ident:
-                    forked.exit_if_forked(generation)
-            with self._lock:
-                self._deliverer = None
-                self._after_deliveries()
-            if is_outermost:
-                settling_threads.discard(me)
-
-    def _after_deliveries(self) -> None:
-        """Act on the deliveries just made. Called while holding the lock."""
+            callback = self._deliveries.popleft()
+            generation = forked.generation
+            try:
+                callback()
+            except BaseException as error:  # SystemExit too: this thread serves all
+                forked.exit_if_forked(generation, error)
+                callbacks.exception("a callback failed")
+            forked.exit_if_forked(generation)
 
     def _run_jobs_outside_lock(self) -> None:
         while self._jobs_outside_lock:
             self._call_guarded(self._jobs_outside_lock.popleft())
 
-    def _sleep(self) -> None:
-        self._wakeup_token = True
+    def _sleep(self) -> list[tuple[int, int]]:
+        """Wait for something to do, and return the events of descriptors."""
         self._asleep = True
-        with self._lock:  # one thread at a time may use the socket and the timers
+        with self._lock:
             must_wait, remaining = not self._has_anything_to_do(), self.timers.seconds_left()
         if must_wait:
             events = self._poll(
-                MAX_WAIT_SECONDS if remaining is None else min(remaining, MAX_WAIT_SECONDS)
+                MAX_SLEEP_SECONDS if remaining is None else min(remaining, MAX_SLEEP_SECONDS)
             )
         else:
             # Descriptors are polled even so: a drone that sends by bulk without end must not starve
             # them.
             events = self._epoll.poll(0)
         self._asleep = False
-        try:
-            del self._wakeup_token
-        except AttributeError:
-            # If `_wakeup_token` is gone, a caller has taken it: the eventfd has been written or is
-            # about to be. Its write is awaited, so that it does not come later.
-            self._wake_poller.poll()
-            os.eventfd_read(self._wakeup.fd)
-        if events:
-            with self._lock:
-                for fd, _ in events:
-                    callback = self._watched.get(fd)
-                    if callback is not None:
-                        self._call_guarded(callback)
+        return events
 
     def _poll(self, timeout: float) -> list[tuple[int, int]]:
         return self._epoll.poll(timeout)
@@ -291,7 +293,7 @@ class EventLoop:
         return bool(
             self._inbox
             or self._turn_requested
-            or (self._deliveries and self._deliverer is None)
+            or self._deliveries
             or self._jobs_outside_lock
             or self._stopping
             or (self._sources and any(source.has_input() for source in self._sources))

@@ -6,7 +6,7 @@ until a thread waits in a way that needs one.
     settler (reactor, canceller, user)            waiter, callback, `await`
     S1  del self._unclaimed  (claims, once)       W1  append a hook to self._hooks
     S2  result, exception, then _state            W2  look at _state: if settled, pop hooks
-    S3  pop hooks one by one, call each
+    S3  pop hooks one by one, call each               (a thread that waits only ends its wait)
 
     between S1 and S2: look for a condition.      the standard library's wait(), as_completed()
     If there is one, give the claim back, do      C1  make self._made_condition
@@ -16,7 +16,7 @@ until a thread waits in a way that needs one.
 See docs/decisions/0005-lock-free-promises.md for the proof that no wake-up is lost.
 
 This module does not know drones. Classes derived from `Promise` (pool/task.py) define how it is
-withdrawn (`_withdraw`), whether its task runs (`running`) and how a waiting thread helps (`_help`).
+withdrawn (`_withdraw`), whether its task runs (`running`) and who may not wait (`_before_wait`).
 """
 
 from __future__ import annotations
@@ -92,9 +92,19 @@ thread between two awaits. The second makes a green thread await a promise.
 """
 
 main_thread_calls: deque[Callable[[], object]] = deque()
-"""What the main thread calls while it waits for a promise, because no other thread may: a cell's
-`input`. An interrupt there is one of the wait.
-"""
+"""What `call_in_main_thread` has added, and the main thread has not called yet."""
+_main_thread_wakers: list[Callable[[], object]] = []
+"""Each wakes a wait of the main thread; a wait in a signal handler lies within another."""
+
+
+def call_in_main_thread(callback: Callable[[], object]) -> None:
+    """Have the main thread call `callback` while it waits for a promise, because no other thread
+    may: a cell's `input`. An interrupt there is one of the wait.
+    """
+    main_thread_calls.append(callback)
+    for wake in tuple(_main_thread_wakers):
+        wake()
+
 
 waiting_threads: dict[int, tuple[Promise[Any], float | None]] = {}
 """For each native thread that waits: the promise, and the deadline (`time.monotonic`; None: no
@@ -319,10 +329,9 @@ class Promise(Future[T], Handle, Generic[T]):
         Must not block. May be called twice.
         """
 
-    def _help(self, deadline: float | None) -> None:
-        """Help to settle promises while the caller waits.
-
-        Return when the promise is settled or `time.monotonic()` reaches `deadline`.
+    def _before_wait(self, deadline: float | None) -> None:
+        """Do what is due before this thread waits, until `deadline` (`time.monotonic`; None: no
+        limit) at most. Raise an error if it must not wait.
         """
 
     _awaited: tuple[Future[Any], ...] = ()
@@ -428,6 +437,13 @@ class Promise(Future[T], Handle, Generic[T]):
             finally:
                 del fn  # see `_apply_and_follow`
             return
+        self._add_hook(fn)
+        del fn  # see `_apply_and_follow`
+        if self.done():
+            self._run_hooks(self._hook_index)
+
+    def _add_hook(self, hook: Callable[[Promise[T]], object]) -> None:
+        """Add a callback that is not called here, even if the promise is settled."""
         hooks = self._hooks
         if hooks is None:
             hooks = []
@@ -436,10 +452,7 @@ class Promise(Future[T], Handle, Generic[T]):
                 self._hooks = hooks
             else:
                 hooks = self._hooks
-        hooks.append(fn)
-        del fn  # see `_apply_and_follow`
-        if self.done():
-            self._run_hooks(self._hook_index)
+        hooks.append(hook)
 
     def remove_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
         """Remove `fn` once, if it was added and was not called yet.
@@ -664,14 +677,6 @@ class Promise(Future[T], Handle, Generic[T]):
             finally:
                 worst = None
 
-    def _apply(self, fn: Callable[[T], U]) -> U:
-        return fn(self.result())
-
-    _callback_callers = frozenset(
-        function.__code__ for function in (_run_hooks, _run_all_hooks, _apply)
-    )
-    """The code that calls callbacks of users, and is prepared for any error of these."""
-
     def _wait(self, timeout: float | None) -> None:
         if not self.done():
             if holds_own_lock():
@@ -694,7 +699,7 @@ class Promise(Future[T], Handle, Generic[T]):
                 waiting_threads[me] = self, deadline
                 if is_end_requested is not None and is_end_requested(me, False):
                     self._cancel_with_waiter()
-                self._help(deadline)
+                self._before_wait(deadline)
                 if not self.done():
                     self._wait_for_settler(timeout, deadline)
             except KeyboardInterrupt:
@@ -716,26 +721,37 @@ class Promise(Future[T], Handle, Generic[T]):
                 del error, self  # see `result`
 
     def _wait_for_settler(self, timeout: float | None, deadline: float | None) -> None:
-        settled = allocate_lock()
-        settled.acquire()
+        woken = allocate_lock()
+        woken.acquire()
 
-        def wake(_: Promise[Any]) -> None:
-            settled.release()
+        def wake(_: Promise[Any] | None = None) -> None:
+            try:
+                woken.release()
+            except RuntimeError:  # it has been woken already
+                pass
 
-        self.add_done_callback(wake)
         in_main = get_ident() == main_thread().ident
         interval = tuning.signal_check_seconds if in_main else tuning.settled_check_seconds
-        while not self.done():
-            if in_main and main_thread_calls:
-                main_thread_calls.popleft()()
-            remaining = interval if deadline is None else min(deadline - monotonic(), interval)
-            if settled.acquire(timeout=max(0.0, remaining)):
-                break
-            self._on_wait_interval()
-            if deadline is not None and monotonic() >= deadline:
+        try:
+            if in_main:
+                _main_thread_wakers.append(wake)
+            # If the promise is settled meanwhile, other callbacks are not this thread's to call:
+            # it would be late, or the caller hold a lock that they need.
+            self._add_hook(wake)
+            while not self.done():
+                if in_main and main_thread_calls:
+                    main_thread_calls.popleft()()
+                    continue
+                remaining = interval if deadline is None else min(deadline - monotonic(), interval)
+                if not woken.acquire(timeout=max(0.0, remaining)):
+                    self._on_wait_interval()
+                    if deadline is not None and monotonic() >= deadline and not self.done():
+                        raise TimeoutError(f"{self!r} was not settled within {timeout} s")
+        finally:
+            if wake in _main_thread_wakers:
+                _main_thread_wakers.remove(wake)
+            if not self.done():
                 self.remove_done_callback(wake)
-                if not self.done():
-                    raise TimeoutError(f"{self!r} was not settled within {timeout} s")
 
     def _await_in_asyncio(self) -> Generator[Any, None, None]:
         import asyncio
@@ -859,7 +875,7 @@ def _apply_and_follow(
             _follow(after, done)
             return
         try:
-            value = done._apply(fn)
+            value = fn(done.result())
         except BaseException as error:
             trampoline.run(after._settle, FINISHED, None, error)
             return

@@ -1,14 +1,12 @@
 """Keep Ctrl-C out of critical sections.
 
-Code that changes the reactor's state may run in the main thread, because the main thread drives the
-reactor while it waits. CPython runs signal handlers in the main thread between any two bytecodes,
-and Python's own handler for SIGINT raises. `DeferredSigint` replaces that handler by one that only
-records the signal. On exit, when the state is consistent again, the original handler is called.
-Swapping twice costs about 0.5 us.
+CPython runs signal handlers in the main thread between any two bytecodes, and Python's own handler
+for SIGINT raises. `DeferredSigint` replaces that handler by one that only records the signal. On
+exit, when the state is consistent again, the original handler is called. Swapping twice costs about
+0.5 us.
 
 Handlers of other signals may raise as well (an alarm used as a time limit). Swapping those too
-would cost more than it is worth. If the program has installed a handler for one of `_SIGNAL_NAMES`,
-SIGINT is not deferred: the task is left to the reactor's thread, where no handler ever runs.
+would cost more than it is worth. `is_safe_from_signals` tells whether there are any.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def is_safe_from_signals() -> bool:
     """
     if get_ident() != _main_thread_id:
         return True
-    # A plain loop, because this is on the path of every round trip.
+    # A plain loop, because this is on the path of each wake-up of a green thread.
     for number in _OTHER_SIGNALS:  # noqa: SIM110
         if callable(getsignal(number)):
             return False
@@ -59,15 +57,11 @@ def end_by_sigint() -> None:
 class DeferredSigint:
     """A context manager that defers SIGINT in the main thread, and does nothing in other threads.
 
-    The block sets `tripped` if a SIGINT arrives, and then calls `on_trip`, if set, which ends a
-    wait. The deferred handler runs on exit. A second SIGINT is not deferred where `may_raise`, if
-    set, which gets the interrupted frame, returns True.
+    The deferred handler runs on exit.
     """
 
-    # No `__init__`, because this is on the path of every round trip.
+    # No `__init__`, because this is on the path of each wake-up of a green thread.
     tripped = False
-    on_trip: Callable[[], object] | None = None
-    may_raise: Callable[[FrameType | None], bool] | None = None
     handler: Callable[[int, FrameType | None], object] | None = None
     _frame: FrameType | None = None
 
@@ -80,12 +74,7 @@ class DeferredSigint:
         return self
 
     def _record(self, signum: int, frame: FrameType | None) -> None:
-        handler = self.handler
-        if self.tripped and handler and self.may_raise and self.may_raise(frame):
-            handler(signum, frame)
         self.tripped, self._frame = True, frame
-        if self.on_trip is not None:
-            self.on_trip()
 
     def __exit__(self, *exc: object) -> None:
         handler = self.handler

@@ -52,7 +52,7 @@ class Tuning:
     """Time for the next holder of a channel's end to report, after the last one has died."""
 
     # Waits
-    signal_check_seconds: float = 0.5
+    signal_check_seconds: float = 2.0
     """Interval at which a waiting main thread checks for a signal that came just before the wait,
     too late to end it.
     """

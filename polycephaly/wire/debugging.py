@@ -25,7 +25,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
 from .._compat import allows_input, kernel_allows_input, renew_in_child
-from ..promises.promise import main_thread_calls, waiting_threads
+from ..promises.promise import call_in_main_thread, main_thread_calls, waiting_threads
 from ..runtime.fork_guard import OwnThread
 
 RELEASE = "release"
@@ -133,7 +133,7 @@ class DebugRequest:
         if _own_terminal() is not None:
             OwnThread("polycephaly-debugged", self._lend).start()
         else:
-            main_thread_calls.append(self._lend_waiting)
+            call_in_main_thread(self._lend_waiting)
 
     def _lend(self) -> None:
         with _terminal_lock, suppress(OSError):  # another process may have attached
@@ -146,7 +146,7 @@ class DebugRequest:
         try:
             _debug_here(self._address)
         except TimeoutError:  # the drone talks with another process, or has just been stopped
-            main_thread_calls.append(self._lend_waiting)
+            call_in_main_thread(self._lend_waiting)
         except OSError:  # another process has attached
             pass
 

@@ -90,9 +90,6 @@ class LocalHandle(DroneHandle):
         self.bulk_unanswered += len(tasks)
         if self.bulk_open:
             self._bulk.send(self.identity, frames)
-            # In a caller's thread, the send may have consumed ZeroMQ's signal of an incoming
-            # message, for which the reactor is sleeping.
-            self.dispatcher.reactor.wake()
         else:
             self._bulk_waiting.append(frames)
             self._request_open()
@@ -146,7 +143,7 @@ class LocalHandle(DroneHandle):
         """Return a value that changes when the drone makes progress with its tasks.
 
         The control thread does not count, because its running shows only that the drone is alive.
-        A main thread that waits for promises looks up twice a second, and wakes the thread that
+        A main thread that waits for promises looks up now and then, and wakes the thread that
         runs green threads. So in that case only the steps of green threads count, and threads that
         compute. Otherwise each thread counts that the kernel has let run.
         """
@@ -197,7 +194,7 @@ class LocalHandle(DroneHandle):
         """Receive from now on."""
         assert self.fast_transport is not None
         self._bulk.receivers[self.identity] = self._receive_bulk
-        self.dispatcher.reactor.watch_fast(self.fast_transport.fileno(), self.receive)
+        self.dispatcher.reactor.watch(self.fast_transport.fileno(), self.receive)
 
     def receive(self) -> bool:
         """Handle one message of the fast transport, whose descriptor will report the next. Return
@@ -211,7 +208,7 @@ class LocalHandle(DroneHandle):
                 return False
             # The other end is closed; the zygote will report how the drone ended.
             if not frames:
-                self.dispatcher.reactor.unwatch_fast(self.fast_transport.fileno())
+                self.dispatcher.reactor.unwatch(self.fast_transport.fileno())
                 return False
             handle_message(self.dispatcher, self, frames)
         except Exception as error:
@@ -263,7 +260,6 @@ class LocalHandle(DroneHandle):
         self._bulk.receivers.pop(self.identity, None)
         ends: list[OutputSource | FastTransport] = [*self.streams]
         if self.fast_transport is not None:
-            reactor.unwatch_fast(self.fast_transport.fileno())
             ends.append(self.fast_transport)
         for end in ends:
             with suppress(ValueError, OSError):

@@ -229,13 +229,6 @@ class Connection(ServerConnection, TaskRunner):
         if self.has_ended:
             self._reject_all()
 
-    def drive(self, promise: Promise[Any], deadline: float | None) -> None:
-        """Raise if this process is a fork. A waiting thread has nothing to drive."""
-        if self.belongs_to_parent:
-            raise RuntimeError(
-                f"{promise!r} belongs to another process, of which this one is a fork"
-            )
-
     def close(self, *, cancel: str = "", wait: bool = True) -> None:
         """Disconnect, after all submitted tasks are done or cancelled.
 

@@ -1,0 +1,302 @@
+"""The pool's work is done by a thread of its own: what happens to a caller happens to no pool."""
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from faults import hold_until
+
+import polycephaly as poly
+from polycephaly.promises.promise import call_in_main_thread
+from polycephaly.runtime.tuning import tuning
+
+PACKAGE = os.path.dirname(str(poly.__file__)) + os.sep
+
+
+class Broken(Exception):
+    """What breaks a caller off."""
+
+
+def check_results(pool, count):
+    promises = [pool.promise(abs, -n) for n in range(count)]
+    assert [each.result(30) for each in promises] == [*range(count)]
+
+
+class Beside:
+    """A thread that submits and waits all the time. Its results are its own."""
+
+    def __init__(self, pool):
+        self.rounds, self._pool, self._over, self._error = 0, pool, threading.Event(), None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        try:
+            while not self._over.is_set():
+                check_results(self._pool, 20)
+                self.rounds += 1
+        except BaseException as error:
+            self._error = error
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive() and self._error is None and self.rounds, self._error
+
+
+def check_that_it_works_and_ends(pool):
+    check_results(pool, 100)
+    assert pool.doit(os.getpid) in [drone.pid for drone in pool.drones]
+    began = time.monotonic()
+    pool.shutdown()
+    assert time.monotonic() - began < 30
+
+
+def test_a_timeout_is_held_beside_a_callback_of_another_promise_that_waits_for_the_waiter(tmp_path):
+    let_go = threading.Event()
+    with poly.Pool(2) as pool:
+        unsettled = pool.promise(hold_until, str(tmp_path / "gate"))
+        pool.promise(time.sleep, 0.1).add_done_callback(lambda _: let_go.wait(20))
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            unsettled.result(0.5)
+        assert time.monotonic() - began < 10
+        let_go.set()
+        (tmp_path / "gate").touch()
+        assert unsettled.result(30) == "held"
+
+
+def test_no_callback_runs_in_a_thread_that_waits():
+    """A thread that waits may hold a lock, also one that it could take again."""
+    lock, ran, entered = threading.RLock(), set(), []
+
+    def callback(_):
+        ran.add(threading.get_ident())
+        if lock.acquire(blocking=False):
+            entered.append(threading.current_thread())
+            lock.release()
+
+    def wait():
+        waiters.add(threading.get_ident())
+        for _ in range(100):
+            promises = [pool.promise(abs, -1) for _ in range(5)]
+            for each in promises:
+                each.add_done_callback(callback)
+            for each in promises:
+                each.result(30)
+
+    waiters = set()
+    with poly.Pool(2) as pool:
+        # A callback that is added to a promise that has settled runs in that call.
+        other = [pool.promise(time.sleep, 0.02 * i) for i in range(10)]
+        for each in other:
+            each.add_done_callback(callback)
+        with lock:
+            assert pool.promise(time.sleep, 0.3).result(30) is None
+            for each in other:
+                each.result(30)
+        assert ran and threading.get_ident() not in ran and not entered
+        threads = [threading.Thread(target=wait) for _ in range(2)]
+        for each in threads:
+            each.start()
+        with lock:
+            while any(each.is_alive() for each in threads):
+                pool.promise(abs, -1).result(30)
+        assert threading.get_ident() not in ran and not set(entered) & {threading.main_thread()}
+
+
+def depth():
+    frame, counted = sys._getframe(1), 0
+    while frame is not None:
+        frame, counted = frame.f_back, counted + 1
+    return counted
+
+
+@pytest.mark.parametrize("does", ["waits", "submits", "waits for a promise of its own"])
+def test_near_the_recursion_limit_a_caller_harms_nobody(does):
+    def act():
+        task = pool.promise(abs, own if does == "waits for a promise of its own" else -7)
+        return task.result(30) if does == "waits" else task
+
+    def at_depth(frames):
+        return at_depth(frames - 1) if frames else act()
+
+    own, pool, returned, failed = poly.Promise(), poly.Pool(2), [], 0
+    with Beside(pool):
+        pool.doit(abs, -7)
+        for margin in range(120):
+            try:
+                returned.append(at_depth(sys.getrecursionlimit() - depth() - margin))
+            except RecursionError:
+                failed += 1
+    assert failed and returned
+    if does == "waits":
+        assert {*returned} == {7}
+    elif does == "submits":
+        assert {each.exception(30) and type(each.exception()) for each in returned} <= {
+            None,
+            RecursionError,  # of pickling the arguments
+        }
+    else:  # those that no caller has got are called off
+        for each in returned:
+            each.cancel()
+    check_that_it_works_and_ends(pool)
+
+
+@pytest.mark.parametrize("argument", ["a number", "a promise", "an array"])
+def test_an_exception_at_any_call_within_a_caller_harms_nobody(argument):
+    """Function entries are places where CPython raises asynchronous exceptions."""
+    seen = at = 0
+
+    def trace(frame, event, _):
+        nonlocal seen
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            seen += 1
+            if seen == at:
+                raise Broken
+
+    def call():
+        task = pool.promise(abs if argument == "a number" else len, given)
+        if argument == "a promise":
+            settler.submit(given.set_result, "seven")
+        return task.result(30)
+
+    expected = {"a number": 7, "a promise": 5, "an array": 100_000}[argument]
+    pool = poly.Pool(2)
+    with Beside(pool), ThreadPoolExecutor(1) as settler:
+        while seen >= at:
+            seen, at = 0, at + 1
+            given = {"a number": -7, "a promise": poly.Promise(), "an array": b"x" * 100_000}
+            given = given[argument]
+            sys.settrace(trace)
+            try:
+                assert call() == expected
+            except Broken:
+                pass
+            finally:
+                sys.settrace(None)
+    assert at > 20
+    check_that_it_works_and_ends(pool)
+
+
+def test_asynchronous_exceptions_in_callers_harm_nobody():
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    over, met = threading.Event(), []
+
+    def call():
+        while not over.is_set():
+            try:
+                while not over.is_set():
+                    assert pool.promise(abs, -7).result(30) == 7
+            except Broken:
+                met.append(Broken)
+
+    def call_on():
+        while not over.is_set():
+            try:
+                call()
+            except Broken:  # where `call` was about to go on
+                pass
+
+    chance, pool = random.Random(1), poly.Pool(2)
+    with Beside(pool):
+        callers = [threading.Thread(target=call_on) for _ in range(2)]
+        for each in callers:
+            each.start()
+        for _ in range(300):
+            time.sleep(chance.random() * 0.003)
+            ident = ctypes.c_ulong(chance.choice(callers).ident)
+            assert raise_in(ident, ctypes.py_object(Broken)) == 1
+        over.set()
+        for each in callers:
+            each.join(60)
+        assert not any(each.is_alive() for each in callers) and len(met) > 20
+    check_that_it_works_and_ends(pool)
+
+
+def test_a_signal_handler_that_raises_in_a_caller_harms_nobody():
+    def handler(_, frame):
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            raise Broken
+
+    def send_signals():
+        chance = random.Random(2)
+        for _ in range(300):
+            time.sleep(chance.random() * 0.003)
+            signal.pthread_kill(main, signal.SIGWINCH)
+
+    main, met, pool = threading.get_ident(), 0, poly.Pool(2)
+    before = signal.signal(signal.SIGWINCH, handler)
+    try:
+        with Beside(pool):
+            sender = threading.Thread(target=send_signals)
+            sender.start()
+            while sender.is_alive():
+                try:
+                    assert pool.promise(abs, -7).result(30) == 7
+                except Broken:
+                    met += 1
+            sender.join()
+    finally:
+        signal.signal(signal.SIGWINCH, before)
+    assert met > 20
+    check_that_it_works_and_ends(pool)
+
+
+def switches(threads):
+    """How often these threads have gone to sleep so far."""
+    total = 0
+    for each in threads:
+        with open(f"/proc/self/task/{each.native_id}/status") as status:
+            total += sum(int(line.split()[1]) for line in status if line.startswith("voluntary"))
+    return total
+
+
+@pytest.mark.parametrize("waits_in", ["the main thread", "another thread"])
+def test_a_wait_for_a_task_that_sleeps_costs_few_context_switches(waits_in, tmp_path):
+    seconds, gate = 4, str(tmp_path / "gate")
+    with poly.Pool(2) as pool:
+        pool.doit(abs, -1)
+        held = pool.promise(hold_until, gate)
+        waiter = threading.main_thread()
+        if waits_in == "another thread":
+            waiter = threading.Thread(target=held.result)
+            waiter.start()
+        threads = [waiter, *(t for t in threading.enumerate() if t.name == "polycephaly-reactor")]
+        assert len(threads) == 2
+        time.sleep(0.2)
+        before = switches(threads)
+        if waits_in == "another thread":
+            time.sleep(seconds)
+        else:
+            with pytest.raises(TimeoutError):
+                held.result(seconds)
+        assert switches(threads) - before <= 3 * seconds
+        (tmp_path / "gate").touch()
+        held.result(30)
+        if waits_in == "another thread":
+            waiter.join()
+
+
+def test_a_call_for_the_main_thread_wakes_it(monkeypatch):
+    """It does not look up for it now and then."""
+    monkeypatch.setattr(tuning, "signal_check_seconds", 100.0)
+    promise = poly.Promise()
+
+    def give_call():
+        time.sleep(0.3)
+        call_in_main_thread(lambda: promise.set_result(threading.current_thread()))
+
+    thread = threading.Thread(target=give_call)
+    thread.start()
+    assert promise.result(30) is threading.main_thread()
+    thread.join()
