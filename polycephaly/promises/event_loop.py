@@ -198,7 +198,7 @@ class EventLoop:
 
     def _run(self) -> None:
         me = get_ident()
-        settling_threads.add(me)
+        settling_threads.add(me)  # it must not wait for promises, nor for room in a pool
         try:
             events: list[tuple[int, int]] = []
             while True:

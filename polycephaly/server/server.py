@@ -27,7 +27,6 @@ import os
 import re
 import secrets
 import socket
-from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -53,7 +52,7 @@ from ..engines.remote.messages import Item, Result, pack_hello
 from ..errors import Malformed
 from ..pool.pool import Pool, dispatcher_of
 from ..promises.event_loop import EventLoop
-from ..promises.promise import Promise, settling_threads
+from ..promises.promise import Promise
 from ..runtime.procfs import start_time_of
 from ..runtime.system_limits import shared_memory_ceiling
 from ..runtime.tuning import tuning
@@ -172,9 +171,6 @@ class Server:
             ):  # fmt: skip
                 self._loop.watch(end.fileno(), callback)
                 self._loop.post(callback)  # libzmq signals only to a reader that has found none
-            # The loop's thread must not wait for room in the pool: clients are bounded by their
-            # credit and not by `max_queued`.
-            self._loop.post(lambda: settling_threads.add(get_ident()))
             if name is not None or file is not None:
                 self._write_cards(name, file)
             self._loop.start()
@@ -368,7 +364,6 @@ class Server:
             log.exception("a bug in polycephaly: the last turn of the server failed")
         self._is_closed = True
         self._resources.close()
-        settling_threads.discard(get_ident())
         self._loop.stop()
 
     # -- in the loop: messages of peers ------------------------------------------------------------

@@ -8,7 +8,6 @@ may be.
 from __future__ import annotations
 
 import logging
-from _thread import get_ident
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -19,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ...errors import Malformed
 from ...promises.event_loop import EventLoop
-from ...promises.promise import Promise, Signal, fulfill, reject, settling_threads
+from ...promises.promise import Promise, Signal, fulfill, reject
 from ...wire.endpoint import SocketSource, has_input, open_socket
 from .keys import Card, wants_ipv6
 from .messages import BYE, CHUNK_BYTES, MAX_FRAME_BYTES, PART, PING, REFUSED
@@ -136,8 +135,6 @@ class ServerConnection(EventLoop):
     # -- in the loop -------------------------------------------------------------------------------
 
     def _begin(self, hello: list[bytes]) -> None:
-        # This thread must not wait for room in a pool, nor for promises that it settles.
-        settling_threads.add(get_ident())
         self.add_source(SocketSource(self._socket, self._receive))
         self.watch(self._monitor.fileno(), self._on_connection_event)
         self._on_connection_event()  # libzmq signals only to a reader that has once found none
@@ -255,7 +252,6 @@ class ServerConnection(EventLoop):
 
     def _disconnect(self) -> None:
         self._close_socket()
-        settling_threads.discard(get_ident())
         fulfill(self.ended)
         self.stop()
 
