@@ -201,6 +201,8 @@ class Dispatcher(DispatcherBase):
             else:
                 self._enqueue(task)
         except BaseException:  # Ctrl-C, for example: the caller will not get the promise
+            # Near the recursion limit, `cancel` may fail here too; this call is of C code alone.
+            self.reactor.deliver(task.cancel)
             task.cancel()
             raise
         return task

@@ -106,7 +106,8 @@ class EventLoop:
         self._deliveries: deque[Callable[[], object]] = deque()
         self.deliver: Callable[[Callable[[], object]], None] = self._deliveries.append
         """Called while holding the lock: have the callback called after its release. The order is
-        that of the calls. The callback may run code of users.
+        that of the calls. The callback may run code of users. If any other thread calls it, without
+        `wake`, the callback is called within `MAX_SLEEP_SECONDS`.
         """
         self._stopping = self._asleep = self._turn_requested = False
         with ExitStack() as undo:
