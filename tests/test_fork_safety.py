@@ -331,17 +331,18 @@ def test_a_drone_that_crossed_a_fork_is_not_waited_for():
                 for drone in (first, lone):
                     drone.release()  # as the end of a block, it does nothing here
                     asyncio.run(leave(drone))
-                    try:
-                        drone.kill()
-                    except RuntimeError as error:
-                        print("belongs to another process" in str(error), flush=True)
+                    for ask in drone.kill, drone.stack:
+                        try:
+                            ask()
+                        except RuntimeError as error:
+                            print("belongs to another process" in str(error), flush=True)
                 os._exit(0)
             os.waitpid(child, 0)
             print(first.doit(abs, -1), lone.doit(abs, -1))
     """,
             python_args=("-W", "ignore::DeprecationWarning"),  # it forks by itself
         )
-        == "True\nTrue\n1 1\n"
+        == "True\nTrue\nTrue\nTrue\n1 1\n"
     )
 
 

@@ -46,7 +46,7 @@ from ..wire.output import Line, OutputItems, OutputRecord, deliver
 from ..wire.placeholders import PayloadWithRefs, sent_bytes
 from ..wire.status_page import NO_PAGE
 from .interfaces import State
-from .reactor import Tenant
+from .reactor import ReactorSignal, Tenant
 from .task import Sending, Task
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ class DroneHandle:
         self.exitcode: int | None = None
         self.death: BaseException | None = None  # how it died, if its end was not requested
         # Settled when it has a pid, or will never have one.
-        self.pid_known: Signal[None] = Signal()
-        self.ended: Signal[None] = Signal()
+        self.pid_known: Signal[None] = ReactorSignal(dispatcher.reactor)
+        self.ended: Signal[None] = ReactorSignal(dispatcher.reactor)
         # Tasks that were sent and not answered, in the order in which the drone runs them.
         self.in_flight: dict[int, Task] = {}
         self.dedicated: deque[Task] = deque()  # tasks that only this drone may run

@@ -61,6 +61,14 @@ class EventLoop(Protocol):
     def deliver(self, callback: Callable[[], object], /) -> None: ...
 
 
+def refuse_in_fork(promise: Promise[Any], loop: EventLoop) -> None:
+    """Raise `RuntimeError` if `promise` is settled by `loop`, which only the process has of which
+    this one is a fork.
+    """
+    if loop.belongs_to_parent:
+        raise RuntimeError(f"{promise!r} belongs to another process, of which this one is a fork")
+
+
 class TaskRunner:
     """The base of dispatchers and connections, as pools, maps and tasks see them."""
 

@@ -31,11 +31,12 @@ from typing import Any, TypeVar
 
 from ..promises import promise as promises
 from ..promises.event_loop import EventLoop
-from ..promises.promise import settling_threads
+from ..promises.promise import Signal, settling_threads
 from ..runtime import fork_guard
 from ..runtime.deferred_sigint import end_by_sigint
 from ..runtime.timers import Timer
 from ..wire.output import Line, Listener
+from .interfaces import refuse_in_fork
 
 log = logging.getLogger(__name__)
 
@@ -269,3 +270,14 @@ class Reactor(EventLoop):
         with fork_guard.guard:
             self.users -= 1
         self.wake()
+
+
+class ReactorSignal(Signal[S]):
+    """A signal that the reactor's thread settles, which a forked process does not have."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        super().__init__()
+        self._reactor = reactor
+
+    def _before_wait(self, deadline: float | None) -> None:
+        refuse_in_fork(self, self._reactor)

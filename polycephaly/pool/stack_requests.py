@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from ..errors import Malformed
-from ..promises.promise import Signal, fulfill
+from ..promises.promise import fulfill
 from ..runtime.checks import check_positive_seconds
 from ..runtime.clock import monotonic
 from ..wire.messages import FRAMES
 from .drone_handle import DroneHandle
-from .reactor import Tenant
+from .reactor import ReactorSignal, Tenant
 from .task import Task
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ class _Answer(NamedTuple):
     state: str  # if no task runs
 
 
-class DroneRequest(Signal[T | None]):
+class DroneRequest(ReactorSignal[T | None]):
     """A request to one drone. The value is None if the drone cannot be asked."""
 
     question: tuple[bytes, *tuple[int, ...]] = (FRAMES,)
     """The arguments of `DroneHandle.request_frames`."""
 
     def __init__(self, dispatcher: Tenant, handle: DroneHandle) -> None:
-        super().__init__()
+        super().__init__(dispatcher.reactor)
         self.handle = handle
         self.was_sent = False
 

@@ -48,7 +48,7 @@ from ..wire.shareable import SMALL_TYPES
 from ..wire.slices import MIN_SEPARATE_LENGTH, Answers, Calls, args_of_call, slice_calls
 from .flow_graph import record_failure
 from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
-from .interfaces import NO_RUNNER, TaskOptions, TaskRunner
+from .interfaces import NO_RUNNER, TaskOptions, TaskRunner, refuse_in_fork
 
 if TYPE_CHECKING:
     from ..promises.spans import Spans
@@ -505,10 +505,10 @@ class Task(Promise[Any]):
         return [each for each in self.inputs if isinstance(each, Promise) and not each.done()]
 
     def _before_wait(self, deadline: float | None) -> None:
-        if self.dispatcher.reactor.belongs_to_parent:
-            raise RuntimeError(f"{self!r} belongs to another process, of which this one is a fork")
+        dispatcher = self.dispatcher
+        refuse_in_fork(self, dispatcher.reactor)
         if self.inputs and deadline is None:
-            self.dispatcher.note_waiting_thread()
+            dispatcher.note_waiting_thread()
 
     @property
     def handle(self) -> Any:
