@@ -329,6 +329,7 @@ def test_zeromq_is_used_once_a_drones_message_needs_it(tmp_path, fill_first):
         assert list(pool.map(abs, range(-9, 0))) == [*range(9, 0, -1)]
         bulk, (handle,) = pool._dispatcher.supervisor.engine._bulk, pool._dispatcher.handles
         sent = pool.promise(send_by_bulk, str(path), fill_first)
+        wait_for(lambda: handle.in_flight)
         with pool._dispatcher.reactor._lock:  # so that the controller reads nothing meanwhile
             path.touch()
             wait_for(lambda: handle.status_page.bulk)
