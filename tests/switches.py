@@ -47,6 +47,13 @@ SELDOM = 0.1
 _this_thread = threading.local()
 
 
+def about_to_wait() -> None:
+    """To be called by this thread before it waits for another."""
+    tell = getattr(_this_thread, "about_to_wait", None)
+    if tell is not None:
+        tell()
+
+
 class Telling:
     """A lock that tells before a thread waits for it."""
 
@@ -58,9 +65,7 @@ class Telling:
             return True
         if not blocking or timeout == 0:
             return False
-        about_to_wait = getattr(_this_thread, "about_to_wait", None)
-        if about_to_wait is not None:
-            about_to_wait()
+        about_to_wait()
         return bool(self._lock.acquire(True, timeout))
 
     def __enter__(self) -> bool:

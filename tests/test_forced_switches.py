@@ -8,6 +8,7 @@ from pickle import dumps
 from types import SimpleNamespace
 
 import pytest
+import switches
 from switches import every_meeting, telling_locks
 
 import polycephaly as poly
@@ -267,6 +268,44 @@ def test_what_is_given_to_a_loop_while_it_runs_others_is_run_once():
         assert ran == [1], place
         ran.clear()
         made.pop().release_resources()
+    made.pop().release_resources()
+
+
+class SleepingLoop(event_loop.EventLoop):
+    """It tells when it is about to wait, as the locks do."""
+
+    def _poll(self, timeout):
+        switches.about_to_wait()
+        return super()._poll(timeout)
+
+
+@pytest.mark.parametrize("first", ["the loop", "the caller"])
+def test_what_is_posted_while_a_loop_falls_asleep_wakes_it(first, monkeypatch):
+    def pair():
+        loop = SleepingLoop("meeting")
+        made.append(loop)
+        both = loop._sleep, lambda: loop.post(abs)
+        return both if first == "the loop" else both[::-1]
+
+    monkeypatch.setattr(event_loop, "MAX_SLEEP_SECONDS", 10 * switches.PATIENCE)
+    made = []
+    for _ in every_meeting(pair, event_loop):  # the loop returns, else it fails
+        made.pop().release_resources()
+    made.pop().release_resources()
+
+
+def test_of_two_callers_that_wake_a_loop_one_does():
+    def pair():
+        loop = event_loop.EventLoop("meeting")
+        loop._asleep = True
+        made.append(loop)
+        return (lambda: loop.post(abs)), lambda: loop.post(abs)
+
+    made = []
+    for *_, place in every_meeting(pair, event_loop):
+        loop = made.pop()
+        assert loop._poll(0) and len(loop._inbox) == 2, place
+        loop.release_resources()
     made.pop().release_resources()
 
 
