@@ -463,7 +463,7 @@ def test_results_that_are_fetched_late_are_all_there(tmp_path):
             for _ in range(100)
         ]
         append(gate, "open")
-        wait_for(promises[-1].done)  # nobody drives
+        wait_for(promises[-1].done)  # nobody waits for it
         assert [len(p.result(SOON)) for p in promises] == [
             size for size in (0, 10_000, 60_000, 100_000, MIB) for _ in range(100)
         ]

@@ -80,7 +80,8 @@ def test_no_callback_runs_in_a_thread_that_waits():
     lock, ran, entered = threading.RLock(), set(), []
 
     def callback(_):
-        ran.add(threading.get_ident())
+        if threading.get_ident() not in adding:
+            ran.add(threading.get_ident())
         if lock.acquire(blocking=False):
             entered.append(threading.current_thread())
             lock.release()
@@ -89,17 +90,21 @@ def test_no_callback_runs_in_a_thread_that_waits():
         waiters.add(threading.get_ident())
         for _ in range(100):
             promises = [pool.promise(abs, -1) for _ in range(5)]
+            # A callback that is added to a promise that has settled runs in that call.
+            adding.add(threading.get_ident())
             for each in promises:
                 each.add_done_callback(callback)
+            adding.discard(threading.get_ident())
             for each in promises:
                 each.result(30)
 
-    waiters = set()
+    waiters, adding = set(), set()
     with poly.Pool(2) as pool:
-        # A callback that is added to a promise that has settled runs in that call.
         other = [pool.promise(time.sleep, 0.02 * i) for i in range(10)]
+        adding.add(threading.get_ident())
         for each in other:
             each.add_done_callback(callback)
+        adding.discard(threading.get_ident())
         with lock:
             assert pool.promise(time.sleep, 0.3).result(30) is None
             for each in other:
@@ -111,7 +116,8 @@ def test_no_callback_runs_in_a_thread_that_waits():
         with lock:
             while any(each.is_alive() for each in threads):
                 pool.promise(abs, -1).result(30)
-        assert threading.get_ident() not in ran and not set(entered) & {threading.main_thread()}
+        assert len(waiters) == 2 and ran.isdisjoint({threading.get_ident(), *waiters})
+        assert threading.main_thread() not in entered
 
 
 def depth():
@@ -195,6 +201,7 @@ def test_an_exception_at_any_call_within_a_caller_harms_nobody(argument):
         caller = threading.Thread(target=call_often)
         caller.start()
         caller.join(90)
+        assert not caller.is_alive()
     assert at > 20 and values == {{"a number": 7, "a promise": 5, "bytes": 100_000}[argument]}
     check_that_it_works_and_ends(pool)
 
@@ -291,7 +298,8 @@ def test_a_wait_for_a_task_that_sleeps_costs_few_context_switches(waits_in, tmp_
         else:
             with pytest.raises(TimeoutError):
                 held.result(seconds)
-        assert switches(threads) - before <= 3 * seconds
+        # 2.6 a second when nothing else runs; hundreds when waiting threads looked for results.
+        assert switches(threads) - before <= 10 * seconds
         (tmp_path / "gate").touch()
         held.result(30)
         if waits_in == "another thread":

@@ -448,5 +448,5 @@ def test_work_that_comes_later_is_begun_beside_what_runs(tmp_path):
             first = pool.promise(meet, str(folder), 2)
             wait_for(lambda folder=folder: os.listdir(folder))
             second = pool.promise(meet, str(folder), 2)
-            wait_for(second.done)  # nobody drives: the reactor's thread is to see to it
+            wait_for(second.done)  # nobody waits for it
             assert first.result(30) == second.result(30)

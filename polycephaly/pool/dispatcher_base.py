@@ -78,7 +78,7 @@ class DispatcherBase(TaskRunner, Tenant):
         self.parked: set[Task] = set()
         self.delayed: dict[Task, Timer] = {}  # those of `parked` that run again after a delay
         self.handles: list[DroneHandle] = []
-        # The first: a drone is idle, so a thread that adds a task calls `Reactor.send_tasks`.
+        # The first: a drone is idle, so a thread that adds a task wakes the reactor.
         self.wants_tasks = self.needs_dispatch = False
         self.has_ended = False
         self.closing = False

@@ -235,8 +235,8 @@ class Reactor(EventLoop):
                 tenant.fail(error)
 
     def _has_anything_to_do(self) -> bool:
-        has_callbacks = bool(self.last_callbacks and self.users)
-        return has_callbacks or self._can_send() or super()._has_anything_to_do()
+        must_end_or_call = not self.users or bool(self.last_callbacks)
+        return must_end_or_call or self._can_send() or super()._has_anything_to_do()
 
     def _can_send(self) -> bool:
         # A plain loop, because this is on the path of every round trip.

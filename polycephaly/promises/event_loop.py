@@ -6,7 +6,7 @@
 
 No code of users runs while the lock is held, and no callback there blocks. Values are unpickled,
 promises settled and lines printed after the release, from `deliver`, in order. Only the loop's
-thread takes the lock, and forks, which wait for a safe point of that thread.
+thread takes the lock, and a fork, which waits for a safe point of that thread.
 
 No wake-up is lost. The loop's thread sets `_asleep`, then looks for something to do, then polls; a
 caller hands something over, then reads `_asleep`, then wakes the thread. So one of the two sees the
@@ -74,7 +74,8 @@ class _Bell:
         return self._fd
 
     def ring(self) -> None:
-        os.eventfd_write(self._fd, 1)
+        if self._fd >= 0:  # else this process was forked when a caller was about to ring
+            os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -116,7 +117,11 @@ class EventLoop:
             bell = parent_death.close_in_child(_Bell())
             undo.callback(parent_death.CLOSED_IN_CHILD.discard, bell)
             # Each ring is an event of its own (EPOLLET), so nothing has to be read.
-            watch(self._epoll, bell.fileno(), select.EPOLLIN | select.EPOLLET)
+            try:
+                watch(self._epoll, bell.fileno(), select.EPOLLIN | select.EPOLLET)
+            except BaseException:
+                bell.close()
+                raise
             self._ring: Callable[[], object] = bell.ring
             undo.callback(setattr, self, "_ring", _ring_nothing)
             self._files = undo.pop_all()

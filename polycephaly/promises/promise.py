@@ -22,6 +22,7 @@ withdrawn (`_withdraw`), whether its task runs (`running`) and who may not wait 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import traceback
@@ -95,6 +96,7 @@ main_thread_calls: deque[Callable[[], object]] = deque()
 """What `call_in_main_thread` has added, and the main thread has not called yet."""
 _main_thread_wakers: list[Callable[[], object]] = []
 """Each wakes a wait of the main thread; a wait in a signal handler lies within another."""
+os.register_at_fork(after_in_child=_main_thread_wakers.clear)
 
 
 def call_in_main_thread(callback: Callable[[], object]) -> None:
@@ -740,7 +742,11 @@ class Promise(Future[T], Handle, Generic[T]):
             self._add_hook(wake)
             while not self.done():
                 if in_main and main_thread_calls:
-                    main_thread_calls.popleft()()
+                    try:
+                        call = main_thread_calls.popleft()
+                    except IndexError:  # a wait in a signal handler was first
+                        continue
+                    call()
                     continue
                 remaining = interval if deadline is None else min(deadline - monotonic(), interval)
                 if not woken.acquire(timeout=max(0.0, remaining)):
@@ -748,10 +754,12 @@ class Promise(Future[T], Handle, Generic[T]):
                     if deadline is not None and monotonic() >= deadline and not self.done():
                         raise TimeoutError(f"{self!r} was not settled within {timeout} s")
         finally:
-            if wake in _main_thread_wakers:
-                _main_thread_wakers.remove(wake)
-            if not self.done():
-                self.remove_done_callback(wake)
+            try:
+                if wake in _main_thread_wakers:
+                    _main_thread_wakers.remove(wake)
+            finally:
+                if not self.done():
+                    self.remove_done_callback(wake)
 
     def _await_in_asyncio(self) -> Generator[Any, None, None]:
         import asyncio

@@ -56,9 +56,9 @@ class Tuning:
     """Interval at which a waiting main thread checks for a signal that came just before the wait,
     too late to end it.
     """
-    settled_check_seconds: float = 5.0
-    """Interval at which any other waiting thread checks whether the promise was settled, because a
-    Ctrl-C between settling and the hooks may leave the hooks uncalled.
+    settled_check_seconds: float = 1.0
+    """Interval at which any other waiting thread looks up: only then it meets an asynchronous
+    exception. A Ctrl-C between settling and the hooks may leave the hooks uncalled, too.
     """
 
     # Memory
