@@ -19,7 +19,6 @@ from polycephaly.pool import task as work
 from polycephaly.pool.handlers import _handle_special_outcome
 from polycephaly.runtime import fork_guard
 from polycephaly.runtime.tuning import tuning
-from polycephaly.wire.main_names import MainSnapshot
 from polycephaly.wire.messages import CANCEL, SPLIT, pack_numbers
 from polycephaly.wire.slices import (
     ENDED,
@@ -263,15 +262,7 @@ def end_of(run):
 @pytest.mark.parametrize("cut", [0, 1, 2])
 @pytest.mark.parametrize("at", range(5))
 def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form, rows, cut, at):
-    run = SliceRun(
-        7,
-        pack_calls(form, False, rows),
-        lambda fresh: abs,
-        None,
-        [].append,
-        Sigterm(),
-        MainSnapshot(()),
-    )
+    run = SliceRun(7, pack_calls(form, False, rows), lambda fresh: abs, None, [].append, Sigterm())
     left = 4 - cut
     run.calls, run._cut_calls = _InterruptedBetween(rows[:left]), cut  # by the control thread
     run.calls.left = at
@@ -288,15 +279,7 @@ def test_each_call_of_a_slice_is_marked_before_it_begins_if_that_costs_little(fo
     marked = [0]
     rows = [*range(count)] if form == ITEMS else [(n,) for n in range(count)]
     calls = pack_calls(form, False, rows)
-    run = SliceRun(
-        7,
-        calls,
-        lambda fresh: lambda n: marked[-1] - n,
-        None,
-        marked.append,
-        Sigterm(),
-        MainSnapshot(()),
-    )
+    run = SliceRun(7, calls, lambda fresh: lambda n: marked[-1] - n, None, marked.append, Sigterm())
     run.run()
     marks = count <= MAX_MARKED_CALLS
     assert marked == [0, *(range(1, count + 1) if marks else ()), 0]
@@ -313,9 +296,7 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
         return abs
 
     rows = [-1, -2] if form == ITEMS else [(-1,), (-2,)]
-    run = SliceRun(
-        7, pack_calls(form, True, rows), open_function, None, [].append, Sigterm(), MainSnapshot(())
-    )
+    run = SliceRun(7, pack_calls(form, True, rows), open_function, None, [].append, Sigterm())
     run.run()
     assert run.done == [1][:opened] and end_of(run) == (opened + 1, 1 - opened, FAILED, True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copyreg
 import itertools
+import tracemalloc
 
 import numpy
 import pytest
@@ -305,9 +306,6 @@ class HasMeta(metaclass=Meta):
 def same(value):
     return value
 
-def make_end(i):
-    return Ends(i) if i % 2 else Point(i, "a")
-
 def count_ended():
     return Ends.ended
 
@@ -370,10 +368,10 @@ if __name__ == "__main__":
         got = list(pool.map(same, ends))
         assert [each.x for each in got] == list(range(300)) and Ends.ended == before
     with poly.Pool(1) as pool:
-        list(pool.map(same, range(500)))
+        list(pool.map(same, ends))
         before = pool.promise(count_ended).value
-        assert [each.x for each in pool.map(make_end, range(300))] == list(range(300))
-        assert pool.promise(count_ended).value - before == 150
+        list(pool.map(same, ends))
+        assert pool.promise(count_ended).value - before == 300
         print("right")
 """
     )
@@ -444,3 +442,82 @@ def test_the_rest_of_a_slice_that_is_cut_has_the_same_copies(pool):
     assert [next(results) for _ in range(MANY)] == [{"i": i + 1} for i in range(MANY)]
     with pytest.raises(TypeError):
         next(results)
+
+
+def test_large_rows_are_not_copied_to_be_told_so(pool):
+    items = [list(range(20_000)) for _ in range(400)]
+    list(pool.map(len, items[:2] * 2))
+    list(pool.map(len, [[1]] * 500))  # so that calls are known to be short
+    tracemalloc.start()
+    try:
+        assert list(pool.map(len, items)) == [20_000] * 400
+        assert list(pool.map(len, iter(items))) == [20_000] * 400
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40e6  # copies of all of them would take 64 MB
+
+
+def test_attributes_under_odd_names_and_a_class_that_differs_in_the_receiver():
+    done = output_of(
+        OF_MAIN
+        + """
+def made(i):
+    return Later(i) if i == 150 else i
+
+def redefine():
+    global Point
+    class Point:
+        def __setstate__(self, state):
+            if state["x"] == 150:
+                raise ValueError("no 150")
+            self.__dict__.update(state, doubled=2 * state["x"])
+    Point.__qualname__ = "Point"
+
+def told(point):
+    return point.x, getattr(point, "doubled", None)
+
+if __name__ == "__main__":
+    with poly.Pool(2) as pool:
+        odd = Point(1, "a")
+        vars(odd)[7] = 1
+        good = [Point(i, "b") for i in range(500)]
+        list(pool.map(same, good))
+        got = list(pool.map(same, [*good, odd, *good, odd]))
+        assert [vars(each) for each in got] == [vars(each) for each in [*good, odd, *good, odd]]
+        got = list(pool.map(vars, iter([*good, odd])))
+        assert got == list(map(vars, [*good, odd]))
+
+        list(pool.map(made, range(300)))
+        for change in "raises", "is gone":
+            if change == "raises":
+                class Later:
+                    def __setstate__(self, state):
+                        raise ValueError("not here")
+                Later.__qualname__ = "Later"
+            else:
+                del Later
+            results, count = pool.map(made, range(300)), 0
+            try:
+                for each in results:
+                    count += 1
+            except (ValueError, AttributeError) as error:
+                print(change, count, type(error).__name__)
+
+    with poly.Pool(1) as pool:
+        points = [Point(i, "b") for i in range(300)]
+        list(pool.map(told, points))
+        pool.promise(redefine).value
+        results, got = pool.map(told, points), []
+        try:
+            for each in results:
+                got.append(each)
+        except ValueError as error:
+            print(error, got == [(i, 2 * i) for i in range(150)])
+"""
+    )
+    assert done.splitlines() == [
+        "raises 150 ValueError",
+        "is gone 150 AttributeError",
+        "no 150 True",
+    ]

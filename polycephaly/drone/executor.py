@@ -73,7 +73,7 @@ from ..wire.messages import (
     unpack_work,
 )  # fmt: skip
 from ..wire.shareable import SMALL_TYPES
-from ..wire.slices import ENDED, FAILED, MIN_SEPARATE_LENGTH, RUNNING, split_head
+from ..wire.slices import ENDED, FAILED, MIN_SEPARATE_LENGTH, RUNNING, pack_answers, split_head
 from ..wire.status_page import StatusPage
 from .console import OutputTail, current_tag, disable_record_order, open_console, set_tag
 from .frames import OWN_FILES, frames_now, sampled_threads
@@ -131,7 +131,6 @@ class DroneExecutor:
         self._ref_table = ref_table
         self._drone_store = DroneStore(name)
         self._events = events
-        self._snapshot = snapshot
         tail = self._take_over_process(snapshot)
         self._outcomes = self._buffer_type(
             status_page, snapshot, store, ref_table, tail, self._drone_store, events
@@ -281,7 +280,6 @@ class DroneExecutor:
                         outcomes.pack,
                         page.mark_call,
                         self._sigterm,
-                        self._snapshot,
                     )
                     self._slice.run()
                 else:
@@ -335,7 +333,7 @@ class DroneExecutor:
                 error = self._outcomes.pack_error(run.error)
         with self.socket_lock:
             self._slice = None
-            answers = run.pack_answers(run.answers_sent, len(run.done), error, self._store)
+            answers = pack_answers(run.done[run.answers_sent :], run.packed, error, self._store)
             rest = run.cut()
         done = len(run.done) - run.answers_sent + (error is not None)
         return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
@@ -368,7 +366,7 @@ class DroneExecutor:
         run.was_cut = True
         run.answers_sent = len(run.done)
         if rest or run.answers_sent:
-            answers = run.pack_answers(0, run.answers_sent, None, self._store)
+            answers = pack_answers(run.done[: run.answers_sent], run.packed, None, self._store)
             head = split_head(run.answers_sent, rest, RUNNING)
             # Before the answers, which may contain these handles.
             kept_values = self._outcomes.kept_value_entries(run.number)

@@ -21,17 +21,15 @@ from contextlib import suppress
 from pickle import loads
 from typing import Any
 
-from ..memory.blocks import MIN_SHARED_PICKLE_BYTES, Store
-from ..memory.references import Serialized
+from ..memory.blocks import MIN_SHARED_PICKLE_BYTES
 from ..runtime import forked
 from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine
 from ..wire import placeholders
-from ..wire.detached import CONTAINER_TYPES, Detacher, Instance, size_of, with_instances
-from ..wire.main_names import MainSnapshot
-from ..wire.pickling import capture, capture_builtins
+from ..wire.detached import CONTAINER_TYPES, HIT, MAX_MISSES, Detacher, size_of
+from ..wire.pickling import capture_builtins
 from ..wire.shareable import BATCHED_TYPES, SMALL_TYPES, fits_together
-from ..wire.slices import ITEMS, PICKLED, Packed, pack_answers, unpack_calls
+from ..wire.slices import ITEMS, PICKLED, Packed, unpack_calls
 from .sigterm import Sigterm
 
 MAX_ANSWER_BYTES = 256 * 1024
@@ -44,10 +42,6 @@ less than 4 µs, and the mark would take some per cent of that.
 """
 
 
-_MAX_MISSES, _HIT = 4, 0.25
-"""Up to how many answers may be found to have parts for which a copy, or the pickler for builtin
-containers, was tried in vain; and the part of one that an answer makes up for which has none.
-"""
 _IMMUTABLE_TYPES = BATCHED_TYPES | {tuple, frozenset}
 _BUILTIN_TYPES = _IMMUTABLE_TYPES | CONTAINER_TYPES | {bytearray}
 
@@ -65,12 +59,11 @@ class SliceRun:
         pack: Callable[[Any], Any],
         mark_call: Callable[[int], None],
         sigterm: Sigterm,
-        snapshot: MainSnapshot,
     ) -> None:
         self.number = number
         self.done: list[Any] = []
         self.answers_sent = 0  # number of answers in `done` that were sent
-        self.packed = False  # some of `done` are `Packed` or an `Instance`
+        self.packed = False  # some of `done` are `Packed`
         self.was_cut = False
         self.started = monotonic()
         self.error: BaseException | None = None
@@ -80,12 +73,11 @@ class SliceRun:
         self._cut_calls = 0
         self._open = open_function
         self._pack = pack
-        self._snapshot = snapshot
-        self._detacher = Detacher(snapshot)
+        self._detacher = Detacher()
         self._mark_call = mark_call
         self._sigterm = sigterm
         self._bytes = 0
-        self._misses, self._not_detached = 0.0, 0.0
+        self._misses = 0.0
 
     def run(self) -> None:
         """Run the calls, up to the first that fails.
@@ -174,7 +166,7 @@ class SliceRun:
 
     def _prepare_answer(self, value: Any) -> Any:
         kind = type(value)
-        if kind not in _BUILTIN_TYPES and kind is not self._detacher.plain:
+        if kind not in _BUILTIN_TYPES:
             if is_coroutine(value):
                 from ..green import run
 
@@ -182,15 +174,12 @@ class SliceRun:
                 kind = type(value)
             if fits_together(value):
                 return value
-        if kind not in _IMMUTABLE_TYPES and self._not_detached < _MAX_MISSES:
-            detached = self._detacher.one(value)
-            if detached is not None and self._bytes + detached[1] < MAX_ANSWER_BYTES:
+        if kind not in _IMMUTABLE_TYPES:
+            detached = self._detacher.one(value, MAX_ANSWER_BYTES - self._bytes)
+            if detached is not None:
                 copy, size = detached
-                self._not_detached -= _HIT
                 self._bytes += size
-                self.packed = self.packed or type(copy) is Instance
                 return copy
-            self._not_detached += 1
         if kind is str or kind is bytes:
             size = len(value)
         elif kind in SMALL_TYPES:
@@ -208,30 +197,15 @@ class SliceRun:
         # With few of other types in them; ends of channels are handed on when they are pickled.
         if (
             kind in _BUILTIN_TYPES
-            and self._misses < _MAX_MISSES
+            and self._misses < MAX_MISSES
             and not placeholders.last_arrived_end
         ):
             packed = capture_builtins(value)
-            self._misses += 1 if packed is None else -_HIT
+            self._misses += 1 if packed is None else -HIT
         if packed is None or len(packed) >= MIN_SHARED_PICKLE_BYTES:
             packed = self._pack(value)
         self._bytes += len(packed)
         return Packed(packed)
-
-    def pack_answers(
-        self, start: int, stop: int, error: bytes | None, store: Store
-    ) -> bytes | Serialized:
-        """Pack the answers `start` to `stop`. Called holding `socket_lock`."""
-        done = self.done[start:stop]
-        try:
-            return pack_answers(done, self.packed, error, store)
-        except Exception:
-            # A call has rebound the name of a class since. Now instances go with their class.
-            done = [
-                Packed(capture(real, self._snapshot)) if type(each) is Instance else each
-                for each, real in zip(done, with_instances(done), strict=True)
-            ]
-            return pack_answers(done, True, error, store)
 
     def attribute_error(self) -> None:
         """Attribute the error with which the slice has ended to the call after those that are done.

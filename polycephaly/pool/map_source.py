@@ -26,7 +26,15 @@ from ..promises.promise import Handle
 from ..runtime.checks import check_iterables
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
-from ..wire.detached import CONTAINER_TYPES, Copied, Detacher, with_instances
+from ..wire.detached import (
+    CONTAINER_TYPES,
+    Copied,
+    Detacher,
+    Instances,
+    copies_of,
+    copies_of_rows,
+    least_bytes,
+)
 from ..wire.pickling import BULKY_TYPES, GLOBAL_OPCODE, capture, names_global
 from ..wire.placeholders import PicklingContext
 from ..wire.shareable import SMALL_TYPES, bytes_together
@@ -130,6 +138,7 @@ class Source:
         self._factor = SIZED_FACTOR if self._sized_rows else 1
         self._are_mutable = False  # the last rows, which had to be copied, or pickled one by one
         self._has_copies = True  # the last rows could be copied: see detached.py
+        self._detacher = Detacher()
         self._row_bytes = 1.0
         self._call_seconds: float | None = None  # of a typical call
         self._answered = 0
@@ -330,8 +339,7 @@ class Source:
             self._rows = chain(rows, self._rows)
             rows, source = [], islice(self._rows, max_calls)
         until = monotonic() + SLICE_SECONDS  # if inputs come slowly, those that are there go first
-        snapshot = self.dispatcher.registry.snapshot
-        pickling, detacher = PicklingContext(None, snapshot), Detacher(snapshot)
+        pickling = PicklingContext(None, self.dispatcher.registry.snapshot)
         for row in self._until_error(source):
             if form != PICKLED and max_calls > 1:
                 if type(row) in SMALL_TYPES or self._fit_together([row]):
@@ -339,8 +347,10 @@ class Source:
                     if monotonic() > until:
                         break
                     continue
-                detached = detacher.one(row) if self._has_one_iterable else None
-                if detached is not None and detached[1] < self._max_row_bytes:
+                detached = None
+                if self._has_one_iterable:
+                    detached = self._detacher.one(row, self._max_row_bytes)
+                if detached is not None:
                     rows.append(detached[0])
                     size += detached[1]
                     if size > self._max_bytes or monotonic() > until:
@@ -381,19 +391,31 @@ class Source:
         """Return copies of `rows` that may share a pickle, or of the first ones, if all are too
         large; then the others will be the next rows. Return None if there are none.
         """
-        detacher = Detacher(self.dispatcher.registry.snapshot)
-        copies_of = detacher.all if self._has_one_iterable else detacher.rows
-        found = copies_of(rows)
+        found = None
+        size = least_bytes(rows if self._has_one_iterable else [*chain.from_iterable(rows)])
+        for _ in range(2):
+            self._cut(rows, size)
+            found = self._copies_of(rows) if rows else None
+            if found is None or found[1] < self._max_bytes:
+                break
+            size = found[1]
+        else:  # a row is much larger than the others
+            found = None
         self._has_copies = found is not None
-        if found is not None and found[1] >= self._max_bytes:
-            count = len(rows) * self._max_bytes // (2 * found[1])
-            found = copies_of(rows[:count]) if count else None
-            if found is None or found[1] >= self._max_bytes:  # a row is much larger than others
-                return None
-            self._rows = chain(rows[count:], self._rows)
-        if found is not None:
-            self._are_mutable = True
+        self._are_mutable = self._are_mutable or self._has_copies
         return found
+
+    def _cut(self, rows: list[Any], size: int) -> None:
+        """Leave the rest of `rows` for the next tasks, if all take too many bytes: `size`."""
+        if size >= self._max_bytes:
+            count = len(rows) * self._max_bytes // (2 * size)
+            self._rows = chain(rows[count:], self._rows)
+            del rows[count:]
+
+    def _copies_of(self, rows: list[Any]) -> Copied[Sequence[Any]] | None:
+        if self._has_one_iterable:
+            return copies_of(rows, self.dispatcher.registry.snapshot)
+        return copies_of_rows(rows)
 
     def _pickled_at_once(self, rows: list[Any]) -> list[bytes]:
         """Return the pickled arguments of the calls of `rows`, or of the first ones, if they are
@@ -464,7 +486,9 @@ class Source:
     def _pickled_apart(self, rows: Sequence[Any]) -> list[bytes]:
         """Return the pickled arguments of calls whose rows might have shared a pickle."""
         snapshot = self.dispatcher.registry.snapshot
-        calls = zip(with_instances(rows), strict=True) if self._has_one_iterable else rows
+        if isinstance(rows, Instances):
+            rows = rows.made()
+        calls = zip(rows, strict=True) if self._has_one_iterable else rows
         return [capture(each, snapshot) for each in calls]
 
     def _fit_together(self, rows: list[Any]) -> bool:

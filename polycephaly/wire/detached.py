@@ -1,4 +1,4 @@
-"""Copies that share a pickle: dicts, lists, sets, small arrays and instances of plain classes.
+"""Copies that share a pickle: dicts, lists, sets, small arrays and, as arguments, plain instances.
 
 A value that can change is copied when it is taken from an input, or returned, so that later changes
 reach neither the call nor the result. A pickle of its own is such a copy, and takes two to four
@@ -15,7 +15,8 @@ import copyreg
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from pickle import dumps
+from typing import Any, NamedTuple, TypeVar
 
 from .main_names import MainSnapshot
 from .shareable import SMALL_TYPES, bytes_together
@@ -27,72 +28,86 @@ MAX_ARRAY_BYTES = 16 * 1024
 _ITEM_BYTES = 8
 _ARRAY_BYTES = 64
 _NUMERIC_KINDS = frozenset("biufcmMSU")
-
+MAX_MISSES, HIT = 4, 0.25
+"""Up to how many values may be tried in vain one by one, and the part of one that a copy makes up
+for.
+"""
 
 T = TypeVar("T")
 Copied = tuple[T, int]
 """A copy, or copies, and about how many bytes these take in a pickle."""
 
 
-class Instance(dict[str, Any]):
-    """A copy of the attributes of an instance of `kind`, in its place."""
-
-    __slots__ = ("kind",)
-    kind: type
-
-
-class _Instances(Sequence[Instance]):
-    """Instances of one class, of whose attributes the names are pickled once. Arrives as a list of
-    the instances.
+class Instances(Sequence[dict[str, Any]]):
+    """The attributes of instances of one class of `__main__`. The names of the attributes are
+    pickled once. Arrives as a list of instances or, where the class has changed, as `Unmade`.
     """
 
-    def __init__(self, instances: Sequence[Instance]) -> None:
-        self._instances = instances
+    def __init__(self, kind: type, states: Sequence[dict[str, Any]]) -> None:
+        self._kind, self._states = kind, states
 
     def __len__(self) -> int:
-        return len(self._instances)
+        return len(self._states)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._instances[index]
+        return self._states[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        first = self._instances[0]
-        names = tuple(first)
-        if all(tuple(each) == names for each in self._instances):
-            rows = [tuple(each.values()) for each in self._instances]
-            return _with_attributes, (first.kind, names, rows)
-        return list, (with_instances(self._instances),)
+        names = tuple(self._states[0])
+        if all(tuple(each) == names for each in self._states):
+            rows = [tuple(each.values()) for each in self._states]
+            return _received_rows, (self._kind, names, rows)
+        return _received, (self._kind, self._states)
+
+    def made(self) -> list[Any]:
+        """Return the instances."""
+        return [_instance(self._kind, each) for each in self._states]
 
 
-def _real(instance: Instance) -> Any:
-    """Return a real instance, made as pickle makes it."""
-    made: Any = object.__new__(instance.kind)
-    made.__dict__.update(instance)
+class Unmade:
+    """Instances that a class wants to make itself, which may fail."""
+
+    def __init__(self, kind: type, states: Sequence[dict[str, Any]]) -> None:
+        self._kind, self._states = kind, states
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def pickles(self) -> list[bytes]:
+        """Return the pickles of calls with these instances as their only arguments."""
+        return [dumps((_Unmade(self._kind, each),), 5) for each in self._states]
+
+
+class _Unmade(NamedTuple):
+    kind: type
+    state: dict[str, Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new, (self.kind,), self.state
+
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _instance(kind: type, state: Any) -> Any:
+    made: Any = object.__new__(kind)
+    made.__dict__.update(state)
     return made
 
 
-def _with_attributes(kind: type, names: Sequence[str], rows: list[tuple[Any, ...]]) -> list[Any]:
+def _received(kind: type, states: Sequence[Any]) -> list[Any] | Unmade:
+    if _is_made_by_default(kind):
+        return [_instance(kind, each) for each in states]
+    return Unmade(kind, [dict(each) for each in states])
+
+
+def _received_rows(
+    kind: type, names: Sequence[str], rows: Sequence[tuple[Any, ...]]
+) -> list[Any] | Unmade:
     # As pickle does, because attributes are found sooner under interned names.
-    names = tuple(map(sys.intern, names))
-    made = []
-    for row in rows:
-        one: Any = object.__new__(kind)
-        one.__dict__.update(zip(names, row, strict=True))
-        made.append(one)
-    return made
-
-
-def with_instances(values: Sequence[Any]) -> list[Any]:
-    """Return `values` with a real instance in place of each `Instance`."""
-    return [_real(each) if type(each) is Instance else each for each in values]
-
-
-def to_pickle(values: Sequence[Any]) -> Sequence[Any]:
-    """Return what to pickle so that `with_instances` of `values` arrives."""
-    if isinstance(values, _Instances) or Instance not in set(map(type, values)):
-        return values
-    kinds = {each.kind if type(each) is Instance else None for each in values}
-    return with_instances(values) if None in kinds or len(kinds) > 1 else _Instances(values)
+    names = [sys.intern(each) if type(each) is str else each for each in names]
+    return _received(kind, [zip(names, each, strict=True) for each in rows])
 
 
 def size_of(parts: Collection[Any]) -> int:
@@ -109,97 +124,115 @@ def size_of(parts: Collection[Any]) -> int:
 
 
 class Detacher:
-    """Copies values for a process that shares `snapshot`. Not thread-safe."""
+    """Copies values one by one, unless that was in vain for several. Not thread-safe."""
 
-    def __init__(self, snapshot: MainSnapshot) -> None:
-        self._snapshot = snapshot
-        self.plain: type | None = None  # the class that was found to be plain last
+    def __init__(self) -> None:
+        self._misses = 0.0
 
-    def one(self, value: Any) -> Copied[Any] | None:
-        """Return a copy that may share a pickle with others, or None if there is none."""
+    def one(self, value: Any, max_bytes: int) -> Copied[Any] | None:
+        """Return a copy that may share a pickle with others, of less than `max_bytes`; or None if
+        there is none, or if there was none of several values before.
+        """
+        if self._misses >= MAX_MISSES:
+            return None
         kind = type(value)
         if kind in CONTAINER_TYPES:
-            copy = value.copy()
-            size = size_of((*copy, *copy.values()) if kind is dict else copy)
-            return None if size < 0 else (copy, size)
-        if kind is self.plain or self._is_plain(kind):
-            copy = Instance(value.__dict__)
-            copy.kind = kind
-            size = size_of((*copy, *copy.values()))
-            return None if size < 0 else (copy, size)
-        if _is_array_type(kind) and _is_small_array(value):
+            if _ITEM_BYTES * len(value) < max_bytes:
+                copy = value.copy()
+                size = size_of((*copy, *copy.values()) if kind is dict else copy)
+                if 0 <= size < max_bytes:
+                    self._misses -= HIT
+                    return copy, size
+        elif _is_array_type(kind) and _is_small_array(value):
             return value.copy(), value.nbytes + _ARRAY_BYTES
+        self._misses += 1
         return None
 
-    def all(self, values: Sequence[Any]) -> Copied[Sequence[Any]] | None:
-        """Return copies of `values`, which are all of one type, or None if not all can be copied.
-        The copies are a sequence that arrives as a list.
-        """
-        kinds = set(map(type, values))
-        if len(kinds) != 1:
+
+def copies_of(
+    values: Sequence[Any], snapshot: MainSnapshot | None = None
+) -> Copied[Sequence[Any]] | None:
+    """Return copies of `values`, which are all of one type, or None if not all can be copied. The
+    copies are a sequence that arrives as a list. Instances are copied only for a process that
+    shares `snapshot`.
+    """
+    kinds = set(map(type, values))
+    if len(kinds) != 1:
+        return None
+    (kind,) = kinds
+    copies: Sequence[Any]
+    if kind in CONTAINER_TYPES:
+        copies = [each.copy() for each in values]
+        parts = _parts_of_dicts(copies) if kind is dict else [*chain.from_iterable(copies)]
+    elif _is_array_type(kind):
+        if not all(map(_is_small_array, values)):
             return None
-        (kind,) = kinds
-        copies: Sequence[Any]
-        if kind in CONTAINER_TYPES:
-            copies = [each.copy() for each in values]
-            parts = _parts_of_dicts(copies) if kind is dict else [*chain.from_iterable(copies)]
-        elif _is_array_type(kind):
-            if not all(map(_is_small_array, values)):
+        copies = [each.copy() for each in values]
+        return copies, sum([each.nbytes + _ARRAY_BYTES for each in copies])
+    elif snapshot is not None and _is_plain(kind, snapshot):
+        states = [dict(each.__dict__) for each in values]
+        parts = _parts_of_dicts(states)
+        copies = Instances(kind, states)
+    else:
+        return None
+    size = bytes_together(parts)
+    return None if size < 0 else (copies, size + _ITEM_BYTES * len(parts))
+
+
+def copies_of_rows(rows: Sequence[tuple[Any, ...]]) -> Copied[Sequence[Any]] | None:
+    """Return copies of `rows`. In each row one item can change, always in the same column."""
+    columns: list[Sequence[Any]] = [*zip(*rows, strict=True)]
+    total, copied = 0, False
+    for index, column in enumerate(columns):
+        size = bytes_together(column)
+        if size < 0:
+            # Of two, one may refer to the other, or be it.
+            found = None if copied else copies_of(column)
+            if found is None:
                 return None
-            copies = [each.copy() for each in values]
-            return copies, sum([each.nbytes + _ARRAY_BYTES for each in copies])
-        elif self._is_plain(kind):
-            instances = [Instance(each.__dict__) for each in values]
-            for each in instances:
-                each.kind = kind
-            parts = _parts_of_dicts(instances)
-            copies = _Instances(instances)
-        else:
-            return None
-        size = bytes_together(parts)
-        return None if size < 0 else (copies, size + _ITEM_BYTES * len(parts))
+            columns[index], size = found
+            copied = True
+        total += size + _ITEM_BYTES * len(rows)
+    return [*zip(*columns, strict=True)], total
 
-    def rows(self, rows: Sequence[tuple[Any, ...]]) -> Copied[Sequence[Any]] | None:
-        """Return copies of `rows`, of whose items one in each can change, in the same place."""
-        columns: list[Sequence[Any]] = [*zip(*rows, strict=True)]
-        total, copied = 0, False
-        for index, column in enumerate(columns):
-            size = bytes_together(column)
-            if size < 0:
-                # Of two, one may refer to the other, or be it.
-                found = None if copied else self.all(column)
-                if found is None or isinstance(found[0], _Instances):
-                    return None
-                columns[index], size = found
-                copied = True
-            total += size + _ITEM_BYTES * len(rows)
-        return [*zip(*columns, strict=True)], total
 
-    def _is_plain(self, kind: type) -> bool:
-        """Return whether an instance is pickled as the name of its class, which the other process
-        has in `__main__`, and its `__dict__`, and no code of users notices a copy.
-        """
-        if not (
-            kind.__module__ == "__main__"
-            and type(kind) is type
-            and kind.__dictoffset__
-            and all(getattr(kind, name) is default for name, default in _DEFAULTS.items())
-            and not any(hasattr(kind, name) for name in _HOOKS)
-            and not any("__slots__" in vars(each) for each in kind.__mro__)
-            and kind not in copyreg.dispatch_table
-            and not _registered_by_value()
-            and self._snapshot.holds(kind)
-        ):
-            return False
-        self.plain = kind
-        return True
+def _is_plain(kind: type, snapshot: MainSnapshot) -> bool:
+    """Return whether an instance is pickled as the name of its class, which the other process has
+    in `__main__`, and its `__dict__`, and no code of users notices a copy.
+    """
+    return (
+        kind.__module__ == "__main__"
+        and type(kind) is type
+        and _is_made_by_default(kind)
+        and all(getattr(kind, name) is default for name, default in _DEFAULTS.items())
+        and not any(hasattr(kind, name) for name in _HOOKS)
+        and not any("__class__" in vars(each) for each in kind.__mro__[:-1])
+        and kind not in copyreg.dispatch_table
+        and not _registered_by_value()
+        and snapshot.holds(kind)
+    )
+
+
+def least_bytes(values: Sequence[Any]) -> int:
+    """Return how many bytes containers among `values` take at least, without looking into them."""
+    return _ITEM_BYTES * sum([len(each) for each in values if type(each) in CONTAINER_TYPES])
+
+
+def _is_made_by_default(kind: Any) -> bool:
+    """Return whether pickle makes an instance without code of users."""
+    return (
+        kind.__new__ is object.__new__
+        and bool(kind.__dictoffset__)
+        and not hasattr(kind, "__setstate__")
+        and not any("__slots__" in vars(each) for each in kind.__mro__)
+    )
 
 
 _DEFAULTS = {
     name: getattr(object, name)
-    for name in ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__getattribute__")
+    for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__getattribute__")
 }
-_HOOKS = ("__setstate__", "__getnewargs__", "__getnewargs_ex__", "__getattr__", "__del__")
+_HOOKS = ("__getnewargs__", "__getnewargs_ex__", "__getattr__", "__del__")
 
 
 def _registered_by_value() -> bool:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ..errors import Malformed
 from ..memory.blocks import Store, pristine_view
 from ..memory.references import Received, Serialized, load_joined, load_with_buffers
-from .detached import to_pickle
+from .detached import Unmade
 from .pickling import join_payloads, store_pickle
 
 Calls = bytes | Serialized
@@ -53,7 +53,7 @@ def pack_calls(form: int, fresh: bool, rows: Sequence[Any], store: Store | None 
     cannot be pickled by its name any more.
     """
     head = _RANGE.pack(0, len(rows))
-    pickled = dumps((form, fresh, to_pickle(rows) if form == ITEMS else rows), 5)
+    pickled = dumps((form, fresh, rows), 5)
     stored = store_pickle(pickled, store)
     if isinstance(stored, Serialized):
         return Serialized(head, stored.places, stored.written)
@@ -83,6 +83,8 @@ def unpack_calls(calls: Any) -> tuple[int, bool, Sequence[Any]]:
         head, pickled = calls, memoryview(calls)[_RANGE.size :]
     first, last = _RANGE.unpack_from(head)
     form, fresh, rows = loads(pickled)
+    if type(rows) is Unmade:
+        form, rows = PICKLED, rows.pickles()
     return form, fresh, rows[first:last]
 
 
@@ -104,15 +106,11 @@ def pack_answers(
 ) -> bytes | Serialized:
     """Pack the answers of a slice.
 
-    `done` holds values, some of them `Packed` or an `Instance` if `packed` is true. `error` is the
-    error of the call after them, if one failed. Raises `PicklingError` if the class of an instance
-    cannot be pickled by its name any more.
+    `done` holds values, some of them `Packed` if `packed` is true. `error` is the error of the call
+    after them, if one failed.
     """
-    values: Sequence[Any] = done
-    indices: list[int] = []
-    if packed:
-        indices = [index for index, value in enumerate(done) if type(value) is Packed]
-        values = to_pickle([None if type(value) is Packed else value for value in done])
+    indices = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
+    values = [None if type(value) is Packed else value for value in done] if packed else done
     parts = [done[index].payload for index in indices]
     if {bytes}.issuperset(map(type, parts)):  # nothing in shared memory: this is opened faster
         return join_payloads((values, indices, error, parts), (), store)
