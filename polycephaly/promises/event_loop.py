@@ -67,6 +67,8 @@ class _Bell:
     a caller that was about to ring could write into another file that has got the number.
     """
 
+    _fd = -1  # if there is no descriptor left
+
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
