@@ -96,7 +96,8 @@ main_thread_calls: deque[Callable[[], object]] = deque()
 """What `call_in_main_thread` has added, and the main thread has not called yet."""
 _main_thread_wakers: list[Callable[[], object]] = []
 """Each wakes a wait of the main thread; a wait in a signal handler lies within another."""
-os.register_at_fork(after_in_child=_main_thread_wakers.clear)
+if hasattr(os, "register_at_fork"):  # promises work also where no process can be forked
+    os.register_at_fork(after_in_child=_main_thread_wakers.clear)
 
 
 def call_in_main_thread(callback: Callable[[], object]) -> None:
