@@ -301,3 +301,25 @@ def test_in_a_notebook_one_warning_tells_what_may_be_stale_and_the_cures(cells, 
     done = run_script(f"{NOTEBOOK}\n    run(*{cells!r})\n    run('pool.shutdown()')\n")
     printed = [line for line in done.stdout.splitlines() if not line.startswith("Out[")]
     assert printed == ["-", *told, "-", "-"], done.stderr
+
+
+@pytest.mark.guarantee("work-23")
+def test_everywhere_calls_also_the_drones_for_which_others_make_room(monkeypatch):
+    seen = []
+    with poly.Pool(2, fresh=True, output="discard") as pool:
+        dispatcher = pool._dispatcher
+        engine, has_room = dispatcher.supervisor.engine, dispatcher.supervisor.engine.can_start
+        wait_for(lambda: all(drone.pid for drone in pool.drones))
+        monkeypatch.setattr(engine, "can_start", lambda: False)
+
+        def call_everywhere():
+            seen.extend(each.result(60) for each in pool.everywhere(abs, -1))
+
+        thread = threading.Thread(target=call_everywhere)
+        thread.start()
+        wait_for(lambda: not dispatcher.handles)
+        thread.join(0.1)
+        monkeypatch.setattr(engine, "can_start", has_room)
+        dispatcher.post(dispatcher.supervisor.start_missing)
+        thread.join()
+    assert seen == [1, 1]

@@ -473,6 +473,7 @@ class ExecutorBase(TaskTarget, Executor):
         self._dispatcher.check_open()
         promises = []
         with self._dispatcher.calls():
+            self._dispatcher.wait_complete()
             for drone in self.drones:
                 try:
                     promises.append(drone._submit(work, args, kwargs))

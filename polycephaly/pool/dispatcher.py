@@ -339,6 +339,13 @@ class Dispatcher(DispatcherBase):
         self.check_open()
         return self.freshness
 
+    def wait_complete(self) -> None:
+        if self.freshness is not None and self.reactor.can_wait():
+            complete: Signal[None] = Signal()
+            self.post(self.supervisor.when_complete, complete)
+            race(complete, self.ended).result()
+            self.check_open()
+
     def _is_idle(self) -> bool:
         """Return whether no call is unsettled, no map unfinished, and this thread may wait for a
         snapshot. Any thread may call this, without the reactor's lock.

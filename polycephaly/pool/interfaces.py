@@ -105,6 +105,9 @@ class TaskRunner:
         """Return a context in which calls are made. Raises the errors of taking a snapshot."""
         return nullcontext()
 
+    def wait_complete(self) -> None:
+        """Wait until all drones that a new snapshot is to have are there."""
+
     def warn_if_stale(self, work: Any) -> None:
         """Warn if `work` reads data that its drones have as they were before, if that is known."""
 

@@ -143,6 +143,11 @@ class Supervisor:
         self._dispatcher.settle_signal(self._dispatcher.begun)
         self._check_complete()
 
+    def when_complete(self, complete: Promise[None]) -> None:
+        """Settle `complete` when all drones have started."""
+        self._pending_refreshes.append(complete)
+        self._check_complete()
+
     def _check_complete(self) -> None:
         """Settle the `refresh` calls if all drones have started, but for those that failed to."""
         if self._waits_for_room():
