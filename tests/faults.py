@@ -117,6 +117,21 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> object:
     return value
 
 
+def act_without_room(pool: Any, monkeypatch: Any, act: Callable[[], object]) -> None:
+    """Call `act`, which replaces the drones. New ones have room only when the old have ended."""
+    dispatcher = pool._dispatcher
+    engine, has_room = dispatcher.supervisor.engine, dispatcher.supervisor.engine.can_start
+    wait_for(lambda: all(drone.pid for drone in pool.drones))
+    monkeypatch.setattr(engine, "can_start", lambda: False)
+    thread = threading.Thread(target=act)
+    thread.start()
+    wait_for(lambda: not dispatcher.handles)
+    thread.join(0.1)
+    monkeypatch.setattr(engine, "can_start", has_room)
+    dispatcher.post(dispatcher.supervisor.start_missing)
+    thread.join()
+
+
 def wait_for_ends(pidfds: list[int]) -> None:
     """Waits for each of these processes, and closes its pidfd. A zombie counts as ended."""
     for pidfd in pidfds:

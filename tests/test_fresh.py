@@ -8,7 +8,7 @@ import threading
 import warnings
 
 import pytest
-from faults import append, hold_until, lines, wait_for
+from faults import act_without_room, append, hold_until, lines, wait_for
 from scripts import output_of, run_script
 
 import polycephaly as poly
@@ -307,19 +307,9 @@ def test_in_a_notebook_one_warning_tells_what_may_be_stale_and_the_cures(cells, 
 def test_everywhere_calls_also_the_drones_for_which_others_make_room(monkeypatch):
     seen = []
     with poly.Pool(2, fresh=True, output="discard") as pool:
-        dispatcher = pool._dispatcher
-        engine, has_room = dispatcher.supervisor.engine, dispatcher.supervisor.engine.can_start
-        wait_for(lambda: all(drone.pid for drone in pool.drones))
-        monkeypatch.setattr(engine, "can_start", lambda: False)
 
         def call_everywhere():
             seen.extend(each.result(60) for each in pool.everywhere(abs, -1))
 
-        thread = threading.Thread(target=call_everywhere)
-        thread.start()
-        wait_for(lambda: not dispatcher.handles)
-        thread.join(0.1)
-        monkeypatch.setattr(engine, "can_start", has_room)
-        dispatcher.post(dispatcher.supervisor.start_missing)
-        thread.join()
+        act_without_room(pool, monkeypatch, call_everywhere)
     assert seen == [1, 1]

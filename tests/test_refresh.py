@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from census import children
 from engines import NO_FORK, local_only, on_each_engine, poly, rounds
-from faults import append, bind_zeromq, hold_until, lines, wait_for
+from faults import act_without_room, append, bind_zeromq, hold_until, lines, wait_for
 from scripts import output_of, run_script
 
 pytestmark = on_each_engine
@@ -218,20 +218,10 @@ def test_a_key_or_attribute_of_after_the_snapshot_is_an_error_that_names_the_cur
 def test_it_waits_for_the_room_of_drones_that_are_about_to_end(monkeypatch):
     seen = []
     with poly.Pool(2, output="discard") as pool:
-        dispatcher = pool._dispatcher
-        engine, has_room = dispatcher.supervisor.engine, dispatcher.supervisor.engine.can_start
-        wait_for(lambda: all(drone.pid for drone in pool.drones))
-        monkeypatch.setattr(engine, "can_start", lambda: False)
 
         def refresh():
             pool.refresh()
             seen.append(len(pool.drones))
 
-        thread = threading.Thread(target=refresh)
-        thread.start()
-        wait_for(lambda: not dispatcher.handles)
-        thread.join(0.1)
-        monkeypatch.setattr(engine, "can_start", has_room)
-        dispatcher.post(dispatcher.supervisor.start_missing)
-        thread.join()
+        act_without_room(pool, monkeypatch, refresh)
     assert seen == [2]

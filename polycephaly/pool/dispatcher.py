@@ -343,8 +343,7 @@ class Dispatcher(DispatcherBase):
         if self.freshness is not None and self.reactor.can_wait():
             complete: Signal[None] = Signal()
             self.post(self.supervisor.when_complete, complete)
-            race(complete, self.ended).result()
-            self.check_open()
+            self._wait_for(complete)
 
     def _is_idle(self) -> bool:
         """Return whether no call is unsettled, no map unfinished, and this thread may wait for a
@@ -396,9 +395,7 @@ class Dispatcher(DispatcherBase):
         step = preparation.capture_push(names)
         self.post(preparation.add_push, step)
         if self.reactor.can_wait():  # otherwise after the callback that runs in this thread
-            race(step.loaded, self.ended).result()
-            if not step.loaded.done():  # the pool has ended in the meantime
-                self.check_open()
+            self._wait_for(step.loaded)
             self.registry.snapshot.add(names)
 
     def resize(
@@ -411,9 +408,13 @@ class Dispatcher(DispatcherBase):
         resized: Signal[None] = Signal()
         self.post(self._resize, size, first, environments, resized)
         if self.reactor.can_wait():  # otherwise after the callback that runs in this thread
-            race(resized, self.ended).result()
-            if not resized.done():  # the pool has ended in the meantime
-                self.check_open()
+            self._wait_for(resized)
+
+    def _wait_for(self, done: Promise[Any]) -> None:
+        """Wait until `done` is settled. Raise if the pool has ended in the meantime."""
+        race(done, self.ended).result()
+        if not done.done():
+            self.check_open()
 
     def wait_ended(self) -> None:
         """Wait until the drones have ended, and the reactor if this was its last pool."""

@@ -392,7 +392,7 @@ class Source:
         large; then the others will be the next rows. Return None if there are none.
         """
         found = None
-        size = least_bytes(rows if self._has_one_iterable else [*chain.from_iterable(rows)])
+        size = least_bytes(self._args_of(rows))
         for _ in range(2):
             self._cut(rows, size)
             found = self._copies_of(rows) if rows else None
@@ -422,7 +422,7 @@ class Source:
         large; then the others will be the next rows. Return an empty list if they need to be
         looked at one by one.
         """
-        args = rows if self._has_one_iterable else [*chain.from_iterable(rows)]
+        args = self._args_of(rows)
         if not _UNASKED_TYPES.issuperset(map(type, args)):
             return []
         pickled: list[bytes] = []
@@ -493,8 +493,11 @@ class Source:
 
     def _fit_together(self, rows: list[Any]) -> bool:
         """Return whether all arguments of these rows may share a pickle, and are small."""
-        args = rows if self._has_one_iterable else list(chain.from_iterable(rows))
-        return 0 <= bytes_together(args) < self._max_bytes
+        return 0 <= bytes_together(self._args_of(rows)) < self._max_bytes
+
+    def _args_of(self, rows: list[Any]) -> list[Any]:
+        """Return the arguments of all calls of these rows."""
+        return rows if self._has_one_iterable else [*chain.from_iterable(rows)]
 
     def open_batches(
         self, batches: Generator[Iterable[Any], None, None]

@@ -97,6 +97,7 @@ main_thread_calls: deque[Callable[[], object]] = deque()
 _main_thread_wakers: list[Callable[[], object]] = []
 """Each wakes a wait of the main thread; a wait in a signal handler lies within another."""
 if hasattr(os, "register_at_fork"):  # promises work also where no process can be forked
+    os.register_at_fork(after_in_child=main_thread_calls.clear)
     os.register_at_fork(after_in_child=_main_thread_wakers.clear)
 
 

@@ -25,7 +25,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
 from .._compat import allows_input, kernel_allows_input, renew_in_child
-from ..promises.promise import call_in_main_thread, main_thread_calls, waiting_threads
+from ..promises.promise import call_in_main_thread, waiting_threads
 from ..runtime.fork_guard import OwnThread
 
 RELEASE = "release"
@@ -54,7 +54,6 @@ another process, or hang.
 # Held by a `DebugRequest` that uses this process's terminal, so that others wait for their turn.
 _terminal_lock = threading.Lock()
 renew_in_child(_terminal_lock)
-os.register_at_fork(after_in_child=main_thread_calls.clear)
 
 
 class WaitingDebugger(NamedTuple):

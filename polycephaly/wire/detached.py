@@ -19,7 +19,8 @@ from pickle import dumps
 from typing import Any, NamedTuple, TypeVar
 
 from .main_names import MainSnapshot
-from .shareable import SMALL_TYPES, bytes_together
+from .pickling import are_classes_by_value
+from .shareable import ITEM_BYTES, SMALL_TYPES, bytes_together
 
 CONTAINER_TYPES = frozenset((dict, list, set))
 """Types whose `copy` is shallow."""
@@ -27,7 +28,6 @@ MAX_ARRAY_BYTES = 32 * 1024
 """The largest size of an array that is copied. Copied ones take 0.32, 0.54 and 0.70 of the time for
 0.8, 8 and 32 kB (medians of nine rounds in turns); larger ones were not measured.
 """
-_ITEM_BYTES = 8
 _ARRAY_BYTES = 64
 _NUMERIC_KINDS = frozenset("biufcmMSU")
 MAX_MISSES, HIT = 4, 0.25
@@ -72,9 +72,6 @@ class Unmade:
     def __init__(self, kind: type, states: Sequence[dict[str, Any]]) -> None:
         self._kind, self._states = kind, states
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     def pickles(self) -> list[bytes]:
         """Return the pickles of calls with these instances as their only arguments."""
         return [dumps((_Unmade(self._kind, each),), 5) for each in self._states]
@@ -114,14 +111,14 @@ def _received_rows(
 
 def size_of(parts: Collection[Any]) -> int:
     """Return about how many bytes `parts` take, or -1 if they may not share a pickle."""
-    size = _ITEM_BYTES * len(parts)
+    size = ITEM_BYTES * len(parts)
     for part in parts:
         kind = type(part)
         if kind is str or kind is bytes:
             size += len(part)
         elif kind not in SMALL_TYPES:
             size = bytes_together(tuple(parts))
-            return size if size < 0 else size + _ITEM_BYTES * len(parts)
+            return size if size < 0 else size + ITEM_BYTES * len(parts)
     return size
 
 
@@ -139,7 +136,7 @@ class Detacher:
             return None
         kind = type(value)
         if kind in CONTAINER_TYPES:
-            if _ITEM_BYTES * len(value) < max_bytes:
+            if ITEM_BYTES * len(value) < max_bytes:
                 copy = value.copy()
                 size = size_of((*copy, *copy.values()) if kind is dict else copy)
                 if 0 <= size < max_bytes:
@@ -178,7 +175,7 @@ def copies_of(
     else:
         return None
     size = bytes_together(parts)
-    return None if size < 0 else (copies, size + _ITEM_BYTES * len(parts))
+    return None if size < 0 else (copies, size + ITEM_BYTES * len(parts))
 
 
 def copies_of_rows(rows: Sequence[tuple[Any, ...]]) -> Copied[Sequence[Any]] | None:
@@ -194,7 +191,7 @@ def copies_of_rows(rows: Sequence[tuple[Any, ...]]) -> Copied[Sequence[Any]] | N
                 return None
             columns[index], size = found
             copied = True
-        total += size + _ITEM_BYTES * len(rows)
+        total += size + ITEM_BYTES * len(rows)
     return [*zip(*columns, strict=True)], total
 
 
@@ -210,14 +207,14 @@ def _is_plain(kind: type, snapshot: MainSnapshot) -> bool:
         and not any(hasattr(kind, name) for name in _HOOKS)
         and not any("__class__" in vars(each) for each in kind.__mro__[:-1])
         and kind not in copyreg.dispatch_table
-        and not _registered_by_value()
+        and not are_classes_by_value()
         and snapshot.holds(kind)
     )
 
 
 def least_bytes(values: Sequence[Any]) -> int:
     """Return how many bytes containers among `values` take at least, without looking into them."""
-    return _ITEM_BYTES * sum([len(each) for each in values if type(each) in CONTAINER_TYPES])
+    return ITEM_BYTES * sum([len(each) for each in values if type(each) in CONTAINER_TYPES])
 
 
 def _is_made_by_default(kind: Any) -> bool:
@@ -235,11 +232,6 @@ _DEFAULTS = {
     for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__getattribute__")
 }
 _HOOKS = ("__getnewargs__", "__getnewargs_ex__", "__getattr__", "__del__")
-
-
-def _registered_by_value() -> bool:
-    cloudpickle = sys.modules.get("cloudpickle")
-    return cloudpickle is not None and bool(cloudpickle.list_registry_pickle_by_value())
 
 
 def _is_array_type(kind: type) -> bool:

@@ -294,8 +294,7 @@ class _NamePickler(_PlainPickler):
         if last is None or last() is not snapshot or snapshot.may_shrink:
             self._snapshot = ref(snapshot)
             self._held.clear()
-        cloudpickle = sys.modules.get("cloudpickle")
-        if cloudpickle is not None and cloudpickle.list_registry_pickle_by_value():
+        if are_classes_by_value():
             raise _NeedsValue
 
     def reducer_override(self, obj: Any) -> Any:
@@ -316,6 +315,12 @@ class _NamePickler(_PlainPickler):
         if len(self._held) >= _MAX_HELD:
             self._held.clear()
         self._held[id(definition)] = ref(definition)
+
+
+def are_classes_by_value() -> bool:
+    """Return whether users have told cloudpickle to pickle what a module defines by value."""
+    cloudpickle = sys.modules.get("cloudpickle")
+    return cloudpickle is not None and bool(cloudpickle.list_registry_pickle_by_value())
 
 
 _DEFINITION_TYPES = (type, FunctionType, CACHED_TYPE)

@@ -17,8 +17,8 @@ SMALL_TYPES = BATCHED_TYPES - {str, bytes}
 
 _CONTAINERS = frozenset((tuple, frozenset))
 _MAX_DEPTH = 4
-_ITEM_BYTES = 8
-"""Bytes that an item of a tuple counts."""
+ITEM_BYTES = 8
+"""Bytes that an item of a container counts."""
 
 
 def bytes_together(values: Sequence[Any]) -> int:
@@ -34,7 +34,7 @@ def bytes_together(values: Sequence[Any]) -> int:
                 [each if type(each) in _CONTAINERS else (each,) for each in values]
             )
         ]
-        size += _ITEM_BYTES * max(0, len(values) - before)
+        size += ITEM_BYTES * max(0, len(values) - before)
         kinds = set(map(type, values))
         if depth == _MAX_DEPTH:
             return -1
