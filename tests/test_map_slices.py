@@ -87,20 +87,30 @@ def test_calls_are_not_held_back_for_a_whole_slice_while_the_drones_are_idle():
     assert [task.count for task in sent if task is not None] == [1, 1, 1]
 
 
-def test_a_result_that_is_there_is_given_before_a_slow_input_is_taken(monkeypatch):
+@pytest.mark.parametrize(
+    ("inputs", "sent_each_time"),
+    [
+        pytest.param([iter("abcdef")], [1, 2, 3], id="of unknown origin"),
+        # All at once: the thread has lost its core for a moment.
+        pytest.param(["abcdef", itertools.repeat(0)], [4, 6, 6], id="at hand"),
+    ],
+)
+def test_a_result_that_is_there_is_given_before_a_slow_input_is_taken(
+    inputs, sent_each_time, monkeypatch
+):
     reactor = FakeReactor()
     dispatcher, clock = dispatcher_of(reactor, 1), itertools.count()
     monkeypatch.setattr(map_module, "monotonic", lambda: next(clock))  # each input takes a second
-    stream = Ordered(
-        Source(dispatcher, TaskOptions(), operator.neg, [iter("abcdef")]), None, None, None
-    )
+    stream = Ordered(Source(dispatcher, TaskOptions(), operator.add, inputs), None, None, None)
     sent = []
 
     def send(max_calls, send_next=stream.source.send_next):
-        sent.append(send_next(1))
-        reactor.turn()
-        sent[-1].handle.answers(sent[-1])
-        return sent[-1]
+        task = send_next(1)
+        if task is not None:
+            sent.append(task)
+            reactor.turn()
+            task.handle.answers(task)
+        return task
 
     stream.source.send_next = send
     counts = []
@@ -109,7 +119,7 @@ def test_a_result_that_is_there_is_given_before_a_slow_input_is_taken(monkeypatc
             stream.send_ahead()
         counts.append(len(sent))
         stream.take_settled()
-    assert counts == [1, 2, 3]
+    assert counts == sent_each_time
 
 
 pickled = []

@@ -371,7 +371,8 @@ class Ordered:
             if not self._send(min(best, room)):
                 return
             # Inputs may come slowly, from a socket for example: results do not wait for them.
-            self._inputs_are_slow = monotonic() > begun + SLICE_SECONDS
+            if self.source.may_be_slow:
+                self._inputs_are_slow = monotonic() > begun + SLICE_SECONDS
             if self._inputs_are_slow and self._has_result():
                 return
 

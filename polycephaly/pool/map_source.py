@@ -77,7 +77,8 @@ MAX_ROW_BYTES = 64 * 1024
 
 _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """Iterating over these runs no user code, so several rows are taken at once."""
-
+_SOURCES_AT_HAND = (*_PLAIN_SOURCES, repeat)
+"""No item of these is waited for."""
 
 _UNASKED_TYPES = CONTAINER_TYPES | {tuple}
 """Types of arguments that are not asked themselves, when they are pickled, whether they fit."""
@@ -125,6 +126,7 @@ class Source:
             else zip(*iterables, *indices, strict=False)
         )
         self._are_plain = all(type(each) in _PLAIN_SOURCES for each in iterables)
+        self.may_be_slow = any(type(each) not in _SOURCES_AT_HAND for each in iterables)
         sized = [each for each in iterables if isinstance(each, Sized)]
         self.is_finite = bool(sized)  # False if not known
         self.length = 0  # or, if it is known, the number of calls
