@@ -29,6 +29,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from faults import stack_of
+
 from polycephaly.engines.local import native_threads as native
 from polycephaly.pool import reactor
 
@@ -169,7 +171,7 @@ class Census:
 
     def left_since(self, before: Census) -> list[str]:
         left = [f"process {describe(pid)}" for pid in sorted(self.processes - before.processes)]
-        left += [f"thread {each.name}" for each in self.threads - before.threads]
+        left += [f"thread {each.name}{stack_of(each)}" for each in self.threads - before.threads]
         left += [
             f"descriptor {fd} -> {target}"
             for fd, target in self.descriptors.items()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -107,12 +108,20 @@ class PackedSlowly:
         return str, ("packed",)
 
 
+def stack_of(thread: threading.Thread) -> str:
+    """Where that thread is now, in lines to print after its name."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(["\n", *traceback.format_stack(frame)]) if frame else ""
+
+
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> object:
     """Polls until `condition` holds; fails after `seconds`: long, as a machine that others use too
     may stand still."""
     end = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < end, f"not within {seconds} s: {condition}"
+        if time.monotonic() >= end:
+            stacks = [each.name + stack_of(each) for each in threading.enumerate()]
+            raise AssertionError("\n".join([f"not within {seconds} s: {condition}", *stacks]))
         time.sleep(0.003)
     return value
 
