@@ -338,6 +338,18 @@ def test_nothing_is_left_of_it():
     wait_for(lambda: not inline_threads())
 
 
+def test_a_drone_that_is_killed_as_its_task_ends_leaves_no_thread():
+    with poly.Pool(2, engine="inline") as pool:
+        pool.doit(abs, -1)
+        handle = pool._dispatcher.handles[0]
+        handle.drone._current = 1  # as `kill` has read it, a moment before the end of the task
+        pool.drones[0].kill()
+        wait_for(lambda: drones_of(pool) == {2, 3})
+        wait_for(lambda: len(inline_threads()) == 1)
+        assert pool.doit(abs, -2) == 2
+    wait_for(lambda: not inline_threads())
+
+
 def keep_in_a_thread_later():
     begun.set()
     assert gate.wait(30)

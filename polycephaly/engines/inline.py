@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import os
 import threading
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from time import thread_time
 from typing import Any
 
@@ -54,6 +55,10 @@ class ThisProcess(Machine):
         return InlineEngine(dispatcher)
 
 
+class _Turns(SimpleQueue["tuple[InlineDrone, list[bytes]] | None"]):
+    """Messages for one thread, with their drones; None: its end."""
+
+
 class InlineEngine(Engine):
     """The engine of one pool. `pool.engine.Engine` says which thread calls which method."""
 
@@ -65,27 +70,30 @@ class InlineEngine(Engine):
         if config.start is not None or config.cwd is not None or has_env:
             raise ValueError("engine='inline' runs tasks in this process: no start, cwd or env")
         self.dispatcher = dispatcher
-        self.turns: SimpleQueue[tuple[InlineDrone, list[bytes]] | None] = SimpleQueue()
-        """Messages for the thread, with their drones; None: the end."""
+        self.turns = _Turns()
         self.adopt(self.snapshot())
 
     def begin(self) -> None:
-        """Start a thread that runs tasks, in place of the one before, if any."""
-        self.thread = threading.Thread(target=self._run, name="polycephaly-inline", daemon=True)
+        """Start a thread that runs tasks, in place of the one before, if any, which ends after its
+        turn.
+        """
+        before, self.turns = self.turns, _Turns()
+        with suppress(Empty):
+            while True:
+                self.turns.put(before.get_nowait())
+        before.put(None)
+        self.thread = threading.Thread(
+            target=self._run, args=(self.turns,), name="polycephaly-inline", daemon=True
+        )
         self.thread.start()
 
-    def _run(self) -> None:
-        while self.thread is threading.current_thread():
-            turn = self.turns.get()
-            if self.thread is not threading.current_thread():  # another has taken over meanwhile
-                self.turns.put(turn)
-            elif turn is None:
-                return
-            else:
-                try:
-                    turn[0].take_turn(turn[1])
-                except Exception as error:
-                    self.dispatcher.post(self.dispatcher.fail, error)
+    def _run(self, turns: _Turns) -> None:
+        while (turn := turns.get()) is not None:
+            drone, frames = turn
+            try:
+                drone.take_turn(frames)
+            except Exception as error:
+                self.dispatcher.post(self.dispatcher.fail, error)
 
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
         handle = InlineHandle(self, number, name)
