@@ -29,7 +29,7 @@ from ..wire import placeholders
 from ..wire.detached import CONTAINER_TYPES, HIT, MAX_MISSES, Detacher, size_of
 from ..wire.pickling import capture_builtins
 from ..wire.shareable import BATCHED_TYPES, SMALL_TYPES, fits_together
-from ..wire.slices import ITEMS, PICKLED, Packed, unpack_calls
+from ..wire.slices import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls
 from .sigterm import Sigterm
 
 MAX_ANSWER_BYTES = 256 * 1024
@@ -42,8 +42,7 @@ less than 4 µs, and the mark would take some per cent of that.
 """
 
 
-_IMMUTABLE_TYPES = BATCHED_TYPES | {tuple, frozenset}
-_BUILTIN_TYPES = _IMMUTABLE_TYPES | CONTAINER_TYPES | {bytearray}
+_BUILTIN_TYPES = BATCHED_TYPES | CONTAINER_TYPES | {tuple, frozenset, bytearray}
 
 
 class SliceRun:
@@ -101,14 +100,20 @@ class SliceRun:
     def _run_items(self, function: Callable[..., Any]) -> None:
         # SIGTERM ends the slice only where the control thread cuts it: a check would take a tenth
         # of the time of such short calls.
-        next_item, add_small = self.calls.popleft, self.done.append
+        next_item, add_small, small = self.calls.popleft, self.done.append, SMALL_TYPES
         while True:
             try:
                 item = next_item()
             except IndexError:
                 return
             value = function(item)
-            if type(value) in SMALL_TYPES:
+            kind = type(value)
+            if kind in small:
+                add_small(value)
+            elif (
+                kind is str and len(value) < MIN_SEPARATE_LENGTH and self._bytes < MAX_ANSWER_BYTES
+            ):
+                self._bytes += len(value)
                 add_small(value)
             elif self._add_answer(value):
                 return
@@ -161,42 +166,45 @@ class SliceRun:
 
     def _add_answer(self, value: Any) -> bool:
         """Add a value; return True if the slice must end because its answers are so large."""
-        self.done.append(self._prepare_answer(value))
-        return self._bytes > MAX_ANSWER_BYTES
-
-    def _prepare_answer(self, value: Any) -> Any:
         kind = type(value)
-        if kind not in _BUILTIN_TYPES:
+        if kind is tuple or kind is frozenset:
+            size = size_of(value)
+        elif kind is str or kind is bytes:
+            size = len(value)
+        elif kind in SMALL_TYPES:
+            size = 0
+        else:
+            return self._add_other(value)
+        if 0 <= size < MAX_ANSWER_BYTES - self._bytes:
+            self._bytes += size
+            self.done.append(value)
+            return False
+        return self._add_packed(value)
+
+    def _add_other(self, value: Any) -> bool:
+        """Add a value that can change, or is not of a builtin type."""
+        if type(value) not in CONTAINER_TYPES:
             if is_coroutine(value):
                 from ..green import run
 
-                value = run(value)
-                kind = type(value)
+                return self._add_answer(run(value))
             if fits_together(value):
-                return value
-        if kind not in _IMMUTABLE_TYPES:
-            detached = self._detacher.one(value, MAX_ANSWER_BYTES - self._bytes)
-            if detached is not None:
-                copy, size = detached
-                self._bytes += size
-                return copy
-        if kind is str or kind is bytes:
-            size = len(value)
-        elif kind in SMALL_TYPES:
-            return value
-        elif kind is tuple or kind is frozenset:
-            size = size_of(value)
-        else:
-            size = -1
-        if size >= 0:
-            self._bytes += size
-            if self._bytes < MAX_ANSWER_BYTES:
-                return value
+                self.done.append(value)
+                return False
+        detached = self._detacher.one(value, MAX_ANSWER_BYTES - self._bytes)
+        if detached is None:
+            return self._add_packed(value)
+        copy, size = detached
+        self._bytes += size
+        self.done.append(copy)
+        return False
+
+    def _add_packed(self, value: Any) -> bool:
         self.packed = True
         packed: Any = None
         # With few of other types in them; ends of channels are handed on when they are pickled.
         if (
-            kind in _BUILTIN_TYPES
+            type(value) in _BUILTIN_TYPES
             and self._misses < MAX_MISSES
             and not placeholders.last_arrived_end
         ):
@@ -205,7 +213,8 @@ class SliceRun:
         if packed is None or len(packed) >= MIN_SHARED_PICKLE_BYTES:
             packed = self._pack(value)
         self._bytes += len(packed)
-        return Packed(packed)
+        self.done.append(Packed(packed))
+        return self._bytes > MAX_ANSWER_BYTES
 
     def attribute_error(self) -> None:
         """Attribute the error with which the slice has ended to the call after those that are done.
