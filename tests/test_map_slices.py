@@ -1889,3 +1889,20 @@ def test_one_slow_report_does_not_make_the_next_slices_small():
     assert source.best_size() == 1
     source._estimate(32e-5, 32)
     assert source.best_size() == usual
+
+
+def test_the_last_calls_are_divided_among_the_drones_unless_that_costs_more_than_they_do():
+    source = Source(dispatcher_of(FakeReactor(), 4), TaskOptions(), same, [list(range(100))])
+    source._definition.seconds = 1e-4
+    assert source.best_size() == 20  # two milliseconds
+    source._rows, source._sized_rows = iter(()), iter(range(16))
+    assert source.best_size() == 4
+    source._definition.seconds = 1e-6
+    assert source.best_size() >= 16
+
+
+def test_long_strings_among_short_ones_end_a_slice_by_their_size(pool):
+    lengths = [10] * 3000 + [400_000, 10, 300, 400_000] * 20
+    known = functools.partial(str.__mul__, "x")
+    assert [*map(len, pool.map(known, lengths))] == lengths
+    assert [*map(len, pool.map("x".__mul__, lengths))] == lengths

@@ -63,6 +63,9 @@ SLICE_SECONDS = 0.002
 """Seconds of calls in a slice: well below the 5 ms after which its drone cuts it. With 1 ms, a
 `map` of dicts, integers or small arrays takes 1.05, 1.1 and 1.16 times as long, with 4 ms no less.
 """
+MIN_SLICE_SECONDS = 0.0002
+"""The same for the last slices, which get smaller and smaller: about what a task of its own costs.
+"""
 MAX_CALL_SECONDS = 0.0005
 """Seconds of a call from which it is sent by itself, so that a death costs no other call."""
 MANY_CALLS = 32
@@ -307,7 +310,8 @@ class Source:
         rest = self._sized_rows if self._range is None else self._range[: sys.maxsize]
         rows_left = length_hint(rest, 0)
         if rows_left:  # the last calls are divided among the drones
-            best = min(best, -(-rows_left // self.dispatcher.size))
+            part = -(-rows_left // self.dispatcher.size)
+            best = min(best, max(part, int(MIN_SLICE_SECONDS / max(seconds, 1e-7))))
         return max(1, best)
 
     def _make_task(self, max_calls: int) -> Task | None:
