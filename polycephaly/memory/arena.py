@@ -162,7 +162,8 @@ class Arena:
         except IndexError:
             return
         if fd is not None:
-            os.close(fd)
+            with suppress(OSError):  # other code has closed it
+                os.close(fd)
 
 
 # The arenas of this process, by `id`. `valuerefs` copies them to a list in one step, because other

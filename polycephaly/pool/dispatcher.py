@@ -29,7 +29,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -824,6 +824,22 @@ class Dispatcher(DispatcherBase):
         if not self.break_if_lost():
             log.error("a bug in polycephaly breaks %s", self.config.name, exc_info=error)
             self.break_pool(pool_error("a bug in polycephaly", error))
+
+    def end_at_once(self, error: BaseException) -> None:
+        lost = pool_error("the thread that serves the pools has ended", error)
+        with ExitStack() as steps:  # the last one first; each, though another fails
+            steps.callback(self._end)
+            for handle in self.handles:
+                steps.callback(self._give_up, handle)
+            steps.callback(self.supervisor.engine.end_at_once)
+            steps.callback(self.break_pool, lost)
+
+    def _give_up(self, handle: DroneHandle) -> None:
+        if handle in self.handles:
+            try:
+                self.supervisor.on_died(handle, None)
+            finally:
+                self.supervisor.remove(handle)  # its last results do not come any more
 
     def break_if_lost(self) -> bool:
         """Break the pool if the engine has lost the cluster on which the drones run."""

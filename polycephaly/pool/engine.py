@@ -114,5 +114,10 @@ class Engine:
         """
         return None
 
+    def end_at_once(self) -> None:
+        """End what the drones, which were killed, are started by, and all that is left of them.
+        Nothing that they send is read any more.
+        """
+
     def end(self) -> None:
         """Release all resources; no drone is left, and none will be started."""

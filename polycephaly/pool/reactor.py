@@ -78,6 +78,9 @@ class Tenant:
     def fail(self, error: Exception) -> None:
         """Give up, because a method has raised `error`."""
 
+    def end_at_once(self, error: BaseException) -> None:
+        """Kill the drones, fail all tasks with `error`, and end, without waiting for anything."""
+
     def post(self, callback: Callable[..., object], *args: Any) -> None:
         """Have the reactor's thread call `callback` under the lock. An error breaks the pool.
 
@@ -254,16 +257,43 @@ class Reactor(EventLoop):
 
     def _end(self) -> bool:
         """End the reactor, unless it has been acquired again."""
-        global _reactor
         with fork_guard.guard:
             if self.users or self._inbox:
                 return False
-            if _reactor is self:
-                _reactor = None
+            self._forget()
             for source in self._sources_made.values():
                 source.close()
             self.release_resources()
         return True
+
+    def _forget(self) -> None:
+        global _reactor
+        if _reactor is self:
+            _reactor = None
+
+    def _end_by(self, error: BaseException) -> None:
+        with fork_guard.guard:
+            self._forget()  # so that the next pool starts another
+            self.is_ending = True
+        self._end_tenants(error)
+        with fork_guard.guard:
+            for source in self._sources_made.values():
+                self._call_guarded(source.close)
+            super()._end_by(error)
+        # Of callers that have looked at `has_ended` before.
+        self._end_tenants(error)
+        while self.last_callbacks:
+            self._call_guarded(self.last_callbacks.pop(0))
+
+    def _end_tenants(self, error: BaseException) -> None:
+        with self._lock:
+            while self._inbox:
+                self._call_guarded(self._inbox.popleft())
+            for tenant in self.tenants[:]:
+                self._call_guarded(partial(tenant.end_at_once, error))
+            self.tenants.clear()
+            self._inbox.clear()
+        self._deliver()
 
     def release(self) -> None:
         """Undo one `acquire_reactor`. Not while holding the lock: it takes the fork guard."""
@@ -281,3 +311,7 @@ class ReactorSignal(Signal[S]):
 
     def _before_wait(self, deadline: float | None) -> None:
         refuse_in_fork(self, self._reactor)
+        if self._reactor.has_ended and not self.done():
+            raise RuntimeError(
+                f"{self!r} is never settled, because the thread that serves its pool has ended"
+            )

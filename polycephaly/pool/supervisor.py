@@ -166,7 +166,7 @@ class Supervisor:
         )
 
     def on_not_started(self, handle: DroneHandle, error: BaseException) -> None:
-        self._remove(handle)
+        self.remove(handle)
         self.on_start_error(error)
         self._check_complete()
 
@@ -333,7 +333,7 @@ class Supervisor:
                 LATE_RESULTS_SECONDS, self._give_up_late_results, handle, error
             )
         else:
-            self._remove(handle)
+            self.remove(handle)
         if before <= State.RETIRING:
             handle.death = error
             self._on_unexpected_death(handle, error, before)
@@ -379,9 +379,10 @@ class Supervisor:
     def _give_up_late_results(self, handle: DroneHandle, error: DroneDied) -> None:
         """Give up the results that the dead drone had sent but that did not arrive in time."""
         self._dispatcher.reject_or_retry(handle.take_in_flight(), error, may_retry=True)
-        self._remove(handle)
+        self.remove(handle)
 
-    def _remove(self, handle: DroneHandle) -> None:
+    def remove(self, handle: DroneHandle) -> None:
+        """Forget a drone that has ended."""
         handle.print_output()
         handle.close()
         handle.state = State.DEAD

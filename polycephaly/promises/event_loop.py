@@ -76,13 +76,16 @@ class _Bell:
         return self._fd
 
     def ring(self) -> None:
-        if self._fd >= 0:  # else this process was forked when a caller was about to ring
-            os.eventfd_write(self._fd, 1)
+        # Else this process was forked when a caller was about to ring, or other code has closed it.
+        if self._fd >= 0:
+            with suppress(OSError):
+                os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            with suppress(OSError):  # other code has closed it
+                os.close(fd)
 
     __del__ = close
 
@@ -94,10 +97,16 @@ def _ring_nothing() -> None:
 class EventLoop:
     """The loop, whose thread runs from `start` on, until it is told to `stop`."""
 
-    def __init__(self, name: str, after_turn: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        after_turn: Callable[[], object] | None = None,
+        on_death: Callable[[], object] | None = None,
+    ) -> None:
         _refuse_green_sockets()
         self.has_ended = self.belongs_to_parent = False
         self._after_turn = after_turn  # called at the end of each turn, holding the lock
+        self._on_death = on_death  # called, holding the lock, if an error ends the thread
         self.thread = fork_guard.OwnThread(name, self._run)
         self.timers = Timers()
         """Set while holding the lock. Its `now` is the time of limits, grace periods and checks."""
@@ -219,8 +228,19 @@ class EventLoop:
                 if self._end_if_over():
                     return
                 events = self._sleep()
+        except BaseException as error:  # no memory, say, or other code has closed a descriptor
+            log.critical("the thread %s ends, because of an error", self.thread.name, exc_info=True)
+            self._end_by(error)
         finally:
             settling_threads.discard(me)
+
+    def _end_by(self, error: BaseException) -> None:
+        """End at once, because the thread has met `error`, and fail all that waits for the loop."""
+        if self._on_death is not None:
+            with self._lock:
+                self._call_guarded(self._on_death)
+            self._deliver()
+        self.release_resources()
 
     def _run_once(self, events: Iterable[tuple[int, int]] = ()) -> None:
         for fd, _ in events:

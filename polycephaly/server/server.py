@@ -161,7 +161,7 @@ class Server:
             except zmq.ZMQError as error:
                 raise OSError(error.errno, f"{address}: {error.strerror}") from None
             self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._loop = EventLoop("polycephaly-server", self._after_turn)
+            self._loop = EventLoop("polycephaly-server", self._after_turn, self._close)
             self._connections_checked_at = self._clients_checked_at = self._loop.timers.now()
             self._resources = undo.pop_all()
         try:

@@ -185,7 +185,10 @@ class OutputSource(LineSplitter):
     def read(self) -> OrderedItems:
         chunks: list[bytes] = []
         while self.open and len(chunks) < _MAX_READS:
-            data = self._file.read(_READ_BYTES)
+            try:
+                data = self._file.read(_READ_BYTES)
+            except OSError:  # other code has closed the descriptor
+                data = b""
             if data is None:  # at once, nearly always, if read before a result is handled
                 break
             chunks.append(data)

@@ -76,7 +76,8 @@ class PrivateDirectory:
 
     def remove(self) -> None:
         addresses.on_directory_removed(self.path)
-        self._resources.close()
+        with suppress(OSError):  # other code has closed a descriptor
+            self._resources.close()
 
 
 def _choose_directory() -> str:

@@ -410,6 +410,11 @@ class LocalEngine(Engine):
             if not launcher.is_ready:  # it may hang, and then no drone of it would ever be reported
                 launcher.signal_zygote(signal.SIGKILL)
 
+    def end_at_once(self) -> None:
+        for launcher in self._launchers[:]:
+            launcher.signal_zygote(signal.SIGKILL)
+            self._on_zygote_gone(launcher)
+
     def end(self) -> None:
         if self._launcher not in self._launchers:  # it was not used, or has ended by itself
             self._launcher.end()

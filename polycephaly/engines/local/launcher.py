@@ -339,7 +339,8 @@ class Launcher:
         with suppress(ChildProcessError):  # reaped by another os.wait() in this process
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if self.pidfd is not None:
-            os.close(self.pidfd)
+            with suppress(OSError):  # other code has closed it
+                os.close(self.pidfd)
             self.pidfd = None
         self._kept_memory.clear()
         return code

@@ -20,6 +20,7 @@ from ...errors import Malformed
 from ...promises.event_loop import EventLoop
 from ...promises.promise import Promise, Signal, fulfill, reject
 from ...wire.endpoint import SocketSource, has_input, open_socket
+from ...wire.exceptions import describe_error
 from .keys import Card, wants_ipv6
 from .messages import BYE, CHUNK_BYTES, MAX_FRAME_BYTES, PART, PING, REFUSED
 
@@ -243,6 +244,13 @@ class ServerConnection(EventLoop):
             self.has_ended = True
             self.timers.clear()
             self.deliver(self._finish)
+
+    def _end_by(self, error: BaseException) -> None:
+        with self._lock:
+            self.lose(f"the thread that serves it has ended: {describe_error(error)}")
+        self._deliver()
+        self._run_jobs_outside_lock()
+        super()._end_by(error)
 
     def _finish(self) -> None:
         self.on_end()

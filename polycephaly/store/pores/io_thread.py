@@ -99,6 +99,13 @@ class PoreIOThread(EventLoop):
         self.release_resources()
         return True
 
+    def _end_by(self, error: BaseException) -> None:
+        global io_thread
+        with _lock:
+            if io_thread is self:
+                io_thread = None  # the next inbox starts another
+        super()._end_by(error)
+
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Watch `fd`, unless it is watched already."""
         if fd not in self._watched:

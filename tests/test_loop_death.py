@@ -1,0 +1,149 @@
+"""The loop's thread ends: its pools break with the cause, and the next one works."""
+
+import pytest
+from scripts import run_script
+
+import polycephaly as poly
+from polycephaly.pool import reactor
+
+ENDS = {
+    "an asynchronous exception": """
+        loop = next(each for each in threading.enumerate() if each.name == "polycephaly-reactor")
+        raised = ctypes.py_object(SystemExit)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(loop.ident), raised)
+    """,
+    "no memory": """
+        from polycephaly.pool import reactor
+
+        def poll(timeout):
+            raise MemoryError("none left")
+
+        reactor._reactor._poll = poll
+        reactor._reactor.wake()
+    """,
+    "its epoll is closed": """
+        for name in os.listdir("/proc/self/fd"):
+            if os.path.realpath("/proc/self/fd/" + name).endswith("[eventpoll]"):
+                os.close(int(name))
+    """,
+    "all descriptors are closed": """
+        os.closerange(3, 256)
+    """,
+}
+CAUSES = {
+    "an asynchronous exception": "SystemExit",
+    "no memory": "MemoryError: none left",
+    "its epoll is closed": "OSError: [Errno 9] Bad file descriptor",
+    "all descriptors are closed": "OSError: [Errno 9] Bad file descriptor",
+}
+
+PROGRAM = """
+import ctypes
+import os
+import threading
+import time
+
+import polycephaly as poly
+
+
+def nothing_runs(pids):
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] not in "ZX":
+                    return False
+        except OSError:
+            pass
+    return True
+
+
+pool, drone = poly.Pool(2), poly.Drone()
+pids = [each.pid for each in pool.drones] + [drone.pid]
+assert pool.doit("6 * 7") == drone.doit("6 * 7") == 42
+running, alone = pool.promise(time.sleep, 1000), drone.promise(time.sleep, 1000)
+queued = [pool.promise(time.sleep, 1000) for _ in range(5)]
+after = running.then(str)
+called, waited = [], []
+queued[0].add_done_callback(called.append)
+waiter = threading.Thread(target=lambda: waited.append(running.exception()))
+waiter.start()
+while not (running.running() and alone.running()):
+    time.sleep(0.01)
+
+
+def end_the_loop():
+{act}
+
+end_the_loop()
+waiter.join()
+errors = [each.exception(60) for each in [running, alone, after, *queued]]
+print(*sorted(set(map(str, [*waited, *errors]))), sep="\\n")
+assert called == queued[:1]
+for call in (pool.doit, pool.promise, drone.doit, drone.promise):
+    try:
+        call("1")
+        print("taken by", call)
+    except Exception as error:
+        refusal = str(error)
+        assert refusal in map(str, errors), refusal
+pool.shutdown()
+drone.release()
+while not nothing_runs(pids):
+    time.sleep(0.01)
+threads = [each.name for each in threading.enumerate() if "reactor" in each.name]
+with poly.Pool(2) as next_pool:
+    print(threads, next_pool.doit("6 * 7"))
+"""
+
+
+@pytest.mark.guarantee("death-14")
+@pytest.mark.parametrize("how", ENDS)
+def test_pools_break_with_the_cause_and_the_next_one_works(how):
+    done = run_script(PROGRAM.replace("{act}", ENDS[how]))
+    assert done.stdout.splitlines() == [
+        f"the thread that serves the pools has ended: {CAUSES[how]}",
+        "[] 42",
+    ], done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+SERVED = """
+import ctypes
+import threading
+import time
+
+import polycephaly as poly
+
+
+def end_thread(name):
+    loop = next(each for each in threading.enumerate() if each.name == name)
+    raised = ctypes.py_object(SystemExit)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(loop.ident), raised)
+
+
+card = __file__ + ".card"
+with poly.Pool(1) as pool, poly.serve(pool, "tcp://127.0.0.1:0", file=card) as server:
+    for name in ("polycephaly-client", "polycephaly-server"):
+        with poly.connect(card) as client:
+            assert client.doit("6 * 7") == 42
+            promise = client.promise(time.sleep, 0.5)
+            end_thread(name)
+            print(str(promise.exception(60)).partition(" is lost: ")[2])
+"""
+
+
+@pytest.mark.guarantee("death-14")
+def test_clients_of_a_served_pool_are_told():
+    done = run_script(SERVED)
+    assert done.stdout.splitlines() == [
+        "the thread that serves it has ended: SystemExit",
+        "the server was closed",
+    ], done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wait_for_what_only_that_thread_could_tell_is_refused():
+    with poly.Pool(1) as pool:
+        signal = reactor.ReactorSignal(pool._dispatcher.reactor)
+    with pytest.raises(RuntimeError, match=r"never settled.*has ended"):
+        signal.result(10)
