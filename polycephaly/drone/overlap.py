@@ -45,7 +45,7 @@ class Overlap:
             self.ended.append((number, thread, keeps, started, monotonic()))
             self._wake()
 
-        thread.add_done_callback(on_end)
+        thread._when_settled(on_end)
 
     def take_ended(self) -> list[EndedTask]:
         """Return the tasks that have ended since the last call."""

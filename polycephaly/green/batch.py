@@ -101,7 +101,7 @@ class Batch(Generic[Q, R]):
         ended: Signal[None] = Signal()
         crosser = self._crosser
         if crosser is not None and self._has_crosser():
-            crosser.add_done_callback(
+            crosser._when_settled(
                 lambda crosser: ended._settle(FINISHED, None, stored_error(crosser))
             )
         else:
@@ -146,7 +146,7 @@ class Batch(Generic[Q, R]):
         context = Context()  # of no particular thread, because the crosser serves all
         name = f"batch of {self._name}"
         self._crosser = context.run(start, self._serve(), (), name=name)
-        self._crosser.add_done_callback(self._on_crosser_end)
+        self._crosser._when_settled(self._on_crosser_end)
 
     def _on_crosser_end(self, crosser: Promise[None]) -> None:
         """Reject the requests in flight, because the crosser has ended.

@@ -106,7 +106,7 @@ class Spread(Collected):
                 promises.append(drone.promise(share_of_map, self._fn, jobs, done, self._width))
             promises.append(spawn(self._feed, jobs, done, free_places))
             for each in promises:
-                each.add_done_callback(partial(_close_after_an_error, done))
+                each._when_settled(partial(_close_after_an_error, done))
             while next_index != total:
                 index, value = await done.receive()
                 if index == _END_INDEX:

@@ -312,7 +312,7 @@ class GreenThread(Promise[T]):
             self._unseen.error = None
             self._unseen = None
 
-    def add_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
+    def _when_settled(self, hook: Callable[[Promise[T]], object]) -> None:
         # A collection while a `__dict__` is made can crash CPython 3.11 (promises/promise.py). One
         # made in `__init__` would cost 64 bytes for each waiting thread. One made in the place of a
         # dict just freed triggers no collection.
@@ -321,9 +321,9 @@ class GreenThread(Promise[T]):
         self.__dict__  # noqa: B018
         self._mark_error_seen()
         try:
-            super().add_done_callback(fn)
+            super()._when_settled(hook)
         finally:
-            del fn  # no cycle through the traceback of an error of `fn`
+            del hook  # no cycle through the traceback of an error of the hook
 
     def _wait(self, timeout: float | None) -> None:
         if not self.done():
@@ -558,10 +558,10 @@ def add_hook(promise: Promise[Any], hook: Callable[[Promise[Any]], object]) -> N
     crowd: _Crowd | None = getattr(promise, "_crowd", None)
     if crowd is None:
         if len(promise._hooks or ()) < MAX_SINGLE_HOOKS:
-            promise.add_done_callback(hook)
+            promise._when_settled(hook)
             return
         crowd = vars(promise)["_crowd"] = _Crowd()
-        promise.add_done_callback(crowd)
+        promise._when_settled(crowd)
     crowd.hooks[hook] = None
 
 
@@ -585,7 +585,7 @@ def _await_promise(promise: Promise[Any]) -> Generator[Any, Any, None]:
     if promise._hooks:
         add_hook(promise, wake)
     else:  # the usual case
-        promise.add_done_callback(wake)
+        promise._when_settled(wake)
     try:
         yield PARK
     except GeneratorExit:

@@ -130,7 +130,7 @@ class RemoteObject:
             def on_pool_ended(_: Promise[None]) -> None:
                 reject(fetch, self.directory.loss_error(self))
 
-            dispatcher.ended.add_done_callback(on_pool_ended)
+            dispatcher.ended._when_settled(on_pool_ended)
             try:
                 packed = fetch.result()
             finally:
@@ -379,7 +379,7 @@ class ObjectDirectory:
         task.timeout, task.priority, task.resources = limits
         remote_object.retries -= 1
         task.retries = remote_object.retries
-        task.add_done_callback(partial(self.dispatcher.post, self._on_recomputed, remote_object))
+        task._when_settled(partial(self.dispatcher.post, self._on_recomputed, remote_object))
         self.dispatcher.resume(task)
         return True
 

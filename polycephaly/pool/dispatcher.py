@@ -110,6 +110,7 @@ class Dispatcher(DispatcherBase):
         # to `inbound`, and `dispatch` queues them in order.
         self.keeps_order = False
         self._cancelled_since_sweep = 0
+        self.has_left_reactor = False
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
         # The object that the `Pool` holds, if this was made in its place: see `_StartsAnew`.
         self.held: Dispatcher | None = None
@@ -1012,6 +1013,19 @@ class Dispatcher(DispatcherBase):
         if not self.begun.done():  # it was killed before a drone could be started
             assert self.refusal is not None  # set before the end
             reject(self.begun, copy_error(self.refusal))
+        self.waits_for_callbacks = True
+        self._leave_reactor()
+
+    def end_if_called_back(self) -> None:
+        self.reactor.post(lambda: self.reactor.deliver(self._leave_reactor))
+
+    def _leave_reactor(self) -> None:
+        """Settle `ended`, at the first call for which no callbacks are left. Called without the
+        lock.
+        """
+        if self.has_left_reactor or (self.has_callbacks_left() and not self.reactor.is_dying):
+            return
+        self.has_left_reactor = True
         self.reactor.last_callbacks.append(partial(fulfill, self.ended))
         self.reactor.release()
 

@@ -25,7 +25,7 @@ from ..wire.messages import PROFILE
 from ..wire.output import Listener
 from .config import PoolConfig
 from .drone_handle import DroneHandle, drain
-from .interfaces import State, TaskRunner
+from .interfaces import End, State, TaskRunner
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .stack_requests import StackRequests
@@ -88,7 +88,7 @@ class DispatcherBase(TaskRunner, Tenant):
         self.profile_hertz = 0  # 0: no profile is being taken
         self.profiled: list[DroneHandle] = []  # the drones that were told to sample
         self.begun: Signal[None] = Signal()
-        self.ended: Signal[None] = Signal()
+        self.ended: Signal[None] = End(self)
         self.record = TraceBuffer()
         self.stack_requests = StackRequests(self)
         self.made_at = time()

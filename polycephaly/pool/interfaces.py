@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import copy_error
+from ..promises import callbacks_thread
 from ..promises.promise import Promise, Signal
 from ..wire.functions import FunctionRegistry
 
@@ -69,8 +70,33 @@ def refuse_in_fork(promise: Promise[Any], loop: EventLoop) -> None:
         raise RuntimeError(f"{promise!r} belongs to another process, of which this one is a fork")
 
 
+class End(Signal[None]):
+    """Settles when a pool has ended, or a connection to one, and the callbacks of its tasks were
+    called.
+    """
+
+    def __init__(self, owner: TaskRunner) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def _before_wait(self, deadline: float | None) -> None:
+        owner = self._owner
+        if callbacks_thread.callbacks_thread.is_here():
+            if owner.has_callbacks_left():
+                raise RuntimeError(
+                    "a callback waited for the end of a pool in the thread that calls callbacks, "
+                    "for which that end waits: end the pool in another thread"
+                )
+            owner.ends_without_callbacks = True  # this thread could not call them meanwhile
+
+
 class TaskRunner:
     """The base of dispatchers and connections, as pools, maps and tasks see them."""
+
+    # Callbacks of its tasks that were handed to the thread for callbacks, and of these, how many
+    # that thread has called. Each is counted by one thread.
+    callbacks_begun = callbacks_called = 0
+    waits_for_callbacks = ends_without_callbacks = False
 
     finishes_at_exit = False  # whether all tasks are finished before the interpreter ends
     task_options: TaskOptions
@@ -93,6 +119,21 @@ class TaskRunner:
     withdraw: Callable[[Any], None]
     on_failed: Callable[[Any, BaseException], None]
     on_inputs_ready: Callable[[Any], None]
+
+    def has_callbacks_left(self) -> bool:
+        return self.callbacks_called != self.callbacks_begun and not self.ends_without_callbacks
+
+    def on_called_back(self) -> None:
+        """Count a callback. Called by the thread for callbacks."""
+        self.callbacks_called += 1
+        # Set before the end looks at the counts: so one of the two sees the other.
+        if self.waits_for_callbacks:
+            self.end_if_called_back()
+
+    def end_if_called_back(self) -> None:
+        """Have the end go on that waits for callbacks, unless some are left. Any thread may call
+        this.
+        """
 
     def has_room(self) -> bool:
         return True

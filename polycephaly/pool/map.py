@@ -506,7 +506,7 @@ class Ordered:
             wake = partial(fulfill, wakeup)
             promises = (promise, *self._timers())
             for each in promises:
-                each.add_done_callback(wake)
+                each._when_settled(wake)
             try:
                 await wakeup
             finally:
@@ -576,7 +576,7 @@ class Unordered(Ordered):
 
     def _add(self, task: Task) -> None:
         super()._add(task)
-        task.add_done_callback(self._settled)
+        task._when_settled(self._settled)
 
     def _settled(self, task: Promise[Any]) -> None:
         assert isinstance(task, Task)

@@ -133,7 +133,7 @@ class Preparation:
             task = Task(self._dispatcher)
             task.definition, task.target = step.task.definition, handle
             task.args, task.kind, task.payload = step.task.args, step.task.kind, step.task.payload
-            task.add_done_callback(partial(self._report, handle, step))
+            task._when_settled(partial(self._report, handle, step))
             now = self._dispatcher.reactor.timers.now()
             batch, frames = handle.load_batch(deque([task]), 1, now)
             handle.send(frames, batch)

@@ -187,6 +187,7 @@ class Reactor(EventLoop):
         self.users = 0
         self.tenants: list[Tenant] = []
         self.is_ending = False  # with the interpreter
+        self.is_dying = False  # because of an error
         self.last_callbacks: list[Callable[[], object]] = []
         """Called in order when their tenant has ended, or, if it was the last, the reactor too, so
         that nothing is left of either.
@@ -274,7 +275,7 @@ class Reactor(EventLoop):
     def _end_by(self, error: BaseException) -> None:
         with fork_guard.guard:
             self._forget()  # so that the next pool starts another
-            self.is_ending = True
+            self.is_ending = self.is_dying = True
         self._end_tenants(error)
         with fork_guard.guard:
             for source in self._sources_made.values():

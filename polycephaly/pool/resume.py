@@ -267,7 +267,7 @@ class ResumedSource(Source):
 
     def _watch(self, task: Task, keys: Keys) -> None:
         self._watched[task] = keys
-        task.add_done_callback(self._collect)
+        task._when_settled(self._collect)
 
     def _collect(self, task: Promise[Any]) -> None:
         """Have the outcomes of a settled task stored, once. Any thread may call this: the one that

@@ -265,7 +265,7 @@ class Task(Promise[Any]):
             if each.done():
                 on_settled(each)  # not as a hook, so that the caller gets its error
             else:
-                each.add_done_callback(on_settled)
+                each._when_settled(on_settled)
 
     def _on_input_settled(self, settled: Promise[Any]) -> None:
         if self._state == PENDING:
@@ -452,6 +452,9 @@ class Task(Promise[Any]):
             if self.args is not None:
                 self.args = ()
             remove_settled_hooks(inputs)
+
+    def _callbacks_owner(self) -> TaskRunner:
+        return self.dispatcher
 
     def _withdraw(self) -> None:
         self.release_inputs()

@@ -35,10 +35,11 @@ from functools import partial
 from threading import Condition, main_thread
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
-from ..runtime import fork_guard
+from ..runtime import fork_guard, forked
 from ..runtime.checks import check_seconds
 from ..runtime.clock import monotonic
 from ..runtime.tuning import tuning
+from . import callbacks_thread
 from .trampoline import Trampoline
 
 if TYPE_CHECKING:
@@ -365,6 +366,15 @@ class Promise(Future[T], Handle, Generic[T]):
         else:
             cancel_on_interrupt(self._awaited)
 
+    def _callbacks_owner(self) -> Any:
+        """Return what ends only when the callbacks of this promise were called; None if nothing
+        does.
+        """
+        return None
+
+    _needs_callbacks = False
+    """Whether callbacks must be called before the promise can settle."""
+
     def _on_wait_interval(self) -> None:
         """Do what is due now and then while the caller waits."""
 
@@ -381,8 +391,7 @@ class Promise(Future[T], Handle, Generic[T]):
         Parameters
         ----------
         fn
-            Is called with the value, in the thread that settles this promise, so `fn` must not
-            wait.
+            Is called with the value, as a callback: see `add_done_callback`.
 
         Returns
         -------
@@ -410,7 +419,7 @@ class Promise(Future[T], Handle, Generic[T]):
         if not callable(fn):
             raise TypeError(f"then() takes a callable, which is given the value, not {fn!r}")
         after: Promise[Any] = Promise()
-        after._awaited = (self,)
+        after._awaited, after._needs_callbacks = (self,), True
         receiver = None  # the promise, if `fn` is its `set_result`
         if getattr(fn, "__name__", "") == "set_result":
             receiver = getattr(fn, "__self__", None)
@@ -431,18 +440,27 @@ class Promise(Future[T], Handle, Generic[T]):
     def add_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
         """Call ``fn(promise)`` when the promise is settled; at once if it is settled already.
 
-        `fn` is called in the thread that settles the promise. An `Exception` of `fn` is logged.
+        If a pool settles the promise, `fn` is called in the thread for callbacks, where it delays
+        other callbacks only. If a call of yours settles or cancels the promise, `fn` is called in
+        that call. An `Exception` of `fn` is logged.
+        """
+        self._when_settled(_Callback(fn))
+        del fn  # see `_apply_and_follow`
+
+    def _when_settled(self, hook: Callable[[Promise[T]], object]) -> None:
+        """Do as `add_done_callback`, for a hook of the package: it is called in the thread that
+        settles the promise, so it neither blocks nor runs code of users.
         """
         if self._calling_hooks:
             try:
-                fn(self)
+                hook(self)
             except Exception:
                 callbacks.exception("exception calling callback for %r", self)
             finally:
-                del fn  # see `_apply_and_follow`
+                del hook  # see `_apply_and_follow`
             return
-        self._add_hook(fn)
-        del fn  # see `_apply_and_follow`
+        self._add_hook(hook)
+        del hook  # see `_apply_and_follow`
         if self.done():
             self._run_hooks(self._hook_index)
 
@@ -470,7 +488,8 @@ class Promise(Future[T], Handle, Generic[T]):
         index = 0
         while hooks is not None:
             try:
-                if hooks[index] is fn:
+                hook = hooks[index]
+                if hook is fn or (type(hook) is _Callback and hook.fn is fn):
                     del hooks[index]
                     return
             except IndexError:  # it has been called, or is being called
@@ -694,6 +713,8 @@ class Promise(Future[T], Handle, Generic[T]):
                     f"a callback waited for {self!r} in the thread that settles promises, which "
                     "would then wait for itself: use .then(), or wait in another thread"
                 )
+            if callbacks_thread.callbacks_thread.is_here():
+                _check_callbacks_can_wait(self)
             if green_hooks is not None:
                 check_can_wait((self,))
             deadline = None if timeout is None else monotonic() + check_seconds("timeout", timeout)
@@ -778,7 +799,7 @@ class Promise(Future[T], Handle, Generic[T]):
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(on_settled)
+        self._when_settled(on_settled)
         try:
             yield from wakeup
         except asyncio.CancelledError:
@@ -828,6 +849,36 @@ class Promise(Future[T], Handle, Generic[T]):
         from .html import promise_table
 
         return promise_table(self)
+
+
+class _Callback:
+    """A callback of a user, as a hook of a promise."""
+
+    __slots__ = ("fn",)
+
+    def __init__(self, fn: Callable[[Any], object]) -> None:
+        self.fn = fn
+
+    def __call__(self, promise: Promise[Any]) -> None:
+        if get_ident() not in settling_threads:
+            self.fn(promise)
+            return
+        owner = promise._callbacks_owner()
+        if owner is not None:
+            owner.callbacks_begun += 1
+        callbacks_thread.callbacks_thread.add(partial(_call_back, self.fn, promise, owner))
+
+
+def _call_back(fn: Callable[[Any], object], promise: Promise[Any], owner: Any) -> None:
+    generation = forked.generation
+    try:
+        fn(promise)
+    except BaseException as error:  # SystemExit too: this thread serves all
+        forked.exit_if_forked(generation, error)
+        callbacks.exception("exception calling callback for %r", promise)
+    forked.exit_if_forked(generation)
+    if owner is not None:
+        owner.on_called_back()
 
 
 class Signal(Promise[T]):
@@ -895,7 +946,7 @@ def _apply_and_follow(
             trampoline.run(after._settle, FINISHED, None, deadlock)
         else:
             after._awaited = (value,)
-            value.add_done_callback(partial(_follow, after))
+            value._when_settled(partial(_follow, after))
     finally:
         # The traceback of an error of `fn` leads to this frame, and to those that have called it.
         # With references to `after`, which has the error, they would form a cycle.
@@ -951,6 +1002,16 @@ def check_can_wait(promises: Iterable[Future[Any]]) -> None:
             raise RuntimeError(
                 f"a promise of {step!r} was waited for inside a coroutine, where waiting would "
                 "stop every green thread, that one too; use `await` or `async for`"
+            )
+
+
+def _check_callbacks_can_wait(promise: Promise[Any]) -> None:
+    """Raise `RuntimeError` if `promise` waits for callbacks, in the thread that calls them."""
+    for step in pending_upstream((promise,), set()):
+        if step._needs_callbacks:
+            raise RuntimeError(
+                f"a callback waited for {step!r} in the thread that calls callbacks, which would "
+                "then wait for itself: use .then(), or wait in another thread"
             )
 
 

@@ -43,7 +43,7 @@ def _describe(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
         state = {"unresponsive": handle.unresponsive, "waiting": waiting}
         reply(value={**describe_identity(handle), **state})
 
-    handle.pid_known.add_done_callback(send_reply)
+    handle.pid_known._when_settled(send_reply)
 
 
 def _interrupt(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
@@ -54,7 +54,7 @@ def _interrupt(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
 
 def _kill(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
     handle = find_drone(dispatcher, number)
-    handle.ended.add_done_callback(lambda _: reply(value=None))
+    handle.ended._when_settled(lambda _: reply(value=None))
     dispatcher.post(handle.kill)
 
 

@@ -197,7 +197,7 @@ class JoinedHosts:
             return
         for task in sent:
             host.in_flight[task.number] = task
-            task.add_done_callback(partial(self._forward_cancel, host))
+            task._when_settled(partial(self._forward_cancel, host))
 
     def _on_not_sent(self, tasks: list[Task], target: int) -> None:
         if target:

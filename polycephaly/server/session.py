@@ -127,7 +127,7 @@ class ClientSession:
 
     def _add(self, number: int, promise: Promise[Any]) -> None:
         self.tasks[number] = promise
-        promise.add_done_callback(partial(self._on_settled, number))
+        promise._when_settled(partial(self._on_settled, number))
 
     def newly_running(self) -> list[int]:
         """Return the running calls that no earlier call of this method has returned."""

@@ -35,7 +35,7 @@ from ...errors import DroneDied, Malformed, copy_error
 from ...pool.dispatcher import MAX_UNSWEPT_TASKS
 from ...pool.drone_handle import drain, drop_settled
 from ...pool.handlers import settle, settle_task
-from ...pool.interfaces import TaskOptions, TaskRunner
+from ...pool.interfaces import End, TaskOptions, TaskRunner
 from ...pool.reactor import finish_submitted
 from ...pool.task import Task
 from ...promises.promise import CANCELLED, FINISHED, Promise, reject, stored_error
@@ -97,6 +97,7 @@ class Connection(ServerConnection, TaskRunner):
         self._recall_sent = False
         self._cancelled_since_sweep = 0
         super().__init__(card, "polycephaly-client")
+        self.ended = End(self)
         wants_output, host = output is not None, socket.gethostname()
         self._only_requests = only_requests
         properties: dict[str, Any] = {"output": wants_output, "pid": os.getpid(), "host": host}
@@ -185,7 +186,7 @@ class Connection(ServerConnection, TaskRunner):
         try:
             promise.result()
         except BaseException:  # Ctrl-C: the caller gets no handle that would release the value
-            promise.add_done_callback(partial(self._release_unused, number))
+            promise._when_settled(partial(self._release_unused, number))
             raise
         return number
 
@@ -331,6 +332,13 @@ class Connection(ServerConnection, TaskRunner):
             loss = self.loss()
             self.refusal = loss if self.loss_reason else self.refusal or loss
         self._reject_all()
+
+    def is_done(self) -> bool:
+        self.waits_for_callbacks = True
+        return not self.has_callbacks_left()
+
+    def end_if_called_back(self) -> None:
+        self.run_outside_lock(self.disconnect_if_done)
 
     def _reject_all(self) -> None:
         """Reject all tasks and requests, after the end.

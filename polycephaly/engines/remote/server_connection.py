@@ -250,18 +250,28 @@ class ServerConnection(EventLoop):
             self.lose(f"the thread that serves it has ended: {describe_error(error)}")
         self._deliver()
         self._run_jobs_outside_lock()
+        self._disconnect()
         super()._end_by(error)
 
     def _finish(self) -> None:
         self.on_end()
         if not self._connected.done():
             reject(self._connected, self.loss())
-        self.run_outside_lock(self._disconnect)
+        self.run_outside_lock(self.disconnect_if_done)
+
+    def is_done(self) -> bool:
+        """Return whether nothing is left for which the end, which has begun, has to wait."""
+        return True
+
+    def disconnect_if_done(self) -> None:
+        if self.is_done():
+            self._disconnect()
 
     def _disconnect(self) -> None:
-        self._close_socket()
-        fulfill(self.ended)
-        self.stop()
+        if not self.ended.done():
+            self._close_socket()
+            fulfill(self.ended)
+            self.stop()
 
     def _close_socket(self) -> None:
         """Send BYE if the connection is up, and close the socket."""

@@ -139,7 +139,7 @@ class _CountedEnd(channels.End[T]):
         """
         self.hand_on()
         scheduler.post(partial(self._add_calls, 1))
-        task.add_done_callback(self._on_call_settled)
+        task._when_settled(self._on_call_settled)
 
     def _on_call_settled(self, task: Any) -> None:
         scheduler.post(partial(self._add_calls, -1, _misplacing_error(task)))
