@@ -74,8 +74,8 @@ class FakeLoop(FakeTime, EventLoop):
     """An event loop without its thread: its turns are taken when the test lets time pass. An error
     in one is the test's."""
 
-    def __init__(self, name, after_turn=None):
-        EventLoop.__init__(self, name, after_turn)
+    def __init__(self, name, after_turn=None, on_death=None):
+        EventLoop.__init__(self, name, after_turn, on_death)
         FakeTime.__init__(self)
 
     def start(self):

@@ -112,3 +112,20 @@ def test_a_promise_that_the_user_settles_calls_its_callbacks_in_that_call():
     promise.set_result(1)
     promise.add_done_callback(lambda _: called.append(threading.current_thread()))
     assert called == [threading.current_thread()] * 2
+
+
+def test_without_room_for_a_thread_callbacks_are_called_all_the_same(tmp_path, monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    called = []
+    with poly.Pool(1) as pool:
+        wait_for(lambda: "polycephaly-callbacks" not in names())
+        promise = pool.promise(hold_until, str(tmp_path / "gate"))
+        promise.add_done_callback(called.append)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            (tmp_path / "gate").touch()
+            assert promise.result(30) == "held"
+            wait_for(lambda: called)
+    assert called == [promise]

@@ -34,13 +34,22 @@ class CallbacksThread:
         return thread is not None and thread.ident == get_ident()
 
     def add(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called, which raises no error. Called by the thread of a loop."""
+        """Have `callback` called, which raises no error. Called by the thread of a loop, which
+        calls it itself if no thread can be started.
+        """
         with self._lock:
-            self._queue.put(callback)
             if self._thread is None:
-                thread = OwnThread("polycephaly-callbacks", self._run)
-                thread.start()
-                self._thread = thread
+                # Before the start, because the first callback may ask `is_here`.
+                self._thread = OwnThread("polycephaly-callbacks", self._run)
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    self._thread = None
+            has_thread = self._thread is not None
+            if has_thread:
+                self._queue.put(callback)
+        if not has_thread:
+            callback()
 
     def _run(self) -> None:
         while True:

@@ -861,7 +861,12 @@ class _Callback:
 
     def __call__(self, promise: Promise[Any]) -> None:
         if get_ident() not in settling_threads:
-            self.fn(promise)
+            fn = self.fn
+            del self
+            try:
+                fn(promise)
+            finally:
+                del fn, promise  # see `_apply_and_follow`
             return
         owner = promise._callbacks_owner()
         if owner is not None:
@@ -876,6 +881,8 @@ def _call_back(fn: Callable[[Any], object], promise: Promise[Any], owner: Any) -
     except BaseException as error:  # SystemExit too: this thread serves all
         forked.exit_if_forked(generation, error)
         callbacks.exception("exception calling callback for %r", promise)
+    finally:
+        del fn, promise  # see `_apply_and_follow`
     forked.exit_if_forked(generation)
     if owner is not None:
         owner.on_called_back()
