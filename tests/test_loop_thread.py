@@ -1,5 +1,6 @@
 """The pool's work is done by a thread of its own: what happens to a caller happens to no pool."""
 
+import asyncio
 import ctypes
 import os
 import random
@@ -319,3 +320,30 @@ def test_a_call_for_the_main_thread_wakes_it(monkeypatch):
     thread.start()
     assert promise.result(30) is threading.main_thread()
     thread.join()
+
+
+@pytest.mark.parametrize("broken", ["raises", "is closed"])
+def test_an_asyncio_loop_that_cannot_be_woken_harms_nobody(broken, tmp_path):
+    class Broken(asyncio.SelectorEventLoop):
+        def call_soon_threadsafe(self, *args, **kwargs):
+            raise ValueError("not today")
+
+    async def wait():
+        await asyncio.wait({asyncio.ensure_future(settled(held))}, timeout=0.1)
+
+    async def settled(promise):
+        return await promise
+
+    with poly.Pool(1) as pool:
+        held = pool.promise(hold_until, str(tmp_path / "gate"))
+        loop = asyncio.SelectorEventLoop() if broken == "is closed" else Broken()
+        loop.run_until_complete(wait())
+        if broken == "is closed":
+            loop.close()
+        (tmp_path / "gate").touch()
+        assert held.result(30) == "held"
+        check_results(pool, 20)
+        for task in [] if broken == "is closed" else asyncio.all_tasks(loop):
+            task.cancel()
+        if broken == "raises":
+            loop.close()
