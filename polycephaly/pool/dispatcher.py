@@ -29,6 +29,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -140,6 +141,7 @@ class Dispatcher(DispatcherBase):
                     raise
                 has_begun = True
                 self.post(self._begin)
+                self._check_loop()
         except BaseException:  # Ctrl-C, deferred until now, or an error of a signal's handler
             if has_begun:
                 self.post(self._begin)  # the post above may not have happened
@@ -207,6 +209,15 @@ class Dispatcher(DispatcherBase):
             task.cancel()
             raise
         return task
+
+    def _check_loop(self) -> None:
+        """Raise `BrokenProcessPool` if an error has ended the loop's thread before `_begin`."""
+        if self.reactor.is_dying:
+            self.reactor.thread.join()
+            if not self.has_ended:
+                self.has_ended = True
+                self.supervisor.engine.end()
+                raise BrokenProcessPool("the thread that serves the pools has ended at its start")
 
     def check_width(self, definition: RemoteFunction) -> None:
         """Warn, once, that `definition` does not overlap, unless it is of a code string."""
