@@ -94,7 +94,7 @@ class FakeReactor(FakeTime):
     """Its turns are taken when the test lets time pass, or gives work. An error in one is the
     test's."""
 
-    belongs_to_parent = is_ending = False
+    belongs_to_parent = is_ending = is_dying = False
 
     def __init__(self):
         super().__init__()

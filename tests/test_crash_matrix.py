@@ -23,6 +23,7 @@ from faults import (
     give_what_fails_to_unpickle,
     hold_until,
     take,
+    wait_for,
 )
 from scripts import Script
 
@@ -125,6 +126,7 @@ def test_in_a_done_callback(how, caplog, tmp_path):
         asked.touch()
         assert it.result(SOON) == "held"
         assert [p.result(SOON) for p in neighbours] == list(range(100))
+        wait_for(lambda: called)  # by the thread for callbacks
         settled = pool.promise(take, how)
         settled.result(SOON)
         if how == "raise":
