@@ -324,18 +324,16 @@ def test_an_error_in_a_turn_of_a_connection_ends_it_and_no_caller_waits(server, 
     remote.shutdown()
 
 
-def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(
-    server, card, monkeypatch, tmp_path
-):
+def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, monkeypatch):
     monkeypatch.setattr(tuning, "client_check_seconds", 0.1)
-    remote, gate = poly.connect(card), str(tmp_path / "gate")
 
-    def hold_the_connection(_):  # a callback that it should not have
+    def hold_the_connection(_):  # a handler of output that it should not have
         monkeypatch.setattr(tuning, "client_silence_seconds", 0.5)
         wait_for(lambda: server.clients == 0)
+        held.set_result(True)
 
-    held = remote.promise(hold_until, gate).then(hold_the_connection)
-    append(gate, "open")
+    remote, held = poly.connect(card, output=hold_the_connection), poly.Promise()
+    remote.promise(print, "held")
     held.result(30)
     with pytest.raises((ConnectionError, RuntimeError), match="received no message for"):
         for _ in range(1000):

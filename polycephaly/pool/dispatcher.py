@@ -406,7 +406,7 @@ class Dispatcher(DispatcherBase):
         preparation = self.supervisor.preparation
         step = preparation.capture_push(names)
         self.post(preparation.add_push, step)
-        if self.reactor.can_wait():  # otherwise after the callback that runs in this thread
+        if self.reactor.can_wait():  # else this is the thread that does it
             self._wait_for(step.loaded)
             self.registry.snapshot.add(names)
 
@@ -419,7 +419,7 @@ class Dispatcher(DispatcherBase):
         self.check_open()
         resized: Signal[None] = Signal()
         self.post(self._resize, size, first, environments, resized)
-        if self.reactor.can_wait():  # otherwise after the callback that runs in this thread
+        if self.reactor.can_wait():  # else this is the thread that does it
             self._wait_for(resized)
 
     def _wait_for(self, done: Promise[Any]) -> None:
@@ -445,7 +445,7 @@ class Dispatcher(DispatcherBase):
         self.close(cancel=cancel, running=cancel)
         try:
             self.wait_ended()
-        except Exception:  # this thread cannot wait: it runs a callback, for example
+        except Exception:  # this thread cannot wait
             raise
         except BaseException:
             if cancel:

@@ -124,9 +124,9 @@ class Pool(ExecutorBase):
         only if another cell or line runs since the last one. Calls of several threads at once share
         one. The `initializer` runs again, and what was pushed arrives; all else in the drones'
         namespaces is lost. While a kept value or the frames of a failed task (`post_mortem`) live,
-        no snapshot is taken, with one warning. Neither by calls of one of the `drones`, in a
-        callback of a promise, or of the clients of a served pool. A call then costs what `refresh`
-        does: see docs/performance.md.
+        no snapshot is taken, with one warning. Neither by calls of one of the `drones`, or of
+        the clients of a served pool. A call then costs what `refresh` does: see
+        docs/performance.md.
     describe_items
         If False, the note of an error of `map` has only the index of the item, and not its
         shortened `repr`, for items that must not appear in logs. Clients of a served pool obey.
@@ -308,7 +308,7 @@ class Pool(ExecutorBase):
         -----
         Any thread may call this. It returns when one drone has the names, or at once if all drones
         run calls. A drone that cannot load them after that is treated as one whose `initializer`
-        has failed. In a callback of a promise, the names are pushed after the callback.
+        has failed.
 
         With ``engine="inline"``, the names are bound in this process. Drones of hosts that have
         joined a served pool do not get them.
@@ -526,8 +526,7 @@ class Pool(ExecutorBase):
         and names in their namespaces are lost, as after `refresh`. A `map` of a local
         pool adapts the number of its calls in flight.
 
-        Returns when the new number is in force, without waiting for drones that start or end. In a
-        callback of a promise, the new number is in force after the callback.
+        Returns when the new number is in force, without waiting for drones that start or end.
 
         Parameters
         ----------

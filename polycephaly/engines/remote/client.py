@@ -40,8 +40,8 @@ class RemotePool(ExecutorBase):
 
     If the connection is lost, unanswered tasks are rejected with `ConnectionError`.
 
-    Callbacks of promises, and `output`, are called in the thread that talks to the server. If one
-    of them does not return for 15 seconds, the server treats the client as gone.
+    `output` is called in the thread that talks to the server. If it does not return for 15
+    seconds, the server treats the client as gone.
     """
 
     _dispatcher: Connection

@@ -247,7 +247,7 @@ class Connection(ServerConnection, TaskRunner):
         """Disconnect, after all submitted tasks are done. A Ctrl-C meanwhile cancels them."""
         try:
             self.close(cancel="all" if cancel else "")
-        except Exception:  # this thread cannot wait: it runs a callback
+        except Exception:  # this thread cannot wait
             raise
         except BaseException:
             self.close(cancel="all")
