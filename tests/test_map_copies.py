@@ -425,6 +425,50 @@ if __name__ == "__main__":
     assert done.splitlines() == ["True 10 -60", "True"]
 
 
+def test_instances_are_sent_as_they_were_when_they_were_returned():
+    done = output_of(
+        OF_MAIN
+        + """
+last = Point(0, [])
+
+def counted(_):
+    last.x += 1
+    return last
+
+def named(_):
+    last.name.append(len(last.name))
+    return last
+
+def mixed(i):
+    last.x, last.name = i, "b"
+    return [last, i, Child(i, "c"), [last], "text", Later(i)][i % 6]
+
+def told(value):
+    if isinstance(value, list):
+        return list(map(told, value))
+    return (type(value).__name__, dict(vars(value))) if hasattr(value, "__dict__") else value
+
+def hooked(i):
+    if i == 10:
+        Point.__getstate__ = lambda self: {"x": -self.x, "name": "hooked"}
+    return Point(i, "a")
+
+if __name__ == "__main__":
+    with poly.Pool(1) as pool:
+        list(pool.map(same, range(500)))
+        got = list(pool.map(counted, range(700)))
+        print([each.x for each in got] == list(range(1, 701)), len(set(map(id, got))))
+        got = list(pool.map(named, range(40)))
+        print([len(each.name) for each in got] == list(range(1, 41)))
+        got = list(map(told, pool.map(mixed, range(1200))))
+        print(got == [told(mixed(i)) for i in range(1200)])
+        list(pool.map(hooked, range(2000)))
+        print({each.name for each in pool.map(hooked, range(20, 1000))})
+"""
+    )
+    assert done.splitlines() == ["True 700", "True", "True", "{'hooked'}"]
+
+
 def test_the_rest_of_a_slice_that_is_cut_has_the_same_copies(pool):
     import time
 

@@ -131,6 +131,7 @@ class DroneExecutor:
         self._ref_table = ref_table
         self._drone_store = DroneStore(name)
         self._events = events
+        self._snapshot = snapshot
         tail = self._take_over_process(snapshot)
         self._outcomes = self._buffer_type(
             status_page, snapshot, store, ref_table, tail, self._drone_store, events
@@ -280,6 +281,7 @@ class DroneExecutor:
                         outcomes.pack,
                         page.mark_call,
                         self._sigterm,
+                        self._snapshot,
                     )
                     self._slice.run()
                 else:

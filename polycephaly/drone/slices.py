@@ -26,7 +26,8 @@ from ..runtime import forked
 from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine
 from ..wire import placeholders
-from ..wire.detached import CONTAINER_TYPES, HIT, MAX_MISSES, Detacher, size_of
+from ..wire.detached import CONTAINER_TYPES, HIT, MAX_MISSES, Detacher, Returned, size_of
+from ..wire.main_names import MainSnapshot
 from ..wire.pickling import capture_builtins
 from ..wire.shareable import BATCHED_TYPES, SMALL_TYPES, fits_together
 from ..wire.slices import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls
@@ -58,11 +59,12 @@ class SliceRun:
         pack: Callable[[Any], Any],
         mark_call: Callable[[int], None],
         sigterm: Sigterm,
+        snapshot: MainSnapshot | None = None,
     ) -> None:
         self.number = number
         self.done: list[Any] = []
         self.answers_sent = 0  # number of answers in `done` that were sent
-        self.packed = False  # some of `done` are `Packed`
+        self.packed = False  # some of `done` are `Packed` or `Returned`
         self.was_cut = False
         self.started = monotonic()
         self.error: BaseException | None = None
@@ -72,7 +74,10 @@ class SliceRun:
         self._cut_calls = 0
         self._open = open_function
         self._pack = pack
-        self._detacher = Detacher()
+        self._detacher = Detacher(snapshot)
+        # Of the last value that was copied. A class is asked once a slice whether its instances can
+        # be: if a call adds a hook of pickle to it, the results of the next slice obey.
+        self._copied_kind: type | None = None
         self._mark_call = mark_call
         self._sigterm = sigterm
         self._bytes = 0
@@ -183,7 +188,8 @@ class SliceRun:
 
     def _add_other(self, value: Any) -> bool:
         """Add a value that can change, or is not of a builtin type."""
-        if type(value) not in CONTAINER_TYPES:
+        kind = type(value)
+        if kind not in CONTAINER_TYPES and kind is not self._copied_kind:
             if is_coroutine(value):
                 from ..green import run
 
@@ -194,7 +200,10 @@ class SliceRun:
         detached = self._detacher.one(value, MAX_ANSWER_BYTES - self._bytes)
         if detached is None:
             return self._add_packed(value)
+        self._copied_kind = kind
         copy, size = detached
+        if type(copy) is Returned:
+            self.packed = True
         self._bytes += size
         self.done.append(copy)
         return False

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ..errors import Malformed
 from ..memory.blocks import Store, pristine_view
 from ..memory.references import Received, Serialized, load_joined, load_with_buffers
-from .detached import Unmade
+from .detached import Returned, Unmade, returned_together
 from .pickling import join_payloads, store_pickle
 
 Calls = bytes | Serialized
@@ -84,7 +84,7 @@ def unpack_calls(calls: Any) -> tuple[int, bool, Sequence[Any]]:
     first, last = _RANGE.unpack_from(head)
     form, fresh, rows = loads(pickled)
     if type(rows) is Unmade:
-        form, rows = PICKLED, rows.pickles()
+        form, rows = PICKLED, rows.pickled_calls()
     return form, fresh, rows[first:last]
 
 
@@ -106,15 +106,28 @@ def pack_answers(
 ) -> bytes | Serialized:
     """Pack the answers of a slice.
 
-    `done` holds values, some of them `Packed` if `packed` is true. `error` is the error of the call
-    after them, if one failed.
+    `done` holds values, some of them `Packed` or `Returned` if `packed` is true. `error` is the
+    error of the call after them, if one failed.
     """
-    indices = [index for index, value in enumerate(done) if type(value) is Packed] if packed else []
-    values = [None if type(value) is Packed else value for value in done] if packed else done
-    parts = [done[index].payload for index in indices]
+    values: Any = done
+    indices: list[int] = []
+    parts: list[bytes | Serialized] = []
+    if packed:
+        values = returned_together(done)
+        if values is None:
+            indices = [index for index, value in enumerate(done) if type(value) in _SEPARATE]
+            values = [None if type(value) in _SEPARATE else value for value in done]
+            parts = [_part(done[index]) for index in indices]
     if {bytes}.issuperset(map(type, parts)):  # nothing in shared memory: this is opened faster
         return join_payloads((values, indices, error, parts), (), store)
     return join_payloads((values, indices, error, None), parts, store)
+
+
+_SEPARATE = frozenset((Packed, Returned))
+
+
+def _part(value: Packed | Returned) -> bytes | Serialized:
+    return value.payload if type(value) is Packed else dumps(value, 5)
 
 
 class Answers:
@@ -128,6 +141,8 @@ class Answers:
         # Keeps remote objects alive while handles of them are in the values.
         self.remote_objects: Any = None
         self._parts: dict[int, Any] = {}
+        if type(self.values) is Unmade:
+            pickles = self.values = self.values.pickles()
         self._are_pickles = bool(pickles) and len(pickles) == len(self.values)
         if self._are_pickles:
             self.values = pickles
