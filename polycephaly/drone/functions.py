@@ -34,6 +34,7 @@ class LoadedFunction:
     # Names that were in `__main__` at the snapshot, or pushed. They are looked up at each call,
     # because a task may have bound them to other objects.
     _free_names: FreeNames = {}  # noqa: RUF012 - not changed
+    _may_have_free_names = True
 
     def __init__(self, payload: Any, function: Callable[..., Any] | None = None) -> None:
         self._payload = payload  # bytes, or `Received`
@@ -85,9 +86,14 @@ class LoadedFunction:
 
     def _open(self) -> Callable[..., Any]:
         try:
-            with collected_free_names() as self._free_names:
-                open_payload = load_again if self.fresh else load
-                function: Callable[..., Any] = open_payload(self._payload)
+            function: Callable[..., Any]
+            open_payload = load_again if self.fresh else load
+            if self._may_have_free_names:
+                with collected_free_names() as self._free_names:
+                    function = open_payload(self._payload)
+                self._may_have_free_names = bool(self._free_names)
+            else:  # as at the first opening
+                function = open_payload(self._payload)
         except BaseException as error:
             error.add_note("while unpickling the function itself")
             raise

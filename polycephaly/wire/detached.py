@@ -18,6 +18,7 @@ from itertools import chain, repeat
 from pickle import dumps, loads
 from typing import Any, NamedTuple, TypeVar
 
+from .arrays import is_array_type, is_of_plain_items
 from .main_names import MainSnapshot
 from .pickling import are_classes_by_value
 from .shareable import ITEM_BYTES, SMALL_TYPES, bytes_together
@@ -29,7 +30,6 @@ MAX_ARRAY_BYTES = 32 * 1024
 0.8, 8 and 32 kB (medians of nine rounds in turns); larger ones were not measured.
 """
 _ARRAY_BYTES = 64
-_NUMERIC_KINDS = frozenset("biufcmMSU")
 MAX_MISSES, HIT = 4, 0.25
 """Up to how many values may be tried in vain one by one, and the part of one that a copy makes up
 for.
@@ -179,7 +179,7 @@ class Detacher:
                 if 0 <= size < max_bytes:
                     self._misses -= HIT
                     return copy, size
-        elif _is_array_type(kind) and _is_small_array(value):
+        elif is_array_type(kind) and _is_small_array(value):
             return value.copy(), value.nbytes + _ARRAY_BYTES
         elif kind is self._plain_kind or self._is_plain(kind):
             state = dict.copy(value.__dict__)  # a tenth of the time of `dict(..)`
@@ -216,7 +216,7 @@ def copies_of(
     if kind in CONTAINER_TYPES:
         copies = [each.copy() for each in values]
         parts = _parts_of_dicts(copies) if kind is dict else [*chain.from_iterable(copies)]
-    elif _is_array_type(kind):
+    elif is_array_type(kind):
         if not all(map(_is_small_array, values)):
             return None
         copies = [each.copy() for each in values]
@@ -287,25 +287,11 @@ _DEFAULTS = {
 _HOOKS = ("__getnewargs__", "__getnewargs_ex__", "__getattr__", "__del__")
 
 
-def _is_array_type(kind: type) -> bool:
-    return (
-        kind.__module__ == "numpy"
-        and getattr(sys.modules.get("numpy"), "ndarray", None) is kind
-        and kind not in copyreg.dispatch_table
-    )
-
-
 def _is_small_array(value: Any) -> bool:
     """Return whether a copy of this array is pickled as the array is: with its order, and so that
     it can be written to.
     """
-    dtype = value.dtype
-    return (
-        value.nbytes <= MAX_ARRAY_BYTES
-        and value.flags.carray
-        and dtype.kind in _NUMERIC_KINDS
-        and dtype.metadata is None
-    )
+    return value.nbytes <= MAX_ARRAY_BYTES and value.flags.carray and is_of_plain_items(value)
 
 
 def _parts_of_dicts(dicts: Iterable[dict[Any, Any]]) -> list[Any]:

@@ -1,7 +1,8 @@
-"""Reducers for types that pickle cannot handle, or copies needlessly, and for exceptions.
+"""Reducers for types that pickle cannot handle, copies needlessly, or is slow with, and for
+exceptions.
 
-Both picklers of this package use them. The first attempt, the plain pickler, uses that for
-exceptions only: pickle would lose part of these without an error.
+All picklers of this package use them. The first attempt, the plain pickler, uses those for NumPy's
+arrays and for exceptions only: pickle would lose part of these without an error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, ForwardRef, NoReturn
 
 from .. import _compat
 from .annotations import reduce_forward_reference
+from .arrays import is_array_type, reduce_array
 from .exceptions import reduce_exception
 
 
@@ -160,6 +162,8 @@ class _Reducers(ChainMap[Any, Any]):
     def __missing__(self, kind: type) -> Any:
         if issubclass(kind, BaseException):
             return reduce_exception
+        if is_array_type(kind):
+            return reduce_array
         raise KeyError(kind)
 
 
@@ -183,7 +187,11 @@ class PlainReducers(dict[type, Any]):
             raise KeyError(kind)
         if len(self) >= _MAX_KNOWN_TYPES:
             self.clear()
-        default = self[kind] = _name if issubclass(kind, type) else _reduce_by_default
+        if is_array_type(kind):
+            default: Any = reduce_array
+        else:
+            default = _name if issubclass(kind, type) else _reduce_by_default
+        self[kind] = default
         if kind in copyreg.dispatch_table:  # since a moment, by another thread
             self.pop(kind, None)
             return copyreg.dispatch_table[kind]
