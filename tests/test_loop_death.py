@@ -1,9 +1,13 @@
 """The loop's thread ends: its pools break with the cause, and the next one works."""
 
+import errno
+from collections import deque
+
 import pytest
 from scripts import run_script
 
 import polycephaly as poly
+from polycephaly.engines.local import zygote as zygote_module
 from polycephaly.pool import reactor
 
 ENDS = {
@@ -147,3 +151,24 @@ def test_a_wait_for_what_only_that_thread_could_tell_is_refused():
         signal = reactor.ReactorSignal(pool._dispatcher.reactor)
     with pytest.raises(RuntimeError, match=r"never settled.*has ended"):
         signal.result(10)
+
+
+def test_a_report_of_the_zygote_that_the_kernel_refuses_is_sent_later(monkeypatch):
+    class Control:
+        def send(self, message, flags):
+            if self.errors:
+                raise OSError(self.errors.pop(0), "")
+            self.sent.append(message)
+
+    monkeypatch.setattr(zygote_module.time, "sleep", lambda _: None)
+    zygote, control = object.__new__(zygote_module.Zygote), Control()
+    zygote.control, zygote._reports = control, deque([b"one", b"two"])
+    control.errors, control.sent = [errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN], []
+    for _ in range(3):
+        zygote._send_reports()
+        assert not control.sent and len(zygote._reports) == 2
+    zygote._send_reports()
+    assert control.sent == [b"one", b"two"] and not zygote._reports
+    zygote._reports, control.errors = deque([b"three"]), [errno.EPIPE]
+    zygote._send_reports()
+    assert not zygote._reports  # there is nobody to get it

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 OWNER_END_TIMEOUT_SECONDS = 2.0
 SWEEP_INTERVAL_SECONDS = 0.02  # between searches for orphans
 SWEEP_DURATION_SECONDS = 0.5  # of these searches after a drone's death
+RETRY_SECONDS = 0.01  # until a report is sent again that the kernel refused
 MAX_ORDER_BYTES = 1 << 17  # a mapping of environment variables may be large
 
 GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
@@ -408,5 +409,7 @@ class Zygote:
                 self._reports.popleft()
         except BlockingIOError:
             pass
-        except OSError:  # the owner is gone: `serve` learns that from the parent-death pipe
-            self._reports.clear()
+        except (BrokenPipeError, ConnectionResetError):
+            self._reports.clear()  # the owner is gone: `serve` learns that from the death pipe
+        except OSError:  # the kernel has no memory for it now: `serve` tries again, at once
+            time.sleep(RETRY_SECONDS)
