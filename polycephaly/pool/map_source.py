@@ -80,7 +80,7 @@ MAX_ROW_BYTES = 64 * 1024
 
 _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """Iterating over these runs no user code, so several rows are taken at once."""
-_SOURCES_AT_HAND = (*_PLAIN_SOURCES, repeat)
+_SOURCES_AT_HAND = (*_PLAIN_SOURCES, repeat, count)
 """No item of these is waited for."""
 
 _UNASKED_TYPES = CONTAINER_TYPES | {tuple}
@@ -301,9 +301,10 @@ class Source:
             or definition.captures
         ):
             return 1
+        seconds = max(seconds, 1e-7)
         best = min(
             MAX_SLICE_ROWS * self._factor,
-            int(SLICE_SECONDS / max(seconds, 1e-7)),
+            int(SLICE_SECONDS / seconds),
             int(self._max_bytes / self._row_bytes),
         )
         # `len` fails for a range that is longer.
@@ -311,7 +312,7 @@ class Source:
         rows_left = length_hint(rest, 0)
         if rows_left:  # the last calls are divided among the drones
             part = -(-rows_left // self.dispatcher.size)
-            best = min(best, max(part, int(MIN_SLICE_SECONDS / max(seconds, 1e-7))))
+            best = min(best, max(part, int(MIN_SLICE_SECONDS / seconds)))
         return max(1, best)
 
     def _make_task(self, max_calls: int) -> Task | None:
