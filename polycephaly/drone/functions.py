@@ -79,6 +79,7 @@ class LoadedFunction:
         """Return the callable; if `fresh`, unpickle it once more."""
         function = self._function
         if function is None or fresh:
+            function = self._function = None  # so that the new one gets its memory
             function = self._open()
         for namespace, names in self._free_names.values():
             bind_names(namespace, names)

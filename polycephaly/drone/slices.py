@@ -156,6 +156,7 @@ class SliceRun:
             if marks:
                 self._mark_call(len(self.done) + 1)
             if function is None or self._fresh:
+                function = None  # so that the new one gets its memory
                 function = self._open(True)
             if self._form == ITEMS:
                 row = (row,)
