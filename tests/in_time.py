@@ -139,6 +139,12 @@ class FakeReactor(FakeTime):
     def deliver(self, act):
         self._deliveries.append(act)
 
+    def deliver_output(self, write, size):
+        self._deliveries.append(write)
+
+    def leaves_output(self):
+        return False
+
     def wake(self):
         pass
 

@@ -324,17 +324,27 @@ def test_an_error_in_a_turn_of_a_connection_ends_it_and_no_caller_waits(server, 
     remote.shutdown()
 
 
+class Held:
+    """A result whose unpickling, in the thread of the connection, takes longer than it should."""
+
+    def __reduce__(self):
+        return held, ()
+
+
+def held():
+    Held.hold()
+
+
 def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, monkeypatch):
     monkeypatch.setattr(tuning, "client_check_seconds", 0.1)
 
-    def hold_the_connection(_):  # a handler of output that it should not have
+    def hold_the_connection():
         monkeypatch.setattr(tuning, "client_silence_seconds", 0.5)
         wait_for(lambda: server.clients == 0)
-        held.set_result(True)
 
-    remote, held = poly.connect(card, output=hold_the_connection), poly.Promise()
-    remote.promise(print, "held")
-    held.result(30)
+    remote = poly.connect(card)
+    monkeypatch.setattr(Held, "hold", hold_the_connection, raising=False)
+    remote.promise(Held).result(30)
     with pytest.raises((ConnectionError, RuntimeError), match="received no message for"):
         for _ in range(1000):
             remote.promise(abs, -2).result(SOON)

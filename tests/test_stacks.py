@@ -358,16 +358,29 @@ def test_a_drone_that_dies_meanwhile_is_left_out(started):
             assert pid not in [each.pid for each in stacks.result()]
 
 
-def test_a_handler_of_output_that_does_not_return_is_told(started):
+class Held:
+    """A result whose unpickling does not return."""
+
     entered, gate = threading.Event(), threading.Event()
-    with poly.Pool(1, output=lambda _: (entered.set(), gate.wait())) as pool:
-        pool.promise(print, "held")
-        entered.wait()
+
+    def __reduce__(self):
+        return held, ()
+
+
+def held():
+    Held.entered.set()
+    Held.gate.wait()
+
+
+def test_a_result_whose_unpickling_does_not_return_is_told():
+    with poly.Pool(1) as pool:
+        pool.promise(Held)
+        Held.entered.wait()
         try:
             (stack,) = pool.stacks(timeout=QUICK)
-            assert "takes output, and does not return" in stack.state
+            assert "code that rebuilds a result" in stack.state
         finally:
-            gate.set()
+            Held.gate.set()
 
 
 def test_a_callback_may_ask_for_stacks():

@@ -42,7 +42,7 @@ from ..wire.messages import (
     pack_numbers,
     unpack_work,
 )
-from ..wire.output import Line, OutputItems, OutputRecord, deliver
+from ..wire.output import Line, OutputItems, OutputRecord, deliver, deliver_tagged
 from ..wire.placeholders import PayloadWithRefs, sent_bytes
 from ..wire.status_page import NO_PAGE
 from .interfaces import State
@@ -594,14 +594,25 @@ class DroneHandle:
 
     # -- output ------------------------------------------------------------------------------------
 
-    def print_output(self) -> None:
-        """Have the output that has arrived printed."""
-        output, dispatcher = self.take_output(), self.dispatcher
+    def print_output(self, may_wait: bool = False) -> None:
+        """Have the output that has arrived printed; if it `may_wait`, perhaps later."""
+        dispatcher = self.dispatcher
+        if may_wait and dispatcher.reactor.leaves_output():
+            return
+        output = self.take_output()
+        if not output:
+            return
+        self.keep_stderr_lines(output)
+        listeners = dispatcher.output_listeners
+        if listeners:
+            tags = {*listeners}
+            tagged = [each for each in output if isinstance(each, Line) and each.tag in tags]
+            if tagged:
+                dispatcher.reactor.deliver(partial(deliver_tagged, tagged, listeners))
+                output = [each for each in output if getattr(each, "tag", None) not in tags]
         if output:
-            self.keep_stderr_lines(output)
-            dispatcher.reactor.deliver(
-                partial(deliver, dispatcher.output, output, dispatcher.output_listeners)
-            )
+            size = sum(len(each) for each in output if isinstance(each, Line))
+            dispatcher.reactor.deliver_output(partial(deliver, dispatcher.output, output), size)
 
     def keep_stderr_lines(self, output: OutputItems) -> None:
         """Keep the last lines that the drone wrote to stderr or logged and, apart from those, the

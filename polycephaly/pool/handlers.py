@@ -96,7 +96,8 @@ def handle_unsent_results(dispatcher: Dispatcher, handle: DroneHandle, kept: byt
 
 
 def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[Outcome]) -> None:
-    handle.print_output()  # so that the output of a task is out before its promise settles
+    # So that the output of a task is out before its promise settles.
+    handle.print_output(may_wait=True)
     now = handle.last_contact_at = dispatcher.reactor.timers.now()
     settled: list[Task] = []
     timed: RemoteFunction | None = None

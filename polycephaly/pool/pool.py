@@ -77,8 +77,8 @@ class Pool(ExecutorBase):
     output
         "forward" (each line that a drone prints goes to this process's streams, prefixed),
         "discard", or a callable that gets each line (a `str` with the attributes ``text``,
-        ``drone``, ``stream`` and ``tag``). Log records of drones are not output: they go to this
-        process's loggers, each with its ``drone``.
+        ``drone``, ``stream`` and ``tag``), in a thread for output. Log records of drones are not
+        output: they go to this process's loggers, each with its ``drone``, in the same thread.
     retries
         How often a task is run again if its drone dies while running it, or a `Retry`, for tasks
         that raise exceptions too.

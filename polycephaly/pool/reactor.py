@@ -240,7 +240,9 @@ class Reactor(EventLoop):
 
     def _has_anything_to_do(self) -> bool:
         must_end_or_call = not self.users or bool(self.last_callbacks)
-        return must_end_or_call or self._can_send() or super()._has_anything_to_do()
+        if must_end_or_call and not self._holds_deliveries():
+            return True
+        return self._can_send() or super()._has_anything_to_do()
 
     def _can_send(self) -> bool:
         # A plain loop, because this is on the path of every round trip.
@@ -259,7 +261,7 @@ class Reactor(EventLoop):
     def _end(self) -> bool:
         """End the reactor, unless it has been acquired again."""
         with fork_guard.guard:
-            if self.users or self._inbox:
+            if self.users or self._inbox or self._deliveries:
                 return False
             self._forget()
             for source in self._sources_made.values():
@@ -294,7 +296,7 @@ class Reactor(EventLoop):
                 self._call_guarded(partial(tenant.end_at_once, error))
             self.tenants.clear()
             self._inbox.clear()
-        self._deliver()
+        self._deliver(holds=False)
 
     def release(self) -> None:
         """Undo one `acquire_reactor`. Not while holding the lock: it takes the fork guard."""

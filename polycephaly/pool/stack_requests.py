@@ -216,7 +216,7 @@ def _unanswered(request: StackRequest, timeout: float) -> Stack:
     else:
         state = (
             f"not asked within {timeout:g} s: the thread of the pool is busy, perhaps with "
-            "code that rebuilds a result or takes output, and does not return"
+            "code that rebuilds a result and does not return"
         )
     return _stack(handle, state, handle.running_task(), system_call=handle.system_call())
 

@@ -28,8 +28,10 @@ from functools import partial
 from typing import Protocol
 
 from ..runtime import fork_guard, forked, parent_death
+from ..runtime.clock import monotonic
 from ..runtime.system_limits import watch
 from ..runtime.timers import Timer, Timers
+from .output_thread import Output, OutputGate
 from .promise import SafeLog, callbacks, settling_threads
 
 log = SafeLog(logging.getLogger(__name__))
@@ -115,12 +117,15 @@ class EventLoop:
         self._sources: list[Source] = []
         self._watched: dict[int, Callable[[], object]] = {}
         self._jobs_outside_lock: deque[Callable[[], object]] = deque()
-        self._deliveries: deque[Callable[[], object]] = deque()
-        self.deliver: Callable[[Callable[[], object]], None] = self._deliveries.append
+        self._deliveries: deque[Callable[[], object] | Output] = deque()
+        self.deliver: Callable[[Callable[[], object] | Output], None] = self._deliveries.append
         """Called while holding the lock: have the callback called after its release. The order is
         that of the calls. The callback may run code of users. If any other thread calls it, without
         `wake`, the callback is called within `MAX_SLEEP_SECONDS`.
         """
+        self._gate = OutputGate(self.wake)
+        self._output_files: set[int] = set()
+        self._is_output_paused = False  # these are not watched meanwhile
         self._stopping = self._asleep = self._turn_requested = False
         with ExitStack() as undo:
             self._epoll = parent_death.close_in_child(select.epoll())
@@ -194,10 +199,30 @@ class EventLoop:
         watch(self._epoll, fd, select.EPOLLIN)
         self._watched[fd] = callback
 
+    def watch_output(self, fd: int, callback: Callable[[], object]) -> None:
+        """Do as `watch`, but not while there is too much unwritten output."""
+        self.watch(fd, callback)
+        self._output_files.add(fd)
+        if self._is_output_paused:
+            self._epoll.unregister(fd)
+
     def unwatch(self, fd: int) -> None:
+        self._output_files.discard(fd)
         if self._watched.pop(fd, None) is not None:
-            with suppress(OSError):
+            with suppress(OSError):  # it may be paused, too
                 self._epoll.unregister(fd)
+
+    def deliver_output(self, write: Callable[[], object], size: int) -> None:
+        """Have the output thread call `write`, in the order of the deliveries, and not be overtaken
+        by later ones: see output_thread.py. It writes about `size` bytes.
+        """
+        self.deliver(Output(write, size))
+
+    def leaves_output(self) -> bool:
+        """Return whether output should be left where it is, even if that of a task comes after its
+        result then: too much is unwritten, and a write is blocked.
+        """
+        return self._gate.is_full() and not self._gate.holds(monotonic())
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         timer = self.timers.after(seconds, partial(self._call_guarded, callback))
@@ -239,7 +264,7 @@ class EventLoop:
         if self._on_death is not None:
             with self._lock:
                 self._call_guarded(self._on_death)
-            self._deliver()
+            self._deliver(holds=False)
         self.release_resources()
 
     def _run_once(self, events: Iterable[tuple[int, int]] = ()) -> None:
@@ -248,6 +273,8 @@ class EventLoop:
             if callback is not None:
                 self._call_guarded(callback)
         self._turn_requested = False  # before `after_turn` looks for work
+        if self._is_output_paused != self._gate.is_full():
+            self._turn_output()
         inbox = self._inbox
         while inbox:
             self._call_guarded(inbox.popleft())
@@ -258,9 +285,18 @@ class EventLoop:
         if self._after_turn is not None:
             self._call_guarded(self._after_turn)
 
+    def _turn_output(self) -> None:
+        self._is_output_paused = not self._is_output_paused
+        for fd in self._output_files:
+            with suppress(OSError):  # other code has closed it, or there is no memory
+                if self._is_output_paused:
+                    self._epoll.unregister(fd)
+                else:
+                    watch(self._epoll, fd, select.EPOLLIN)
+
     def _end_if_over(self) -> bool:
         """End, if the time has come, and return whether it has. Called without the lock."""
-        if not self._stopping or self._inbox or self._jobs_outside_lock:
+        if not self._stopping or self._inbox or self._deliveries or self._jobs_outside_lock:
             return False
         self.release_resources()
         return True
@@ -282,10 +318,20 @@ class EventLoop:
         except Exception:
             log.exception("a bug in polycephaly: %r failed", callback)
 
-    def _deliver(self) -> None:
-        """Make the deliveries. Called without the lock."""
+    def _deliver(self, holds: bool = True) -> None:
+        """Make the deliveries, up to one that has to wait for output before it if this `holds`.
+        Called without the lock.
+        """
+        gate = self._gate
         while self._deliveries:
-            callback = self._deliveries.popleft()
+            callback = self._deliveries[0]
+            if isinstance(callback, Output):
+                self._deliveries.popleft()
+                gate.give(callback)
+                continue
+            if holds and not gate.is_idle and gate.holds(monotonic()):
+                return
+            self._deliveries.popleft()
             generation = forked.generation
             try:
                 callback()
@@ -301,12 +347,14 @@ class EventLoop:
     def _sleep(self) -> list[tuple[int, int]]:
         """Wait for something to do, and return the events of descriptors."""
         self._asleep = True
+        self._gate.is_waited_for = bool(self._deliveries) or self._is_output_paused
         with self._lock:
             must_wait, remaining = not self._has_anything_to_do(), self.timers.seconds_left()
         if must_wait:
-            events = self._poll(
-                MAX_SLEEP_SECONDS if remaining is None else min(remaining, MAX_SLEEP_SECONDS)
-            )
+            seconds = MAX_SLEEP_SECONDS if remaining is None else min(remaining, MAX_SLEEP_SECONDS)
+            if self._deliveries:
+                seconds = max(0.0, min(seconds, self._gate.seconds_left(monotonic())))
+            events = self._poll(seconds)
         else:
             # Descriptors are polled even so: a drone that sends by bulk without end must not starve
             # them.
@@ -317,11 +365,15 @@ class EventLoop:
     def _poll(self, timeout: float) -> list[tuple[int, int]]:
         return self._epoll.poll(timeout)
 
+    def _holds_deliveries(self) -> bool:
+        """Return whether the deliveries wait for output."""
+        return bool(self._deliveries) and self._gate.holds(monotonic())
+
     def _has_anything_to_do(self) -> bool:
         return bool(
             self._inbox
             or self._turn_requested
-            or self._deliveries
+            or (self._deliveries and not self._holds_deliveries())
             or self._jobs_outside_lock
             or self._stopping
             or (self._sources and any(source.has_input() for source in self._sources))

@@ -149,6 +149,8 @@ def holds_own_lock() -> bool:
 pickling_state = _PicklingState()
 
 settling_threads: set[int] = set()
+wait_hooks: dict[int, Callable[[], object]] = {}
+"""By `get_ident()` of some threads: what each calls when it begins to wait for a promise."""
 """Ids of the threads that settle promises. Such a thread would wait for itself if it waited for a
 promise, so waiting there raises an error.
 """
@@ -722,6 +724,8 @@ class Promise(Future[T], Handle, Generic[T]):
             outer = waiting_threads.get(me)  # set if a callback waits for another promise
             try:
                 waiting_threads[me] = self, deadline
+                if me in wait_hooks:
+                    wait_hooks[me]()
                 if is_end_requested is not None and is_end_requested(me, False):
                     self._cancel_with_waiter()
                 self._before_wait(deadline)

@@ -22,7 +22,7 @@ from contextlib import suppress
 from io import FileIO
 
 from ..promises.promise import callbacks
-from ..runtime import parent_death
+from ..runtime import forked, parent_death
 from .chunks import DEBUG, END, LOG, MARK, ORDER, TAG, ChunkParser
 from .debugging import DebugRequest
 from .log_records import unpack_record
@@ -245,32 +245,33 @@ class OutputMerger:
         return items
 
 
-def deliver(
-    output: Listener | None, items: OutputItems, output_listeners: dict[str, Listener]
-) -> None:
-    """Pass lines to the listener of their tag, else to `output` if set; records to their loggers.
+def deliver_tagged(lines: Sequence[Line], listeners: dict[str, Listener]) -> None:
+    """Pass lines to the listeners of their tags, which are of this package and do not wait."""
+    for each in lines:
+        listener = listeners.get(each.tag)
+        if listener is not None:  # else the client has gone
+            listener(each)
 
-    Errors raised by these are logged.
-    """
+
+def deliver(output: Listener | None, items: OutputItems) -> None:
+    """Pass lines to `output`, if set, and records to their loggers. Errors of these are logged."""
     if delivery_context is not None:
-        delivery_context.copy().run(_deliver_items, output, items, output_listeners)
+        delivery_context.copy().run(_deliver_items, output, items)
     else:
-        _deliver_items(output, items, output_listeners)
+        _deliver_items(output, items)
 
 
-def _deliver_items(
-    output: Listener | None, items: OutputItems, output_listeners: dict[str, Listener]
-) -> None:
+def _deliver_items(output: Listener | None, items: OutputItems) -> None:
+    generation = forked.generation
     for each in items:
         try:
             if not isinstance(each, Line):
                 each.handle()
-            else:
-                listener = output_listeners.get(each.tag, output) if output_listeners else output
-                if listener is not None:
-                    listener(each)
+            elif output is not None:
+                output(each)
         except BaseException:  # SystemExit too: the items that follow must still be delivered
             callbacks.exception("output of drone %s could not be delivered", each.drone)
+        forked.exit_if_forked(generation)
 
 
 def forward(line: Line) -> None:

@@ -220,7 +220,8 @@ class LocalEngine(Engine):
             identity = Hidden(handle.identity.hex())
             order = Order(handle.number, identity, name, env, self._config.cwd, limit)
             for each in handle.streams:
-                self._watch(each.fileno(), self._read_stream, handle, each)
+                read = partial(self._dispatcher.run_guarded, self._read_stream, handle, each)
+                self._reactor.watch_output(each.fileno(), read)
             handle.open()
             self._launcher.start(order, ends)
         except Exception as error:

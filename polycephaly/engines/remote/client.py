@@ -40,7 +40,7 @@ class RemotePool(ExecutorBase):
 
     If the connection is lost, unanswered tasks are rejected with `ConnectionError`.
 
-    `output` is called in the thread that talks to the server. If it does not return for 15
+    Results are unpickled in the thread that talks to the server. If that does not return for 15
     seconds, the server treats the client as gone.
     """
 

@@ -92,7 +92,6 @@ class Connection(ServerConnection, TaskRunner):
         self._in_flight_bytes = 0
         self._waiting: set[Task] = set()  # tasks that wait for promises, or to be sent again
         self._delayed: dict[Task, Timer] = {}  # those of `_waiting` that are sent after a delay
-        self._handled_bytes = 0  # of output, not acknowledged yet
         self._sent_functions = KnownFunctions()  # functions that the server has
         self._recall_sent = False
         self._cancelled_since_sweep = 0
@@ -389,11 +388,9 @@ class Connection(ServerConnection, TaskRunner):
                 if (entry := self._in_flight.get(number)) is not None:
                     entry[0].runs_elsewhere = True
         elif kind == messages.OUTPUT:
-            self.deliver(
-                partial(
-                    self._deliver_output, [Line(*each) for each in messages.read_lines(frames, 3)]
-                )
-            )
+            lines = [Line(*each) for each in messages.read_lines(frames, 3)]
+            size = sum(len(line.text) + messages.LINE_OVERHEAD_BYTES for line in lines)
+            self.deliver_output(partial(self._deliver_output, lines, size), size)
         elif kind == messages.REPLY:
             self._on_reply(messages.read_json(frames))
         elif kind == messages.CANCEL:
@@ -401,23 +398,21 @@ class Connection(ServerConnection, TaskRunner):
         else:
             raise Malformed(f"a message of unknown type {kind[:8]!r}")
 
-    def _deliver_output(self, lines: list[Line]) -> None:
+    def _deliver_output(self, lines: list[Line], size: int) -> None:
+        """Pass lines to the user's callable, in the output thread."""
         for line in lines:
             try:
                 if self._output is not None:
                     self._output(line)
             except BaseException:
                 log.exception("the output callable of %s failed", self.name)
-        self._handled_bytes += sum(len(line.text) + messages.LINE_OVERHEAD_BYTES for line in lines)
-        self.post(self._acknowledge_output)
+        self.post(self._acknowledge_output, size)
 
-    def _acknowledge_output(self) -> None:
-        """Tell the server which lines were handled, before it gets further tasks: for a client that
-        seems not to read, it omits lines. `post` comes before the end of the turn, which sends.
+    def _acknowledge_output(self, size: int) -> None:
+        """Tell the server that lines of `size` bytes were handled: for a client that seems not to
+        read, it omits lines.
         """
-        handled, self._handled_bytes = self._handled_bytes, 0
-        if handled:
-            self.send(messages.pack_numbers(messages.OUTPUT_ACK, [handled]))
+        self.send(messages.pack_numbers(messages.OUTPUT_ACK, [size]))
 
     def _on_reply(self, reply: dict[str, Any]) -> None:
         self._unanswered_requests -= 1

@@ -248,7 +248,7 @@ class ServerConnection(EventLoop):
     def _end_by(self, error: BaseException) -> None:
         with self._lock:
             self.lose(f"the thread that serves it has ended: {describe_error(error)}")
-        self._deliver()
+        self._deliver(holds=False)
         self._run_jobs_outside_lock()
         self._disconnect()
         super()._end_by(error)

@@ -1,0 +1,184 @@
+"""The thread that writes lines and log records of drones, and calls users' `output`.
+
+    loop's thread ──give──> OutputGate ──> this thread ──> stdout, stderr, loggers, `output=`
+          deliveries behind it wait <──written───┘
+
+A promise settles when the output of its task is out. So what a loop delivers after output waits for
+that, with two exceptions: while this thread itself waits for a promise, and if a write is blocked,
+because a reader sleeps, for example. Then the promises settle, and the lines follow.
+
+The thread starts when there is something to write, and ends when it has been idle.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from _thread import allocate_lock, get_ident
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from ..runtime import forked
+from ..runtime.clock import monotonic
+from ..runtime.fork_guard import OwnThread
+from .promise import wait_hooks, waiting_threads
+
+BLOCKED_SECONDS = 1.0
+"""Seconds after which a write counts as blocked."""
+MAX_UNWRITTEN_BYTES = 4 << 20
+"""Bytes of output from which a loop reads no more, but for that of a task before its result. Drones
+that go on printing then wait for their reader, as any program does.
+"""
+IDLE_SECONDS = 1.0
+"""Seconds without output after which the thread ends. The next output starts another."""
+
+
+class Output(NamedTuple):
+    """Some output of a drone: how to write it, and about how many bytes it has."""
+
+    write: Callable[[], object]
+    size: int
+
+
+class OutputThread:
+    def __init__(self) -> None:
+        self._lock = allocate_lock()  # never held while something is written
+        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread: OwnThread | None = None
+        self.began_at = 0.0
+        """When the last write began. Set by the thread."""
+        self.gate: OutputGate | None = None
+        """That of which something is being written."""
+
+    def is_here(self) -> bool:
+        """Return whether the caller is in this thread."""
+        thread = self._thread
+        return thread is not None and thread.ident == get_ident()
+
+    def is_waiting(self) -> bool:
+        """Return whether the thread waits for a promise that is not settled."""
+        thread = self._thread
+        if thread is None or thread.ident is None:
+            return False
+        promise, _ = waiting_threads.get(thread.ident, (None, None))
+        return promise is not None and not promise.done()
+
+    def add(self, write: Callable[[], object]) -> None:
+        """Have `write` called, which raises no error; at once if no thread can be started."""
+        with self._lock:
+            if self._thread is None:
+                self.began_at = monotonic()
+                self._thread = OwnThread("polycephaly-output", self._run)
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    self._thread = None
+            has_thread = self._thread is not None
+            if has_thread:
+                self._queue.put(write)
+        if not has_thread:
+            write()
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        thread = self._thread
+        if thread is not None and not self.is_here():
+            done = allocate_lock()
+            done.acquire()
+            self.add(done.release)
+            done.acquire()
+
+    def _run(self) -> None:
+        me = get_ident()
+        wait_hooks[me] = self._on_wait
+        while True:
+            try:
+                write = self._queue.get(timeout=IDLE_SECONDS)
+            except Empty:
+                with self._lock:
+                    if self._queue.empty():
+                        self._thread = None
+                        del wait_hooks[me]
+                        return
+            else:
+                self.began_at = monotonic()
+                write()
+                del write
+
+    def _on_wait(self) -> None:
+        """Have the promise settled at once for which the thread waits from now on."""
+        if self.gate is not None:
+            self.gate.wake()
+
+
+class OutputGate:
+    """The output of one loop. Its counts of what was given belong to the loop's thread, those of
+    what was written to the output thread.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self.wake = wake
+        self._given = self._written = 0
+        self._given_bytes = self._written_bytes = 0
+        self._is_blocked = False
+        self.is_waited_for = False
+        """Set by the loop's thread before it sleeps until something is written."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if all output is written."""
+        return self._written == self._given
+
+    def give(self, output: Output) -> None:
+        self._given += 1
+        self._given_bytes += output.size
+        output_thread.add(partial(self._write, output))
+
+    def _write(self, output: Output) -> None:
+        output_thread.gate = self
+        generation = forked.generation
+        try:
+            output.write()
+        finally:
+            forked.exit_if_forked(generation)
+            output_thread.gate = None
+            self._written += 1
+            self._written_bytes += output.size
+            # Counted before: so the loop sees the count, or this its wish.
+            if self.is_waited_for:
+                self.wake()
+
+    def holds(self, now: float) -> bool:
+        """Return whether what comes after the output has to wait for it."""
+        if self.is_idle:
+            self._is_blocked = False
+            return False
+        if not self._is_blocked and self.seconds_left(now) <= 0:
+            self._is_blocked = True  # until all is written
+        return not (self._is_blocked or output_thread.is_waiting())
+
+    def seconds_left(self, now: float) -> float:
+        """Return in how many seconds the write that is going on will count as blocked."""
+        return output_thread.began_at + BLOCKED_SECONDS - now
+
+    def is_full(self) -> bool:
+        """Return whether no more output should be read."""
+        return self._given_bytes - self._written_bytes > MAX_UNWRITTEN_BYTES
+
+
+def _renew_in_child() -> None:
+    global output_thread
+    output_thread = OutputThread()
+
+
+def _finish() -> None:
+    output_thread.finish()
+
+
+output_thread = OutputThread()
+# At the end of the program, after the pools have ended.
+atexit.register(_finish)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_in_child)
