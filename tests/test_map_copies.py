@@ -448,6 +448,12 @@ def told(value):
         return list(map(told, value))
     return (type(value).__name__, dict(vars(value))) if hasattr(value, "__dict__") else value
 
+class Other(Point):
+    pass
+
+def either(i):
+    return [Point(i, "a"), Other(i, "b"), i, [i], Point(i, [i])][i % 5]
+
 def hooked(i):
     if i == 10:
         Point.__getstate__ = lambda self: {"x": -self.x, "name": "hooked"}
@@ -462,11 +468,20 @@ if __name__ == "__main__":
         print([len(each.name) for each in got] == list(range(1, 41)))
         got = list(map(told, pool.map(mixed, range(1200))))
         print(got == [told(mixed(i)) for i in range(1200)])
+        got = list(map(told, pool.map(either, range(2000))))
+        print(got == [told(either(i)) for i in range(2000)])
+        Real, Point = Point, Point(1, "a")  # an instance has the name now
+        results, got = pool.map(either, range(0, 500, 5)), []
+        try:
+            got += results
+        except Exception as error:
+            print(type(error).__name__, "item 0" in str(error.__notes__))
+        Point = Real
         list(pool.map(hooked, range(2000)))
         print({each.name for each in pool.map(hooked, range(20, 1000))})
 """
     )
-    assert done.splitlines() == ["True 700", "True", "True", "{'hooked'}"]
+    assert done.splitlines() == ["True 700", "True", "True", "True", "TypeError True", "{'hooked'}"]
 
 
 def test_the_rest_of_a_slice_that_is_cut_has_the_same_copies(pool):

@@ -29,6 +29,7 @@ from polycephaly.engines.local.launcher import Launcher
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire import messages, private_directory
 from polycephaly.wire.fast_transport import FastTransport
+from polycephaly.wire.main_names import MainSnapshot
 from polycephaly.wire.messages import (
     HELLO,
     MIN_LARGE_BYTES,
@@ -47,6 +48,7 @@ from polycephaly.wire.messages import (
     unpack_outcomes,
     unpack_work,
 )  # fmt: skip
+from polycephaly.wire.pickling import capture
 from polycephaly.wire.status_page import StatusPage, make_status_file, map_page
 
 u64 = st.integers(0, 2**64 - 1)
@@ -498,3 +500,21 @@ def test_only_directories_that_a_pool_has_made_and_left_are_removed(tmp_path):
     finally:
         os.close(lock)
     assert set(tmp_path.iterdir()) == {young, used, named}
+
+
+@pytest.mark.parametrize("code", "?bBhHiIlLqQefdgFDG")
+def test_an_array_is_pickled_as_numpy_does(code):
+    numpy = pytest.importorskip("numpy")
+    snapshot = MainSnapshot(())
+    for dtype in numpy.dtype(code), numpy.dtype(code).newbyteorder():
+        whole = numpy.arange(24).astype(dtype)
+        square = whole.reshape(4, 6)
+        parts = [square, square.T, whole[::2], whole[:0], whole[3], whole.reshape(2, 3, 4)]
+        for array in map(numpy.array, [whole, *parts]):
+            for writeable in True, False:
+                array.flags.writeable = writeable
+                got = pickle.loads(capture(array, snapshot))
+                own = pickle.loads(pickle.dumps(array, 5))
+                assert type(got) is numpy.ndarray and numpy.array_equal(got, array)
+                for each in "dtype", "shape", "strides", "flags":
+                    assert str(getattr(got, each)) == str(getattr(own, each)), each

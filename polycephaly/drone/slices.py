@@ -75,9 +75,9 @@ class SliceRun:
         self._open = open_function
         self._pack = pack
         self._detacher = Detacher(snapshot)
-        # Of the last value that was copied. A class is asked once a slice whether its instances can
+        # Of values that were copied. A class is asked once a slice whether its instances can
         # be: if a call adds a hook of pickle to it, the results of the next slice obey.
-        self._copied_kind: type | None = None
+        self._copied_kinds = set[type](CONTAINER_TYPES)
         self._mark_call = mark_call
         self._sigterm = sigterm
         self._bytes = 0
@@ -190,7 +190,7 @@ class SliceRun:
     def _add_other(self, value: Any) -> bool:
         """Add a value that can change, or is not of a builtin type."""
         kind = type(value)
-        if kind not in CONTAINER_TYPES and kind is not self._copied_kind:
+        if kind not in self._copied_kinds:
             if is_coroutine(value):
                 from ..green import run
 
@@ -201,7 +201,7 @@ class SliceRun:
         detached = self._detacher.one(value, MAX_ANSWER_BYTES - self._bytes)
         if detached is None:
             return self._add_packed(value)
-        self._copied_kind = kind
+        self._copied_kinds.add(kind)
         copy, size = detached
         if type(copy) is Returned:
             self.packed = True

@@ -8,8 +8,8 @@ from pickle import PickleBuffer
 from typing import Any
 
 _PLAIN_KINDS = frozenset("biufcmMSU")
-_TIMES = frozenset("mM")
-"""Arrays of these are no buffers."""
+_BUFFER_KINDS = frozenset("biufc")
+"""Arrays of these are buffers, if their type is one of NumPy's own and native."""
 
 
 def is_array_type(kind: type) -> bool:
@@ -31,9 +31,10 @@ def reduce_array(array: Any) -> Any:
     """Reduce an array so that little of its pickling is done in Python. Other arrays are left to
     NumPy. `numpy.ndarray(.., buffer=..)` would be faster still, but does not hold the buffer.
     """
-    is_plain = is_of_plain_items(array) and array.dtype.kind not in _TIMES
-    if is_plain and array.nbytes and array.flags.c_contiguous:
-        content = PickleBuffer(array), array.dtype.str
+    dtype = array.dtype
+    is_buffer = dtype.kind in _BUFFER_KINDS and dtype.isbuiltin == 1 and dtype.isnative
+    if is_buffer and dtype.metadata is None and array.nbytes and array.flags.c_contiguous:
+        content = PickleBuffer(array), dtype.str
         if array.ndim == 1:
             return sys.modules["numpy"].frombuffer, content
         return _shaped, (*content, array.shape)

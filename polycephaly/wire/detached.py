@@ -45,25 +45,25 @@ class Instances(Sequence[dict[str, Any]]):
     pickled once. Arrives as a list of instances or, where the class has changed, as `Unmade`.
     """
 
-    def __init__(self, kind: type | Named, states: Sequence[dict[str, Any]]) -> None:
-        self._kind, self._states = kind, states
+    def __init__(self, kind: type | Named, states: list[dict[str, Any]]) -> None:
+        self._kind, self.states = kind, states
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self.states)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._states[index]
+        return self.states[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = tuple(self._states[0])
-        if {names}.issuperset(map(tuple, self._states)):
-            rows = [tuple(each.values()) for each in self._states]
+        names = tuple(self.states[0])
+        if {names}.issuperset(map(tuple, self.states)):
+            rows = [tuple(each.values()) for each in self.states]
             return _received_rows, (self._kind, names, rows)
-        return _received, (self._kind, self._states)
+        return _received, (self._kind, self.states)
 
     def made(self) -> list[Any]:
         """Return the instances."""
-        return _made(self._kind, self._states)
+        return _made(self._kind, self.states)
 
 
 class Unmade:
@@ -106,12 +106,22 @@ class Returned(NamedTuple):
         return _new, (self.kind,), self.state
 
 
-def returned_together(values: Sequence[Any]) -> Instances | None:
-    """Return `values` as one, if all are `Returned` and of one class."""
-    if not {Returned}.issuperset(map(type, values)):
-        return None
-    kinds = {each.kind for each in values}
-    return Instances(kinds.pop(), [each.state for each in values]) if len(kinds) == 1 else None
+Group = tuple[Instances, list[int]]
+"""Instances of one class, and their indices among the values of which they are a part."""
+
+
+def returned_groups(values: Sequence[Any]) -> list[Group]:
+    """Return those of `values` that are `Returned`, by class."""
+    groups: dict[type | Named, Group] = {}
+    for index, value in enumerate(values):
+        if type(value) is Returned:
+            kind, state = value
+            if kind not in groups:
+                groups[kind] = Instances(kind, []), []
+            instances, indices = groups[kind]
+            instances.states.append(state)
+            indices.append(index)
+    return [*groups.values()]
 
 
 def _received(kind: type | Named, states: Iterable[Any]) -> list[Any] | Unmade:
@@ -162,8 +172,7 @@ class Detacher:
     def __init__(self, snapshot: MainSnapshot | None = None) -> None:
         self._snapshot = snapshot
         self._misses = 0.0
-        self._plain_kind: type | None = None  # of the last instance
-        self._named = Named(b"")
+        self._plain: dict[type, Named] = {}  # the classes whose instances were copied
 
     def one(self, value: Any, max_bytes: int) -> Copied[Any] | None:
         """Return a copy that may share a pickle with others, of less than `max_bytes`; or None if
@@ -181,12 +190,12 @@ class Detacher:
                     return copy, size
         elif is_array_type(kind) and _is_small_array(value):
             return value.copy(), value.nbytes + _ARRAY_BYTES
-        elif kind is self._plain_kind or self._is_plain(kind):
+        elif kind in self._plain or self._is_plain(kind):
             state = dict.copy(value.__dict__)  # a tenth of the time of `dict(..)`
             size = size_of((*state, *state.values()))
             if 0 <= size < max_bytes:
                 self._misses -= HIT
-                return Returned(self._named, state), size
+                return Returned(self._plain[kind], state), size
         self._misses += 1
         return None
 
@@ -194,10 +203,9 @@ class Detacher:
         if self._snapshot is None or not _is_plain(kind, self._snapshot):
             return False
         try:
-            self._named = Named(dumps(kind, 5))
+            self._plain[kind] = Named(dumps(kind, 5))
         except Exception:  # another class has the name now
             return False
-        self._plain_kind = kind
         return True
 
 
@@ -273,7 +281,9 @@ def least_bytes(values: Sequence[Any]) -> int:
 def _is_made_by_default(kind: Any) -> bool:
     """Return whether pickle makes an instance of this class without code of users."""
     return (
-        getattr(kind, "__new__", None) is object.__new__
+        isinstance(kind, type)
+        and getattr(kind, "__new__", None) is object.__new__
+        and not getattr(kind, "__abstractmethods__", ())
         and bool(kind.__dictoffset__)
         and not hasattr(kind, "__setstate__")
         and not any("__slots__" in vars(each) for each in kind.__mro__)

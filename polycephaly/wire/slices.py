@@ -4,8 +4,8 @@
                                                        of a slice is the same bytes, another range.
                                                        A large pickle is in shared memory.
     answers  pickle of (values, indices, error,        `indices` are those of the values that are
-             pickles), then, if `pickles` is None,     pickled one by one.
-             the values pickled separately
+             pickles, groups), then, if `pickles` is   pickled one by one. The groups are instances,
+             None, the values pickled separately       each with the indices of its own.
     split    done, rest, state | answers               `done` calls are done, a failed one included;
                                                        `rest` calls will not be begun here.
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ..errors import Malformed
 from ..memory.blocks import Store, pristine_view
 from ..memory.references import Received, Serialized, load_joined, load_with_buffers
-from .detached import Returned, Unmade, returned_together
+from .detached import Group, Returned, Unmade, returned_groups
 from .pickling import join_payloads, store_pickle
 
 Calls = bytes | Serialized
@@ -109,25 +109,19 @@ def pack_answers(
     `done` holds values, some of them `Packed` or `Returned` if `packed` is true. `error` is the
     error of the call after them, if one failed.
     """
-    values: Any = done
-    indices: list[int] = []
-    parts: list[bytes | Serialized] = []
+    values, indices = done, list[int]()
+    groups: list[Group] = []
     if packed:
-        values = returned_together(done)
-        if values is None:
-            indices = [index for index, value in enumerate(done) if type(value) in _SEPARATE]
-            values = [None if type(value) in _SEPARATE else value for value in done]
-            parts = [_part(done[index]) for index in indices]
+        indices = [index for index, value in enumerate(done) if type(value) is Packed]
+        groups = returned_groups(done)
+        values = [None if type(value) in _SEPARATE else value for value in done]
+    parts = [done[index].payload for index in indices]
     if {bytes}.issuperset(map(type, parts)):  # nothing in shared memory: this is opened faster
-        return join_payloads((values, indices, error, parts), (), store)
-    return join_payloads((values, indices, error, None), parts, store)
+        return join_payloads((values, indices, error, parts, groups), (), store)
+    return join_payloads((values, indices, error, None, groups), parts, store)
 
 
 _SEPARATE = frozenset((Packed, Returned))
-
-
-def _part(value: Packed | Returned) -> bytes | Serialized:
-    return value.payload if type(value) is Packed else dumps(value, 5)
 
 
 class Answers:
@@ -136,18 +130,24 @@ class Answers:
     _are_pickles = False  # each value was pickled by itself, and `values` are the pickles
 
     def __init__(self, payload: Any) -> None:
-        (self.values, indices, self.error, pickles), parts = load_joined(payload)
+        (self.values, indices, self.error, pickles, groups), parts = load_joined(payload)
         self.opening: int | None = None  # the index of the value that is being unpickled
         # Keeps remote objects alive while handles of them are in the values.
         self.remote_objects: Any = None
         self._parts: dict[int, Any] = {}
-        if type(self.values) is Unmade:
-            pickles = self.values = self.values.pickles()
         self._are_pickles = bool(pickles) and len(pickles) == len(self.values)
         if self._are_pickles:
             self.values = pickles
         else:
             self._parts = dict(zip(indices, pickles or parts, strict=True))
+        for instances, indices in groups:
+            if type(instances) is Unmade:
+                self._parts.update(zip(indices, instances.pickles(), strict=True))
+            elif len(instances) == len(self.values):
+                self.values = instances
+            else:
+                for index, value in zip(indices, instances, strict=True):
+                    self.values[index] = value
 
     def __len__(self) -> int:
         return len(self.values)
