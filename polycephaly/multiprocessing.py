@@ -268,7 +268,7 @@ class Pool:
         ----------
         callback, error_callback
             Called with the value, or with the error, before the result is ready, in a thread that
-            must not wait for this pool.
+            may wait for calls without callbacks.
         """
         self._check_running()
         if kwds and "keep" in kwds:  # else it would be one of `Pool.promise`
@@ -276,6 +276,7 @@ class Pool:
         promise: Promise[T] = self._drones.promise(func, *args, **(kwds or {}))
         if callback is not None or error_callback is not None:
             called: Promise[T] = Promise()
+            called._awaited, called._needs_callbacks = (promise,), True
             promise.add_done_callback(partial(_settle, called, callback, error_callback))
             promise = called
         return AsyncResult(promise)
@@ -447,6 +448,7 @@ class Pool:
         """Take all results in a thread, which ends with them."""
         taken: Promise[list[Any]] = Promise()
         called: Promise[list[Any]] = Promise()
+        called._awaited, called._needs_callbacks = (taken,), True
         taken.add_done_callback(partial(_settle, called, callback, error_callback))
         name = label(func)
         ended = self._begin_map()

@@ -172,3 +172,33 @@ def test_a_report_of_the_zygote_that_the_kernel_refuses_is_sent_later(monkeypatc
     zygote._reports, control.errors = deque([b"three"]), [errno.EPIPE]
     zygote._send_reports()
     assert not zygote._reports  # there is nobody to get it
+
+
+def test_a_caller_that_waits_for_room_is_told_of_the_death_of_the_loop():
+    done = run_script(
+        """
+        import ctypes, threading, time
+        import polycephaly as poly
+
+        def submit():
+            try:
+                for _ in range(20):
+                    pool.promise(time.sleep, 1000)
+            except BaseException as error:
+                print(type(error).__name__)
+
+        if __name__ == "__main__":
+            pool = poly.Pool(1, max_queued=2)
+            thread = threading.Thread(target=submit)
+            thread.start()
+            while not pool._dispatcher.backpressure._waiting:
+                time.sleep(0.01)
+            loop = pool._dispatcher.reactor.thread
+            raised = ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(loop.ident), raised)
+            pool._dispatcher.reactor.wake()
+            thread.join(60)
+            print(thread.is_alive())
+        """
+    )
+    assert done.stdout.split() == ["BrokenProcessPool", "False"], done

@@ -11,7 +11,7 @@ from faults import wait_for
 from scripts import output_of
 
 import polycephaly as poly
-from polycephaly.promises import output_thread
+from polycephaly.promises import lazy_thread, output_thread
 from polycephaly.promises.output_thread import Output, OutputGate
 
 pytestmark = pytest.mark.guarantee("output-5")
@@ -121,7 +121,7 @@ def test_without_another_thread_the_loop_writes_itself(monkeypatch):
 
     wait_for(lambda: output_thread.output_thread._thread is None)
     with poly.Pool(1, output=output) as pool:
-        monkeypatch.setattr(output_thread.OwnThread, "start", fail)
+        monkeypatch.setattr(lazy_thread.OwnThread, "start", fail)
         for i in range(10):
             pool.doit(print, i)
         monkeypatch.undo()

@@ -790,15 +790,17 @@ def test_settling_after_the_loop_was_closed_is_harmless():
 def test_a_callback_may_wait_for_a_task_but_not_for_other_callbacks(tmp_path):
     said = []
     over = threading.Event()
-    gate = tmp_path / "gate"
+    gate, other_gate = tmp_path / "gate", tmp_path / "other gate"
 
     def wait_in_callback(_):
         said.append(pool.doit(abs, -7))
-        for wait in (pool.promise(abs, -1).then(str).result, pool.shutdown):
+        later = pool.promise(hold_until, str(other_gate)).then(str)
+        for wait in (later.result, pool.shutdown):
             try:
                 wait()
             except BaseException as error:
                 said.append(error)
+        other_gate.touch()
         over.set()
 
     with poly.Pool(1) as pool:

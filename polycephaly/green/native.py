@@ -31,9 +31,10 @@ from typing import Any
 
 from .._compat import forget_dummy_thread
 from ..errors import is_own_frame
-from ..promises.promise import SafeLog, callbacks
+from ..promises.promise import callbacks
 from ..runtime.clock import monotonic
 from ..runtime.deferred_sigint import DeferredSigint, is_safe_from_signals
+from ..runtime.safe_log import SafeLog
 
 log = SafeLog(logging.getLogger("polycephaly.green"))
 

@@ -151,6 +151,7 @@ class GreenThread(Promise[T]):
     # -- cancelling and interrupting ---------------------------------------------------------------
 
     _settled_from_outside = False
+    _needs_callbacks = True  # perhaps: nobody knows what its coroutine will wait for
 
     def cancel(self, running: bool = True) -> bool:
         """Ask the green thread to end.

@@ -130,11 +130,11 @@ class RemoteObject:
             def on_pool_ended(_: Promise[None]) -> None:
                 reject(fetch, self.directory.loss_error(self))
 
-            dispatcher.ended._when_settled(on_pool_ended)
+            dispatcher.over._when_settled(on_pool_ended)
             try:
                 packed = fetch.result()
             finally:
-                dispatcher.ended.remove_done_callback(on_pool_ended)
+                dispatcher.over.remove_done_callback(on_pool_ended)
                 del fetch  # see `Promise.result`
         return load(packed)
 

@@ -328,7 +328,7 @@ class Dispatcher(DispatcherBase):
             self.post(self.supervisor.replace_all, snapshot, replaced)
         if self.stale_warning is not None:
             self.stale_warning.on_snapshot()
-        race(replaced, self.ended).result()
+        race(replaced, self.over).result()
         if not replaced.done():  # the pool has ended in the meantime
             self.supervisor.engine.discard(snapshot)
             self.check_open()
@@ -393,7 +393,7 @@ class Dispatcher(DispatcherBase):
         with DeferredSigint():
             snapshot = self.supervisor.engine.snapshot()
             self.post(self._adopt, snapshot, adopted)
-        race(adopted, self.ended).result()
+        race(adopted, self.over).result()
         if not adopted.done():  # the pool has ended in the meantime
             self.supervisor.engine.discard(snapshot)
             self.check_open()
@@ -424,7 +424,7 @@ class Dispatcher(DispatcherBase):
 
     def _wait_for(self, done: Promise[Any]) -> None:
         """Wait until `done` is settled. Raise if the pool has ended in the meantime."""
-        race(done, self.ended).result()
+        race(done, self.over).result()
         if not done.done():
             self.check_open()
 
@@ -844,6 +844,8 @@ class Dispatcher(DispatcherBase):
             for handle in self.handles:
                 steps.callback(self._give_up, handle)
             steps.callback(self.supervisor.engine.end_at_once)
+            if self.backpressure is not None:
+                steps.callback(self.backpressure.wake_waiters)
             steps.callback(self.break_pool, lost)
 
     def _give_up(self, handle: DroneHandle) -> None:
@@ -1024,6 +1026,7 @@ class Dispatcher(DispatcherBase):
         if not self.begun.done():  # it was killed before a drone could be started
             assert self.refusal is not None  # set before the end
             reject(self.begun, copy_error(self.refusal))
+        fulfill(self.over)
         self.waits_for_callbacks = True
         self._leave_reactor()
 

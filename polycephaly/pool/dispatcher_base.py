@@ -88,7 +88,9 @@ class DispatcherBase(TaskRunner, Tenant):
         self.profile_hertz = 0  # 0: no profile is being taken
         self.profiled: list[DroneHandle] = []  # the drones that were told to sample
         self.begun: Signal[None] = Signal()
-        self.ended: Signal[None] = End(self)
+        self.over: Signal[None] = Signal()
+        """Settles when nothing is left but callbacks of tasks, for which `ended` waits."""
+        self.ended = End(self)
         self.record = TraceBuffer()
         self.stack_requests = StackRequests(self)
         self.made_at = time()

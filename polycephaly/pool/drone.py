@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
+from ..promises import callbacks_thread
 from ..promises.promise import Promise
 from ..runtime.checks import check_at_least
 from ..runtime.hidden import Hidden
@@ -482,7 +483,8 @@ def end_with_owner(dispatcher: Dispatcher) -> None:
             task.add_done_callback(owner_callback.kill)
             return
     thread = threading.current_thread()
-    if thread is not threading.main_thread():
+    # The thread for callbacks ends whenever it has been idle.
+    if thread is not threading.main_thread() and not callbacks_thread.callbacks_thread.is_here():
         drones = _locals.__dict__.setdefault("drones", _ThreadDrones())
         drones.add(_OwnerCallback(dispatcher, f"thread {thread.name!r}"))
 

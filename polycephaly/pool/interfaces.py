@@ -6,13 +6,13 @@ reactor, DroneHandle ──> Tenant, in reactor.py (a `Dispatcher`)
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import copy_error
-from ..promises import callbacks_thread
 from ..promises.promise import Promise, Signal
 from ..wire.functions import FunctionRegistry
 
@@ -78,24 +78,25 @@ class End(Signal[None]):
     def __init__(self, owner: TaskRunner) -> None:
         super().__init__()
         self._owner = owner
+        owner.callbacks_left = deque()
 
-    def _before_wait(self, deadline: float | None) -> None:
+    def _check_in_callback(self) -> None:
         owner = self._owner
-        if callbacks_thread.callbacks_thread.is_here():
-            if owner.has_callbacks_left():
-                raise RuntimeError(
-                    "a callback waited for the end of a pool in the thread that calls callbacks, "
-                    "for which that end waits: end the pool in another thread"
-                )
-            owner.ends_without_callbacks = True  # this thread could not call them meanwhile
+        if owner.has_callbacks_left():
+            raise RuntimeError(
+                "a callback waited for the end of a pool in the thread that calls callbacks, "
+                "for which that end waits: end the pool in another thread"
+            )
+        owner.ends_without_callbacks = True  # this thread could not call them meanwhile
 
 
 class TaskRunner:
     """The base of dispatchers and connections, as pools, maps and tasks see them."""
 
-    # Callbacks of its tasks that were handed to the thread for callbacks, and of these, how many
-    # that thread has called. Each is counted by one thread.
-    callbacks_begun = callbacks_called = 0
+    callbacks_left: deque[None]
+    """An entry for each callback of its tasks that was handed to the thread for callbacks, and was
+    not called yet.
+    """
     waits_for_callbacks = ends_without_callbacks = False
 
     finishes_at_exit = False  # whether all tasks are finished before the interpreter ends
@@ -103,7 +104,7 @@ class TaskRunner:
     width: int
     size: int
     resource_sizes: Mapping[str, int]
-    ended: Signal[None]
+    ended: Signal[None]  # an `End`
     finish: Callable[..., None]
     finish_async: Callable[..., Awaitable[None]]
     submit: Callable[..., Promise[Any]]
@@ -121,12 +122,16 @@ class TaskRunner:
     on_inputs_ready: Callable[[Any], None]
 
     def has_callbacks_left(self) -> bool:
-        return self.callbacks_called != self.callbacks_begun and not self.ends_without_callbacks
+        return bool(self.callbacks_left) and not self.ends_without_callbacks
+
+    def on_callback(self) -> None:
+        """Count a callback that is handed to the thread for callbacks."""
+        self.callbacks_left.append(None)
 
     def on_called_back(self) -> None:
-        """Count a callback. Called by the thread for callbacks."""
-        self.callbacks_called += 1
-        # Set before the end looks at the counts: so one of the two sees the other.
+        """Count a callback that was called."""
+        self.callbacks_left.pop()
+        # Set before the end looks at the count: so one of the two sees the other.
         if self.waits_for_callbacks:
             self.end_if_called_back()
 

@@ -107,7 +107,7 @@ class Profile:
         deadline = monotonic() + tuning.profile_answer_seconds
         late = f"no answer within {tuning.profile_answer_seconds:g} s"
         with suppress(TimeoutError):
-            race(asked, self._dispatcher.ended).result(tuning.profile_answer_seconds)
+            race(asked, self._dispatcher.over).result(tuning.profile_answer_seconds)
         if not asked.done():
             why = ENDED if self._dispatcher.has_ended else late
             self.missing = {handle.name: why for handle in self._dispatcher.profiled}

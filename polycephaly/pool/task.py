@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from _thread import get_ident
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -31,6 +32,8 @@ from ..promises.promise import (
     Promise,
     outcome,
     reject,
+    settling_owners,
+    settling_threads,
 )
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
@@ -453,8 +456,19 @@ class Task(Promise[Any]):
                 self.args = ()
             remove_settled_hooks(inputs)
 
-    def _callbacks_owner(self) -> TaskRunner:
-        return self.dispatcher
+    def _run_hooks(self, first: int = 0) -> None:
+        me = get_ident()
+        if me not in settling_threads:
+            super()._run_hooks(first)
+            return
+        outer, settling_owners[me] = settling_owners.get(me), self.dispatcher
+        try:
+            super()._run_hooks(first)
+        finally:
+            if outer is None:
+                settling_owners.pop(me, None)
+            else:
+                settling_owners[me] = outer
 
     def _withdraw(self) -> None:
         self.release_inputs()

@@ -23,6 +23,7 @@ from .promise import (
     Promise,
     Signal,
     cancel_on_interrupt,
+    check_any_in_callback,
     check_can_wait,
     fulfill,
     outcome,
@@ -271,6 +272,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
             raise StopIteration
         if not self._slots[self._next].done():
             check_can_wait(list(self._pending))
+            check_any_in_callback(list(self._pending))
         remaining = None if self._deadline is None else max(0.0, self._deadline - monotonic())
         try:
             future = self._slots[self._next].result(remaining)
@@ -295,6 +297,8 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
 
     async def __anext__(self) -> F:
         while (index := self._next) < len(self._slots):
+            if not self._slots[index].done():
+                check_any_in_callback(list(self._pending))
             future = await self._slots[index]
             if self._next == index:  # no other consumer has taken it
                 self._take(index)

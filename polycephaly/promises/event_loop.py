@@ -29,10 +29,12 @@ from typing import Protocol
 
 from ..runtime import fork_guard, forked, parent_death
 from ..runtime.clock import monotonic
+from ..runtime.safe_log import SafeLog
 from ..runtime.system_limits import watch
 from ..runtime.timers import Timer, Timers
+from . import callbacks_thread, output_thread
 from .output_thread import Output, OutputGate
-from .promise import SafeLog, callbacks, settling_threads
+from .promise import callbacks, settling_threads
 
 log = SafeLog(logging.getLogger(__name__))
 
@@ -311,6 +313,8 @@ class EventLoop:
             # A traceback that was made while an error was unpickled refers to this loop, and must
             # not keep what ended pools have set.
             self.timers.clear()
+        callbacks_thread.callbacks_thread.end_when_idle()
+        output_thread.output_thread.end_when_idle()
 
     def _call_guarded(self, callback: Callable[[], object]) -> None:
         try:

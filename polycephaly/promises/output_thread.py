@@ -6,8 +6,6 @@
 A promise settles when the output of its task is out. So what a loop delivers after output waits for
 that, with two exceptions: while this thread itself waits for a promise, and if a write is blocked,
 because a reader sleeps, for example. Then the promises settle, and the lines follow.
-
-The thread starts when there is something to write, and ends when it has been idle.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ import os
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from ..runtime import forked
 from ..runtime.clock import monotonic
-from ..runtime.fork_guard import OwnThread
+from .lazy_thread import LazyThread
 from .promise import wait_hooks, waiting_threads
 
 BLOCKED_SECONDS = 1.0
@@ -31,8 +28,6 @@ MAX_UNWRITTEN_BYTES = 4 << 20
 """Bytes of output from which a loop reads no more, but for that of a task before its result. Drones
 that go on printing then wait for their reader, as any program does.
 """
-IDLE_SECONDS = 1.0
-"""Seconds without output after which the thread ends. The next output starts another."""
 
 
 class Output(NamedTuple):
@@ -42,20 +37,13 @@ class Output(NamedTuple):
     size: int
 
 
-class OutputThread:
+class OutputThread(LazyThread):
     def __init__(self) -> None:
-        self._lock = allocate_lock()  # never held while something is written
-        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._thread: OwnThread | None = None
+        super().__init__("polycephaly-output")
         self.began_at = 0.0
         """When the last write began. Set by the thread."""
         self.gate: OutputGate | None = None
         """That of which something is being written."""
-
-    def is_here(self) -> bool:
-        """Return whether the caller is in this thread."""
-        thread = self._thread
-        return thread is not None and thread.ident == get_ident()
 
     def is_waiting(self) -> bool:
         """Return whether the thread waits for a promise that is not settled."""
@@ -65,47 +53,24 @@ class OutputThread:
         promise, _ = waiting_threads.get(thread.ident, (None, None))
         return promise is not None and not promise.done()
 
-    def add(self, write: Callable[[], object]) -> None:
-        """Have `write` called, which raises no error; at once if no thread can be started."""
-        with self._lock:
-            if self._thread is None:
-                self.began_at = monotonic()
-                self._thread = OwnThread("polycephaly-output", self._run)
-                try:
-                    self._thread.start()
-                except RuntimeError:
-                    self._thread = None
-            has_thread = self._thread is not None
-            if has_thread:
-                self._queue.put(write)
-        if not has_thread:
-            write()
-
     def finish(self) -> None:
         """Wait until everything is written."""
-        thread = self._thread
-        if thread is not None and not self.is_here():
+        if self._thread is not None and not self.is_here():
             done = allocate_lock()
             done.acquire()
             self.add(done.release)
             done.acquire()
 
-    def _run(self) -> None:
-        me = get_ident()
-        wait_hooks[me] = self._on_wait
-        while True:
-            try:
-                write = self._queue.get(timeout=IDLE_SECONDS)
-            except Empty:
-                with self._lock:
-                    if self._queue.empty():
-                        self._thread = None
-                        del wait_hooks[me]
-                        return
-            else:
-                self.began_at = monotonic()
-                write()
-                del write
+    def _start(self) -> None:
+        self.began_at = monotonic()
+        super()._start()
+
+    def _before_call(self) -> None:
+        self.began_at = monotonic()
+        wait_hooks[get_ident()] = self._on_wait
+
+    def _on_end(self) -> None:
+        wait_hooks.pop(get_ident(), None)
 
     def _on_wait(self) -> None:
         """Have the promise settled at once for which the thread waits from now on."""

@@ -25,7 +25,6 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -33,11 +32,13 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from threading import Condition, main_thread
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 from ..runtime import fork_guard, forked
 from ..runtime.checks import check_seconds
 from ..runtime.clock import monotonic
+from ..runtime.safe_log import SafeLog
 from ..runtime.tuning import tuning
 from . import callbacks_thread
 from .trampoline import Trampoline
@@ -65,18 +66,6 @@ trampoline = Trampoline(max_depth=50)
 
 _MAX_SHOWN_STEPS = 10
 """Maximum number of promises of a cycle that an error message shows."""
-
-
-class SafeLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger for threads that serve all: errors of users' filters and handlers are printed."""
-
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        try:
-            self.logger.log(level, msg, *args, stacklevel=2, **kwargs)  # of the caller of `log`
-        except Exception:
-            if logging.raiseExceptions and sys.stderr is not None:  # as logging's own errors
-                with suppress(Exception):
-                    traceback.print_exc()
 
 
 # All loggers of the package are children of this one.
@@ -149,6 +138,10 @@ def holds_own_lock() -> bool:
 pickling_state = _PicklingState()
 
 settling_threads: set[int] = set()
+settling_owners: dict[int, Any] = {}
+"""By `get_ident()`: the dispatcher or connection whose task is being settled in that thread. Its
+end comes after the callbacks that this leads to.
+"""
 wait_hooks: dict[int, Callable[[], object]] = {}
 """By `get_ident()` of some threads: what each calls when it begins to wait for a promise."""
 """Ids of the threads that settle promises. Such a thread would wait for itself if it waited for a
@@ -368,14 +361,14 @@ class Promise(Future[T], Handle, Generic[T]):
         else:
             cancel_on_interrupt(self._awaited)
 
-    def _callbacks_owner(self) -> Any:
-        """Return what ends only when the callbacks of this promise were called; None if nothing
-        does.
-        """
-        return None
-
     _needs_callbacks = False
-    """Whether callbacks must be called before the promise can settle."""
+    """Whether callbacks may have to be called before the promise can settle."""
+
+    def _check_in_callback(self) -> None:
+        """Raise `RuntimeError` if the promise waits for callbacks. Called in their thread."""
+        step = find_callback_awaited((self,))
+        if step is not None:
+            raise RuntimeError(_CALLBACK_WAITS % step)
 
     def _on_wait_interval(self) -> None:
         """Do what is due now and then while the caller waits."""
@@ -432,7 +425,7 @@ class Promise(Future[T], Handle, Generic[T]):
             if receiver._awaited:  # that of `gather`, say, which is settled otherwise, too
                 receiver = None
             else:
-                receiver._awaited = (self,)
+                receiver._awaited, receiver._needs_callbacks = (self,), True
         try:
             self.add_done_callback(partial(_apply_and_follow, fn, after, receiver))
             return after
@@ -446,7 +439,9 @@ class Promise(Future[T], Handle, Generic[T]):
         other callbacks only. If a call of yours settles or cancels the promise, `fn` is called in
         that call. An `Exception` of `fn` is logged.
         """
-        self._when_settled(_Callback(fn))
+        # What `asyncio.wrap_future` and `run_in_executor` add wakes a loop, and never waits.
+        is_of_asyncio = type(fn) is FunctionType and fn.__module__ == "asyncio.futures"
+        self._when_settled(fn if is_of_asyncio else _Callback(fn))
         del fn  # see `_apply_and_follow`
 
     def _when_settled(self, hook: Callable[[Promise[T]], object]) -> None:
@@ -479,7 +474,7 @@ class Promise(Future[T], Handle, Generic[T]):
         hooks.append(hook)
 
     def remove_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
-        """Remove `fn` once, if it was added and was not called yet.
+        """Remove `fn` once, if it was added and the promise is not settled yet.
 
         Pass the very object that was added: callbacks are compared by identity, because any other
         comparison would run code of users.
@@ -546,6 +541,8 @@ class Promise(Future[T], Handle, Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         in_green = green_hooks is not None and green_hooks[0]()
         if not self.done():
+            if callbacks_thread.callbacks_thread.is_here():
+                self._check_in_callback()
             if in_green:
                 assert green_hooks is not None
                 yield from green_hooks[1](self)
@@ -712,11 +709,11 @@ class Promise(Future[T], Handle, Generic[T]):
                 )
             if get_ident() in settling_threads:
                 raise RuntimeError(
-                    f"a callback waited for {self!r} in the thread that settles promises, which "
-                    "would then wait for itself: use .then(), or wait in another thread"
+                    f"code that rebuilds a result, for example, waited for {self!r} in the thread "
+                    "that settles promises, which would then wait for itself: use another thread"
                 )
             if callbacks_thread.callbacks_thread.is_here():
-                _check_callbacks_can_wait(self)
+                self._check_in_callback()
             if green_hooks is not None:
                 check_can_wait((self,))
             deadline = None if timeout is None else monotonic() + check_seconds("timeout", timeout)
@@ -778,6 +775,8 @@ class Promise(Future[T], Handle, Generic[T]):
                 remaining = interval if deadline is None else min(deadline - monotonic(), interval)
                 if not woken.acquire(timeout=max(0.0, remaining)):
                     self._on_wait_interval()
+                    if callbacks_thread.callbacks_thread.is_here():
+                        self._check_in_callback()  # it may wait for something else by now
                     if deadline is not None and monotonic() >= deadline and not self.done():
                         raise TimeoutError(f"{self!r} was not settled within {timeout} s")
         finally:
@@ -872,9 +871,10 @@ class _Callback:
             finally:
                 del fn, promise  # see `_apply_and_follow`
             return
-        owner = promise._callbacks_owner()
+        # Of the task whose end settles this promise, if that is another one.
+        owner = settling_owners.get(get_ident())
         if owner is not None:
-            owner.callbacks_begun += 1
+            owner.on_callback()
         callbacks_thread.callbacks_thread.add(partial(_call_back, self.fn, promise, owner))
 
 
@@ -938,9 +938,9 @@ def _apply_and_follow(
     fn: Callable[[Any], Any], after: Promise[Any], receiver: object, done: Promise[Any]
 ) -> None:
     """Settle `after`, the promise that ``done.then(fn)`` has returned."""
-    after._awaited = ()
+    after._awaited, after._needs_callbacks = (), False
     if isinstance(receiver, Promise):
-        receiver._awaited = ()
+        receiver._awaited, receiver._needs_callbacks = (), False
     value: Any = None
     try:
         if done._state == CANCELLED or done._exception is not None:
@@ -1016,14 +1016,27 @@ def check_can_wait(promises: Iterable[Future[Any]]) -> None:
             )
 
 
-def _check_callbacks_can_wait(promise: Promise[Any]) -> None:
-    """Raise `RuntimeError` if `promise` waits for callbacks, in the thread that calls them."""
-    for step in pending_upstream((promise,), set()):
-        if step._needs_callbacks:
-            raise RuntimeError(
-                f"a callback waited for {step!r} in the thread that calls callbacks, which would "
-                "then wait for itself: use .then(), or wait in another thread"
-            )
+_CALLBACK_WAITS = (
+    "a callback waited for %r in the thread that calls callbacks, which would then wait for "
+    "itself: use .then(), or wait in another thread"
+)
+
+
+def find_callback_awaited(promises: Iterable[Future[Any]]) -> Promise[Any] | None:
+    """Return the first of these promises, and of those that they wait for, that may need a callback
+    to settle.
+    """
+    return next((each for each in pending_upstream(promises, set()) if each._needs_callbacks), None)
+
+
+def check_any_in_callback(promises: Iterable[Future[Any]]) -> None:
+    """Raise `RuntimeError` if all of `promises` wait for callbacks, and the caller is in their
+    thread.
+    """
+    if callbacks_thread.callbacks_thread.is_here():
+        steps = [find_callback_awaited((each,)) for each in promises]
+        if steps and None not in steps:
+            raise RuntimeError(_CALLBACK_WAITS % steps[0])
 
 
 def pending_upstream(

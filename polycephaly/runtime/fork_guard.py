@@ -7,7 +7,9 @@ Each such thread runs under a lock of its own, which `add_thread_lock` registers
 all these locks first. Afterwards the parent releases them. In the child, hooks make everything
 anew.
 
-An `OwnThread` without such a lock never leaves inconsistent state. The thread of green threads
+An `OwnThread` without such a lock never leaves inconsistent state of this package; of those for
+callbacks and output, code of users may hold something at a fork, as any thread of users may. The
+thread of green threads
 runs code of users all the time and cannot hold a lock for so long. Instead it registers a context
 manager (`pauses`) in which it stands still, if it can do so soon.
 

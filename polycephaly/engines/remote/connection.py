@@ -337,7 +337,7 @@ class Connection(ServerConnection, TaskRunner):
         return not self.has_callbacks_left()
 
     def end_if_called_back(self) -> None:
-        self.run_outside_lock(self.disconnect_if_done)
+        self.run_outside_lock(self.end_if_done)
 
     def _reject_all(self) -> None:
         """Reject all tasks and requests, after the end.

@@ -243,6 +243,8 @@ class ServerConnection(EventLoop):
         if not self.has_ended:
             self.has_ended = True
             self.timers.clear()
+            self.unwatch(self._monitor.fileno())
+            self._sources = []
             self.deliver(self._finish)
 
     def _end_by(self, error: BaseException) -> None:
@@ -250,26 +252,29 @@ class ServerConnection(EventLoop):
             self.lose(f"the thread that serves it has ended: {describe_error(error)}")
         self._deliver(holds=False)
         self._run_jobs_outside_lock()
-        self._disconnect()
+        self._end_loop()
         super()._end_by(error)
 
     def _finish(self) -> None:
         self.on_end()
         if not self._connected.done():
             reject(self._connected, self.loss())
-        self.run_outside_lock(self.disconnect_if_done)
+        self.run_outside_lock(self._close_and_end)
 
     def is_done(self) -> bool:
         """Return whether nothing is left for which the end, which has begun, has to wait."""
         return True
 
-    def disconnect_if_done(self) -> None:
-        if self.is_done():
-            self._disconnect()
+    def _close_and_end(self) -> None:
+        self._close_socket()
+        self.end_if_done()
 
-    def _disconnect(self) -> None:
+    def end_if_done(self) -> None:
+        if self.is_done():
+            self._end_loop()
+
+    def _end_loop(self) -> None:
         if not self.ended.done():
-            self._close_socket()
             fulfill(self.ended)
             self.stop()
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
 from ..._compat import caller_stacklevel, renew_in_child
-from ...promises.promise import SafeLog, holds_own_lock
+from ...promises.promise import holds_own_lock
 from ...runtime.fork_guard import OwnThread, add_thread_lock, remove_thread_lock
+from ...runtime.safe_log import SafeLog
 from .calls import CallFile, Changed, Ended, Found
 from .identity import Identity
 from .lock import FileLock, InUse
