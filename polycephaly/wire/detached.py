@@ -223,7 +223,7 @@ def copies_of(
     copies: Sequence[Any]
     if kind in CONTAINER_TYPES:
         copies = [each.copy() for each in values]
-        parts = _parts_of_dicts(copies) if kind is dict else [*chain.from_iterable(copies)]
+        size = _bytes_of_dicts(copies) if kind is dict else _bytes_of_parts(copies)
     elif is_array_type(kind):
         if not all(map(_is_small_array, values)):
             return None
@@ -231,12 +231,11 @@ def copies_of(
         return copies, sum([each.nbytes + _ARRAY_BYTES for each in copies])
     elif snapshot is not None and _is_plain(kind, snapshot):
         states = [dict.copy(each.__dict__) for each in values]
-        parts = _parts_of_dicts(states)
+        size = _bytes_of_dicts(states)
         copies = Instances(kind, states)
     else:
         return None
-    size = bytes_together(parts)
-    return None if size < 0 else (copies, size + ITEM_BYTES * len(parts))
+    return None if size < 0 else (copies, size)
 
 
 def copies_of_rows(rows: Sequence[tuple[Any, ...]]) -> Copied[Sequence[Any]] | None:
@@ -304,5 +303,14 @@ def _is_small_array(value: Any) -> bool:
     return value.nbytes <= MAX_ARRAY_BYTES and value.flags.carray and is_of_plain_items(value)
 
 
-def _parts_of_dicts(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
-    return [*chain.from_iterable(dicts), *chain.from_iterable(map(dict.values, dicts))]
+def _bytes_of_dicts(dicts: Sequence[dict[Any, Any]]) -> int:
+    # Apart, because all keys are strings in most cases.
+    keys = _bytes_of_parts(dicts)
+    values = -1 if keys < 0 else _bytes_of_parts(map(dict.values, dicts))
+    return -1 if values < 0 else keys + values
+
+
+def _bytes_of_parts(values: Iterable[Iterable[Any]]) -> int:
+    parts = [*chain.from_iterable(values)]
+    size = bytes_together(parts)
+    return -1 if size < 0 else size + ITEM_BYTES * len(parts)

@@ -29,11 +29,10 @@ def bytes_together(values: Sequence[Any]) -> int:
     size = depth = 0
     while not kinds.isdisjoint(_CONTAINERS):
         before, depth = len(values), depth + 1
-        values = [
-            *chain.from_iterable(
-                [each if type(each) in _CONTAINERS else (each,) for each in values]
-            )
-        ]
+        rows = values
+        if not kinds <= _CONTAINERS:
+            rows = [each if type(each) in _CONTAINERS else (each,) for each in values]
+        values = [*chain.from_iterable(rows)]
         size += ITEM_BYTES * max(0, len(values) - before)
         kinds = set(map(type, values))
         if depth == _MAX_DEPTH:
