@@ -175,6 +175,8 @@ class SliceRun:
         kind = type(value)
         if kind is tuple or kind is frozenset:
             size = size_of(value)
+        elif kind in self._copied_kinds:
+            return self._add_copy(value)
         elif kind is str or kind is bytes:
             size = len(value)
         elif kind in SMALL_TYPES:
@@ -188,23 +190,25 @@ class SliceRun:
         return self._add_packed(value)
 
     def _add_other(self, value: Any) -> bool:
-        """Add a value that can change, or is not of a builtin type."""
-        kind = type(value)
-        if kind not in self._copied_kinds:
-            if is_coroutine(value):
-                from ..green import run
+        """Add a value that is not of a builtin type."""
+        if is_coroutine(value):
+            from ..green import run
 
-                return self._add_answer(run(value))
-            if fits_together(value):
-                self.done.append(value)
-                return False
+            return self._add_answer(run(value))
+        if fits_together(value):
+            self.done.append(value)
+            return False
+        return self._add_copy(value)
+
+    def _add_copy(self, value: Any) -> bool:
+        """Add a copy of a value that can change, or its pickle."""
         detached = self._detacher.one(value, MAX_ANSWER_BYTES - self._bytes)
         if detached is None:
             return self._add_packed(value)
-        self._copied_kinds.add(kind)
         copy, size = detached
         if type(copy) is Returned:
             self.packed = True
+        self._copied_kinds.add(type(value))
         self._bytes += size
         self.done.append(copy)
         return False

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from .arrays import is_array_type, is_of_plain_items
 from .main_names import MainSnapshot
 from .pickling import are_classes_by_value
-from .shareable import ITEM_BYTES, SMALL_TYPES, bytes_together
+from .shareable import ITEM_BYTES, MAX_DEPTH, SMALL_TYPES, bytes_together, fits_together
 
 CONTAINER_TYPES = frozenset((dict, list, set))
 """Types whose `copy` is shallow."""
@@ -151,17 +151,28 @@ def _received_rows(
     return _received(kind, map(zip, repeat(names), rows))
 
 
-def size_of(parts: Collection[Any]) -> int:
+def size_of(parts: Collection[Any], depth: int = MAX_DEPTH) -> int:
     """Return about how many bytes `parts` take, or -1 if they may not share a pickle."""
     size = ITEM_BYTES * len(parts)
     for part in parts:
         kind = type(part)
         if kind is str or kind is bytes:
             size += len(part)
-        elif kind not in SMALL_TYPES:
-            size = bytes_together(tuple(parts))
-            return size if size < 0 else size + ITEM_BYTES * len(parts)
+        elif kind in SMALL_TYPES:
+            pass
+        elif kind is tuple or kind is frozenset:
+            within = size_of(part, depth - 1) if depth > 1 else -1
+            if within < 0:
+                return -1
+            size += within
+        elif not fits_together(part):
+            return -1
     return size
+
+
+def _size_of_dict(value: dict[Any, Any]) -> int:
+    keys, values = size_of(value), size_of(value.values())
+    return -1 if keys < 0 or values < 0 else keys + values
 
 
 class Detacher:
@@ -184,7 +195,7 @@ class Detacher:
         if kind in CONTAINER_TYPES:
             if ITEM_BYTES * len(value) < max_bytes:
                 copy = value.copy()
-                size = size_of((*copy, *copy.values()) if kind is dict else copy)
+                size = _size_of_dict(copy) if kind is dict else size_of(copy)
                 if 0 <= size < max_bytes:
                     self._misses -= HIT
                     return copy, size
@@ -192,7 +203,7 @@ class Detacher:
             return value.copy(), value.nbytes + _ARRAY_BYTES
         elif kind in self._plain or self._is_plain(kind):
             state = dict.copy(value.__dict__)  # a tenth of the time of `dict(..)`
-            size = size_of((*state, *state.values()))
+            size = _size_of_dict(state)
             if 0 <= size < max_bytes:
                 self._misses -= HIT
                 return Returned(self._plain[kind], state), size

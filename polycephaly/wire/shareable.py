@@ -16,7 +16,8 @@ SMALL_TYPES = BATCHED_TYPES - {str, bytes}
 """The types in `BATCHED_TYPES` whose size need not be checked."""
 
 _CONTAINERS = frozenset((tuple, frozenset))
-_MAX_DEPTH = 4
+MAX_DEPTH = 4
+"""Containers within containers, up to which values may share a pickle."""
 ITEM_BYTES = 8
 """Bytes that an item of a container counts."""
 
@@ -35,7 +36,7 @@ def bytes_together(values: Sequence[Any]) -> int:
         values = [*chain.from_iterable(rows)]
         size += ITEM_BYTES * max(0, len(values) - before)
         kinds = set(map(type, values))
-        if depth == _MAX_DEPTH:
+        if depth == MAX_DEPTH:
             return -1
     if kinds <= SMALL_TYPES:
         return size
