@@ -537,6 +537,27 @@ def test_results_can_be_taken_after_the_connections_end(pool, card):
     assert list(results) == list(range(1, 5000))
 
 
+def test_a_connection_that_has_ended_sleeps_while_its_callbacks_are_called(pool, card, monkeypatch):
+    begun, go_on, turns = threading.Event(), threading.Event(), []
+
+    def callback(_):
+        begun.set()
+        go_on.wait(SOON)
+
+    with poly.serve(pool, file=card):
+        remote = poly.connect(card)
+        remote.promise(block_for_ever).add_done_callback(callback)
+        assert remote.promise(abs, -1).value == 1
+    assert begun.wait(SOON)
+    loop = remote._dispatcher
+    run_once = loop._run_once
+    monkeypatch.setattr(loop, "_run_once", lambda events: (turns.append(1), run_once(events)))
+    time.sleep(0.3)  # it took some thousand turns in that time
+    go_on.set()
+    remote.shutdown()
+    assert len(turns) < 30
+
+
 def test_async_with_leaves_when_the_work_is_done(pool, card):
     async def main():
         async with poly.connect(card) as remote:
