@@ -24,7 +24,7 @@ from .pool.map import Results
 from .pool.pool import Pool as DronePool
 from .pool.pool import dispatcher_of
 from .promises.promise import Promise, fulfill
-from .runtime.checks import check_at_least
+from .runtime.checks import brief, check_at_least
 from .runtime.clock import monotonic
 from .wire.attempts import Failed, attempt, attempt_row
 from .wire.functions import label
@@ -400,7 +400,7 @@ class Pool:
     ) -> Results[Any]:
         self._check_running()
         if not callable(func):
-            raise TypeError(f"func is a callable, not {func!r}")
+            raise TypeError(f"func is a callable, not {brief(func)}")
         return self._drones.map(partial(call, func), items, chunksize=chunksize, ordered=ordered)
 
     def _imap(

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import time
+from concurrent.futures import Future
 from fractions import Fraction
 
 import numpy as np
@@ -462,3 +463,19 @@ def test_a_connection_file_is_refused_an_address_that_names_no_host(tmp_path, ho
         with pytest.raises(ValueError, match="would be of no use to other hosts: give this host's"):
             poly.serve(pool, f"tcp://{host}:0", file=tmp_path / "pool.json")
         assert not (tmp_path / "pool.json").exists()
+
+
+def test_a_refused_value_is_shown_in_a_line():
+    promises = [Future() for _ in range(3000)]
+    for refuse in (
+        lambda: polycephaly.gather(promises),
+        lambda: polycephaly.Graph(promises),
+        lambda: polycephaly.Retry(promises),
+        lambda: polycephaly.green.spawn(promises),
+        lambda: polycephaly.green.run(polycephaly.green.select, promises),
+    ):
+        with pytest.raises(TypeError, match=r"not \[<Future at .*, \.\.\.\]") as told:
+            refuse()
+        assert len(str(told.value)) < 700
+    with pytest.raises(TypeError, match="use gather\\(\\*promises\\)"):
+        polycephaly.gather(promises)

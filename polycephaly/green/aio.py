@@ -20,6 +20,7 @@ from functools import wraps
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar, overload
 
+from ..runtime.checks import brief
 from ..runtime.coroutines import is_coroutine_function
 from ..runtime.fork_guard import OwnThread
 from .parking import parks
@@ -129,7 +130,7 @@ def aio(awaitable: Any, /) -> Any:
     if not is_coroutine_function(fn):
         raise TypeError(
             "green.aio takes an asyncio awaitable, such as a coroutine, or a coroutine function, "
-            f"not {fn!r}"
+            f"not {brief(fn)}"
         )
 
     @wraps(fn)

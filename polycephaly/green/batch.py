@@ -28,7 +28,7 @@ from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overl
 
 from ..errors import copy_error, skip_own_frames, type_with_article
 from ..promises.promise import FINISHED, Promise, Signal, fulfill, stored_error
-from ..runtime.checks import check_count
+from ..runtime.checks import brief, check_count
 from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
 from .call import call_long as call_long  # `green` takes both from here: see the end
@@ -59,7 +59,7 @@ class Batch(Generic[Q, R]):
     def __init__(self, fn: Callable[[list[Q]], Any], limit: int | None) -> None:
         if not callable(fn) or is_coroutine_function(fn):
             raise TypeError(
-                f"green.call.batch takes a plain function of a list of requests, not {fn!r}"
+                f"green.call.batch takes a plain function of a list of requests, not {brief(fn)}"
             )
         if limit is not None:
             limit = check_count("limit= takes", "request", limit)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 from ..errors import ChannelClosed, stop_as_error
 from ..promises.promise import Promise
-from ..runtime.checks import check_count, check_iterables
+from ..runtime.checks import brief, check_count, check_iterables
 from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine_function
 from ..runtime.progress import Progress, total_of
@@ -151,7 +151,7 @@ def map(
     """
     width = check_count("the width is", "green thread", width)
     if not callable(fn):
-        raise TypeError(f"map takes a function, not {fn!r}")
+        raise TypeError(f"map takes a function, not {brief(fn)}")
     check_iterables("map", [items])
     bar = Progress(qualname(fn), total_of([items])) if progress else None
     if over is not None:

@@ -25,7 +25,7 @@ from types import EllipsisType, coroutine
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from ..promises.promise import Promise
-from ..runtime.checks import check_seconds
+from ..runtime.checks import brief, check_seconds
 from .scheduler import PARK, scheduler
 from .thread import GreenThread, add_hook, outside_error, remove_hook
 from .waiting import NOTHING, ChannelQueues, Refused, Waiter
@@ -484,7 +484,8 @@ def _enabled(guards: Sequence[Guard[Any] | Promise[Any]]) -> list[tuple[int, Gua
             guard = _Settled(guard, True)
         elif not isinstance(guard, Guard):
             raise TypeError(
-                f"select takes guards, such as channel.receiving(), and promises, not {guard!r}"
+                "select takes guards, such as channel.receiving(), and promises, not "
+                + brief(guard)
             )
         when = guard.when
         if when is True or (when() if callable(when) else when):

@@ -11,6 +11,7 @@ from time import sleep
 from typing import Any, TypeVar, overload
 from weakref import WeakSet
 
+from ..runtime.checks import brief
 from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine, is_coroutine_function
 from ..timeline.event_log import MAX_LIVES_LOGGED
@@ -117,7 +118,7 @@ def start(
     elif is_coroutine_function(fn):
         coro = as_coroutine(fn(*args), qualname(fn))
     elif not callable(fn):
-        raise TypeError(f"a green thread runs a function or a coroutine, not {fn!r}")
+        raise TypeError(f"a green thread runs a function or a coroutine, not {brief(fn)}")
     thread: GreenThread[Any]
     if coro is None:
         thread = NativeThread(fn, group)

@@ -10,7 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import type_with_article
-from ..runtime.checks import check_at_least, check_positive_seconds, check_seconds, check_whole
+from ..runtime.checks import (
+    brief,
+    check_at_least,
+    check_positive_seconds,
+    check_seconds,
+    check_whole,
+)
 from ..runtime.hidden import Hidden
 from ..wire.output import Line, forward
 from .interfaces import TaskOptions
@@ -55,7 +61,9 @@ def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if callable(work):
         return
     if not isinstance(work, str):
-        raise TypeError(f"work is a code string, a callable or a coroutine function, not {work!r}")
+        raise TypeError(
+            f"work is a code string, a callable or a coroutine function, not {brief(work)}"
+        )
     if args or kwargs:
         raise TypeError("a code string takes no arguments: push them, or use a callable")
 

@@ -21,6 +21,7 @@ from functools import update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
 
+from ..runtime.checks import brief
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.main_names import MainSnapshot
 from .base import Handles, innermost_pool
@@ -146,7 +147,7 @@ def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callab
         cure = ""
         if isinstance(fn, (staticmethod, classmethod, property)):
             cure = ": put @flow below the other decorator, next to the function"
-        raise TypeError(f"flow takes a callable, not {fn!r}{cure}")
+        raise TypeError(f"flow takes a callable, not {brief(fn)}{cure}")
     cache = _SentFunction()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from ..promises.promise import Promise, stored_error
+from ..runtime.checks import brief
 from ..timeline.spans import short_name
 
 MAX_NODES = 20_000
@@ -111,7 +112,7 @@ class Graph:
     def __init__(self, *promises: Promise[Any], many: int = 200) -> None:
         for each in promises:
             if not isinstance(each, Promise):
-                raise TypeError(f"Graph takes promises, not {each!r}")
+                raise TypeError(f"Graph takes promises, not {brief(each)}")
         if many < 1:
             raise ValueError(f"many must be at least 1, not {many}")
         found = list(islice(_upstream(promises), many + 1))

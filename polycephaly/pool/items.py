@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from reprlib import Repr
 
+from ..runtime.checks import brief
 from .task import Task
-
-_repr = Repr()
-_repr.maxstring = _repr.maxother = 80
 
 
 def with_item(task: str, item: int | None, calls: int = 1) -> str:
@@ -41,8 +38,8 @@ def describe(task: Task, index: int) -> str:
     if not task.dispatcher.describes_items:
         return ""
     try:
-        return ", ".join(map(_repr.repr, task.item_args(index)))
-    except Exception:  # an integer of too many digits, for example
+        return ", ".join(map(brief, task.item_args(index)))
+    except Exception:  # they cannot be unpickled
         return "<unprintable>"
 
 

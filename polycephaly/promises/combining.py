@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, TypeVar, overload
 
-from ..runtime.checks import check_seconds
+from ..runtime.checks import brief, check_seconds
 from ..runtime.clock import monotonic
 from .promise import (
     CANCELLED,
@@ -344,4 +344,4 @@ def _check_futures(function: str, promises: Iterable[object], cure: str = "") ->
     for each in promises:
         if not isinstance(each, Future):
             hint = f": use {cure}" if cure and isinstance(each, Iterable) else ""
-            raise TypeError(f"{function}() takes promises, not {each!r}{hint}")
+            raise TypeError(f"{function}() takes promises, not {brief(each)}{hint}")

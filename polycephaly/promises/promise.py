@@ -36,7 +36,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 from ..runtime import fork_guard, forked
-from ..runtime.checks import check_seconds
+from ..runtime.checks import brief, check_seconds
 from ..runtime.clock import monotonic
 from ..runtime.safe_log import SafeLog
 from ..runtime.tuning import tuning
@@ -412,7 +412,7 @@ class Promise(Future[T], Handle, Generic[T]):
         '50.5'
         """
         if not callable(fn):
-            raise TypeError(f"then() takes a callable, which is given the value, not {fn!r}")
+            raise TypeError(f"then() takes a callable, which is given the value, not {brief(fn)}")
         after: Promise[Any] = Promise()
         after._awaited, after._needs_callbacks = (self,), True
         receiver = None  # the promise, if `fn` is its `set_result`

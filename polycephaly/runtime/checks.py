@@ -1,5 +1,5 @@
 """The numbers that users pass: seconds and counts. Each check of them returns a plain `float` or
-`int`. Also the inputs of a `map`.
+`int`. Also the inputs of a `map`, and how a value that was refused is shown.
 
 A scalar of NumPy is a number, too, but clocks, epoll and messages refuse it later, in a thread of
 this package; and a wait for NaN seconds would never end.
@@ -11,7 +11,19 @@ from collections.abc import AsyncIterable, Iterable
 from math import inf, isinf, isnan
 from numbers import Real
 from operator import index
+from reprlib import Repr
 from typing import Any
+
+_repr = Repr()
+_repr.maxstring = _repr.maxother = 80
+
+
+def brief(value: object) -> str:
+    """Return a `repr` for an error or a log, shortened: a list of promises may have thousands."""
+    try:
+        return _repr.repr(value)
+    except Exception:  # an integer of too many digits, for example
+        return "<unprintable>"
 
 
 def check_seconds(name: str, seconds: Any, least: float = -inf) -> float:
@@ -43,7 +55,7 @@ def check_real(name: str, number: Any, kind: str = "number") -> float:
             raise TypeError
         converted = float(number)
     except TypeError:  # also of numpy.timedelta64, which calls itself an integer
-        raise TypeError(f"{name} is a {kind}, not {number!r}") from None
+        raise TypeError(f"{name} is a {kind}, not {brief(number)}") from None
     except OverflowError:
         converted = inf
     if isinf(converted) and abs(number) != inf:  # its digits may be thousands: not shown
@@ -60,7 +72,7 @@ def check_whole(number: Any, requirement: str) -> int:
             return index(number)
         except TypeError:
             pass
-    raise TypeError(f"{requirement}, not {number!r}")
+    raise TypeError(f"{requirement}, not {brief(number)}")
 
 
 def check_at_least(name: str, number: Any, minimum: int) -> int:
@@ -84,6 +96,6 @@ def check_iterables(function: str, iterables: Iterable[object]) -> None:
     for each in iterables:
         if isinstance(each, AsyncIterable) and not isinstance(each, Iterable):
             raise TypeError(
-                f"{function} takes iterables, not {each!r}, which is asynchronous: collect its"
+                f"{function} takes iterables, not {brief(each)}, which is asynchronous: collect its"
                 " items before, [item async for item in ...], or make a promise of each call"
             )
