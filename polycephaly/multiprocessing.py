@@ -23,7 +23,7 @@ from weakref import WeakSet
 from .pool.map import Results
 from .pool.pool import Pool as DronePool
 from .pool.pool import dispatcher_of
-from .promises.promise import Promise, fulfill
+from .promises.promise import Promise, fulfill, set_by_callback
 from .runtime.checks import brief, check_at_least
 from .runtime.clock import monotonic
 from .wire.attempts import Failed, attempt, attempt_row
@@ -276,7 +276,7 @@ class Pool:
         promise: Promise[T] = self._drones.promise(func, *args, **(kwds or {}))
         if callback is not None or error_callback is not None:
             called: Promise[T] = Promise()
-            called._awaited, called._needs_callbacks = (promise,), True
+            set_by_callback(called, promise)
             promise.add_done_callback(partial(_settle, called, callback, error_callback))
             promise = called
         return AsyncResult(promise)
@@ -448,7 +448,7 @@ class Pool:
         """Take all results in a thread, which ends with them."""
         taken: Promise[list[Any]] = Promise()
         called: Promise[list[Any]] = Promise()
-        called._awaited, called._needs_callbacks = (taken,), True
+        set_by_callback(called, taken)
         taken.add_done_callback(partial(_settle, called, callback, error_callback))
         name = label(func)
         ended = self._begin_map()

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..promises.promise import when_settled
 from ..runtime.clock import monotonic
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Overlap:
             self.ended.append((number, thread, keeps, started, monotonic()))
             self._wake()
 
-        thread._when_settled(on_end)
+        when_settled(thread, on_end)
 
     def take_ended(self) -> list[EndedTask]:
         """Return the tasks that have ended since the last call."""

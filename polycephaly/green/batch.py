@@ -27,7 +27,7 @@ from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from ..errors import copy_error, skip_own_frames, type_with_article
-from ..promises.promise import FINISHED, Promise, Signal, fulfill, stored_error
+from ..promises.promise import FINISHED, Promise, Signal, fulfill, stored_error, when_settled
 from ..runtime.checks import brief, check_count
 from ..runtime.coroutines import is_coroutine_function
 from .call import call as _call
@@ -101,8 +101,8 @@ class Batch(Generic[Q, R]):
         ended: Signal[None] = Signal()
         crosser = self._crosser
         if crosser is not None and self._has_crosser():
-            crosser._when_settled(
-                lambda crosser: ended._settle(FINISHED, None, stored_error(crosser))
+            when_settled(
+                crosser, lambda crosser: ended._settle(FINISHED, None, stored_error(crosser))
             )
         else:
             fulfill(ended)
@@ -146,7 +146,7 @@ class Batch(Generic[Q, R]):
         context = Context()  # of no particular thread, because the crosser serves all
         name = f"batch of {self._name}"
         self._crosser = context.run(start, self._serve(), (), name=name)
-        self._crosser._when_settled(self._on_crosser_end)
+        when_settled(self._crosser, self._on_crosser_end)
 
     def _on_crosser_end(self, crosser: Promise[None]) -> None:
         """Reject the requests in flight, because the crosser has ended.

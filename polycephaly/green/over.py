@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import ChannelClosed, Deadlock, ItemLost, copy_error, stop_as_error
-from ..promises.promise import Promise
+from ..promises.promise import Promise, when_settled
 from ..runtime.coroutines import is_coroutine
 from .channel import Channel
 from .collected import Collected, awaiting, run_all, run_workers
@@ -106,7 +106,7 @@ class Spread(Collected):
                 promises.append(drone.promise(share_of_map, self._fn, jobs, done, self._width))
             promises.append(spawn(self._feed, jobs, done, free_places))
             for each in promises:
-                each._when_settled(partial(_close_after_an_error, done))
+                when_settled(each, partial(_close_after_an_error, done))
             while next_index != total:
                 index, value = await done.receive()
                 if index == _END_INDEX:

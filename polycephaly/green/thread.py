@@ -28,7 +28,7 @@ from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from ..promises import promise as promises
-from ..promises.promise import CANCELLED, FINISHED, Promise
+from ..promises.promise import CANCELLED, FINISHED, Promise, when_settled
 from ..runtime import forked
 from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_awaitable
@@ -559,10 +559,10 @@ def add_hook(promise: Promise[Any], hook: Callable[[Promise[Any]], object]) -> N
     crowd: _Crowd | None = getattr(promise, "_crowd", None)
     if crowd is None:
         if len(promise._hooks or ()) < MAX_SINGLE_HOOKS:
-            promise._when_settled(hook)
+            when_settled(promise, hook)
             return
         crowd = vars(promise)["_crowd"] = _Crowd()
-        promise._when_settled(crowd)
+        when_settled(promise, crowd)
     crowd.hooks[hook] = None
 
 

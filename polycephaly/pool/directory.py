@@ -26,7 +26,15 @@ from weakref import WeakValueDictionary, finalize
 
 from ..errors import DroneDied, Lost
 from ..memory.references import Received, load
-from ..promises.promise import Promise, Signal, fulfill, pickling_state, reject, stored_error
+from ..promises.promise import (
+    Promise,
+    Signal,
+    fulfill,
+    pickling_state,
+    reject,
+    stored_error,
+    when_settled,
+)
 from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
 from ..wire.kept_values import unpack_answer, unpack_kept_values
@@ -130,7 +138,7 @@ class RemoteObject:
             def on_pool_ended(_: Promise[None]) -> None:
                 reject(fetch, self.directory.loss_error(self))
 
-            dispatcher.over._when_settled(on_pool_ended)
+            when_settled(dispatcher.over, on_pool_ended)
             try:
                 packed = fetch.result()
             finally:
@@ -379,7 +387,7 @@ class ObjectDirectory:
         task.timeout, task.priority, task.resources = limits
         remote_object.retries -= 1
         task.retries = remote_object.retries
-        task._when_settled(partial(self.dispatcher.post, self._on_recomputed, remote_object))
+        when_settled(task, partial(self.dispatcher.post, self._on_recomputed, remote_object))
         self.dispatcher.resume(task)
         return True
 

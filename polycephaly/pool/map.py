@@ -25,7 +25,7 @@ from typing import Any, Self, TypeVar
 
 from .._compat import caller_stacklevel
 from ..errors import stop_as_error
-from ..promises.promise import Promise, fulfill
+from ..promises.promise import Promise, fulfill, when_settled
 from ..runtime.clock import monotonic
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
@@ -506,7 +506,7 @@ class Ordered:
             wake = partial(fulfill, wakeup)
             promises = (promise, *self._timers())
             for each in promises:
-                each._when_settled(wake)
+                when_settled(each, wake)
             try:
                 await wakeup
             finally:
@@ -576,7 +576,7 @@ class Unordered(Ordered):
 
     def _add(self, task: Task) -> None:
         super()._add(task)
-        task._when_settled(self._settled)
+        when_settled(task, self._settled)
 
     def _settled(self, task: Promise[Any]) -> None:
         assert isinstance(task, Task)

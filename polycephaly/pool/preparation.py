@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..promises.promise import Promise, Signal, reject, stored_error
+from ..promises.promise import Promise, Signal, reject, stored_error, when_settled
 from ..wire.placeholders import PayloadWithRefs
 from . import namespace
 from .dispatcher_base import DispatcherBase, pool_error
@@ -133,7 +133,7 @@ class Preparation:
             task = Task(self._dispatcher)
             task.definition, task.target = step.task.definition, handle
             task.args, task.kind, task.payload = step.task.args, step.task.kind, step.task.payload
-            task._when_settled(partial(self._report, handle, step))
+            when_settled(task, partial(self._report, handle, step))
             now = self._dispatcher.reactor.timers.now()
             batch, frames = handle.load_batch(deque([task]), 1, now)
             handle.send(frames, batch)

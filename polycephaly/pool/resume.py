@@ -24,7 +24,7 @@ from pickle import loads
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from ..promises.promise import Promise, fulfill
+from ..promises.promise import Promise, fulfill, when_settled
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..store.resume.calls import Ended, Found
@@ -267,7 +267,7 @@ class ResumedSource(Source):
 
     def _watch(self, task: Task, keys: Keys) -> None:
         self._watched[task] = keys
-        task._when_settled(self._collect)
+        when_settled(task, self._collect)
 
     def _collect(self, task: Promise[Any]) -> None:
         """Have the outcomes of a settled task stored, once. Any thread may call this: the one that

@@ -34,6 +34,7 @@ from ..promises.promise import (
     reject,
     settling_owners,
     settling_threads,
+    when_settled,
 )
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
@@ -268,7 +269,7 @@ class Task(Promise[Any]):
             if each.done():
                 on_settled(each)  # not as a hook, so that the caller gets its error
             else:
-                each._when_settled(on_settled)
+                when_settled(each, on_settled)
 
     def _on_input_settled(self, settled: Promise[Any]) -> None:
         if self._state == PENDING:

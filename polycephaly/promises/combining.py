@@ -29,6 +29,7 @@ from .promise import (
     outcome,
     reject,
     trampoline,
+    when_settled,
 )
 
 T = TypeVar("T")
@@ -119,7 +120,7 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
             _remove_hook(promises, hook)
 
     # Called at once if one had failed before the last had a hook.
-    combined._when_settled(all_settled)
+    when_settled(combined, all_settled)
     return combined
 
 
@@ -171,7 +172,7 @@ def race(*promises: Future[Any]) -> Promise[Any]:
         first._settle(CANCELLED if future.cancelled() else FINISHED, *outcome(future))
 
     hook = _call_when_settled(promises, one_settled)
-    first._when_settled(lambda _: _remove_hook(promises, hook))
+    when_settled(first, lambda _: _remove_hook(promises, hook))
     return first
 
 
@@ -184,15 +185,8 @@ def _call_when_settled(
         if each.done():  # at once, also deep in a chain of callbacks, which may wait for the result
             one_settled(each)
         else:
-            _when_settled(each, hook)
+            when_settled(each, hook)
     return hook
-
-
-def _when_settled(future: Future[Any], hook: Callable[[Any], object]) -> None:
-    if isinstance(future, Promise):
-        future._when_settled(hook)
-    else:
-        future.add_done_callback(hook)
 
 
 def _remove_hook(promises: Iterable[Future[Any]], hook: Callable[[Any], None]) -> None:
@@ -254,7 +248,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
 
         self._hook = one_settled
         for each in distinct:
-            _when_settled(each, one_settled)
+            when_settled(each, one_settled)
 
     def _remove_hooks(self) -> None:
         if self._pending:

@@ -414,7 +414,7 @@ class Promise(Future[T], Handle, Generic[T]):
         if not callable(fn):
             raise TypeError(f"then() takes a callable, which is given the value, not {brief(fn)}")
         after: Promise[Any] = Promise()
-        after._awaited, after._needs_callbacks = (self,), True
+        set_by_callback(after, self)
         receiver = None  # the promise, if `fn` is its `set_result`
         if getattr(fn, "__name__", "") == "set_result":
             receiver = getattr(fn, "__self__", None)
@@ -425,7 +425,7 @@ class Promise(Future[T], Handle, Generic[T]):
             if receiver._awaited:  # that of `gather`, say, which is settled otherwise, too
                 receiver = None
             else:
-                receiver._awaited, receiver._needs_callbacks = (self,), True
+                set_by_callback(receiver, self)
         try:
             self.add_done_callback(partial(_apply_and_follow, fn, after, receiver))
             return after
@@ -445,9 +445,7 @@ class Promise(Future[T], Handle, Generic[T]):
         del fn  # see `_apply_and_follow`
 
     def _when_settled(self, hook: Callable[[Promise[T]], object]) -> None:
-        """Do as `add_done_callback`, for a hook of the package: it is called in the thread that
-        settles the promise, so it neither blocks nor runs code of users.
-        """
+        """See the function `when_settled`."""
         if self._calling_hooks:
             try:
                 hook(self)
@@ -908,6 +906,24 @@ def reject(promise: Promise[Any], error: BaseException) -> bool:
     return promise._settle(FINISHED, None, error)
 
 
+def when_settled(future: Future[Any], hook: Callable[[Any], object]) -> None:
+    """Have `hook` called when `future` is settled; at once if it is settled already. That of a
+    `Promise` is called in the thread that settles it: it neither blocks nor runs code of users.
+    """
+    try:
+        if isinstance(future, Promise):
+            future._when_settled(hook)
+        else:
+            future.add_done_callback(hook)
+    finally:
+        del hook  # no cycle through the traceback of an error of the hook
+
+
+def set_by_callback(promise: Promise[Any], *awaited: Promise[Any]) -> None:
+    """Say that a callback of `awaited` settles `promise`. Without any: that it runs now."""
+    promise._awaited, promise._needs_callbacks = awaited, bool(awaited)
+
+
 def stored_error(settled: Promise[Any]) -> BaseException | None:
     """Return the error that `settled` was rejected with.
 
@@ -938,9 +954,9 @@ def _apply_and_follow(
     fn: Callable[[Any], Any], after: Promise[Any], receiver: object, done: Promise[Any]
 ) -> None:
     """Settle `after`, the promise that ``done.then(fn)`` has returned."""
-    after._awaited, after._needs_callbacks = (), False
+    set_by_callback(after)
     if isinstance(receiver, Promise):
-        receiver._awaited, receiver._needs_callbacks = (), False
+        set_by_callback(receiver)
     value: Any = None
     try:
         if done._state == CANCELLED or done._exception is not None:
@@ -957,7 +973,7 @@ def _apply_and_follow(
             trampoline.run(after._settle, FINISHED, None, deadlock)
         else:
             after._awaited = (value,)
-            value._when_settled(partial(_follow, after))
+            when_settled(value, partial(_follow, after))
     finally:
         # The traceback of an error of `fn` leads to this frame, and to those that have called it.
         # With references to `after`, which has the error, they would form a cycle.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..pool.stack_requests import ANSWER_SECONDS
 from ..pool.status import describe_identity
+from ..promises.promise import when_settled
 from ..runtime import fork_guard
 from .session import find_drone
 
@@ -43,7 +44,7 @@ def _describe(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
         state = {"unresponsive": handle.unresponsive, "waiting": waiting}
         reply(value={**describe_identity(handle), **state})
 
-    handle.pid_known._when_settled(send_reply)
+    when_settled(handle.pid_known, send_reply)
 
 
 def _interrupt(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
@@ -54,7 +55,7 @@ def _interrupt(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
 
 def _kill(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
     handle = find_drone(dispatcher, number)
-    handle.ended._when_settled(lambda _: reply(value=None))
+    when_settled(handle.ended, lambda _: reply(value=None))
     dispatcher.post(handle.kill)
 
 

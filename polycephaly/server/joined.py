@@ -37,7 +37,7 @@ from ..pool.interfaces import State
 from ..pool.items import with_item
 from ..pool.status import IDENTITY_FIELDS
 from ..pool.task import Task
-from ..promises.promise import Promise, fulfill, reject
+from ..promises.promise import Promise, fulfill, reject, when_settled
 from ..runtime.clock import monotonic
 from ..timeline.plain import unpack_timeline
 from ..timeline.timeline import Timeline
@@ -197,7 +197,7 @@ class JoinedHosts:
             return
         for task in sent:
             host.in_flight[task.number] = task
-            task._when_settled(partial(self._forward_cancel, host))
+            when_settled(task, partial(self._forward_cancel, host))
 
     def _on_not_sent(self, tasks: list[Task], target: int) -> None:
         if target:

@@ -23,7 +23,7 @@ from ..pool.config import check_needs
 from ..pool.drone_handle import DroneHandle
 from ..pool.interfaces import State, TaskOptions
 from ..pool.task import Task
-from ..promises.promise import Promise, stored_error
+from ..promises.promise import Promise, stored_error, when_settled
 from ..store.shared import Shared
 from ..wire.messages import (
     CALL,
@@ -127,7 +127,7 @@ class ClientSession:
 
     def _add(self, number: int, promise: Promise[Any]) -> None:
         self.tasks[number] = promise
-        promise._when_settled(partial(self._on_settled, number))
+        when_settled(promise, partial(self._on_settled, number))
 
     def newly_running(self) -> list[int]:
         """Return the running calls that no earlier call of this method has returned."""

@@ -38,7 +38,7 @@ from ...pool.handlers import settle, settle_task
 from ...pool.interfaces import End, TaskOptions, TaskRunner
 from ...pool.reactor import finish_submitted
 from ...pool.task import Task
-from ...promises.promise import CANCELLED, FINISHED, Promise, reject, stored_error
+from ...promises.promise import CANCELLED, FINISHED, Promise, reject, stored_error, when_settled
 from ...runtime.signal_handlers import is_of_signal_handler
 from ...runtime.timers import Timer
 from ...runtime.tuning import tuning
@@ -185,7 +185,7 @@ class Connection(ServerConnection, TaskRunner):
         try:
             promise.result()
         except BaseException:  # Ctrl-C: the caller gets no handle that would release the value
-            promise._when_settled(partial(self._release_unused, number))
+            when_settled(promise, partial(self._release_unused, number))
             raise
         return number
 

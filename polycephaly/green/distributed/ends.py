@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ...errors import ChannelClosed
-from ...promises.promise import pickling_state, stored_error
+from ...promises.promise import pickling_state, stored_error, when_settled
 from ...runtime.tuning import tuning
 from ...wire import placeholders
 from ...wire.exceptions import message_of
@@ -139,7 +139,7 @@ class _CountedEnd(channels.End[T]):
         """
         self.hand_on()
         scheduler.post(partial(self._add_calls, 1))
-        task._when_settled(self._on_call_settled)
+        when_settled(task, self._on_call_settled)
 
     def _on_call_settled(self, task: Any) -> None:
         scheduler.post(partial(self._add_calls, -1, _misplacing_error(task)))
