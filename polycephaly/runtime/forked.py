@@ -68,4 +68,5 @@ def _count_fork() -> None:
     generation += 1
 
 
-os.register_at_fork(after_in_child=_count_fork)
+if hasattr(os, "register_at_fork"):  # promises work also where no process can be forked
+    os.register_at_fork(after_in_child=_count_fork)
