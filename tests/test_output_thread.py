@@ -1,5 +1,6 @@
 """A thread of its own writes the output of drones: what waits for it, and what does not."""
 
+import math
 import os
 import subprocess
 import sys
@@ -208,3 +209,31 @@ def test_a_gate_holds_while_something_is_written_unless_that_is_blocked(monkeypa
     assert woken == [1, 1] and gate.is_idle and not gate.holds(101.0)
     gate.give(Output(lambda: None, 10))
     assert gate.holds(101.0)
+
+
+def test_a_gate_holds_again_once_all_is_written_though_nobody_looked_meanwhile(monkeypatch):
+    queue = []
+    thread = output_thread.OutputThread()
+    monkeypatch.setattr(output_thread, "output_thread", thread)
+    monkeypatch.setattr(thread, "add", queue.append)
+    gate = OutputGate(lambda: None)
+    thread.began_at = 100.0
+    gate.give(Output(lambda: None, 10))
+    assert not gate.holds(200.0)
+    queue.pop(0)()
+    thread.began_at = 200.0
+    gate.give(Output(lambda: None, 10))
+    assert gate.holds(200.0)
+
+
+def test_a_write_that_ended_long_ago_counts_as_no_blocked_one(writer, monkeypatch):
+    writer.gate.set()
+    with poly.Pool(1, output=writer) as pool:
+        pool.doit(print, 0)
+        thread = output_thread.output_thread
+        wait_for(lambda: thread.began_at == math.inf)
+        monkeypatch.setattr(thread, "add", lambda write: None)  # it takes up nothing more
+        gate = OutputGate(lambda: None)
+        gate.give(Output(lambda: None, 10))
+        assert gate.holds(time.monotonic() + 1000)
+        monkeypatch.undo()

@@ -81,7 +81,10 @@ class LazyThread:
             except IndexError:  # another thread was first
                 return
             self._before_call()
-            callback()
+            try:
+                callback()
+            finally:
+                self._after_call()
             del callback
 
     def _wait_for_more(self) -> None:
@@ -99,6 +102,9 @@ class LazyThread:
 
     def _before_call(self) -> None:
         """Note that something is called now."""
+
+    def _after_call(self) -> None:
+        """Note that it was called."""
 
     def _on_end(self) -> None:
         """Undo what `_before_call` has done for the thread."""

@@ -15,6 +15,7 @@ import os
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from ..runtime import forked
@@ -40,8 +41,8 @@ class Output(NamedTuple):
 class OutputThread(LazyThread):
     def __init__(self) -> None:
         super().__init__("polycephaly-output")
-        self.began_at = 0.0
-        """When the last write began. Set by the thread."""
+        self.began_at = inf
+        """When the write began that is going on; if none is, infinite. Set by the thread."""
         self.gate: OutputGate | None = None
         """That of which something is being written."""
 
@@ -61,13 +62,12 @@ class OutputThread(LazyThread):
             self.add(done.release)
             done.acquire()
 
-    def _start(self) -> None:
-        self.began_at = monotonic()
-        super()._start()
-
     def _before_call(self) -> None:
         self.began_at = monotonic()
         wait_hooks[get_ident()] = self._on_wait
+
+    def _after_call(self) -> None:
+        self.began_at = inf
 
     def _on_end(self) -> None:
         wait_hooks.pop(get_ident(), None)
@@ -87,7 +87,7 @@ class OutputGate:
         self.wake = wake
         self._given = self._written = 0
         self._given_bytes = self._written_bytes = 0
-        self._is_blocked = False
+        self._blocked_at = self._idle_at = 0  # how many were given when it was last found so
         self.is_waited_for = False
         """Set by the loop's thread before it sleeps until something is written."""
 
@@ -111,6 +111,8 @@ class OutputGate:
             output_thread.gate = None
             self._written += 1
             self._written_bytes += output.size
+            if self.is_idle:
+                self._idle_at = self._written
             # Counted before: so the loop sees the count, or this its wish.
             if self.is_waited_for:
                 self.wake()
@@ -118,11 +120,11 @@ class OutputGate:
     def holds(self, now: float) -> bool:
         """Return whether what comes after the output has to wait for it."""
         if self.is_idle:
-            self._is_blocked = False
             return False
-        if not self._is_blocked and self.seconds_left(now) <= 0:
-            self._is_blocked = True  # until all is written
-        return not (self._is_blocked or output_thread.is_waiting())
+        if self._idle_at >= self._blocked_at and self.seconds_left(now) <= 0:
+            self._blocked_at = self._given
+        is_blocked = self._idle_at < self._blocked_at  # until all was written
+        return not (is_blocked or output_thread.is_waiting())
 
     def seconds_left(self, now: float) -> float:
         """Return in how many seconds the write that is going on will count as blocked."""
