@@ -99,8 +99,11 @@ def test_drones_that_print_without_end_wait_when_much_is_unwritten(writer, monke
     with poly.Pool(1, output=writer) as pool:
         promise = pool.promise(shout, 20_000)
         writer.entered.wait(30)
-        gate = pool._dispatcher.reactor._gate
-        wait_for(lambda: pool._dispatcher.reactor._is_output_paused)
+        loop, delivered = pool._dispatcher.reactor, threading.Event()
+        gate = loop._gate
+        wait_for(lambda: loop._is_output_paused)
+        loop.post(lambda: loop.deliver(delivered.set))  # after what was read before the pause
+        assert delivered.wait(30)
         before = gate._given_bytes
         time.sleep(QUICK)
         assert gate._given_bytes == before < 2_000_000 and not promise.done()

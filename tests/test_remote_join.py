@@ -404,7 +404,7 @@ def test_however_many_calls_are_lent_at_once_no_frame_is_larger_than_a_host_take
             retries=0,
             first_item=None,
             done=lambda: False,
-            _when_settled=lambda _: None,
+            add_done_callback=lambda _: None,
         )
         for number in range(17_000)
     ]
