@@ -186,7 +186,8 @@ def test_a_process_that_output_forks_writes_no_line_twice():
         if __name__ == "__main__":
             with poly.Pool(1, output=forking) as pool:
                 pool.doit('for i in range(5): print(i)')
-        """
+        """,
+        python_args=("-W", "ignore:This process:DeprecationWarning"),  # is multi-threaded
     )
     assert done.split() == [*"01234"]
 
