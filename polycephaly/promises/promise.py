@@ -920,7 +920,7 @@ def when_settled(future: Future[Any], hook: Callable[[Any], object]) -> None:
 
 
 def set_by_callback(promise: Promise[Any], *awaited: Promise[Any]) -> None:
-    """Say that a callback of `awaited` settles `promise`. Without any: that it runs now."""
+    """Say that a callback of `awaited` settles `promise`. Without any, it is running."""
     promise._awaited, promise._needs_callbacks = awaited, bool(awaited)
 
 

@@ -17,7 +17,7 @@ SMALL_TYPES = BATCHED_TYPES - {str, bytes}
 
 _CONTAINERS = frozenset((tuple, frozenset))
 MAX_DEPTH = 4
-"""Containers within containers, up to which values may share a pickle."""
+"""Tuples or frozensets within each other, from which on a value has a pickle of its own."""
 ITEM_BYTES = 8
 """Bytes that an item of a container counts."""
 
