@@ -12,6 +12,7 @@ import operator
 import os
 import pathlib
 import random
+import re
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ from in_time import FakeReactor, dispatcher_of
 from scripts import Script, output_of
 
 import polycephaly as poly
+from polycephaly.drone.slices import MAX_MARKED_CALLS
 from polycephaly.pool import map as map_module
 from polycephaly.pool.dispatcher import Dispatcher
 from polycephaly.pool.handlers import handle_message
@@ -962,8 +964,14 @@ def test_a_death_among_short_calls_is_raised_at_the_first_of_their_slice(pool, p
         assert raised.value.exitcode == 7
         assert said == list(range(len(said))) and len(said) <= 700
         (noted,) = raised.value.__notes__
-        assert noted == "in map(die_once, ...), item 700: 700"
-        assert str(raised.value).endswith("while running die_once, item 700")
+        # A slice of more calls than that tells no more: a slow machine makes large ones.
+        several = re.fullmatch(r"in map\(die_once, ...\), one of the items (\d+) to (\d+)", noted)
+        if several:
+            first, last = map(int, several.groups())
+            assert first <= 700 <= last and last - first >= MAX_MARKED_CALLS
+        else:
+            assert noted == "in map(die_once, ...), item 700: 700"
+            assert str(raised.value).endswith("while running die_once, item 700")
         assert set(ran(paths[0]).values()) == {1}
         assert_nothing_goes_on(pool, paths[0])
         os.unlink(paths[0])
