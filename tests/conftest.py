@@ -63,16 +63,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--switches", type=int, metavar="SEED", help="force thread switches at random bytecodes"
     )
+    parser.addoption(
+        "--lines", type=int, metavar="SEED", help="have a line tracer sleep at random lines"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    seed = item.config.getoption("--switches")
-    if seed is None:
+    switching, lines = item.config.getoption("--switches"), item.config.getoption("--lines")
+    if switching is lines is None:
         return (yield)
     import switches
 
-    with switches.at_random(crc32(f"{seed} {item.nodeid}".encode())):
+    if switching is None:
+        # Of one test, all seeds differ by an even number: `--lines` chooses the kind of tracer.
+        with switches.at_lines(lines + 2 * crc32(item.nodeid.encode())):
+            return (yield)
+    with switches.at_random(crc32(f"{switching} {item.nodeid}".encode())):
         return (yield)
 
 
@@ -142,6 +149,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "unit: starts no process")
     config.addinivalue_line("markers", "process: forks drones from the process of the tests")
     config.addinivalue_line("markers", "script: starts fresh interpreters")
+    config.addinivalue_line("markers", "tracer: works under a line tracer that sleeps (--lines)")
+    config.addinivalue_line("markers", "timed: has a timing of its own, so it does not")
     config.addinivalue_line("markers", "slow: a long program, a build, a whole other suite")
     config.addinivalue_line("markers", "ray: needs a Ray, which is started for them")
     config.addinivalue_line("markers", "xdist_group(name): all run by one worker")
@@ -416,7 +425,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     local, other, left_out = [], [], []
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("ray") is None:
-            item.add_marker(tiers.tier_of(item))
+            tier = tiers.tier_of(item)
+            item.add_marker(tier)
+            shows_guarantee = item.get_closest_marker("guarantee") is not None
+            if tier != "script" and shows_guarantee and item.get_closest_marker("timed") is None:
+                item.add_marker("tracer")
         if (
             getattr(item, "callspec", None) is None
             or item.callspec.params.get("engine", "local") == "local"

@@ -16,7 +16,7 @@ from polycephaly import Promise
 from polycephaly.green import group as groups
 from polycephaly.green import native
 from polycephaly.memory.references import Received
-from polycephaly.pool import handlers
+from polycephaly.pool import handlers, inputs
 from polycephaly.pool import task as work
 from polycephaly.promises import event_loop
 from polycephaly.promises import promise as promises
@@ -125,6 +125,62 @@ def test_a_callback_that_is_added_while_it_is_settled_is_called_once(make, first
 
     for *_, place in every_meeting(pair, promises, handlers, work):
         assert calls[-1] == [7], place
+
+
+def test_callbacks_that_are_added_at_the_same_time_are_both_called_once():
+    called = []
+
+    def pair():
+        called.clear()
+        made[0] = Promise()
+        return tuple(
+            lambda name=name: made[0].add_done_callback(lambda _: called.append(name))
+            for name in "ab"
+        )
+
+    made = [None]
+    for *_, place in every_meeting(pair, promises):
+        made[0].set_result(7)
+        assert sorted(called) == ["a", "b"], place
+
+
+@pytest.mark.parametrize("first", ["the removing", "the settling"])
+def test_no_callback_is_lost_while_another_one_is_removed(first):
+    called = []
+
+    def pair():
+        called.clear()
+        made = Promise()
+        made.add_done_callback(lambda _: called.append("before"))
+        made.add_done_callback(removed)
+        made.add_done_callback(lambda _: called.append("after"))
+        both = lambda: made.remove_done_callback(removed), lambda: made.set_result(7)
+        return both if first == "the removing" else both[::-1]
+
+    def removed(_):
+        called.append("removed")
+
+    for *_, place in every_meeting(pair, promises):
+        assert called in (["before", "after"], ["before", "removed", "after"]), place
+
+
+@pytest.mark.parametrize("first", ["the removing", "the settling"])
+def test_no_callback_is_lost_while_those_of_settled_tasks_are_removed(first, monkeypatch):
+    called = []
+
+    def pair():
+        called.clear()
+        made = Promise()
+        for name in range(4):
+            over = work.Task(work.NO_RUNNER)
+            made._when_settled(over._on_input_settled)
+            over._settle(FINISHED, None, None)
+            made.add_done_callback(lambda _, name=name: called.append(name))
+        both = lambda: [*inputs._waiters(made)], lambda: made.set_result(7)
+        return both if first == "the removing" else both[::-1]
+
+    for *_, place in every_meeting(pair, promises, inputs):
+        assert called == [0, 1, 2, 3], place
 
 
 @pytest.mark.parametrize("first", ["the settling", "the cancelling"])

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from itertools import filterfalse
 from typing import Any
 
 from ..errors import copy_error
@@ -111,43 +112,30 @@ def _is_wanted(node: Promise[Any]) -> bool:
 def _waiters(promise: Promise[Any]) -> Iterator[Any]:
     """Yield the hooks of those that wait for `promise`, the newest first.
 
-    Hooks of settled tasks are removed on the way. Adjacent ones are removed together, so that each
-    is looked at once: many tasks may be cancelled, in any order. An object with `_only_follows`,
+    Hooks of settled tasks are removed on the way, many at once. An object with `_only_follows`,
     such as the end of a channel that was sent with a call, does not wait.
     """
     hooks = promise._hooks or []
-    index = end = len(hooks)
-    first = last = None
-    with suppress(IndexError):
-        while index:
-            index -= 1
-            hook = hooks[index]
+    stale: set[object] = set()
+    left = len(hooks)
+    try:
+        while left:
+            left -= 1
+            try:
+                hook: Any = hooks[left]
+            except IndexError:  # other threads call hooks meanwhile, or remove some
+                continue
             waiter = getattr(hook, "__self__", None)
             if isinstance(waiter, Promise):
                 is_over = waiter.done()
             else:
                 is_over = getattr(waiter, "_only_follows", None) is True
-            if is_over and hook == getattr(waiter, "_on_input_settled", None):
-                first, last = hook, hook if last is None else last
-                continue
-            if last is not None:
-                _remove_hooks(hooks, slice(index + 1, end), first, last)
-                last = None
-            end = index
             if not is_over:
                 yield hook
-        if last is not None:
-            _remove_hooks(hooks, slice(0, end), first, last)
-
-
-def _remove_hooks(hooks: list[Any], run: slice, first: object, last: object) -> None:
-    """Remove the hooks in `run` if they are still there.
-
-    Other threads may remove, pop or reverse hooks meanwhile. Then the first and the last hook are
-    not both at their places, and nothing is removed. As in `Promise.remove_done_callback`, the look
-    and the removal are straight-line code; and they make no object that the garbage collector
-    tracks.
-    """
-    start, end = run.start, run.stop - 1
-    if hooks[start] is first and hooks[end] is last:
-        del hooks[run]
+            elif hook == getattr(waiter, "_on_input_settled", None):
+                stale.add(hook)
+    finally:
+        if not left or len(stale) >= _MIN_STALE_HOOKS:
+            # In C, so no hook is added or called between the look and the removal: these are bound
+            # methods of tasks, which compare by identity.
+            hooks[:] = filterfalse(stale.__contains__, hooks)

@@ -463,12 +463,7 @@ class Promise(Future[T], Handle, Generic[T]):
         """Add a callback that is not called here, even if the promise is settled."""
         hooks = self._hooks
         if hooks is None:
-            hooks = []
-            # Straight-line code up to the store, so no other thread comes in between.
-            if self._hooks is None:
-                self._hooks = hooks
-            else:
-                hooks = self._hooks
+            hooks = self.__dict__.setdefault("_hooks", [])  # atomic: the first list stays
         hooks.append(hook)
 
     def remove_done_callback(self, fn: Callable[[Promise[T]], object]) -> None:
@@ -477,19 +472,15 @@ class Promise(Future[T], Handle, Generic[T]):
         Pass the very object that was added: callbacks are compared by identity, because any other
         comparison would run code of users.
         """
-        # The look and the removal are straight-line code. If other threads pop from the front
-        # meanwhile, the scan may pass over `fn`; then `fn` is about to be called.
+        # If other threads pop from the front meanwhile, the scan may pass over `fn`; then `fn` is
+        # about to be called.
         hooks = self._hooks
-        index = 0
-        while hooks is not None:
-            try:
-                hook = hooks[index]
-                if hook is fn or (type(hook) is _Callback and hook.fn is fn):
-                    del hooks[index]
-                    return
-            except IndexError:  # it has been called, or is being called
+        for hook in hooks or ():
+            if hook is fn or (type(hook) is _Callback and hook.fn is fn):
+                with suppress(ValueError):  # it has been called, or is being called
+                    # Atomic: it compares hooks, which are objects of the package, by identity.
+                    hooks.remove(hook)  # type: ignore[union-attr]
                 return
-            index += 1
 
     def set_result(self, result: T) -> None:
         """Settle the promise with a value.
