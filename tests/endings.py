@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from census import DEADLINE, MARKER, Patience, alive, describe, homes, marked, pids, shared_memory
+from faults import lines
 from scripts import Script
 
 # Seconds: from its ending to the controller's end; it may wait for what its drones do at exit.
@@ -34,7 +35,7 @@ GOES_ON_FOR = 40.0  # seconds for a script whose zygote was killed to come to it
 # -- the matrix ------------------------------------------------------------------------------------
 
 CONTROLLER = """
-    import ctypes, faulthandler, os, signal, subprocess, sys, threading
+    import ctypes, faulthandler, logging, os, signal, subprocess, sys, threading, time
     import polycephaly as poly
     from faults import (
         append, block_for_ever, hold_until, lines, sleep_holding_the_gil, spin_for_ever, wait_for
@@ -42,7 +43,7 @@ CONTROLLER = """
 
     start, load, ending, *terminal = sys.argv[1:]
     here = os.path.dirname(os.path.abspath(sys.argv[0]))
-    up, up_within, go = (os.path.join(here, name) for name in ("up", "up-within", "go"))
+    up, up_within, go, out = (os.path.join(here, n) for n in ("up", "up-within", "go", "out"))
 
     def nest():
         global inner
@@ -72,6 +73,20 @@ CONTROLLER = """
         append(up, "memory")
         hold_until("/nowhere", up)
 
+    def tell():
+        for i in range(10):
+            print("line", i)
+            logging.warning("record")
+        append(up, "told")
+
+    def note(what):
+        time.sleep(0.02)
+        append(out, what)
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            note("record")
+
     children = []
 
     LOADS = {
@@ -81,9 +96,13 @@ CONTROLLER = """
         "programs": [(programs,)],
         "gil": [(sleep_holding_the_gil, up), (sleep_holding_the_gil, up)],
         "memory": [(look_at_memory, bytes(1_000_000))],
+        "outstanding": [(tell,)],
         "all": [(spin_for_ever, up), (nest,), (programs,), (sleep_holding_the_gil, up)],
     }
-    SIGNS = {"idle": 0, "busy": 2, "nested": 1, "programs": 1, "gil": 2, "memory": 2, "all": 4}
+    SIGNS = {
+        "idle": 0, "busy": 2, "nested": 1, "programs": 1, "gil": 2, "memory": 2, "outstanding": 1,
+        "all": 4,
+    }
 
     def wait_until_up(drones):
         try:
@@ -99,10 +118,16 @@ CONTROLLER = """
             wait_until_up(drones)
             return drones, going
         global pool, shared
-        pool = poly.Pool(len(LOADS[load]) + 1, start=start)  # one is free
+        output = (lambda line: note("line")) if load == "outstanding" else "forward"
+        logging.getLogger().addHandler(Handler())
+        pool = poly.Pool(len(LOADS[load]) + 1, start=start, output=output)  # one is free
         pool.doit(abs, 1)
         shared = pool.share(bytes(300_000)) if load == "memory" else None
-        going = [pool.promise(*work) for work in LOADS[load]]
+        # Those that are submitted are finished at the end of the program.
+        submit = pool.submit if load == "outstanding" else pool.promise
+        going = [submit(*work) for work in LOADS[load]]
+        for each in going:
+            each.add_done_callback(lambda done: note("callback"))
         wait_until_up(pool.drones)
         return pool, going
 
@@ -164,7 +189,11 @@ CONTROLLER = """
         end()
 """
 
-LOADS = ("idle", "busy", "nested", "programs", "gil", "memory", "all")
+LOADS = ("idle", "busy", "nested", "programs", "gil", "memory", "outstanding", "all")
+FINISHING = ("return", "sys.exit")
+"""Ends at which what a pool has to tell is told: of the load `outstanding`, 10 lines, as many
+records, and a callback.
+"""
 
 STATUS = {
     "return": 0, "exception": 1, "with": 1, "sys.exit": 3, "os._exit": 4, "os._exit in a thread": 4,
@@ -233,6 +262,10 @@ def run_ending(ending: str, load: str, start: str = "fork") -> Ended:
                 wait_until_dead(below, ended)
                 open(go_file(script), "w").close()
             wait_until_clean(script, memory, ended, ENDS_WITHIN)
+            if load == "outstanding" and ending in FINISHING:
+                told = lines(os.path.join(script.folder.name, "out"))
+                if sorted(told) != ["callback", *["line"] * 10, *["record"] * 10]:
+                    ended.wrong.append(f"told before the end: {told}")
             if ended.status != STATUS[ending]:
                 ended.wrong.append(f"exit status {ended.status}, not {STATUS[ending]}")
     finally:
@@ -501,7 +534,7 @@ def what_there_is(stream: TextIO | None) -> str:
 def left_of(script: Script, memory: set[str]) -> list[str]:
     """Processes, directories and files (of sockets too), shared memory."""
     folder = script.folder.name
-    own = {"script.py", "up", "up-within", "go"}
+    own = {"script.py", "up", "up-within", "go", "out"}
     files = {os.path.join(folder, name) for name in os.listdir(folder) if name not in own} | homes(
         folder
     )

@@ -9,7 +9,15 @@ import subprocess
 import sys
 
 import pytest
-from endings import OF_SPAWN, STATUS, moments, run_ending, run_moment, seconds_from_start_to_stop
+from endings import (
+    FINISHING,
+    OF_SPAWN,
+    STATUS,
+    moments,
+    run_ending,
+    run_moment,
+    seconds_from_start_to_stop,
+)
 from faults import block_for_ever, lines, wait_for
 from scripts import Script, run_script
 
@@ -21,7 +29,10 @@ from polycephaly.wire import addresses, main_names
 
 # With a few loads here, with each in the long program: `python tests/endings.py`.
 ROTATED = dict(zip(STATUS, itertools.cycle(("nested", "programs", "gil", "memory")), strict=False))
-FORKED = [(ending, load) for ending in STATUS for load in ("idle", "busy", ROTATED[ending], "all")]
+FORKED = [
+    *((end, load) for end in STATUS for load in ("idle", "busy", ROTATED[end], "all")),
+    *((end, "outstanding") for end in (*FINISHING, "exception", "SIGINT", "os._exit", "SIGKILL")),
+]
 SPAWNED = [
     *((ending, "all") for ending in OF_SPAWN),
     ("SIGKILL", "idle"),
