@@ -31,7 +31,8 @@ from typing import Any, TypeVar
 
 from ..promises import promise as promises
 from ..promises.event_loop import EventLoop
-from ..promises.promise import Signal, settling_threads
+from ..promises.opener_thread import settling_threads
+from ..promises.promise import Signal
 from ..runtime import fork_guard
 from ..runtime.deferred_sigint import end_by_sigint
 from ..runtime.timers import Timer
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 S = TypeVar("S")
 
 _reactor: Reactor | None = None
+_dying: Reactor | None = None  # the last one whose thread was ended by an error
 _ending_thread: int | None = None  # the thread that ends the interpreter, once reactors have to end
 
 PROGRAM_ENDS = "the program ends"
@@ -137,8 +139,8 @@ def acquire_reactor() -> Reactor:
 
 def _forget_reactor() -> None:
     """In a forked child: abandon the reactor, which stayed in the parent with its threads."""
-    global _reactor, _ending_thread
-    _reactor = _ending_thread = None
+    global _reactor, _dying, _ending_thread
+    _reactor = _dying = _ending_thread = None
     promises.holds_reactor_lock = None
     settling_threads.clear()
 
@@ -177,6 +179,8 @@ def _end_with_interpreter() -> None:
                 reactor.is_ending = True
                 reactor.post(reactor.kill_all)
                 reactor.thread.join(timeout=5.0)
+            if _dying is not None:  # it removes what its zygotes can remove no more
+                _dying.thread.join(timeout=5.0)
     except KeyboardInterrupt:
         end_by_sigint()
 
@@ -275,7 +279,9 @@ class Reactor(EventLoop):
             _reactor = None
 
     def _end_by(self, error: BaseException) -> None:
+        global _dying
         with fork_guard.guard:
+            _dying = self
             self._forget()  # so that the next pool starts another
             self.is_ending = self.is_dying = True
         self._end_tenants(error)
