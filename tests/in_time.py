@@ -10,6 +10,7 @@ loop of its own, as a server."""
 
 import itertools
 import signal
+import threading
 from collections import deque
 from pickle import dumps
 from unittest import mock
@@ -22,6 +23,7 @@ from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
 from polycephaly.pool.engine import Engine
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
+from polycephaly.promises import opener_thread
 from polycephaly.promises.event_loop import EventLoop
 from polycephaly.runtime.hidden import Hidden
 from polycephaly.runtime.timers import Timers
@@ -90,6 +92,12 @@ class FakeLoop(FakeTime, EventLoop):
         callback()
 
 
+def let_the_opener_finish():
+    done = threading.Event()
+    opener_thread.opener_thread.add(done.set)
+    assert done.wait(60)
+
+
 class FakeReactor(FakeTime):
     """Its turns are taken when the test lets time pass, or gives work. An error in one is the
     test's."""
@@ -122,6 +130,8 @@ class FakeReactor(FakeTime):
         acts, self._deliveries = self._deliveries, []
         for act in acts:
             act()
+        if acts:
+            let_the_opener_finish()
         return bool(acts)
 
     # -- what crews use ----------------------------------------------------------------------------

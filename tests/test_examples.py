@@ -44,7 +44,7 @@ too long: interrupted
 """,
     "kept_results": """\
 40 questions, the same answers: True
-kept, less than a thousandth travels: True (# times as fast)
+kept, it is not unpickled: # times as fast
 sorted, and still in the drones: [9927, 10183, 9886, 10004]
 in order: True
 """,

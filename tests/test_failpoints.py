@@ -61,6 +61,8 @@ def of_all_kinds(pool, path):
         i: pool.promise(noted_sum, path, i, numpy.full(LARGE, i, dtype="u1")) for i in range(24, 28)
     }
     given |= {i: pool.promise(noted_text, path, i) for i in range(28, 36)}
+    for each in range(28, 36):  # opened as they come, so that the drone gets its memory back
+        given[each].add_done_callback(lambda done: done.cancelled() or done.exception())
     given |= {i: pool.promise(fail, path, i) for i in range(36, 40)}
     kept = {i: pool.promise(noted_array, path, i, keep=True) for i in range(40, 44)}
     given |= {i + 10: pool.promise(noted_sum, path, i + 10, each) for i, each in kept.items()}

@@ -18,7 +18,7 @@ from polycephaly.green import native
 from polycephaly.memory.references import Received
 from polycephaly.pool import handlers, inputs
 from polycephaly.pool import task as work
-from polycephaly.promises import event_loop
+from polycephaly.promises import event_loop, sealed
 from polycephaly.promises import promise as promises
 from polycephaly.promises.promise import FINISHED
 from polycephaly.store.pores import io_thread as pore_io
@@ -57,7 +57,7 @@ def many():
 
 
 def node():
-    """Of a graph: it becomes a `LazyTask` when it is settled."""
+    """Of a graph: its value stays sealed."""
     made = alone()
     made.is_node, made.status, made.payload = True, VALUE, InSharedMemory()
     return made, lambda: handlers.settle([made])
@@ -125,6 +125,18 @@ def test_a_callback_that_is_added_while_it_is_settled_is_called_once(make, first
 
     for *_, place in every_meeting(pair, promises, handlers, work):
         assert calls[-1] == [7], place
+
+
+def test_a_value_that_is_read_while_another_thread_is_to_open_it_is_there_for_both():
+    def pair():
+        made[0], settle = node()
+        settle()
+        told[0] = threading.Event()
+        return lambda: promises.WhenOpened(lambda _: told[0].set())(made[0]), made[0].result
+
+    made, told = [None], [None]
+    for _, value, place in every_meeting(pair, promises, sealed):
+        assert value == 7 and told[0].wait(switches.PATIENCE), place
 
 
 def test_callbacks_that_are_added_at_the_same_time_are_both_called_once():

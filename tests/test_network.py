@@ -324,17 +324,6 @@ def test_an_error_in_a_turn_of_a_connection_ends_it_and_no_caller_waits(server, 
     remote.shutdown()
 
 
-class Held:
-    """A result whose unpickling, in the thread of the connection, takes longer than it should."""
-
-    def __reduce__(self):
-        return held, ()
-
-
-def held():
-    Held.hold()
-
-
 def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, monkeypatch):
     monkeypatch.setattr(tuning, "client_check_seconds", 0.1)
 
@@ -343,8 +332,10 @@ def test_a_client_that_was_let_go_is_told_and_waits_for_nothing(server, card, mo
         wait_for(lambda: server.clients == 0)
 
     remote = poly.connect(card)
-    monkeypatch.setattr(Held, "hold", hold_the_connection, raising=False)
-    remote.promise(Held).result(30)
+    assert remote.doit(abs, -1) == 1
+    held = poly.Promise()
+    remote._dispatcher.run_outside_lock(lambda: held.set_result(hold_the_connection()))
+    held.result(30)
     with pytest.raises((ConnectionError, RuntimeError), match="received no message for"):
         for _ in range(1000):
             remote.promise(abs, -2).result(SOON)

@@ -211,4 +211,6 @@ def test_a_value_whose_pickling_ends_the_interpreter_rejects_the_call():
             return Odd, ()
 
     with poly.Pool(1) as pool:
-        assert isinstance(pool.promise(id, pool.promise(Odd)).exception(60), SystemExit)
+        odd = pool.promise(Odd)
+        assert isinstance(odd.value, Odd)  # so it must be pickled again
+        assert isinstance(pool.promise(id, odd).exception(60), SystemExit)

@@ -358,29 +358,16 @@ def test_a_drone_that_dies_meanwhile_is_left_out(started):
             assert pid not in [each.pid for each in stacks.result()]
 
 
-class Held:
-    """A result whose unpickling does not return."""
-
+def test_a_finalizer_that_holds_the_thread_of_the_pool_is_told():
     entered, gate = threading.Event(), threading.Event()
-
-    def __reduce__(self):
-        return held, ()
-
-
-def held():
-    Held.entered.set()
-    Held.gate.wait()
-
-
-def test_a_result_whose_unpickling_does_not_return_is_told():
     with poly.Pool(1) as pool:
-        pool.promise(Held)
-        Held.entered.wait()
+        pool._dispatcher.reactor.post(lambda: (entered.set(), gate.wait()))
+        entered.wait()
         try:
             (stack,) = pool.stacks(timeout=QUICK)
-            assert "code that rebuilds a result" in stack.state
+            assert "held by a finalizer" in stack.state
         finally:
-            Held.gate.set()
+            gate.set()
 
 
 def test_a_callback_may_ask_for_stacks():

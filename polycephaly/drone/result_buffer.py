@@ -70,6 +70,7 @@ class ResultBuffer:
         self._generation = forked.generation
         self._entries: list[tuple[bytes, list[bytes]]] = []
         self._values: list[tuple[int, float, float, Any]] = []
+        self._has_ends = False  # of channels, in the outcome that was packed last
 
     # -- packing -----------------------------------------------------------------------------------
 
@@ -81,11 +82,24 @@ class ResultBuffer:
                 type(value) in BULKY_TYPES and len(value) >= MIN_LARGE_BUFFER_BYTES  # type: ignore[arg-type]
             )
             if placeholders.last_arrived_end:
-                return _hand_on_ends_after(pack, value, self._snapshot, self._store, bulky)
+                return self._hand_on_ends_after(pack, value, self._snapshot, self._store, bulky)
             return pack(value, self._snapshot, self._store, bulky)
         except BaseException as error:
             error.add_note(f"while pickling the result, {type_with_article(value)}")
             raise
+
+    def _hand_on_ends_after(self, pickle: Callable[..., T], *args: Any) -> T:
+        """Return ``pickle(*args)``. Channel ends in the value are handed on unless that raises."""
+        ends: list[Any] = []
+        pickling_state.result_ends = ends
+        try:
+            pickled = pickle(*args)
+        finally:
+            pickling_state.result_ends = None
+        for end in ends:
+            end.hand_on()
+        self._has_ends = self._has_ends or bool(ends)
+        return pickled
 
     def _exit_if_forked(self, error: BaseException | None = None) -> None:
         """End a child that a task has forked, before the child touches objects of the drone.
@@ -98,7 +112,7 @@ class ResultBuffer:
         self._exit_if_forked(error)
         try:
             return pack_exception(
-                error, lambda value: _hand_on_ends_after(capture, value, self._snapshot)
+                error, lambda value: self._hand_on_ends_after(capture, value, self._snapshot)
             )
         except BaseException as worse:
             # The error's own code broke off its pickling: report at least its type.
@@ -161,12 +175,16 @@ class ResultBuffer:
         return may_save and self._status_page.keep(entry)
 
     def kept_value_entries(self, number: int) -> list[bytes]:
-        """Return the entries that precede an outcome with handles of values kept by this drone.
+        """Return the entries that precede an outcome with handles of values kept by this drone, or
+        ends of channels.
 
-        Empty if there are no such handles.
+        Empty if there are none.
         """
         report = self._drone_store.take_unreported() if self._drone_store.unreported else b""
-        return [pack_outcome(number, KEPT_VALUES, 0.0, 0.0, report, b"")] if report else []
+        has_ends, self._has_ends = self._has_ends, False
+        if not (report or has_ends):
+            return []
+        return [pack_outcome(number, KEPT_VALUES, 0.0, 0.0, report, b"")]
 
     def add_value(self, number: int, started: float, finished: float, value: Any) -> bool:
         """Add a small, immutable value of a task; return True if the page keeps it."""
@@ -196,16 +214,3 @@ class ResultBuffer:
         if not entries:
             return []
         return pack_outcomes(entries, [each for _, large in taken for each in large])
-
-
-def _hand_on_ends_after(pickle: Callable[..., T], *args: Any) -> T:
-    """Return ``pickle(*args)``. The channel ends in the value are handed on unless that raises."""
-    ends: list[Any] = []
-    pickling_state.result_ends = ends
-    try:
-        pickled = pickle(*args)
-    finally:
-        pickling_state.result_ends = None
-    for end in ends:
-        end.hand_on()
-    return pickled

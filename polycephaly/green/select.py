@@ -24,7 +24,7 @@ from functools import partial
 from types import EllipsisType, coroutine
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-from ..promises.promise import Promise
+from ..promises.promise import Promise, WhenOpened, request_opening, unopened
 from ..runtime.checks import brief, check_seconds
 from .scheduler import PARK, scheduler
 from .thread import GreenThread, add_hook, outside_error, remove_hook
@@ -149,12 +149,18 @@ class _Settled(Guard[T]):
 
     def attempt(self, thread: Any) -> Any:
         try:
-            return self.promise.result() if self.promise.done() else NOTHING
+            if not self.promise.done():
+                return NOTHING
+            sealed = unopened(self.promise)
+            if sealed is not None:  # so that it can be chosen later
+                request_opening(sealed)
+                return NOTHING
+            return self.promise.result()
         finally:
             del self, thread  # no cycle through the traceback of the promise's error
 
     def register(self, offer: Offer) -> None:
-        offer.registration = lambda _: scheduler.post(partial(self._serve, offer))
+        offer.registration = WhenOpened(lambda _: scheduler.post(partial(self._serve, offer)))
         scheduler.external_waits += self.promise._settled_from_outside
         add_hook(self.promise, offer.registration)
 

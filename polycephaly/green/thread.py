@@ -326,7 +326,7 @@ class GreenThread(Promise[T]):
         finally:
             del hook  # no cycle through the traceback of an error of the hook
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, timeout: float | None, opens: bool = True) -> None:
         if not self.done():
             scheduler.step_aside()
             if scheduler.in_step():
@@ -334,7 +334,7 @@ class GreenThread(Promise[T]):
                     f"{self.name} was waited for inside a coroutine, where waiting would stop "
                     "every green thread, this one too; use `await promise`"
                 )
-        super()._wait(timeout)
+        super()._wait(timeout, opens)
 
     def _before_wait(self, deadline: float | None) -> None:
         if deadline is None:

@@ -95,8 +95,14 @@ class RefTable:
         Of its own region, the ranges that this process uses stay.
         """
         self.closed = True
+        # A value that was not unpickled yet keeps this table, and must not keep the pool.
+        self.on_release = _report_to_nobody
         self.lent.clear()
         self.arena.clear(*self.region)
+
+
+def _report_to_nobody() -> None:
+    """Do nothing: the other process is dead."""
 
 
 class Serialized:

@@ -156,6 +156,9 @@ class KeptTask(Task):
 
     unpickle: Callable[[Any], Any] = staticmethod(Kept._from_owner)
 
+    def is_opened_at_once(self, payload: Any) -> bool:
+        return True
+
 
 class ObjectDirectory:
     """The object directory of a dispatcher.

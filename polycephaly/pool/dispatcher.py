@@ -361,7 +361,8 @@ class Dispatcher(DispatcherBase):
         """Return whether no call is unsettled, no map unfinished, and this thread may wait for a
         snapshot. Any thread may call this, without the reactor's lock.
         """
-        if self.awaiting_inputs or self.inbound or self.parked or not self.reactor.can_wait():
+        waiting = self.awaiting_inputs or self.inbound or self.parked or self.openings_left
+        if waiting or not self.reactor.can_wait():
             return False
         with suppress(IndexError):
             if not self.queue[0].done():  # of many tasks, one is enough
@@ -940,7 +941,7 @@ class Dispatcher(DispatcherBase):
         # Checked first, because a task that has left these sets is in a queue by then.
         if self.resources.have_unsettled_tasks():
             return True
-        if self.awaiting_inputs or self.inbound or self.parked:
+        if self.awaiting_inputs or self.inbound or self.parked or self.openings_left:
             return True
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it was queued
@@ -1037,7 +1038,7 @@ class Dispatcher(DispatcherBase):
         """Settle `ended`, at the first call for which no callbacks are left. Called without the
         lock.
         """
-        if self.has_left_reactor or (self.has_callbacks_left() and not self.reactor.is_dying):
+        if self.has_left_reactor or (self.has_anything_left() and not self.reactor.is_dying):
             return
         self.has_left_reactor = True
         self.reactor.last_callbacks.append(partial(fulfill, self.ended))

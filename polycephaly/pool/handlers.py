@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Malformed, skip_own_frames
 from ..memory.references import Received
+from ..promises import opener_thread
 from ..promises.promise import FINISHED, callbacks, fulfill
 from ..wire.exceptions import unpack_exception
 from ..wire.messages import (
@@ -51,10 +52,11 @@ from ..wire.slices import RUNNING, Answers, unpack_split
 from .directory import KeptTask
 from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
-from .task import Answer, AnswerBatch, Slice, Task
+from .task import Answer, AnswerBatch, Slice, StoredValue, Task
 
 if TYPE_CHECKING:
     from ..wire.functions import RemoteFunction
+    from .interfaces import TaskRunner
 
 log = logging.getLogger(__name__)
 
@@ -257,21 +259,49 @@ def _handle_special_outcome(
 
 
 def settle(answered: Iterable[Task]) -> None:
-    """Settle tasks by their answers, which are unpickled here."""
+    """Settle tasks by their answers. What takes code of users to build is sealed, or left to the
+    opener: errors, and values with ends of channels or handles of kept values, which have arrived
+    only when they are unpickled.
+    """
     for task in answered:
-        try:
-            value, error = _open(task)
-        except BaseException as raised:
-            value, error = None, raised.with_traceback(skip_own_frames(raised.__traceback__))
-            with suppress(BaseException):
-                error.add_note(f"while unpickling the result of {task.definition.label}")
-        if error is not None and task.retry is not None and task.status == ERROR:
+        if task.status == VALUE and task.is_opened_at_once(task.payload):
+            _open_and_settle(task)
+        elif task.status == VALUE and task.answer_objects is None:
+            payload, task.payload, task.item_payload = task.payload, b"", b""
+            value, error = None, None
+            try:
+                value = StoredValue(task, payload)
+            except BaseException as raised:  # no memory
+                error = raised
+            settle_task(task, FINISHED, value, error)
+        else:
             owner = task.dispatcher
-            owner.post(owner.on_failed, task, task.overrun or error)
-            continue
-        if error is not None:
-            task.note_failure(error)
-        settle_task(task, FINISHED, value, error)
+            owner.openings_left.append(None)
+            opener_thread.opener_thread.add(partial(_settle_in_opener, task, owner))
+
+
+def _settle_in_opener(task: Task, owner: TaskRunner) -> None:
+    try:
+        _open_and_settle(task)
+    finally:
+        owner.on_opened()
+        del owner  # an error that has a traceback when it arrives keeps these frames
+
+
+def _open_and_settle(task: Task) -> None:
+    try:
+        value, error = _open(task)
+    except BaseException as raised:
+        value, error = None, raised.with_traceback(skip_own_frames(raised.__traceback__))
+        with suppress(BaseException):
+            error.add_note(f"while unpickling the result of {task.definition.label}")
+    if error is not None and task.retry is not None and task.status == ERROR:
+        owner = task.dispatcher
+        owner.post(owner.on_failed, task, task.overrun or error)
+        return
+    if error is not None:
+        task.note_failure(error)
+    settle_task(task, FINISHED, value, error)
 
 
 def settle_task(task: Task, state: str, value: Any, error: BaseException | None) -> None:

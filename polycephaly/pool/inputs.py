@@ -34,8 +34,10 @@ _INPUT_NOTE = "failed input: "
 _failures = Trampoline(max_depth=1)
 
 
-def propagate_failure(task: Any, settled: Promise[Any]) -> None:
-    """Reject `task`, because its input `settled` has no value.
+def propagate_failure(
+    task: Any, settled: Promise[Any], opening_error: BaseException | None = None
+) -> None:
+    """Reject `task`, because its input `settled` has no value, or one that cannot be opened.
 
     The error is a copy of the input's error, with a note that names the input; or `CancelledError`
     if the input was cancelled.
@@ -45,7 +47,7 @@ def propagate_failure(task: Any, settled: Promise[Any]) -> None:
             f"{settled._description()}, an input of {task._description()}, was cancelled"
         )
     else:
-        stored = stored_error(settled)
+        stored = stored_error(settled) if opening_error is None else opening_error
         assert stored is not None
         # A copy for one more promise. If all promises shared one error, each raise would add the
         # frames of its waiter to it, and keep these frames alive as long as any of the promises.

@@ -60,6 +60,7 @@ class EventLoop(Protocol):
     def post(self, callback: Callable[[], object], /) -> None: ...
     def call_later(self, seconds: float, callback: Callable[[], object], /) -> object: ...
     def deliver(self, callback: Callable[[], object], /) -> None: ...
+    def wake(self) -> None: ...
 
 
 def refuse_in_fork(promise: Promise[Any], loop: EventLoop) -> None:
@@ -78,7 +79,7 @@ class End(Signal[None]):
     def __init__(self, owner: TaskRunner) -> None:
         super().__init__()
         self._owner = owner
-        owner.callbacks_left = deque()
+        owner.callbacks_left, owner.openings_left = deque(), deque()
 
     def _check_in_callback(self) -> None:
         owner = self._owner
@@ -97,6 +98,8 @@ class TaskRunner:
     """An entry for each callback of its tasks that was handed to the thread for callbacks, and was
     not called yet.
     """
+    openings_left: deque[None]
+    """An entry for each answer that the opener has to open before the task is settled."""
     waits_for_callbacks = ends_without_callbacks = False
 
     finishes_at_exit = False  # whether all tasks are finished before the interpreter ends
@@ -123,6 +126,18 @@ class TaskRunner:
 
     def has_callbacks_left(self) -> bool:
         return bool(self.callbacks_left) and not self.ends_without_callbacks
+
+    def has_anything_left(self) -> bool:
+        """Return whether other threads have yet to settle tasks, or to call their callbacks."""
+        return bool(self.openings_left) or self.has_callbacks_left()
+
+    def on_opened(self) -> None:
+        """Count an answer that was opened."""
+        self.openings_left.pop()
+        if self.waits_for_callbacks:
+            self.end_if_called_back()
+        else:
+            self.reactor.wake()  # the pool may end now
 
     def on_callback(self) -> None:
         """Count a callback that is handed to the thread for callbacks."""

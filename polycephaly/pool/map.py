@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
@@ -25,7 +25,7 @@ from typing import Any, Self, TypeVar
 
 from .._compat import caller_stacklevel
 from ..errors import stop_as_error
-from ..promises.promise import Promise, fulfill, when_settled
+from ..promises.promise import Promise, fulfill, wait_settled, when_settled
 from ..runtime.clock import monotonic
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
@@ -44,6 +44,7 @@ MAX_SECONDS_AT_END = 10.0
 """Seconds within which an input of unknown length must end then."""
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Results(chain[T]):
@@ -222,7 +223,7 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
             tasks = stream.take_settled()
             if not tasks:
                 break
-            if tasks[0].exception() is not None:
+            if stream.error_of(tasks[0]) is not None:
                 if not stream.return_exceptions:
                     raise _pop_error(tasks, stream)
                 yield [_pop_error(tasks, stream)]
@@ -483,15 +484,23 @@ class Ordered:
         while self._progress is not None and not promise.done() and not self.is_late():
             self.show()
             with suppress(TimeoutError):
-                promise.exception(min(REFRESH_INTERVAL_SECONDS, self._deadline - monotonic()))
+                wait_settled(promise, min(REFRESH_INTERVAL_SECONDS, self._deadline - monotonic()))
+        self._in_time(lambda timeout: wait_settled(promise, timeout))
+        self.show()
+
+    def error_of(self, task: Task) -> BaseException | None:
+        """Return the error of a settled task. That unpickles a value, which is part of the time."""
+        return self._in_time(task.exception)
+
+    def _in_time(self, wait: Callable[[float | None], R]) -> R:
+        """Return what `wait` returns, with the seconds that are left."""
         try:
-            promise.exception(None if self._timeout is None else self._deadline - monotonic())
+            return wait(None if self._timeout is None else self._deadline - monotonic())
         except TimeoutError:
             raise TimeoutError(
                 f"the results of map({self.source.label}, ...) did not come within "
                 f"{self._timeout:g} s"
             ) from None
-        self.show()
 
     # -- for consumers that await ------------------------------------------------------------------
 

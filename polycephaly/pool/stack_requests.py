@@ -215,8 +215,8 @@ def _unanswered(request: StackRequest, timeout: float) -> Stack:
         )
     else:
         state = (
-            f"not asked within {timeout:g} s: the thread of the pool is busy, perhaps with "
-            "code that rebuilds a result and does not return"
+            f"not asked within {timeout:g} s: the thread of the pool is not let run, or is held by "
+            "a finalizer (`__del__`) that does not return"
         )
     return _stack(handle, state, handle.running_task(), system_call=handle.system_call())
 

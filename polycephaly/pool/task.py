@@ -10,6 +10,7 @@ immutable, they are pickled only then: they cannot change, so the delay is invis
 
 from __future__ import annotations
 
+import copyreg
 import itertools
 import os
 from _thread import get_ident
@@ -21,21 +22,26 @@ from pickle import dumps, loads
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from ..errors import Lost, copy_error, type_with_article
+from ..errors import Lost, skip_own_frames, type_with_article
 from ..memory.blocks import pristine_view
 from ..memory.references import Received, Serialized, load, load_with_buffers
+from ..promises import opener_thread
+from ..promises.opener_thread import settling_threads
 from ..promises.promise import (
     DICT_AT_CREATION,
     FINISHED,
     PENDING,
     NeedsPlaceholder,
     Promise,
-    outcome,
     reject,
+    request_opening,
     settling_owners,
-    settling_threads,
+    stored_value,
+    unopened,
+    wait_settled,
     when_settled,
 )
+from ..promises.sealed import Sealed, is_sealed
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.debugging import MAX_KEPT_FRAMES, debug_frames, release_frames
@@ -62,6 +68,11 @@ MAX_ITEM_BYTES = 4096
 """Bytes of pickled arguments of a call that a `map` keeps until it has succeeded, to name the item
 of an error.
 """
+MAX_BYTES_OPENED_AT_ONCE = 16 * 1024
+"""Bytes of a pickled value up to which it is built where promises are settled, if that takes no
+code of users. It takes less than 0.2 ms.
+"""
+_PLAIN_TYPES = SMALL_TYPES | {str, bytes}
 _numbers = itertools.count(1)
 _FUTURE_CURE = (
     " (a future of the standard library cannot be pickled: pass `polycephaly.race(future)`, a "
@@ -130,7 +141,6 @@ class Task(Promise[Any]):
     recompute_payload: Any = None
     # If an input is stored on another node: the payload with open placeholders, and the inputs.
     unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None
-    _received_value: Any = None
     input_numbers: tuple[int, ...] = ()  # the numbers of the tasks among its inputs
     is_node = False  # of a graph (flow.py): see `cancel`
     # The synchronization counter: an iterator with one step less than there are inputs.
@@ -281,26 +291,58 @@ class Task(Promise[Any]):
 
     def _fill_inputs(self) -> None:
         self.queued = monotonic()
-        args, inputs = self.args, self.inputs
+        args = self.args
         if args is not None:
-            values = [
-                arg._result if isinstance(arg, Promise) and not arg._is_lazy else arg
-                for arg in args
-            ]
-            captured = (
-                self.payload.remote_objects if type(self.payload) is PayloadWithRefs else None
-            )
+            values = [_value_in_call(arg) for arg in args]
             if SMALL_TYPES.issuperset(map(type, values)):
+                captured = self._captured_values()
                 self.args = tuple(values)
                 self.inputs = ()
                 if captured:
                     self.add_kept_values(captured)
                 self.dispatcher.on_inputs_ready(self)
                 return
+        # The pickling of values runs code of users.
+        if _is_settling() and not self._can_be_forwarded(self.inputs):
+            self._pickle_in_opener()
+        else:
+            self._pickle_inputs()
+
+    def _pickle_in_opener(self, _: object = None) -> None:
+        opener_thread.opener_thread.add(self._pickle_inputs)
+
+    def _captured_values(self) -> dict[int, Any] | None:
+        return self.payload.remote_objects if type(self.payload) is PayloadWithRefs else None
+
+    def _can_be_forwarded(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the values can go into the call without code of users: those of promises
+        among `inputs`, and the others.
+        """
+        registry = self.dispatcher.registry
+        for each in inputs:
+            value = _value_in_call(each)
+            if type(value) not in _PLAIN_TYPES and _stored_part(value, registry) is None:
+                return False
+        return True
+
+    def _pickle_inputs(self) -> None:
+        """Put the values of the inputs into the call."""
+        inputs = self.inputs
         try:
+            for each in inputs if _is_settling() else ():
+                sealed = unopened(each) if isinstance(each, Promise) else None
+                if sealed is not None and sealed.serialized(self.dispatcher.registry) is None:
+                    when_settled(request_opening(sealed), self._pickle_in_opener)
+                    return
+            for each in inputs:
+                if isinstance(each, Promise) and (error := self._opening_error(each)) is not None:
+                    propagate_failure(self, each, error)
+                    return
             with self.dispatcher.pickling(self):
-                if args is not None:
-                    inputs = self._capture_values(values, captured)
+                if self.args is not None:
+                    inputs = self._capture_values(
+                        [_value_in_call(arg) for arg in self.args], self._captured_values()
+                    )
                 if self.kind == CALL_KEYWORDS and inputs:
                     self._join_values(inputs)
             self.inputs = ()
@@ -312,18 +354,25 @@ class Task(Promise[Any]):
                 raise
         self.dispatcher.on_inputs_ready(self)
 
+    def _opening_error(self, settled: Promise[Any]) -> BaseException | None:
+        """Open the value of an input, if need be, and return the error of that."""
+        if _stored_part(_value_in_call(settled), self.dispatcher.registry) is not None:
+            return None
+        return settled.exception()
+
     def _capture_values(
         self, values: list[Any], captured: dict[int, Any] | None
     ) -> Sequence[Promise[Any]]:
-        """Pickle the arguments, now that each promise among them has its value in `values`. Return
-        those whose values are lazy.
+        """Pickle the arguments, now that each promise among them has its value in `values`, unless
+        that is sealed. Return the promises of those.
         """
+        sealed = [value for value in values if isinstance(value, Promise)]
         self.args, self.payload, self.weight = None, b"", type(self).weight
-        if any(isinstance(value, Promise) for value in values):
+        if sealed:
             inputs = self._pack_arguments(tuple(values), {}, True)
         else:
             inputs = self.capture(self.definition, tuple(values), {})
-        if not all(each._is_lazy for each in inputs):
+        if not all(any(each is one for one in sealed) for each in inputs):
             raise TypeError("the value of a promise is or contains another promise")
         if captured:
             self.add_kept_values(captured)
@@ -335,14 +384,14 @@ class Task(Promise[Any]):
         parts = {
             index: part
             for index, each in enumerate(inputs)
-            if (part := each._serialized_part(registry)) is not None
+            if (part := _stored_part(each, registry)) is not None
         }
         results = [None if index in parts else each.result() for index, each in enumerate(inputs)]
         with PicklingContext(registry.directory, registry.snapshot) as pickling:
             packed = pack(results, registry.snapshot, registry.store)
         inner = pickling.remote_objects or {}
         self._add_followers(pickling.moved or [])
-        if any(isinstance(each, LazyTask) and each._is_remote() for each in inputs):
+        if any(_is_remote(each) for each in inputs):
             self.unfilled = self.payload, inputs
         outer, remote_objects = split_remote_objects(self.payload)
         joined = join_payloads([*parts], (outer, packed, *parts.values()), registry.store)
@@ -352,21 +401,18 @@ class Task(Promise[Any]):
     unpickle: Callable[[Any], Any] = staticmethod(load)
     """Build the value from the answer. Raises the errors of unpickling."""
 
-    def unpack(self, payload: Any) -> Any:
-        """Return the value, or become a `LazyTask`, which leaves the value where it is stored.
-
-        A value that contains handles of kept values is always unpickled, because the handles are
-        written for this process.
+    def is_opened_at_once(self, payload: Any) -> bool:
+        """Return whether the value can be built where promises are settled: it is small, and takes
+        no code of users.
         """
-        if (
-            isinstance(payload, Received)
-            and not self.answer_objects
-            and (self.is_node or payload.is_slow_to_open())
-        ):
-            self._received_value = payload  # first: other threads read this after the next line
-            # The class adds only methods: attributes are stored as before.
-            self.__class__ = LazyTask
-            return None
+        return not payload or (
+            not isinstance(payload, Received)
+            and len(payload) <= MAX_BYTES_OPENED_AT_ONCE
+            and not _names_class(bytes(payload))
+        )
+
+    def unpack(self, payload: Any) -> Any:
+        """Return the value of an answer. Raises the errors of unpickling."""
         return self.unpickle(payload)
 
     # -- as a promise ------------------------------------------------------------------------------
@@ -400,10 +446,27 @@ class Task(Promise[Any]):
         self.kind, self.args, self.sending = CALL_KEYWORDS, None, None
         self.wait_for(
             [
-                each.recompute(lost) if isinstance(each, LazyTask) and each._is_remote() else each
+                each.recompute(lost) if isinstance(each, Task) and _is_remote(each) else each
                 for each in inputs
             ]
         )
+
+    _recomputed: Task | None = None
+
+    def recompute(self, lost: Lost) -> Task:
+        """Return a task that computes the lost value again, the same one for all callers. Raises
+        `lost` if `retries` do not allow that.
+        """
+        if self._recomputed is not None:
+            return self._recomputed
+        if not self.retries or self.recompute_payload is None:
+            raise lost
+        again = self._recomputed = Task(self.dispatcher)
+        again.definition, again.kind, again.args = self.definition, self.kind, self.args
+        again.payload, again.unfilled = self.recompute_payload, self.unfilled
+        again.timeout, again.priority, again.retries = self.timeout, self.priority, self.retries - 1
+        self.dispatcher.submit_task(again)
+        return again
 
     # -- another attempt (`retry`): called while holding the reactor's lock ------------------------
 
@@ -487,11 +550,12 @@ class Task(Promise[Any]):
     def _has_error(self) -> bool:
         """Wait for the end of the task, and return whether it has an error."""
         try:
-            return self.exception() is not None
+            wait_settled(self, None)
         except CancelledError:
             if not self.cancelled():  # but the thread that waits
                 raise
             return False
+        return self._exception is not None
 
     def _why_no_frames(self) -> str:
         if self.cancelled():
@@ -607,7 +671,8 @@ class Task(Promise[Any]):
         # The arguments were pickled together with others: count the bytes that they take alone.
         if self.args is not None:
             bytes_sent = len(dumps(self.args, 5)) + self.definition_bytes
-            bytes_received = bytes_received or len(dumps(self._result, 5))
+            if not bytes_received and self._state == FINISHED and not is_sealed(self._result):
+                bytes_received = len(dumps(self._result, 5))
         return Spans(self.queued, sent, *answer[:3], bytes_sent, bytes_received, name)
 
     def get_answer(self) -> Answer | None:
@@ -627,83 +692,94 @@ def _release(address: str) -> None:
         release_frames(address)
 
 
-class LazyTask(Task):
-    """A task whose value is stored elsewhere, as the drone has written it, and is unpickled on
-    first access. Other tasks receive the value from where it is stored.
+def _is_settling() -> bool:
+    """Return whether this is a thread that settles promises, where code of users delays others."""
+    return get_ident() in settling_threads
 
-    The values of nodes of a graph stay in shared memory; with Ray, all values stay on a node of the
-    cluster.
+
+def _value_in_call(arg: Any) -> Any:
+    """Return what stands for an argument in its call, now that all promises are settled: the value
+    of a promise, or the promise if its value is sealed.
+    """
+    if not isinstance(arg, Promise):
+        return arg
+    value = stored_value(arg)
+    if is_sealed(value):
+        return value.open() if value.is_open and not value.stays_sealed else arg
+    return value
+
+
+def _stored_part(value: Any, registry: FunctionRegistry) -> Serialized | None:
+    """Return a sealed value, or that of a promise, as a part of arguments; None if there is none
+    that a drone of `registry` can read.
+    """
+    sealed = stored_value(value) if isinstance(value, Promise) else value
+    part: Serialized | None = sealed.serialized(registry) if is_sealed(sealed) else None
+    return part
+
+
+def _is_remote(promise: Promise[Any]) -> bool:
+    """Return whether the value of a task may be on another machine, and be lost with that."""
+    value = stored_value(promise)
+    return isinstance(promise, Task) and is_sealed(value) and bool(value.is_slow())
+
+
+def _names_class(pickled: bytes) -> bool:
+    """Return whether a pickle, as drones write it, may name a class or function. No other pickle
+    can run code of users. True if any other byte is the same as the opcode.
+    """
+    return b"\x93" in pickled or bool(copyreg._inverted_registry)  # type: ignore[attr-defined]
+
+
+class StoredValue(Sealed):
+    """The value of a task as the drone has written it, which other tasks can be given as it is.
+
+    The values of nodes of a graph stay in shared memory, and with Ray, all values stay on a node of
+    the cluster, so that other tasks can be given these when they were opened, too.
     """
 
-    _is_lazy = True
-    _is_loaded = False
-    _load_error: Exception | None = None  # why unpickling failed
-    _recomputed: Task | None = None
+    __slots__ = ("_label", "_payload", "_task", "stays_sealed")
 
-    def _load_value(self) -> Any:
-        if not self._is_loaded:
-            if self._load_error is not None:
-                raise copy_error(self._load_error)
-            try:
-                value = load(self._received_value)
-            except Lost as lost:
-                value = self.recompute(lost).result()
-            except Exception as error:
-                if not is_of_signal_handler(error):
-                    self._load_error = error
+    def __init__(self, task: Task, payload: Any) -> None:
+        super().__init__()
+        is_received = isinstance(payload, Received)
+        self._payload = payload if is_received else bytes(payload)
+        self._label = task.definition.label
+        self._task = ref(task)
+        self.stays_sealed = is_received and (task.is_node or self.is_slow())
+
+    def build(self) -> Any:
+        payload = self._payload
+        if payload is None:  # another thread has opened this meanwhile
+            return super().build()
+        try:
+            return load(payload)
+        except Lost as lost:
+            task = self._task()
+            if task is None:
                 raise
-            # Atomic, so that threads that open the value at the same time get the same object.
-            self._result = self.__dict__.setdefault("_opened", value)
-            self._is_loaded = True
-        return self._result
+            return task.recompute(lost).result()
+        except BaseException as error:
+            error.__traceback__ = skip_own_frames(error.__traceback__)
+            with suppress(Exception):  # if the error accepts no notes
+                error.add_note(f"while unpickling the result of {self._label}")
+            raise
 
-    def _get_snapshot(self) -> tuple[bool, bool, Any, BaseException | None]:
-        """Replace `result` and `exception` for asyncio, from CPython 3.14 on."""
-        return (
-            self.done(),
-            self.cancelled(),
-            *(outcome(self) if self._state == FINISHED else (None, None)),
-        )
+    def forget(self) -> None:
+        if not self.stays_sealed:
+            self._payload = None
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error as any promise, or the error of unpickling the value.
+    def is_slow(self) -> bool:
+        payload = self._payload
+        return not self.is_open and isinstance(payload, Received) and payload.is_slow_to_open()
 
-        A value on another node is not fetched just to find out whether unpickling fails.
-        """
-        error = super().exception(timeout)
-        if error is None and not self._is_remote():
-            try:
-                self._load_value()
-            except (Exception, SystemExit) as unopened:
-                error = unopened
-        return error
-
-    def __repr__(self) -> str:
-        unopened = not self._is_loaded and self._state == FINISHED and self._exception is None
-        return f"<Promise fulfilled at {id(self):#x}>" if unopened else super().__repr__()
-
-    def recompute(self, lost: Lost) -> Task:
-        """Return a task that computes the lost value again, the same one for all callers. Raises
-        `lost` if `retries` do not allow that.
-        """
-        if self._recomputed is not None:
-            return self._recomputed
-        if not self.retries or self.recompute_payload is None:
-            raise lost
-        again = self._recomputed = Task(self.dispatcher)
-        again.definition, again.kind, again.args = self.definition, self.kind, self.args
-        again.payload, again.unfilled = self.recompute_payload, self.unfilled
-        again.timeout, again.priority, again.retries = self.timeout, self.priority, self.retries - 1
-        self.dispatcher.submit_task(again)
-        return again
-
-    def _is_remote(self) -> bool:
-        """Return whether the value may be on another machine, and be lost if that machine fails."""
-        return not self._is_loaded and bool(self._received_value.is_slow_to_open())
-
-    def _serialized_part(self, registry: FunctionRegistry) -> Serialized | None:
-        received = self._received_value
-        return received.to_serialized() if received.is_readable_in(registry.store) else None
+    def serialized(self, registry: FunctionRegistry) -> Serialized | None:
+        payload, task = self._payload, self._task()
+        if not self.stays_sealed and (task is None or task.dispatcher.registry is not registry):
+            return None  # to drones of another pool, the names in it may mean something else
+        if not isinstance(payload, Received):
+            return None if payload is None else Serialized(payload, [])
+        return payload.to_serialized() if payload.is_readable_in(registry.store) else None
 
 
 class Sending:
@@ -767,6 +843,9 @@ class Slice(Task):
     def item_args(self, index: int) -> Sequence[Any]:
         args = args_of_call(self.item_payload, index) if self.item_payload else ()
         return self.definition.given_args(args)
+
+    def is_opened_at_once(self, payload: Any) -> bool:
+        return True
 
     def unpack(self, payload: Any) -> Answers:
         """Return the answers at once, wherever they are stored: the reader takes one by one."""

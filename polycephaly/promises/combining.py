@@ -26,11 +26,13 @@ from .promise import (
     check_any_in_callback,
     check_can_wait,
     fulfill,
-    outcome,
     reject,
+    stored_error,
+    stored_outcome,
     trampoline,
     when_settled,
 )
+from .sealed import Sealed, is_sealed
 
 T = TypeVar("T")
 T1 = TypeVar("T1")
@@ -91,24 +93,17 @@ def gather(*promises: Future[Any], return_exceptions: bool = False) -> Promise[l
     waiting_for = list(promises)
 
     def one_settled(future: Future[Any]) -> None:
-        error = _error_of(future)
+        error = _stored_error_of(future)
         if error is not None and not return_exceptions:
             reject(combined, error)
         else:
             # The pop is atomic. Only the number of entries matters, not which one is removed.
             waiting_for.pop()
             if not waiting_for:
-                try:
-                    values = [
-                        failed
-                        if return_exceptions and (failed := _error_of(p)) is not None
-                        else p.result()
-                        for p in promises
-                    ]
-                except BaseException as unopened:  # from opening a value that is stored elsewhere
-                    reject(combined, unopened)
-                else:
-                    fulfill(combined, values)
+                # Of values that must be opened, a list that must be, too.
+                build = partial(_values_of, promises, return_exceptions)
+                is_built = not any(is_sealed(stored_outcome(p)[0]) for p in promises)
+                fulfill(combined, build() if is_built else Sealed(build))
 
     if not promises:
         fulfill(combined, [])
@@ -169,7 +164,7 @@ def race(*promises: Future[Any]) -> Promise[Any]:
 
     def one_settled(future: Future[Any]) -> None:
         first._awaited = ()
-        first._settle(CANCELLED if future.cancelled() else FINISHED, *outcome(future))
+        first._settle(CANCELLED if future.cancelled() else FINISHED, *stored_outcome(future))
 
     hook = _call_when_settled(promises, one_settled)
     when_settled(first, lambda _: _remove_hook(promises, hook))
@@ -331,6 +326,20 @@ class _Gathered(Promise[list[Any]]):
 
 def _error_of(future: Future[Any]) -> BaseException | None:
     return CancelledError() if future.cancelled() else future.exception()
+
+
+def _stored_error_of(future: Future[Any]) -> BaseException | None:
+    """Return the error without opening a value, which may turn out to have one."""
+    if future.cancelled():
+        return CancelledError()
+    return stored_error(future) if isinstance(future, Promise) else future.exception()
+
+
+def _values_of(promises: Iterable[Future[Any]], return_exceptions: bool) -> list[Any]:
+    return [
+        failed if return_exceptions and (failed := _error_of(p)) is not None else p.result()
+        for p in promises
+    ]
 
 
 def _check_futures(function: str, promises: Iterable[object], cure: str = "") -> None:

@@ -32,9 +32,10 @@ from ..runtime.clock import monotonic
 from ..runtime.safe_log import SafeLog
 from ..runtime.system_limits import watch
 from ..runtime.timers import Timer, Timers
-from . import callbacks_thread, output_thread
+from . import builder_threads, callbacks_thread, opener_thread, output_thread
+from .opener_thread import settling_threads
 from .output_thread import Output, OutputGate
-from .promise import callbacks, settling_threads
+from .promise import callbacks
 
 log = SafeLog(logging.getLogger(__name__))
 
@@ -314,6 +315,8 @@ class EventLoop:
             # not keep what ended pools have set.
             self.timers.clear()
         callbacks_thread.callbacks_thread.end_when_idle()
+        opener_thread.opener_thread.end_when_idle()
+        builder_threads.builder_threads.end_when_idle()
         output_thread.output_thread.end_when_idle()
 
     def _call_guarded(self, callback: Callable[[], object]) -> None:

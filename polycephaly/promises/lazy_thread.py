@@ -63,8 +63,11 @@ class LazyThread:
         self._thread = thread  # before the start, because the first callback may ask `is_here`
         try:
             thread.start()
-        except Exception:  # the system, or the interpreter at its end, has no thread for it
+        except BaseException as error:
             self._thread = None
+            if not isinstance(error, Exception):
+                raise
+            # Else the system, or the interpreter at its end, has no thread for it.
 
     def _run(self) -> None:
         while self.is_here():

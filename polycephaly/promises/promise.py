@@ -35,12 +35,16 @@ from threading import Condition, main_thread
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
+from ..errors import skip_own_frames
 from ..runtime import fork_guard, forked
 from ..runtime.checks import brief, check_seconds
 from ..runtime.clock import monotonic
 from ..runtime.safe_log import SafeLog
+from ..runtime.signal_handlers import is_of_signal_handler
 from ..runtime.tuning import tuning
-from . import callbacks_thread
+from . import builder_threads, callbacks_thread
+from .opener_thread import settling_threads
+from .sealed import Sealed, is_sealed
 from .trampoline import Trampoline
 
 if TYPE_CHECKING:
@@ -137,16 +141,12 @@ def holds_own_lock() -> bool:
 
 pickling_state = _PicklingState()
 
-settling_threads: set[int] = set()
 settling_owners: dict[int, Any] = {}
 """By `get_ident()`: the dispatcher or connection whose task is being settled in that thread. Its
 end comes after the callbacks that this leads to.
 """
 wait_hooks: dict[int, Callable[[], object]] = {}
 """By `get_ident()` of some threads: what each calls when it begins to wait for a promise."""
-"""Ids of the threads that settle promises. Such a thread would wait for itself if it waited for a
-promise, so waiting there raises an error.
-"""
 
 
 class Handle:
@@ -240,13 +240,21 @@ class Promise(Future[T], Handle, Generic[T]):
             If the promise is not settled, and `timeout` is no number of seconds, or NaN.
         RuntimeError
             If this thread would wait for itself: in a callback of a promise or in a finalizer.
+
+        Notes
+        -----
+        A value that is not small, or that names a class, is unpickled when it is first needed: here
+        without a timeout, and otherwise in a thread for that, so that the timeout holds. An error
+        of that is raised here. With a timeout of 0 or less, the value of a promise that is done is
+        unpickled here.
         """
+        began = 0.0 if timeout is None else monotonic()
         if self._state != FINISHED:
             self._wait(timeout)
         error = self._exception
         if error is None:
-            value: T = self._load_value() if self._is_lazy else self._result
-            return value
+            value: T = self._result
+            return self._open(value, timeout, began) if is_sealed(value) else value
         try:
             raise error
         finally:
@@ -255,10 +263,53 @@ class Promise(Future[T], Handle, Generic[T]):
             del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error, or None if there is a value. Wait and raise as `result` does."""
+        """Return the error, or None if there is a value. Wait and raise as `result` does.
+
+        A value that was not unpickled yet is, because that may fail. Not so one on another machine.
+        """
+        began = 0.0 if timeout is None else monotonic()
         if self._state != FINISHED:
             self._wait(timeout)
-        return self._exception
+        value = self._result
+        if self._exception is not None or not is_sealed(value) or value.is_slow():
+            return self._exception
+        self._await_opening(value, timeout, began)
+        if value.error is not None and not value.is_open:
+            return value.error
+        try:
+            self._open(value, None, 0.0)
+        except (Exception, SystemExit) as error:
+            if is_of_signal_handler(error):
+                raise
+            return error
+        return None
+
+    def _open(self, sealed: Sealed, timeout: float | None, began: float) -> Any:
+        """Return the value, as `result` does that was called at `began`."""
+        self._await_opening(sealed, timeout, began)
+        value = sealed.open()
+        request = sealed.request
+        if request is not None:  # the thread that was asked may still be at it
+            fulfill(request[1])
+        if not sealed.stays_sealed:
+            self._result = value
+        return value
+
+    def _await_opening(self, sealed: Sealed, timeout: float | None, began: float) -> None:
+        """Wait until another thread has opened the value, if there is a `timeout` to hold."""
+        if timeout is None or sealed.is_open or sealed.error is not None or sealed.is_slow():
+            return
+        limit = check_seconds("timeout", timeout)
+        if limit > 0 and not _must_build_itself():
+            opened = request_opening(sealed)
+            try:
+                opened.result(max(0.0, began + limit - monotonic()))
+            except TimeoutError:
+                if opened.done() or monotonic() < began + limit:
+                    raise  # by a signal handler
+                raise TimeoutError(
+                    f"the value of {self!r} was not unpickled within {timeout} s"
+                ) from None
 
     def done(self) -> bool:
         """Return whether the promise has a value, has an error or was cancelled. Never waits."""
@@ -341,18 +392,12 @@ class Promise(Future[T], Handle, Generic[T]):
         """Return the futures that must settle before this promise can, as far as is known."""
         return self._awaited
 
-    _is_lazy = False
-    """True if the value is stored elsewhere and is deserialised on first access."""
-
-    def _load_value(self) -> Any:
-        """Open the stored value once, and return it. Raise the error that opening raises."""
-        raise NotImplementedError
-
-    def _serialized_part(self, registry: Any) -> Any:
-        """Return the stored value as a part of arguments, a `Serialized`; None if it must be
-        opened.
-        """
-        return None
+    def _get_snapshot(self) -> tuple[bool, bool, Any, BaseException | None]:
+        """Return what asyncio looks at, from CPython 3.14 on."""
+        settled: tuple[Any, BaseException | None] = (None, None)
+        if self._state == FINISHED:
+            settled = outcome(self)
+        return self.done(), self.cancelled(), *settled
 
     def _cancel_on_interrupt(self) -> None:
         """Cancel the tasks behind the promise, because Ctrl-C interrupted the wait for it."""
@@ -439,9 +484,9 @@ class Promise(Future[T], Handle, Generic[T]):
         other callbacks only. If a call of yours settles or cancels the promise, `fn` is called in
         that call. An `Exception` of `fn` is logged.
         """
-        # What `asyncio.wrap_future` and `run_in_executor` add wakes a loop, and never waits.
+        # What `asyncio.wrap_future` and `run_in_executor` add wakes a loop, which reads the value.
         is_of_asyncio = type(fn) is FunctionType and fn.__module__ == "asyncio.futures"
-        self._when_settled(fn if is_of_asyncio else _Callback(fn))
+        self._when_settled(WhenOpened(fn) if is_of_asyncio else _Callback(fn))
         del fn  # see `_apply_and_follow`
 
     def _when_settled(self, hook: Callable[[Promise[T]], object]) -> None:
@@ -476,7 +521,7 @@ class Promise(Future[T], Handle, Generic[T]):
         # about to be called.
         hooks = self._hooks
         for hook in hooks or ():
-            if hook is fn or (type(hook) is _Callback and hook.fn is fn):
+            if hook is fn or (type(hook) in (_Callback, WhenOpened) and hook.fn is fn):  # type: ignore[attr-defined]
                 with suppress(ValueError):  # it has been called, or is being called
                     # Atomic: it compares hooks, which are objects of the package, by identity.
                     hooks.remove(hook)  # type: ignore[union-attr]
@@ -537,6 +582,9 @@ class Promise(Future[T], Handle, Generic[T]):
                 yield from green_hooks[1](self)
             else:
                 yield from self._await_in_asyncio()
+        sealed = unopened(self)
+        if sealed is not None and (in_green or _is_in_asyncio()):
+            yield from request_opening(sealed).__await__()
         if self._state == CANCELLED and not in_green:
             # In a green thread that is not itself cancelled, the cancellation is an error like any
             # other.
@@ -688,7 +736,10 @@ class Promise(Future[T], Handle, Generic[T]):
             finally:
                 worst = None
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, timeout: float | None, opens: bool = True) -> None:
+        """Wait until the promise is settled. If this `opens`, that is for the value, so with a
+        timeout another thread is asked to open it as soon as it is there.
+        """
         if not self.done():
             if holds_own_lock():
                 raise RuntimeError(
@@ -716,7 +767,7 @@ class Promise(Future[T], Handle, Generic[T]):
                     self._cancel_with_waiter()
                 self._before_wait(deadline)
                 if not self.done():
-                    self._wait_for_settler(timeout, deadline)
+                    self._wait_for_settler(timeout, deadline, opens)
             except KeyboardInterrupt:
                 self._cancel_on_interrupt()
                 raise
@@ -735,7 +786,9 @@ class Promise(Future[T], Handle, Generic[T]):
             finally:
                 del error, self  # see `result`
 
-    def _wait_for_settler(self, timeout: float | None, deadline: float | None) -> None:
+    def _wait_for_settler(
+        self, timeout: float | None, deadline: float | None, opens: bool = False
+    ) -> None:
         woken = allocate_lock()
         woken.acquire()
 
@@ -752,7 +805,7 @@ class Promise(Future[T], Handle, Generic[T]):
                 _main_thread_wakers.append(wake)
             # If the promise is settled meanwhile, other callbacks are not this thread's to call:
             # it would be late, or the caller hold a lock that they need.
-            self._add_hook(wake)
+            self._add_hook(wake if timeout is None or not opens else WhenOpened(wake))
             while not self.done():
                 if in_main and main_thread_calls:
                     try:
@@ -834,7 +887,10 @@ class Promise(Future[T], Handle, Generic[T]):
         elif self._exception is not None:
             state = f"rejected: {type(self._exception).__name__}"
         else:
-            state = f"fulfilled: {type(self._result).__name__}"
+            value = self._result
+            state = "fulfilled"
+            if not is_sealed(value) or value.is_open:
+                state += f": {type(value.open() if is_sealed(value) else value).__name__}"
         return f"<Promise {state} at {id(self):#x}>"
 
     def _repr_html_(self) -> str:
@@ -865,6 +921,81 @@ class _Callback:
         if owner is not None:
             owner.on_callback()
         callbacks_thread.callbacks_thread.add(partial(_call_back, self.fn, promise, owner))
+
+
+class WhenOpened:
+    """A hook of a promise that is called, after the value was opened, in the thread that did so."""
+
+    __slots__ = ("fn",)
+
+    def __init__(self, fn: Callable[[Any], object]) -> None:
+        self.fn = fn
+
+    def __call__(self, promise: Future[Any]) -> None:
+        sealed = unopened(promise)
+        if sealed is not None:
+            when_settled(request_opening(sealed), lambda _: self.fn(promise))
+        else:
+            self.fn(promise)
+
+
+def unopened(settled: Future[Any]) -> Sealed | None:
+    """Return the sealed value of `settled`, if who reads the value would have to build it."""
+    value = stored_value(settled) if isinstance(settled, Promise) else None
+    if not is_sealed(value) or value.is_open or value.error is not None or value.is_slow():
+        return None
+    return value
+
+
+def request_opening(sealed: Sealed) -> Promise[None]:
+    """Have a thread for that open a value. Return a promise that settles when it has tried to, or
+    if there is none.
+    """
+    request = sealed.request
+    if request is not None and request[0] == forked.generation:
+        pending: Promise[None] = request[1]
+        return pending
+    opened: Promise[None] = Signal()
+    if builder_threads.builder_threads.add(partial(_open_for_others, sealed, opened)):
+        # After that, so that an exception in this thread leaves no request that nobody answers.
+        sealed.request = forked.generation, opened
+        if sealed.is_open:  # since: so who has opened it sees the request, or this that it is open
+            fulfill(opened)
+    else:
+        fulfill(opened)
+    return opened
+
+
+def _open_for_others(sealed: Sealed, opened: Promise[None]) -> None:
+    generation, error = forked.generation, None
+    try:
+        try:
+            sealed.open()
+        except BaseException as raised:
+            error = raised.with_traceback(skip_own_frames(raised.__traceback__))
+        forked.exit_if_forked(generation, error)
+        if error is not None and not sealed.is_open:
+            sealed.error = error
+        fulfill(opened)
+        sealed.request = None
+    finally:
+        del sealed, opened, error  # the error's traceback has this frame
+
+
+def _must_build_itself() -> bool:
+    """Return whether this thread must not wait for one that builds values: it is one of these, or
+    settles promises.
+    """
+    return (
+        get_ident() in settling_threads
+        or holds_own_lock()
+        or builder_threads.builder_threads.is_here()
+    )
+
+
+def _is_in_asyncio() -> bool:
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None
 
 
 def _call_back(fn: Callable[[Any], object], promise: Promise[Any], owner: Any) -> None:
@@ -918,15 +1049,37 @@ def set_by_callback(promise: Promise[Any], *awaited: Promise[Any]) -> None:
 def stored_error(settled: Promise[Any]) -> BaseException | None:
     """Return the error that `settled` was rejected with.
 
-    Unlike `Promise.exception`, this neither waits nor opens a value that is stored elsewhere.
+    Unlike `Promise.exception`, this neither waits nor opens a value.
     """
     return settled._exception
+
+
+def stored_value(settled: Future[Any]) -> Any:
+    """Return the value that `settled` has been fulfilled with, which may be sealed."""
+    return settled._result
+
+
+def stored_outcome(settled: Future[Any]) -> tuple[Any, BaseException | None]:
+    """Return the value, which may be sealed, and the error of `settled`, to settle another promise
+    with.
+    """
+    if isinstance(settled, Promise):
+        return stored_value(settled), stored_error(settled)
+    return outcome(settled)
+
+
+def wait_settled(promise: Promise[Any], timeout: float | None) -> None:
+    """Wait until `promise` is settled, without opening its value. Raise as `Promise.result` if it
+    is not in time, or was cancelled.
+    """
+    if promise._state != FINISHED:
+        promise._wait(timeout, opens=False)
 
 
 def outcome(settled: Future[T]) -> tuple[T | None, BaseException | None]:
     """Return the value and the error of `settled`.
 
-    Opens a value that is stored elsewhere, which may fail.
+    Opens a value, which may fail.
     """
     if settled.cancelled():
         return None, None
@@ -974,9 +1127,9 @@ def _apply_and_follow(
 def _follow(after: Promise[Any], inner: Promise[Any]) -> None:
     after._awaited = ()
     try:
-        trampoline.run(after._settle, inner._state, *outcome(inner))
+        trampoline.run(after._settle, inner._state, *stored_outcome(inner))
     finally:
-        del after  # as above, if `inner` has a value that must be opened
+        del after  # as above
 
 
 def _cycle_error(start: Promise[Any], goal: Promise[Any]) -> Exception | None:

@@ -51,7 +51,8 @@ RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES = range(6, 11)
 # belongs to no task: it is the event log of green threads, as JSON (timeline/event_log.py). STORE,
 # FETCH and DROP concern a kept value (drone/store.py), and PACKED and NOT_PACKED answer FETCH:
 # their number is that of the task whose value is kept, or the number that the drone gave to the
-# value. KEPT_VALUES lists the values made by a drone whose handles are in the result of a task.
+# value. KEPT_VALUES comes before the result of a task in which are handles of values made by the
+# drone, which it lists, or ends of channels: such a result must be unpickled on arrival.
 # RELEASE_RANGE and RANGE_RELEASED belong to no task: their number is that of an object reference
 # (memory/references.py) that its receiver no longer needs.
 

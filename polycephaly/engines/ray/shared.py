@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from ...memory.references import Serialized, load_with_buffers
 from ...promises.promise import FINISHED, Promise, misplaced_error, pickling_state
+from ...promises.sealed import Sealed
 from ...store.handle import StoredHandle
 from ...wire.functions import FunctionRegistry
 from ...wire.main_names import MainSnapshot
@@ -58,25 +59,38 @@ class RayShared(StoredHandle["_SettledRef"], Generic[T]):
 class _SettledRef(Promise[Any]):
     """A promise that is already settled, by a value in the object store."""
 
-    _is_lazy = True
+    def __init__(self, packed: Serialized) -> None:
+        super().__init__()
+        self._settle(FINISHED, _InStore(packed), None)
+
+
+class _InStore(Sealed):
+    """A value in the object store, fetched anew each time, so that the handle keeps no view of the
+    store's memory.
+    """
+
+    __slots__ = ("_packed",)
+
+    stays_sealed = True
 
     def __init__(self, packed: Serialized) -> None:
         super().__init__()
-        self.serialized = packed
-        self._settle(FINISHED, None, None)
+        self._packed = packed
 
-    def _load_value(self) -> Any:
-        places: list[Any] = list(self.serialized.places)
-        # Fetched anew, so that the handle keeps no view of the store's memory.
+    def open(self) -> Any:
+        places: list[Any] = list(self._packed.places)
         views = [LazyBuffers(each.ref, each.session).buffers[index] for each, index, _ in places]
-        return load_with_buffers(self.serialized.inline, [memoryview(each) for each in views])
+        return load_with_buffers(self._packed.inline, [memoryview(each) for each in views])
 
-    def _serialized_part(self, registry: Any) -> Serialized | None:
+    def is_slow(self) -> bool:
+        return True
+
+    def serialized(self, registry: Any) -> Serialized | None:
         in_store = isinstance(registry.store, RayStore) and all(
             stored.session == registry.store.session  # type: ignore[attr-defined]
-            for stored, _, _ in self.serialized.places
+            for stored, _, _ in self._packed.places
         )
-        return self.serialized if in_store else None
+        return self._packed if in_store else None
 
 
 def share(value: T, registry: FunctionRegistry) -> RayShared[T]:

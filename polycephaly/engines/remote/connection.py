@@ -322,7 +322,13 @@ class Connection(ServerConnection, TaskRunner):
 
     def after_turn(self) -> None:
         self._send_queued()
-        unfinished = self.queue or self._in_flight or self._waiting or self._pending_requests
+        unfinished = (
+            self.queue
+            or self._in_flight
+            or self._waiting
+            or self._pending_requests
+            or self.openings_left
+        )
         if self.refusal is not None and not unfinished:  # it was closed
             self.end()
 
@@ -334,7 +340,7 @@ class Connection(ServerConnection, TaskRunner):
 
     def is_done(self) -> bool:
         self.waits_for_callbacks = True
-        return not self.has_callbacks_left()
+        return not self.has_anything_left()
 
     def end_if_called_back(self) -> None:
         self.run_outside_lock(self.end_if_done)
