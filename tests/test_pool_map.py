@@ -490,6 +490,21 @@ def test_a_length_is_not_believed_at_the_pools_end(monkeypatch):
     assert list(failing) == [1, 2, 3]
 
 
+def test_a_buffer_is_filled_at_the_call_though_the_input_is_slow():
+    def numbers():
+        for i in range(20):
+            time.sleep(0.1)
+            taken.append(i)
+            yield i
+
+    taken = []
+    with poly.Pool(2) as pool:
+        results = pool.map(abs, numbers(), buffersize=3)
+        assert len(taken) == 3
+        assert next(results) == 0 and len(taken) <= 4
+        results.close()
+
+
 def test_a_pool_ends_with_few_calls_of_an_unread_map_that_has_a_buffersize():
     numbers = Counting(range(1000))
     with poly.Pool(1) as pool:

@@ -329,6 +329,7 @@ class Ordered:
         # The thread that ends the pool may send while another begins to read.
         self._lock = Lock()
         self._buffersize = buffersize
+        self._has_begun = False
         self._timeout = timeout
         # Of all waits (`time.monotonic`).
         self._deadline = inf if timeout is None else monotonic() + timeout
@@ -353,6 +354,8 @@ class Ordered:
         max_tasks = self.source.tasks_ahead()
         if self._closed:
             return
+        fills_buffer = self._buffersize is not None and not self._has_begun
+        self._has_begun = True
         if self._inputs_are_slow and self._has_result():
             self._inputs_are_slow = False  # until they are looked at again, for the next result
             return
@@ -374,7 +377,7 @@ class Ordered:
             # Inputs may come slowly, from a socket for example: results do not wait for them.
             if self.source.may_be_slow:
                 self._inputs_are_slow = monotonic() > begun + SLICE_SECONDS
-            if self._inputs_are_slow and self._has_result():
+            if self._inputs_are_slow and self._has_result() and not fills_buffer:
                 return
 
     def _has_result(self) -> bool:

@@ -70,7 +70,7 @@ of an error.
 """
 MAX_BYTES_OPENED_AT_ONCE = 16 * 1024
 """Bytes of a pickled value up to which it is built where promises are settled, if that takes no
-code of users. It takes less than 0.2 ms.
+code of users. It takes 0.04 to 0.2 ms for numbers, texts and dicts, and 0.6 ms for empty lists.
 """
 _PLAIN_TYPES = SMALL_TYPES | {str, bytes}
 _numbers = itertools.count(1)
