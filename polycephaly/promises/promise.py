@@ -844,7 +844,7 @@ class Promise(Future[T], Handle, Generic[T]):
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
-        self._when_settled(on_settled)
+        self._when_settled(WhenOpened(on_settled))  # so that the loop is woken once
         try:
             yield from wakeup
         except asyncio.CancelledError:
