@@ -572,6 +572,18 @@ def test_an_error_of_building_is_the_promises_in_every_way_of_asking(pool):
     assert any("item 0" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.parametrize("return_exceptions", [False, True])
+def test_a_map_builds_a_value_that_cannot_be_built_once(pool, return_exceptions):
+    GATES["bad"] = refuse
+    results = pool.map(Value, ["bad"], return_exceptions=return_exceptions)
+    if return_exceptions:
+        assert list(map(type, results)) == [ValueError]
+    else:
+        with pytest.raises(ValueError):
+            list(results)
+    assert BUILT == ["bad"]
+
+
 @pytest.mark.guarantee("error-4")
 def test_an_input_that_cannot_be_built_rejects_the_call(pool):
     GATES["bad"] = refuse

@@ -223,10 +223,11 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
             tasks = stream.take_settled()
             if not tasks:
                 break
-            if stream.error_of(tasks[0]) is not None:
+            errors = [stream.error_of(tasks[0])]
+            if errors[0] is not None:
                 if not stream.return_exceptions:
-                    raise _pop_error(tasks, stream)
-                yield [_pop_error(tasks, stream)]
+                    raise _pop_error(errors, tasks, stream)
+                yield [_pop_error(errors, tasks, stream)]
                 continue
             if not isinstance(tasks[0], Slice):
                 yield _pop_values(tasks)
@@ -272,9 +273,11 @@ def _failure(answers: Answers, task: Task, stream: Ordered) -> BaseException:
     return error
 
 
-def _pop_error(tasks: list[Task], stream: Ordered) -> BaseException:
-    task = tasks.pop()
-    error = task.exception()
+def _pop_error(
+    errors: list[BaseException | None], tasks: list[Task], stream: Ordered
+) -> BaseException:
+    """Return the error of the task, and take both from their lists: no frame keeps them."""
+    task, error = tasks.pop(), errors.pop()
     assert error is not None
     if isinstance(error, Exception):
         add_note(error, stream.source.label, task)
