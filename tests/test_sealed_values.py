@@ -137,13 +137,20 @@ def test_a_value_that_nobody_needs_is_never_built_and_keeps_nothing(pool):
     assert not BUILT
 
 
-def test_threads_that_read_a_value_at_the_same_time_get_one_object_and_wait_for_no_other(pool):
-    def build(value):
+def hold_the_first():
+    """Hold the first thread that builds a value "met", until the event that is returned is set."""
+
+    def build(_):
         if len(BUILT) == 1:
             assert others_are_done.wait(60)
 
     others_are_done = threading.Event()
     GATES["met"] = build
+    return others_are_done
+
+
+def test_threads_that_read_a_value_at_the_same_time_get_one_object_and_wait_for_no_other(pool):
+    others_are_done = hold_the_first()
     promise = settled(pool.promise(Value, "met"))
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(promise.result)
@@ -409,12 +416,7 @@ def test_values_that_need_each_other_are_told_so_in_whatever_threads(pool):
 
 
 def test_who_waits_for_a_thread_that_builds_a_value_is_told_of_one_that_was_faster(pool):
-    def build(_):
-        if len(BUILT) == 1:
-            assert others_are_done.wait(60)
-
-    others_are_done = threading.Event()
-    GATES["met"] = build
+    others_are_done = hold_the_first()
     promise = settled(pool.promise(Value, "met"))
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(promise.result, 60)

@@ -56,10 +56,6 @@ class Full(MemoryError):
     """The arena has no room for a value. The message reports how much there is."""
 
 
-def _clean_nothing() -> None:
-    """Do nothing: the arena has ended, or is another process's."""
-
-
 class Arena:
     """The shared memory itself, and the ranges in use by this process. Any thread may call it.
 
@@ -75,7 +71,7 @@ class Arena:
         self.pid = os.getpid()
         self.range_refs: dict[int, tuple[int, int]] = {}
         self.mapped: dict[int, weakref.ref[Mapping]] = {}
-        self.request_cleanup: Callable[[], object] = _clean_nothing
+        self.request_cleanup: Callable[[], object] = lambda: None
         """Called when a block was returned, or when ranges are kept for a forked child.
 
         The call may come in any thread, at any point of that thread's code. In the controller, the
@@ -92,7 +88,7 @@ class Arena:
         controller sees which way results come.
         """
         self.pid = os.getpid()
-        self.request_cleanup = _clean_nothing
+        self.request_cleanup = lambda: None
         self._warned = True
         self.range_refs.clear()
 
@@ -143,7 +139,7 @@ class Arena:
         # Prevents a range reference that ends now from closing the arena in the meantime.
         self.range_refs[0] = (0, 0)
         self.ended = True
-        self.request_cleanup = _clean_nothing  # values that stay must not keep the engine
+        self.request_cleanup = lambda: None  # values that stay must not keep the engine
         # A child that user code forked may read these ranges for ever: no process frees them.
         for range_ref in (forked := _pop_ranges_of(self)):
             range_ref.pid = 0

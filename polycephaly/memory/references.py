@@ -96,13 +96,9 @@ class RefTable:
         """
         self.closed = True
         # A value that was not unpickled yet keeps this table, and must not keep the pool.
-        self.on_release = _report_to_nobody
+        self.on_release = lambda: None
         self.lent.clear()
         self.arena.clear(*self.region)
-
-
-def _report_to_nobody() -> None:
-    """Do nothing: the other process is dead."""
 
 
 class Serialized:

@@ -361,8 +361,7 @@ class Dispatcher(DispatcherBase):
         """Return whether no call is unsettled, no map unfinished, and this thread may wait for a
         snapshot. Any thread may call this, without the reactor's lock.
         """
-        waiting = self.awaiting_inputs or self.inbound or self.parked or self.openings_left
-        if waiting or not self.reactor.can_wait():
+        if self._has_unqueued() or not self.reactor.can_wait():
             return False
         with suppress(IndexError):
             if not self.queue[0].done():  # of many tasks, one is enough
@@ -934,6 +933,11 @@ class Dispatcher(DispatcherBase):
             if task.target is handle:
                 self.reactor.deliver(task.cancel)
 
+    def _has_unqueued(self) -> bool:
+        """Return whether a task is neither queued nor at a drone, and not settled yet."""
+        # In this order, because any thread may move a task from the first to the second.
+        return bool(self.awaiting_inputs or self.inbound or self.parked or self.openings_left)
+
     def _unfinished(self) -> bool:
         # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
         if self.abandoned:
@@ -941,7 +945,7 @@ class Dispatcher(DispatcherBase):
         # Checked first, because a task that has left these sets is in a queue by then.
         if self.resources.have_unsettled_tasks():
             return True
-        if self.awaiting_inputs or self.inbound or self.parked or self.openings_left:
+        if self._has_unqueued():
             return True
         with suppress(IndexError):
             while self.queue[0].done():  # cancelled while it was queued

@@ -259,9 +259,9 @@ def _handle_special_outcome(
 
 
 def settle(answered: Iterable[Task]) -> None:
-    """Settle tasks by their answers. What takes code of users to build is sealed, or left to the
-    opener: errors, and values with ends of channels or handles of kept values, which have arrived
-    only when they are unpickled.
+    """Settle tasks by their answers. A value is sealed if building it runs code of users. The
+    opener builds errors, and values with ends of channels or handles of kept values, which have
+    arrived only when they are unpickled.
     """
     for task in answered:
         if task.status == VALUE and task.is_opened_at_once(task.payload):

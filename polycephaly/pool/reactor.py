@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from ..promises import promise as promises
 from ..promises.event_loop import EventLoop
-from ..promises.opener_thread import settling_threads
+from ..promises.opener_thread import is_settling_thread, settling_threads
 from ..promises.promise import Signal
 from ..runtime import fork_guard
 from ..runtime.deferred_sigint import end_by_sigint
@@ -223,7 +223,7 @@ class Reactor(EventLoop):
 
     def can_wait(self) -> bool:
         """Return True if promises go on being settled while this thread waits."""
-        return not (self.has_ended or get_ident() in settling_threads or self._lock.is_held_here())
+        return not (self.has_ended or is_settling_thread() or self._lock.is_held_here())
 
     # -- holding the lock: used by tenants --------------------------------------------------------
 

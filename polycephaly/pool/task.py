@@ -26,7 +26,7 @@ from ..errors import Lost, skip_own_frames, type_with_article
 from ..memory.blocks import pristine_view
 from ..memory.references import Received, Serialized, load, load_with_buffers
 from ..promises import opener_thread
-from ..promises.opener_thread import settling_threads
+from ..promises.opener_thread import is_settling_thread, settling_threads
 from ..promises.promise import (
     DICT_AT_CREATION,
     FINISHED,
@@ -302,8 +302,8 @@ class Task(Promise[Any]):
                     self.add_kept_values(captured)
                 self.dispatcher.on_inputs_ready(self)
                 return
-        # The pickling of values runs code of users.
-        if _is_settling() and not self._can_be_forwarded(self.inputs):
+        # The pickling of values runs code of users, which would delay other promises there.
+        if is_settling_thread() and not self._can_be_forwarded(self.inputs):
             self._pickle_in_opener()
         else:
             self._pickle_inputs()
@@ -329,7 +329,7 @@ class Task(Promise[Any]):
         """Put the values of the inputs into the call."""
         inputs = self.inputs
         try:
-            for each in inputs if _is_settling() else ():
+            for each in inputs if is_settling_thread() else ():
                 sealed = unopened(each) if isinstance(each, Promise) else None
                 if sealed is not None and sealed.serialized(self.dispatcher.registry) is None:
                     when_settled(request_opening(sealed), self._pickle_in_opener)
@@ -356,7 +356,7 @@ class Task(Promise[Any]):
 
     def _opening_error(self, settled: Promise[Any]) -> BaseException | None:
         """Open the value of an input, if need be, and return the error of that."""
-        if _stored_part(_value_in_call(settled), self.dispatcher.registry) is not None:
+        if _stored_part(settled, self.dispatcher.registry) is not None:
             return None
         return settled.exception()
 
@@ -692,14 +692,9 @@ def _release(address: str) -> None:
         release_frames(address)
 
 
-def _is_settling() -> bool:
-    """Return whether this is a thread that settles promises, where code of users delays others."""
-    return get_ident() in settling_threads
-
-
 def _value_in_call(arg: Any) -> Any:
-    """Return what stands for an argument in its call, now that all promises are settled: the value
-    of a promise, or the promise if its value is sealed.
+    """Return the value of an argument that is a promise, now that all are settled, or the promise
+    itself if its value is sealed. Return any other argument as it is.
     """
     if not isinstance(arg, Promise):
         return arg

@@ -27,7 +27,6 @@ from .promise import (
     check_can_wait,
     fulfill,
     reject,
-    stored_error,
     stored_outcome,
     trampoline,
     when_settled,
@@ -332,7 +331,7 @@ def _stored_error_of(future: Future[Any]) -> BaseException | None:
     """Return the error without opening a value, which may turn out to have one."""
     if future.cancelled():
         return CancelledError()
-    return stored_error(future) if isinstance(future, Promise) else future.exception()
+    return stored_outcome(future)[1]
 
 
 def _values_of(promises: Iterable[Future[Any]], return_exceptions: bool) -> list[Any]:

@@ -1,11 +1,11 @@
 """The thread that runs users' pickling code for the loops.
 
-    loop's thread ──add──> this thread ──> errors of tasks, and what has to be there when a promise
-                                           settles: it unpickles these, and settles the promises
-                                           values of promises that other tasks take: it pickles them
+    loop's thread ──add──> this thread ──> unpickles errors of tasks, and values with ends of
+                                           channels or handles, and settles the promises
+                                           pickles values of promises that other tasks take
 
-So code of these that takes long delays what is behind it in this thread, and nothing else: values
-arrive, tasks are sent, waits end in time.
+So code of these that takes long delays the calls behind it in this thread, and nothing else: other
+values arrive, tasks are sent, waits end in time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ settling_threads: set[int] = set()
 """Ids of the threads that settle promises. Such a thread would wait for itself if it waited for a
 promise, so waiting there raises an error.
 """
+
+
+def is_settling_thread() -> bool:
+    """Return whether the caller is in one of `settling_threads`."""
+    return get_ident() in settling_threads
 
 
 class OpenerThread(LazyThread):

@@ -43,7 +43,7 @@ from ..runtime.safe_log import SafeLog
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..runtime.tuning import tuning
 from . import builder_threads, callbacks_thread
-from .opener_thread import settling_threads
+from .opener_thread import is_settling_thread
 from .sealed import Sealed, is_sealed
 from .trampoline import Trampoline
 
@@ -233,7 +233,7 @@ class Promise(Future[T], Handle, Generic[T]):
         Raises
         ------
         TimeoutError
-            If the promise is not settled in time.
+            If the promise is not settled in time, or its value not unpickled.
         concurrent.futures.CancelledError
             If the promise was cancelled.
         TypeError, ValueError
@@ -297,7 +297,7 @@ class Promise(Future[T], Handle, Generic[T]):
 
     def _await_opening(self, sealed: Sealed, timeout: float | None, began: float) -> None:
         """Wait until another thread has opened the value, if there is a `timeout` to hold."""
-        if timeout is None or sealed.is_open or sealed.error is not None or sealed.is_slow():
+        if timeout is None or not sealed.is_unopened:
             return
         limit = check_seconds("timeout", timeout)
         if limit > 0 and not _must_build_itself():
@@ -747,7 +747,7 @@ class Promise(Future[T], Handle, Generic[T]):
                     "so that the promise could not be settled: call `promise`, `close` or "
                     "`shutdown(wait=False)` in finalizers, and wait elsewhere"
                 )
-            if get_ident() in settling_threads:
+            if is_settling_thread():
                 raise RuntimeError(
                     f"code that rebuilds a result, for example, waited for {self!r} in the thread "
                     "that settles promises, which would then wait for itself: use another thread"
@@ -908,7 +908,7 @@ class _Callback:
         self.fn = fn
 
     def __call__(self, promise: Promise[Any]) -> None:
-        if get_ident() not in settling_threads:
+        if not is_settling_thread():
             fn = self.fn
             del self
             try:
@@ -940,11 +940,9 @@ class WhenOpened:
 
 
 def unopened(settled: Future[Any]) -> Sealed | None:
-    """Return the sealed value of `settled`, if who reads the value would have to build it."""
+    """Return the sealed value of `settled`, if that has to be built by the thread that reads it."""
     value = stored_value(settled) if isinstance(settled, Promise) else None
-    if not is_sealed(value) or value.is_open or value.error is not None or value.is_slow():
-        return None
-    return value
+    return value if is_sealed(value) and value.is_unopened else None
 
 
 def request_opening(sealed: Sealed) -> Promise[None]:
@@ -959,7 +957,7 @@ def request_opening(sealed: Sealed) -> Promise[None]:
     if builder_threads.builder_threads.add(partial(_open_for_others, sealed, opened)):
         # After that, so that an exception in this thread leaves no request that nobody answers.
         sealed.request = forked.generation, opened
-        if sealed.is_open:  # since: so who has opened it sees the request, or this that it is open
+        if sealed.is_open:  # since then, by a thread that may not have seen the request
             fulfill(opened)
     else:
         fulfill(opened)
@@ -986,11 +984,7 @@ def _must_build_itself() -> bool:
     """Return whether this thread must not wait for one that builds values: it is one of these, or
     settles promises.
     """
-    return (
-        get_ident() in settling_threads
-        or holds_own_lock()
-        or builder_threads.builder_threads.is_here()
-    )
+    return is_settling_thread() or holds_own_lock() or builder_threads.builder_threads.is_here()
 
 
 def _is_in_asyncio() -> bool:

@@ -1,16 +1,16 @@
-"""A value that has arrived, and that nobody has needed yet.
+"""A value that has arrived, and that no thread has needed yet.
 
     loop's thread ──settles a promise with──> Sealed ──open──> the value
-                                                who needs it: the thread that reads it, or a thread
-                                                for that, where a wait has to end in time
+                                                by the thread that reads it, or by a thread for
+                                                that, where a wait has to end in time
 
 Building a value runs code of users (`__setstate__`, imports), which may take any time, wait, or
 fail. So the thread that settles promises does not build values, apart from those of small builtin
-types. `done` is True before the value is built, and a value that nobody needs is never built.
+types. `done` is True before the value is built, and a value that is never read is never built.
 
-No thread waits for another that builds a value, because the code of the value may wait for what the
-first has to do. Of threads that read a value at the same time, each builds it, and all get the
-object that was there first.
+No thread waits for another that builds a value, because the code of the value may wait for a
+promise that the first thread has to settle. Of threads that read a value at the same time, each
+builds it, and all get the object that was there first.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class Sealed:
     @property
     def is_open(self) -> bool:
         return bool(self._values)
+
+    @property
+    def is_unopened(self) -> bool:
+        """True if the thread that reads the value would have to build it."""
+        return not (self.is_open or self.error is not None or self.is_slow())
 
     def is_slow(self) -> bool:
         """Return whether opening would fetch the value from another machine."""
