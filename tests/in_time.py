@@ -23,6 +23,7 @@ from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
 from polycephaly.pool.engine import Engine
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
+from polycephaly.pool.task import Task
 from polycephaly.promises import opener_thread
 from polycephaly.promises.event_loop import EventLoop
 from polycephaly.runtime.hidden import Hidden
@@ -374,10 +375,16 @@ def make_ready(dispatcher):
             handle.says_hello()
 
 
+def submitted(dispatcher, what, *args, target=None, task_options=None):
+    """The task of a call."""
+    task = Task(dispatcher)
+    dispatcher.submit(what, args, {}, target, task_options, task)
+    return task
+
+
 def give(dispatcher, what, *args, timeout=None, retries=0, target=None):
-    """A call, sent if a drone takes it."""
-    task = dispatcher.submit(
-        what, args, {}, target=target, task_options=TaskOptions(timeout, retries)
-    )
+    """The task of a call, sent if a drone takes it."""
+    options = TaskOptions(timeout, retries)
+    task = submitted(dispatcher, what, *args, target=target, task_options=options)
     dispatcher.reactor.turn()
     return task

@@ -34,7 +34,7 @@ from polycephaly.pool.handlers import handle_message, handle_unsent_results
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.retry import Retry
 from polycephaly.pool.task import Slice, Task
-from polycephaly.promises.promise import FINISHED, Promise
+from polycephaly.promises.promise import Promise, fulfill
 from polycephaly.wire import placeholders
 from polycephaly.wire.exceptions import pack_exception
 from polycephaly.wire.messages import (
@@ -387,7 +387,7 @@ class Interleaving:
         self.reactor = SteppedReactor()
         self.drones = []
         self.names = {}  # of functions, by their numbers
-        self.promises = {}  # of plain calls, by key
+        self.submitted = {}  # of plain calls, by key
         self.slices = []  # and the keys of each
         self.calls = {}  # what was asked for, by key
         self.begun = {}  # drones, by key
@@ -439,9 +439,9 @@ class Interleaving:
             target = self.dispatcher.handles[choose(len(self.dispatcher.handles))]
         inputs = []
         keeps = choose(4) == 3
-        if self.promises and choose(4) == 3:
+        if self.submitted and choose(4) == 3:
             inputs = [1 + choose(self.keys) for _ in range(1 + choose(2))]
-            inputs = [key for key in inputs if key in self.promises]
+            inputs = [key for key in inputs if key in self.submitted]
         key = self.new_key()
         self.calls[key] = {
             "retries": retries,
@@ -451,17 +451,11 @@ class Interleaving:
             "timeout": options.timeout,
             "pushes": [*self.pushes],
         }
-        promises = [self.promises[each] for each in inputs]
+        promises = [self.submitted[each].promise for each in inputs]
         self.note("submits", key, function.__name__, options, target or "", inputs)
         try:
-            task = self.dispatcher.submit(
-                function,
-                (key, *promises),
-                {},
-                target=target,
-                task_options=options,
-                task=KeptTask(self.dispatcher) if keeps else None,
-            )
+            task = (KeptTask if keeps else Task)(self.dispatcher)
+            self.dispatcher.submit(function, (key, *promises), {}, target, options, task)
         except (RuntimeError, DroneDied):  # BrokenProcessPool among them: it takes no more
             assert (
                 self.dispatcher.refusal is not None
@@ -470,7 +464,7 @@ class Interleaving:
             )
             return
         self.names[task.definition.number] = function.__name__
-        self.promises[key] = task
+        self.submitted[key] = task
 
     def submit_slice(self):
         keys = [self.new_key() for _ in range(2 + self.choose(4))]
@@ -497,10 +491,10 @@ class Interleaving:
         self.slices.append((task, keys))
 
     def cancel(self):
-        if self.promises:
-            key = list(self.promises)[self.choose(len(self.promises))]
+        if self.submitted:
+            key = list(self.submitted)[self.choose(len(self.submitted))]
             self.note("cancels", key)
-            if self.promises[key].cancel(running=bool(self.choose(2))):
+            if self.submitted[key].promise.cancel(running=bool(self.choose(2))):
                 self.cancelled.add(key)
 
     def cancel_slice(self):
@@ -510,7 +504,7 @@ class Interleaving:
             self.cancelled.update(keys)
             parts = [task]
             for part in parts:
-                part.cancel()
+                part.promise.cancel()
                 parts += part.followers
 
     def close(self):
@@ -563,31 +557,31 @@ class Interleaving:
 
     def give_up(self):
         """A caller drops its promise, and with it the handle of a kept value."""
-        if self.promises:
-            key = list(self.promises)[self.choose(len(self.promises))]
-            if self.promises[key].done():
+        if self.submitted:
+            key = list(self.submitted)[self.choose(len(self.submitted))]
+            if self.submitted[key].promise.done():
                 self.note("gives up", key)
-                self.check_outcome(key, self.promises.pop(key))
+                self.check_outcome(key, self.submitted.pop(key))
 
     def fetch(self):
         """What `Kept.value` does before it waits."""
         kept = [
             key
-            for key, task in self.promises.items()
-            if isinstance(task, KeptTask) and task.done() and not failed(task)
+            for key, task in self.submitted.items()
+            if isinstance(task, KeptTask) and task.promise.done() and not failed(task)
         ]
         if kept:
             key = kept[self.choose(len(kept))]
             self.note("fetches", key)
             fetched = Promise()
             self.fetched.append((key, fetched))
-            owner = self.promises[key].result()._get_content()
+            owner = self.submitted[key].promise.result()._get_content()
             self.reactor.post(lambda: self.dispatcher.directory.fetch(owner, fetched))
 
     def lease(self):
         """Another process takes tasks, or gives some back, in one of the ways that it can."""
         if not self.leased:
-            keys = {id(task): key for key, task in self.promises.items() if type(task) is Task}
+            keys = {id(task): key for key, task in self.submitted.items() if type(task) is Task}
             self.note("leases")
             many = 1 + self.choose(3)
             leased = leases.lease(self.dispatcher, many, lambda task: id(task) in keys)
@@ -603,7 +597,7 @@ class Interleaving:
         self.on_begun(None, None, keys)
         if how == 1:
             for task, key in zip(tasks, keys, strict=True):
-                self.reactor.deliver(partial(task._settle, FINISHED, value_of(key), None))
+                self.reactor.deliver(partial(fulfill, task.promise, value_of(key)))
             leases.on_settled(self.dispatcher, tasks)
         else:
             leases.on_lost(self.dispatcher, tasks, DroneDied("the other process was lost"))
@@ -805,7 +799,7 @@ class Interleaving:
             self.leased = []
         self.cooperate(
             lambda: (
-                all(task.done() for task in self.all_tasks())
+                all(task.promise.done() for task in self.all_tasks())
                 and all(fetched.done() for _, fetched in self.fetched)
                 and not any(handle.in_flight for handle in self.dispatcher.handles)
                 and (
@@ -819,7 +813,9 @@ class Interleaving:
             if handle.state is State.READY:
                 assert not (handle.in_flight or handle.unknown or handle.overlapping)
                 assert handle.load == 0.0
-                assert all(task.done() for task in handle.dedicated)  # if it is unresponsive
+                assert all(
+                    task.promise.done() for task in handle.dedicated
+                )  # if it is unresponsive
         for key, fetched in self.fetched:
             if failed(fetched):
                 assert isinstance(fetched.exception(), Lost | Failed)
@@ -836,8 +832,8 @@ class Interleaving:
             self.check_slice(task, keys)
 
     def give_up_all(self):
-        while self.promises:
-            self.check_outcome(*self.promises.popitem())
+        while self.submitted:
+            self.check_outcome(*self.submitted.popitem())
 
     def nothing_is_kept(self):
         kept = [each for each in self.drones if each.store and not each.is_gone]
@@ -846,7 +842,7 @@ class Interleaving:
         return not kept
 
     def all_tasks(self):
-        tasks = list(self.promises.values()) + [task for task, _ in self.slices]
+        tasks = list(self.submitted.values()) + [task for task, _ in self.slices]
         for task in tasks:
             tasks += task.followers if isinstance(task, Slice) else ()
         return tasks
@@ -861,7 +857,7 @@ class Interleaving:
             self.settle()
             self.reactor.pass_(0.3)
             self.settle()
-        left = [task.number for task in self.all_tasks() if not task.done()]
+        left = [task.number for task in self.all_tasks() if not task.promise.done()]
         handles = [
             f"{each.name} {each.state.name} {each.unresponsive or ''} "
             f"in flight {list(each.in_flight)}, there {list(each.running)} {len(each.todo)}"
@@ -924,12 +920,12 @@ class Interleaving:
 
     def check_outcome(self, key, task):
         call, begun = self.calls[key], self.begun.get(key, [])
-        if task.cancelled():
+        if task.promise.cancelled():
             assert key in self.cancelled or self.cancels_all or call["inputs"]
             return
-        error = task.exception()
+        error = task.promise.exception()
         if error is None:
-            assert isinstance(task, KeptTask) or task.result() == value_of(key)
+            assert isinstance(task, KeptTask) or task.promise.result() == value_of(key)
             assert begun
         elif isinstance(error, Lost):
             assert call["inputs"]
@@ -966,11 +962,11 @@ class Interleaving:
         )
 
     def check_slice(self, task, keys):
-        if task.cancelled() or task.exception() is not None:
-            if task.cancelled():
+        if task.promise.cancelled() or task.promise.exception() is not None:
+            if task.promise.cancelled():
                 assert self.cancels_all or self.cancelled.issuperset(keys)
             return
-        answers = task.result()
+        answers = task.promise.result()
         values = list(answers)
         assert values == [value_of(key) for key in keys[: len(values)]]
         done = len(values)
@@ -984,7 +980,7 @@ class Interleaving:
 
 
 def failed(task):
-    return task.cancelled() or task.exception() is not None
+    return task.promise.cancelled() or task.promise.exception() is not None
 
 
 def _name(word):

@@ -23,6 +23,7 @@ import polycephaly as poly
 from polycephaly.drone import debugger as debugging
 from polycephaly.drone.pdb_import import replace_set_trace
 from polycephaly.engines.local import engine
+from polycephaly.pool.task_promise import facts_of
 from polycephaly.wire.debugging import (
     MAX_KEPT_FRAMES,
     MAX_TEXT_BYTES,
@@ -587,7 +588,7 @@ def test_an_error_arrives_even_if_its_frames_cannot_be_kept():
         pool.doit("import os; os.waitpid(-1, 0)")  # of the process that has kept the frames
         second = pool.promise("1 // 0")
         assert isinstance(second.exception(), ZeroDivisionError)
-        assert second._frames_address() is not None
+        assert facts_of(second).frames_address() is not None
         second.release()
 
 
@@ -596,6 +597,6 @@ def test_frames_are_those_of_the_last_attempt():
         retry = poly.Retry(2, on=ZeroDivisionError, delay=0.01)
         failed = pool.options(retries=retry).promise("1 // 0")
         assert isinstance(failed.exception(), ZeroDivisionError)
-        assert failed._frames_address() is not None
-        assert len(glob.glob(f"{os.path.dirname(failed._frames_address())}/task-*.d")) == 1
+        assert facts_of(failed).frames_address() is not None
+        assert len(glob.glob(f"{os.path.dirname(facts_of(failed).frames_address())}/task-*.d")) == 1
         failed.release()

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from in_time import dispatcher_of, give, make_ready
+from in_time import dispatcher_of, give, make_ready, submitted
 from scripted_drones import brief, interleave, lasting, overlapped
 
 from polycephaly import DroneDied, Promise
@@ -41,7 +41,7 @@ def test_a_call_that_waits_for_a_promise_gets_the_error_of_the_pool_that_breaks(
     dispatcher = dispatcher_of(reactor, 1, on_death="break")
     waiting = give(dispatcher, brief, Promise())
     dispatcher.handles[0].dies()
-    assert isinstance(waiting.exception(), DroneDied)
+    assert isinstance(waiting.promise.exception(), DroneDied)
 
 
 def test_a_caller_gets_the_error_of_queueing_a_task_whose_inputs_are_settled(reactor, monkeypatch):
@@ -73,7 +73,7 @@ def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):
         pack_outcomes([pack_outcome(task.number, SPLIT, 0.0, 0.0, answers, b"")]),
     )
     reactor.turn()
-    assert isinstance(task.exception(), DroneDied) and not task.followers
+    assert isinstance(task.promise.exception(), DroneDied) and not task.followers
 
 
 def test_a_part_of_a_slice_without_calls_is_no_span(reactor):
@@ -107,10 +107,10 @@ def test_a_time_limit_does_not_hit_a_call_that_a_dead_drone_had_answered(reactor
     reactor.pass_(LATE_RESULTS_SECONDS / 4)
     handle.dies()  # and the answer is under way
     reactor.pass_(LATE_RESULTS_SECONDS / 2)
-    assert not task.done() and not handle.sent_to_it
+    assert not task.promise.done() and not handle.sent_to_it
     handle_message(handle.dispatcher, handle, handle.answer(task, "answered"))
     reactor.turn()
-    assert task.result() == "answered"
+    assert task.promise.result() == "answered"
 
 
 def test_a_lost_answer_of_a_call_beside_others_ends_its_drone(reactor):
@@ -121,7 +121,7 @@ def test_a_lost_answer_of_a_call_beside_others_ends_its_drone(reactor):
     reactor.pass_(2.0)
     assert "malformed" in handle.kill_reason
     handle.dies()
-    assert isinstance(task.exception(), DroneDied)
+    assert isinstance(task.promise.exception(), DroneDied)
 
 
 def test_a_call_whose_answer_may_be_lost_does_not_run_again(reactor):
@@ -131,21 +131,25 @@ def test_a_call_whose_answer_may_be_lost_does_not_run_again(reactor):
     dispatcher.watch_for_lost_answer(handle)
     handle.last_started = lambda: task.number + 1  # which was answered, so it is not in flight
     handle.dies()
-    assert isinstance(task.exception(), DroneDied)
+    assert isinstance(task.promise.exception(), DroneDied)
 
 
 def test_a_large_result_that_a_later_one_overtook_is_lost_and_not_computed_again(reactor):
     dispatcher = dispatcher_of(reactor, 1)
     [handle] = dispatcher.handles
     handle.answers(give(dispatcher, brief))  # known as short, two are sent at once
-    large, small, last = [dispatcher.submit(brief, (each,), {}) for each in range(3)]
+    large, small, last = [submitted(dispatcher, brief, each) for each in range(3)]
     reactor.turn()
     assert [*handle.in_flight.values()] == [large, small, last]
     handle.answers(small)
     handle.last_started = handle.last_answered = lambda: small.number
     handle.dies()
     reactor.pass_(LATE_RESULTS_SECONDS + 0.01)
-    assert isinstance(large.exception(), DroneDied) and small.done() and not last.done()
+    assert (
+        isinstance(large.promise.exception(), DroneDied)
+        and small.promise.done()
+        and not last.promise.done()
+    )
 
 
 def test_a_request_for_a_kept_value_that_is_lost_keeps_no_drone_from_its_end(reactor):
@@ -169,7 +173,7 @@ def test_a_kept_value_that_is_computed_again_while_the_pool_ends_gets_a_drone(re
     reactor.turn()
     make_ready(dispatcher)
     dispatcher.handles[0].answers(again, "again")
-    assert again.result() == "again"
+    assert again.promise.result() == "again"
     dispatcher.handles[0].dies()
     assert dispatcher.has_ended
 
@@ -187,7 +191,7 @@ def test_a_task_for_one_drone_gets_the_error_of_the_pool_that_broke_meanwhile(re
     dispatcher.inbound.append(late)  # by a thread that has seen the drone ready just before
     dispatcher.queue_inbound()
     reactor.turn()
-    assert isinstance(late.exception(), ValueError)
+    assert isinstance(late.promise.exception(), ValueError)
 
 
 def test_a_task_that_is_queued_just_after_its_pool_broke_gets_the_error(reactor):
@@ -198,4 +202,4 @@ def test_a_task_that_is_queued_just_after_its_pool_broke_gets_the_error(reactor)
     dispatcher.inbound.append(late)  # by a thread that has seen the pool whole just before
     dispatcher.queue_inbound()
     reactor.turn()
-    assert isinstance(late.exception(), ValueError)
+    assert isinstance(late.promise.exception(), ValueError)

@@ -1856,7 +1856,7 @@ def test_a_call_that_its_drone_has_and_has_not_begun_takes_its_ends_when_it_is_c
         kept, ch = Channel(), Channel()
         keeps, goes = kept.sender(), ch.sender()
         calls = [drone.promise(short_or_not, keeps), drone.promise(short_or_not, goes)]
-        wait_for(lambda: all(each.sending is not None for each in calls))
+        wait_for(lambda: all(each.spans.sent is not None for each in calls))
         assert calls[1].cancel()
         assert "was cancelled" in items_and_error(ch)[-1]
         if dies:  # and shows only later that it has not begun

@@ -21,7 +21,7 @@ from faults import append, hold_until, lines, wait_for
 import polycephaly as poly
 from polycephaly import Promise, green
 from polycephaly.pool import stall_detection
-from polycephaly.pool.task import Task
+from polycephaly.pool.task_promise import TaskPromise, facts_of
 from polycephaly.runtime.tuning import tuning
 
 
@@ -379,7 +379,7 @@ def test_a_node_that_cannot_be_pickled_rejects_its_path_as_any_does():
     assert isinstance(error, TypeError) and "while pickling the function itself" in str(
         error.__notes__
     )
-    assert f"#{bad.number}" in error.__notes__[-1]
+    assert f"#{facts_of(bad).number}" in error.__notes__[-1]
     assert {node.state for node in poly.Graph(rest).nodes} == {"rejected"}
 
 
@@ -551,8 +551,10 @@ def test_a_program_that_hangs_by_what_nobody_can_know_is_told_so(monkeypatch):
 def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
     """In a turn of the reactor: a long chain must not keep it for minutes."""
     visited = []
-    waits_for = Task._dependencies
-    monkeypatch.setattr(Task, "_dependencies", lambda work: visited.append(work) or waits_for(work))
+    waits_for = TaskPromise._dependencies
+    monkeypatch.setattr(
+        TaskPromise, "_dependencies", lambda node: visited.append(node) or waits_for(node)
+    )
     with poly.Pool(1) as pool:
         last = first = poly.flow(time.sleep)(1000)
         for _ in range(300):
@@ -646,9 +648,10 @@ def test_a_graphs_texts_are_what_mermaid_and_graphviz_take():
         two = poly.flow(lambda x: [x])(one)
         assert two.value == [1]
     graph = poly.Graph(two)
-    assert f"n{one.number} --> n{two.number}" in graph.mermaid()
-    assert f'n{two.number}["&lt;lambda&gt; {two.number} on' in str(graph)
-    assert f"n{one.number} -> n{two.number};" in graph.dot() and graph.dot().endswith("}")
+    first, second = facts_of(one).number, facts_of(two).number
+    assert f"n{first} --> n{second}" in graph.mermaid()
+    assert f'n{second}["&lt;lambda&gt; {second} on' in str(graph)
+    assert f"n{first} -> n{second};" in graph.dot() and graph.dot().endswith("}")
     assert "```mermaid" in graph._repr_markdown_() and "2 done" in repr(graph)
 
 

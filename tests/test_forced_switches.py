@@ -16,8 +16,9 @@ from polycephaly import Promise
 from polycephaly.green import group as groups
 from polycephaly.green import native
 from polycephaly.memory.references import Received
-from polycephaly.pool import handlers, inputs
+from polycephaly.pool import handlers, inputs, task_promise
 from polycephaly.pool import task as work
+from polycephaly.pool.interfaces import TaskRunner
 from polycephaly.promises import event_loop, sealed
 from polycephaly.promises import promise as promises
 from polycephaly.promises.promise import FINISHED
@@ -52,22 +53,32 @@ def promise():
 
 def many():
     """As the reactor settles the short answers of one message."""
-    made = alone()
-    return made, lambda: handlers._settle_values([made], [7], None)
+    task = alone()
+    task.sending, outcome = work.Sending(None, "drone", 0.0, 0.0), (task, 7, 0.0, 1.0)
+    return task.promise, lambda: handlers._settle_values([outcome], 2.0)
 
 
 def node():
     """Of a graph: its value stays sealed."""
-    made = alone()
-    made.is_node, made.status, made.payload = True, VALUE, InSharedMemory()
-    return made, lambda: handlers.settle([made])
+    task = alone()
+    task.is_node, task.status, task.payload = True, VALUE, InSharedMemory()
+    return task.promise, lambda: handlers.settle([task])
 
 
 def alone():
-    """Without a pool, so there is nothing to drive: another thread settles it."""
-    made = work.Task(work.NO_RUNNER)
-    made.definition = FunctionRegistry(MainSnapshot(()), None).define(abs)
-    return made
+    """Of a pool that is not there: another thread settles it."""
+    task = work.Task(Runner())
+    task.definition = Runner.registry.define(abs)
+    return task
+
+
+class Runner(TaskRunner):
+    registry = FunctionRegistry(MainSnapshot(()), None)
+    reactor = SimpleNamespace(belongs_to_parent=False)
+    withdraw = None
+
+    def post(self, callback, *args):
+        pass
 
 
 def by_wait(made):
@@ -104,7 +115,7 @@ def test_who_waits_while_it_is_settled_is_told(make, waiting, first):
         both = settle, lambda: waiting(made)
         return both if first == "the settling" else both[::-1]
 
-    for *values, place in every_meeting(pair, promises, handlers, work, _base):
+    for *values, place in every_meeting(pair, promises, handlers, work, task_promise, _base):
         assert values[first == "the settling"] == 7, place
 
 
@@ -123,7 +134,7 @@ def test_a_callback_that_is_added_while_it_is_settled_is_called_once(make, first
 
         return (settle, add) if first == "the settling" else (add, settle)
 
-    for *_, place in every_meeting(pair, promises, handlers, work):
+    for *_, place in every_meeting(pair, promises, handlers, work, task_promise):
         assert calls[-1] == [7], place
 
 
@@ -184,11 +195,11 @@ def test_no_callback_is_lost_while_those_of_settled_tasks_are_removed(first, mon
         called.clear()
         made = Promise()
         for name in range(4):
-            over = work.Task(work.NO_RUNNER)
+            over = work.Task(Runner())
             made._when_settled(over._on_input_settled)
-            over._settle(FINISHED, None, None)
+            promises.fulfill(over.promise)
             made.add_done_callback(lambda _, name=name: called.append(name))
-        both = lambda: [*inputs._waiters(made)], lambda: made.set_result(7)
+        both = lambda: [*inputs.waiters(made)], lambda: made.set_result(7)
         return both if first == "the removing" else both[::-1]
 
     for *_, place in every_meeting(pair, promises, inputs):
@@ -208,7 +219,7 @@ def test_cancelling_and_settling_agree_on_who_was_first(make, watched, first):
             made._condition  # noqa: B018 - as `wait` asks for it
         return (settle, made.cancel) if first == "the settling" else (made.cancel, settle)
 
-    for *values, place in every_meeting(pair, promises, handlers, work):
+    for *values, place in every_meeting(pair, promises, handlers, work, task_promise):
         cancelled = values[first == "the settling"]
         assert made.done() and made.cancelled() is cancelled, place
         if cancelled:

@@ -59,16 +59,16 @@ def about(*times):
 def test_a_limit_strikes_at_its_time_and_not_before(reactor, alone):
     task = run(alone, timeout=3.0)
     reactor.pass_(3.0 - A_MOMENT)
-    assert not task.done() and not alone.got(CANCEL)
+    assert not task.promise.done() and not alone.got(CANCEL)
     reactor.pass_(A_MOMENT)
-    assert isinstance(task.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]
+    assert isinstance(task.promise.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]
     assert alone.looks == [3.0] and alone.timer_at == math.inf and not alone.deadlines
 
 
 def test_the_error_names_the_call_the_limit_and_the_drone(reactor, alone):
     task = run(alone, timeout=0.25)
     reactor.pass_(0.25)
-    assert str(task.exception()) == "abs ran for more than 0.25 s on pool.0"
+    assert str(task.promise.exception()) == "abs ran for more than 0.25 s on pool.0"
 
 
 FRAMES_OF_A_TASK = [["file.py", 3, "inner", "wait()"], ["file.py", 9, "outer", "inner()"]]
@@ -88,9 +88,9 @@ def test_the_frames_at_which_the_limit_struck_are_the_cause_of_the_error(reactor
     assert not alone.got(FRAMES)
     reactor.pass_(2 * A_MOMENT)
     tells_its_frames(alone, task)
-    assert not task.done() and not alone.got(CANCEL)
+    assert not task.promise.done() and not alone.got(CANCEL)
     reactor.pass_(STACK_SECONDS)
-    lines = str(task.exception().__cause__).splitlines()
+    lines = str(task.promise.exception().__cause__).splitlines()
     assert [line.strip() for line in lines if "File" in line] == [
         'File "file.py", line 9, in outer',
         'File "file.py", line 3, in inner',
@@ -101,9 +101,12 @@ def test_the_frames_at_which_the_limit_struck_are_the_cause_of_the_error(reactor
 def test_a_limit_does_not_wait_for_frames(reactor, alone):
     task = run(alone, timeout=3.0)
     reactor.pass_(3.0)
-    assert isinstance(task.exception(), TimeoutError) and task.exception().__cause__ is None
+    assert (
+        isinstance(task.promise.exception(), TimeoutError)
+        and task.promise.exception().__cause__ is None
+    )
     tells_its_frames(alone, task)  # too late
-    assert task.exception().__cause__ is None
+    assert task.promise.exception().__cause__ is None
 
 
 def test_a_limit_shorter_than_the_time_for_frames_has_them_too(reactor, alone):
@@ -111,7 +114,7 @@ def test_a_limit_shorter_than_the_time_for_frames_has_them_too(reactor, alone):
     reactor.turn()
     tells_its_frames(alone, task)
     reactor.pass_(STACK_SECONDS)
-    assert task.exception().__cause__ is not None
+    assert task.promise.exception().__cause__ is not None
 
 
 @pytest.mark.guarantee("promise-4")
@@ -123,9 +126,9 @@ def test_time_in_the_queue_does_not_count(reactor, alone):
     reactor.pass_(100)
     alone.answers(holding)
     reactor.pass_(3.0 - A_MOMENT)
-    assert not limited.done()
+    assert not limited.promise.done()
     reactor.pass_(A_MOMENT)
-    assert isinstance(limited.exception(), TimeoutError)
+    assert isinstance(limited.promise.exception(), TimeoutError)
 
 
 def test_a_limit_waits_for_the_end_of_a_debuggers_session(reactor, alone):
@@ -133,9 +136,9 @@ def test_a_limit_waits_for_the_end_of_a_debuggers_session(reactor, alone):
     alone.status_page = SimpleNamespace(debugged=1)
     reactor.pass_(100)
     alone.status_page.debugged = 0
-    assert not task.done()
+    assert not task.promise.done()
     reactor.pass_(3.0)
-    assert isinstance(task.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]
+    assert isinstance(task.promise.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -144,7 +147,7 @@ def test_what_is_answered_in_time_is_not_halted(together, reactor, alone):
     reactor.pass_(2.9)
     alone.answers(task, 1, together)
     reactor.pass_(10)
-    assert task.value == 1 and not alone.got(CANCEL) and not alone.kills
+    assert task.promise.value == 1 and not alone.got(CANCEL) and not alone.kills
     assert not alone.deadlines and not reactor.timers.heap
 
 
@@ -152,20 +155,20 @@ def test_what_was_answered_in_time_while_this_process_stood_still_is_not_halted(
     task = run(alone, timeout=3.0)
     alone.unread.append(alone.answer(task, 1))
     reactor.stand_still(1000)
-    assert task.value == 1 and not alone.sent_to_it
+    assert task.promise.value == 1 and not alone.sent_to_it
 
 
 def test_what_was_not_answered_while_this_process_stood_still_is_halted(reactor, alone):
     task = run(alone, timeout=3.0)
     reactor.stand_still(1000)
-    assert isinstance(task.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]
+    assert isinstance(task.promise.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]
 
 
 def test_what_was_cancelled_is_not_halted_again_by_its_limit(reactor, alone):
     task = run(alone, timeout=0.5 * GRACE)
-    assert task.cancel()
+    assert task.promise.cancel()
     reactor.pass_(GRACE - STEP / 2)
-    assert alone.got(CANCEL) == [task.number] and task.cancelled() and not alone.deadlines
+    assert alone.got(CANCEL) == [task.number] and task.promise.cancelled() and not alone.deadlines
     reactor.pass_(STEP)
     assert alone.kills == about(GRACE)
 
@@ -188,20 +191,20 @@ def test_of_several_limits_only_those_that_are_over_strike(reactor, wide):
     tasks = [run(wide, timeout, overlapped) for timeout in (1.0, 1.0, 1.5, 3.0)]
     reactor.pass_(1.0)
     assert wide.got(CANCEL) == [task.number for task in tasks[:2]] and wide.looks == [1.0]
-    assert [task.done() for task in tasks] == [True, True, False, False]
+    assert [task.promise.done() for task in tasks] == [True, True, False, False]
     reactor.pass_(0.5)
-    assert [task.done() for task in tasks] == [True, True, True, False]
+    assert [task.promise.done() for task in tasks] == [True, True, True, False]
 
 
 def test_a_later_but_shorter_limit_sets_an_earlier_timer(reactor, wide):
     long, short = run(wide, 5.0, overlapped), run(wide, 2.0, overlapped)
     reactor.pass_(2.0)
-    assert short.done() and not long.done()
+    assert short.promise.done() and not long.promise.done()
     wide.answers(short)
     reactor.pass_(3.0 - A_MOMENT)
-    assert not long.done()
+    assert not long.promise.done()
     reactor.pass_(A_MOMENT)
-    assert isinstance(long.exception(), TimeoutError)
+    assert isinstance(long.promise.exception(), TimeoutError)
 
 
 def test_a_timer_that_another_comes_before_is_called_off(reactor, wide):
@@ -257,7 +260,7 @@ def test_limits_of_overlapped_work_are_kept_when_more_is_sent(reactor, wide):
 def test_who_does_not_heed_an_interrupt_is_killed_after_grace_in_steps(reactor, alone):
     reactor.pass_(5.0)
     task = run(alone)
-    assert task.cancel()
+    assert task.promise.cancel()
     reactor.pass_(0)
     assert alone.got(CANCEL) == [task.number]
     reactor.pass_(GRACE - STEP / 2)
@@ -271,7 +274,7 @@ def test_who_does_not_heed_an_interrupt_is_killed_after_grace_in_steps(reactor, 
 
 @pytest.mark.guarantee("promise-3")
 def test_a_pause_of_this_process_takes_one_step_of_grace(reactor, alone):
-    run(alone).cancel()
+    run(alone).promise.cancel()
     reactor.stand_still(1000 * GRACE)
     assert len(alone.looks) == 1 and not alone.kills
     reactor.pass_(GRACE - STEP * 3 / 2)
@@ -282,7 +285,7 @@ def test_a_pause_of_this_process_takes_one_step_of_grace(reactor, alone):
 
 def test_who_answers_within_grace_lives(reactor, alone):
     task = run(alone)
-    task.cancel()
+    task.promise.cancel()
     reactor.pass_(GRACE - STEP / 2)
     alone.answers(task)
     reactor.pass_(10 * GRACE)
@@ -291,7 +294,7 @@ def test_who_answers_within_grace_lives(reactor, alone):
 
 def test_an_answer_that_was_not_read_yet_counts(reactor, alone):
     task = run(alone)
-    task.cancel()
+    task.promise.cancel()
     reactor.pass_(GRACE - STEP / 2)
     alone.unread.append(alone.answer(task))
     reactor.pass_(STEP)
@@ -300,7 +303,7 @@ def test_an_answer_that_was_not_read_yet_counts(reactor, alone):
 
 def test_the_dead_are_not_killed(reactor, alone):
     task = run(alone)
-    task.cancel()
+    task.promise.cancel()
     reactor.pass_(0)
     alone.dies()
     alone.in_flight[task.number] = task  # as where it had sent answers that are still on their way
@@ -317,9 +320,9 @@ def test_what_its_limit_has_interrupted_is_killed_after_grace(reactor, alone):
 def test_what_waits_behind_other_work_in_its_drone_holds_nobody_up(reactor, alone):
     known_to_be_short(alone)
     running, behind = run(alone), run(alone)
-    behind.cancel()
+    behind.promise.cancel()
     reactor.pass_(10 * GRACE)
-    assert alone.got(CANCEL) == [behind.number] and not running.done()
+    assert alone.got(CANCEL) == [behind.number] and not running.promise.done()
     assert not alone.kills and len(alone.looks) == GRACE_STEPS
 
 
@@ -327,12 +330,12 @@ def test_what_holds_up_work_behind_it_is_killed(reactor, alone):
     """The work behind it was not begun, so that loses nothing."""
     known_to_be_short(alone)
     running, behind = run(alone), run(alone)
-    running.cancel()
+    running.promise.cancel()
     reactor.pass_(GRACE + A_MOMENT)
     assert alone.kills == about(GRACE)
     alone.dies()
     (new,) = alone.dispatcher.handles
-    assert not behind.done() and new is not alone
+    assert not behind.promise.done() and new is not alone
     new.starts()
     new.says_hello()
     assert behind.number in new.in_flight
@@ -345,13 +348,13 @@ def test_beside_work_that_somebody_waits_for_the_hung_one_is_noted_and_looked_at
     reactor, wide
 ):
     hung, wanted = run(wide, None, overlapped), run(wide, None, overlapped)
-    hung.cancel()
+    hung.promise.cancel()
     reactor.pass_(GRACE - STEP / 2)
     assert not wide.hung and wide.can_take()
     reactor.pass_(STEP)
     assert wide.hung == {hung.number} and not wide.can_take()
     reactor.pass_(10 * GRACE)
-    assert not wide.kills and not wanted.done()
+    assert not wide.kills and not wanted.promise.done()
     assert wide.looks == about(*(STEP * step for step in range(1, 11 * GRACE_STEPS + 1)))
 
 
@@ -364,21 +367,21 @@ def test_beside_work_that_somebody_waits_for_the_hung_one_is_noted_and_looked_at
 )
 def test_the_hung_one_is_killed_when_all_beside_it_are_done(how, killed, reactor, wide):
     hung, *beside = [run(wide, None, overlapped) for _ in "123"]
-    hung.cancel()
+    hung.promise.cancel()
     for task, at in zip(beside, (1.5 * GRACE, 2.2 * GRACE), strict=True):
         reactor.pass_(at - reactor.passed)
         assert not wide.kills
         if how == "answered":
             wide.answers(task)
         else:
-            task.cancel()
+            task.promise.cancel()
     reactor.pass_(GRACE)
     assert wide.kills[:1] == about(killed)
 
 
 def test_the_hung_one_is_killed_with_those_beside_it_that_it_keeps_from_running(reactor, wide):
     hung, wanted = run(wide, None, overlapped), run(wide, None, overlapped)
-    hung.cancel()
+    hung.promise.cancel()
     wide.status_page = SimpleNamespace(holder=wanted.number)  # which may end soon
     reactor.pass_(GRACE + STEP / 2)
     assert not wide.kills
@@ -389,7 +392,7 @@ def test_the_hung_one_is_killed_with_those_beside_it_that_it_keeps_from_running(
 
 def test_the_hung_one_may_still_come_back(reactor, wide):
     hung, wanted = run(wide, None, overlapped), run(wide, None, overlapped)
-    hung.cancel()
+    hung.promise.cancel()
     reactor.pass_(GRACE + STEP / 2)
     waits = give(wide.dispatcher, overlapped, 1)
     assert waits.number not in wide.in_flight

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections import deque
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import hostile
@@ -158,7 +159,7 @@ def test_the_pool_has_no_more_calls_of_a_client_than_give_as_much_as_may_lie_unr
 def test_calls_begin_in_their_order_as_far_as_there_is_room():
     begun, settled = [], []
     session = ClientSession(
-        lambda _, item, __: begun.append(item.number) or poly.Promise(),
+        lambda _, item, __: begun.append(item.number) or SimpleNamespace(promise=poly.Promise()),
         lambda *of: settled.append(of),
         "",
     )
@@ -172,13 +173,13 @@ def test_calls_begin_in_their_order_as_far_as_there_is_room():
         session.add_item(frames.Item(3, 7, CALL))
     session.cancel([0, 3], running=True)
     assert [(number, promise.cancelled()) for number, promise in settled] == [(0, True), (3, True)]
-    del session.tasks[0], session.tasks[3]  # their client was told
+    del session.calls[0], session.calls[3]  # their client was told
     session.add_item(frames.Item(7, 0, FORGET))
     session.submit_waiting()
     assert begun == [0, 1, 2, 4]
     session.add_item(frames.Item(8, 0, DEFINE_CODE, b"1", extra=b'{"label": "x"}'))
     session.add_item(frames.Item(9, 8, CALL))
-    assert session.cancel_all() == 4 and not session.waiting and not session.tasks
+    assert session.cancel_all() == 4 and not session.waiting and not session.calls
 
 
 @pytest.mark.parametrize(
@@ -459,7 +460,7 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
         mine = [one.promise(append, told, "one") for _ in range(2)]
         clients = server._clients.values()
         tag = wait_for(
-            lambda: next((client.tag for client in clients if len(client.session.tasks) == 2), "")
+            lambda: next((client.tag for client in clients if len(client.session.calls) == 2), "")
         )
         queued = wait_for(
             lambda: (

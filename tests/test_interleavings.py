@@ -17,6 +17,7 @@ from polycephaly.drone.slices import MAX_MARKED_CALLS, SliceRun
 from polycephaly.engines.local.drone import ControlThread
 from polycephaly.pool import task as work
 from polycephaly.pool.handlers import _handle_special_outcome
+from polycephaly.pool.interfaces import TaskRunner
 from polycephaly.runtime import fork_guard
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import CANCEL, SPLIT, pack_numbers
@@ -304,7 +305,7 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
 def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
     """Of two calls the first is done and the second runs: what is left has as many calls as the
     message answers."""
-    whole = work.Slice(work.NO_RUNNER, None, pack_calls(ITEMS, False, [1, 2]), 2)
+    whole = work.Slice(TaskRunner(), None, pack_calls(ITEMS, False, [1, 2]), 2)
     running, later = whole.split(1, 0)
     assert (running.count, later.count) == (1, 0)
     assert running.queued == whole.queued  # in the timeline the drone may have ended it by now

@@ -1225,7 +1225,7 @@ def test_a_slice_that_was_cut_again_and_again_is_cancelled_with_all_that_follows
     reactor.turn()
     [last] = handle.in_flight.values()
     map_module._cancel([first])
-    assert last.cancelled()
+    assert last.promise.cancelled()
 
 
 @pytest.mark.slow
@@ -1380,7 +1380,7 @@ def test_a_call_that_was_sent_as_the_interrupt_came_is_cancelled_with_the_others
 
     def interrupted(send):
         def body(dispatcher, *args):
-            made = send(dispatcher, *args) or args[-1]
+            made = send(dispatcher, *args) or args[-1].promise
             sent.append(made)
             if len(sent) == 10:
                 raise KeyboardInterrupt

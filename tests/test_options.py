@@ -13,6 +13,7 @@ from faults import append, hold_until, lines, wait_for
 
 from polycephaly import green
 from polycephaly.pool.interfaces import TaskOptions
+from polycephaly.pool.task_promise import facts_of
 
 pytestmark = on_each_engine
 
@@ -78,7 +79,11 @@ def test_what_ended_in_time_while_its_controller_was_stopped_is_not_too_late(tmp
         with reactor._lock:
             append(gate, "open")
             handles = pool._dispatcher.handles
-            wait_for(lambda: {each.last_answered() for each in handles} == {p.number for p in work})
+            wait_for(
+                lambda: (
+                    {each.last_answered() for each in handles} == {facts_of(p).number for p in work}
+                )
+            )
             later(pool, 1000)
             reactor.timers.fire_due()  # before anything is read
         assert [each.exception() for each in work] == [None, None]

@@ -7,15 +7,15 @@ from unittest.mock import Mock
 
 import pytest
 from faults import append, hold_until, lines, wait_for
-from in_time import FakeReactor, dispatcher_of
+from in_time import FakeReactor, dispatcher_of, submitted
 from scripted_drones import brief, lasting
 
 import polycephaly as poly
-from polycephaly.errors import DroneDied, Lost
+from polycephaly.errors import DroneDied
 from polycephaly.pool.dispatcher import MAX_UNSWEPT_TASKS
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.retry import Retry
-from polycephaly.pool.task import Task
+from polycephaly.pool.task import Recipe, Task
 from polycephaly.promises.promise import Promise
 from polycephaly.server.fairness import FairOrder
 from polycephaly.wire.functions import RemoteFunction
@@ -32,7 +32,7 @@ def reactor(monkeypatch):
 
 def submit(dispatcher, key, priority=0, resources=(), *, inputs=(), target=None, **options):
     task_options = TaskOptions(priority=priority, resources=resources, **options)
-    return dispatcher.submit(lasting, (key, *inputs), {}, target, task_options)
+    return submitted(dispatcher, lasting, key, *inputs, target=target, task_options=task_options)
 
 
 def running(dispatcher):
@@ -65,11 +65,11 @@ def test_a_lost_value_is_computed_again_by_its_priority(reactor):
     dispatcher = dispatcher_of(reactor, 1)
     lost = submit(dispatcher, "lost", priority=2, retries=1)
     end_all(dispatcher)
-    lost.recompute_payload = b""
+    lost.recompute_payload = b""  # as of a value on a node of a cluster
     submit(dispatcher, "running")
     reactor.turn()
     submit(dispatcher, "other", priority=1)
-    assert lost.recompute(Lost("")).priority == 2
+    assert not Recipe(lost).compute(dispatcher).done()
     assert end_all(dispatcher) == ["running", "lost", "other"]
 
 
@@ -84,12 +84,12 @@ def test_of_what_waits_the_highest_priority_is_sent_first_and_equals_in_order(re
 
 def test_what_was_queued_before_the_first_priority_is_overtaken_too(reactor):
     dispatcher = dispatcher_of(reactor, 1)
-    plain = [dispatcher.submit(lasting, (key,), {}) for key in range(3)]
+    plain = [submitted(dispatcher, lasting, key) for key in range(3)]
     assert running(dispatcher) == [0]
     submit(dispatcher, 9, 1)
     dispatcher.submit(lasting, (3,), {})
     assert end_all(dispatcher) == [0, 9, 1, 2, 3]
-    assert all(task.done() for task in plain)
+    assert all(task.promise.done() for task in plain)
 
 
 def test_what_was_given_back_comes_first_among_its_equals_only(reactor):
@@ -157,10 +157,10 @@ def test_the_turns_of_many_calls_take_no_time_for_each_pair_of_them(reactor):
 def test_a_cancelled_call_and_a_closed_pool_leave_nothing_behind(reactor):
     dispatcher = dispatcher_of(reactor, 1, resources=DB)
     tasks = [submit(dispatcher, key, key % 3, DB * (key % 2)) for key in range(8)]
-    tasks[5].cancel()  # before it is queued
+    tasks[5].promise.cancel()  # before it is queued
     reactor.turn()
-    tasks[3].cancel()
-    tasks[4].cancel()
+    tasks[3].promise.cancel()
+    tasks[4].promise.cancel()
     dispatcher.close()
     assert sorted(end_all(dispatcher)) == [0, 1, 2, 6, 7]
     assert dispatcher.pending() == 0 and not any(dispatcher.resources.queues.values())
@@ -249,17 +249,17 @@ def test_a_stream_of_short_calls_does_not_keep_a_call_with_resources_waiting_for
     dispatcher = dispatcher_of(reactor, 1, resources=DB)
     (handle,) = dispatcher.handles
     dispatcher.registry.define(brief).seconds = 1e-4
-    stream = [dispatcher.submit(brief, (key,), {}) for key in range(3)]
+    stream = [submitted(dispatcher, brief, key) for key in range(3)]
     reactor.turn()
     waiting = submit(dispatcher, "db", resources=DB)
     for key in range(3, 200):
-        stream.append(dispatcher.submit(brief, (key,), {}))
+        stream.append(submitted(dispatcher, brief, key))
         handle.answers(next(iter(handle.in_flight.values())))
         if waiting.sending:
             break
     assert key < 20
     end_all(dispatcher)
-    assert all(each.done() for each in (waiting, *stream))
+    assert all(each.promise.done() for each in (waiting, *stream))
 
 
 def test_when_a_call_that_claims_a_resource_is_cancelled_the_next_one_is_sent(reactor):
@@ -269,7 +269,7 @@ def test_when_a_call_that_claims_a_resource_is_cancelled_the_next_one_is_sent(re
     much = submit(dispatcher, "much", resources=(("db", 2),))
     submit(dispatcher, "little", resources=DB)
     assert running(dispatcher) == ["first"]
-    much.cancel()
+    much.promise.cancel()
     assert running(dispatcher) == ["first", "little"]
 
 
@@ -319,7 +319,7 @@ def test_what_is_lost_with_a_drone_frees_its_resource(reactor, retries):
     next(each for each in dispatcher.handles if each.in_flight).dies()
     reactor.turn()
     assert end_all(dispatcher) == ([1] if retries == 0 else [1, 0])
-    assert isinstance(first.exception(), DroneDied) is (retries == 0)
+    assert isinstance(first.promise.exception(), DroneDied) is (retries == 0)
 
 
 def test_a_cancelled_call_holds_the_resource_until_its_drone_has_stopped_it(reactor):
@@ -327,8 +327,8 @@ def test_a_cancelled_call_holds_the_resource_until_its_drone_has_stopped_it(reac
     first = submit(dispatcher, 0, resources=DB)
     second = submit(dispatcher, 1, resources=DB)
     assert running(dispatcher) == [0]
-    assert first.cancel()
-    assert running(dispatcher) == [0] and not second.running()
+    assert first.promise.cancel()
+    assert running(dispatcher) == [0] and not second.promise.running()
     end_one(dispatcher)  # the drone tells that it was stopped
     assert running(dispatcher) == [1]
 
@@ -341,7 +341,7 @@ def test_what_only_a_drone_may_run_dies_with_it(reactor):
     waiting = submit(dispatcher, 1, resources=DB, target=first)
     reactor.turn()
     first.dies()
-    assert isinstance(waiting.exception(), DroneDied)
+    assert isinstance(waiting.promise.exception(), DroneDied)
     with pytest.raises(DroneDied):
         submit(dispatcher, 2, resources=DB, target=first)
     assert dispatcher.resources.free() == {"db": 0}
@@ -353,9 +353,9 @@ def test_a_pool_that_ends_rejects_what_waits_for_a_resource(reactor):
     reactor.turn()
     dispatcher.kill()
     reactor.turn()
-    assert waiting.cancelled()
+    assert waiting.promise.cancelled()
     dispatcher.handles[0].dies()
-    assert running_task.exception() is not None and dispatcher.has_ended
+    assert running_task.promise.exception() is not None and dispatcher.has_ended
 
 
 def test_a_call_after_the_end_is_rejected(reactor, monkeypatch):
@@ -368,7 +368,7 @@ def test_a_call_after_the_end_is_rejected(reactor, monkeypatch):
     assert dispatcher.has_ended
     monkeypatch.setattr(dispatcher, "check_open", lambda: None)  # it was open when that was checked
     task = submit(dispatcher, 1, 1)
-    assert isinstance(task.exception(), RuntimeError)
+    assert isinstance(task.promise.exception(), RuntimeError)
 
 
 # -- what users see --------------------------------------------------------------------------------
@@ -427,7 +427,8 @@ def test_a_lone_drone_takes_priorities():
 def test_brief_calls_with_resources_go_one_by_one(reactor):
     dispatcher = dispatcher_of(reactor, 2, resources=DB)
     tasks = [
-        dispatcher.submit(brief, (key,), {}, None, TaskOptions(resources=DB)) for key in range(3)
+        submitted(dispatcher, brief, key, task_options=TaskOptions(resources=DB))
+        for key in range(3)
     ]
     reactor.turn()
     assert [task.args[0] for task in tasks if task.sending] == [0]
@@ -484,7 +485,7 @@ def test_an_error_while_a_task_is_queued_rejects_it(reactor, monkeypatch):
     monkeypatch.undo()
     dispatcher.break_pool(ValueError("no memory"))  # as the reactor does then
     reactor.turn()
-    assert isinstance(task.exception(), ValueError)
+    assert isinstance(task.promise.exception(), ValueError)
 
 
 def test_a_task_that_ctrl_c_left_before_the_queue_does_not_keep_its_pool(reactor):
@@ -494,7 +495,7 @@ def test_a_task_that_ctrl_c_left_before_the_queue_does_not_keep_its_pool(reactor
     dispatcher.inbound.append(task)  # Ctrl-C came after this
     dispatcher.close()
     reactor.turn()
-    task.cancel()  # as `submit` does then
+    task.promise.cancel()  # as `submit` does then
     reactor.turn()
     dispatcher.handles[0].dies()
     assert dispatcher.has_ended
@@ -513,7 +514,7 @@ def test_cancelled_tasks_do_not_pile_up_behind_those_that_wait(reactor, where):
     for _ in range(3 * MAX_UNSWEPT_TASKS):
         task = submit(dispatcher, 3, **options)
         reactor.turn()
-        task.cancel()
+        task.promise.cancel()
     reactor.turn()
     queues = dispatcher.queue, handle.dedicated, *dispatcher.resources.queues.values()
     assert sum(map(len, queues)) < len(waiting) + 1.5 * MAX_UNSWEPT_TASKS

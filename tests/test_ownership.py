@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 import weakref
 
 import pytest
@@ -16,7 +17,10 @@ from scripts import run_script
 
 from polycephaly import green
 from polycephaly.pool.dispatcher import Dispatcher
+from polycephaly.pool.drone_handle import DroneHandle
+from polycephaly.pool.task import Task
 from polycephaly.runtime import fork_guard
+from polycephaly.wire.functions import RemoteFunction
 
 pytestmark = on_each_engine
 
@@ -484,3 +488,20 @@ def test_an_alarm_that_interrupts_the_making_of_a_pool_leaves_no_process(monkeyp
     with pytest.raises(TimeoutError, match="alarm"):
         poly.Pool(1)
     assert made.pop().ended.result(30) is None
+
+
+@pytest.mark.parametrize("value", [int, dict], ids=["answered together", "answered alone"])
+def test_a_settled_promise_keeps_no_other_task_of_its_message(value):
+    with poly.Pool(1) as pool:
+        promises = [pool.promise(value) for _ in range(500)]
+        poly.gather(*promises).result()
+    promise = promises[250]
+    del promises
+    found, todo = {id(promise)}, [promise]
+    while todo:
+        for each in gc.get_referents(todo.pop()):
+            if not isinstance(each, (type, types.FunctionType)) and id(each) not in found:
+                found.add(id(each))
+                todo.append(each)
+                assert not isinstance(each, (Task, Dispatcher, DroneHandle, RemoteFunction))
+    assert len(found) < 30

@@ -833,7 +833,7 @@ def test_the_arguments_of_calls_that_have_not_failed_are_let_go(pool):
     for items in ([[1]] * 1000, ["x"] * 1000, [[1]]):
         results = pool.map(double, items)
         for task in results._stream._tasks:
-            task.exception()
+            task.promise.exception()
             assert task.item_payload == b""
         assert len(list(results)) == len(items)
 

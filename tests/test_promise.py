@@ -1087,3 +1087,16 @@ def test_settled_promises_are_combined_at_once_in_any_callback(combine):
         promise = promise.then(lambda _: combine(done).result(timeout=10))
     first.set_result(None)
     assert promise.result(60) in (1, [1])
+
+
+OWN_NAMES = {"value", "then", "remove_done_callback", "spans", "output", "debug", "release"}
+
+
+def test_a_promise_shows_what_a_future_shows_and_its_documented_names():
+    promises = [Promise(), poly.gather(), poly.race(Promise())]
+    with poly.Pool(1) as pool:
+        promises += [pool.promise(abs, -1), pool.promise(abs, -1, keep=True)]
+        promises += [poly.flow(abs)(-1), poly.flow(abs, keep=True)(-1)]
+    for promise in promises:
+        shown = {name for name in dir(promise) if not name.startswith("_")}
+        assert shown - set(dir(concurrent.futures.Future)) == OWN_NAMES

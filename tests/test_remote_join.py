@@ -21,7 +21,7 @@ from polycephaly.runtime.fork_guard import OwnThread
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server.join import LEAVE_LINGER_MS, Joined, join
 from polycephaly.server.joined import JoinedHosts
-from polycephaly.server.session import ClientFunction
+from polycephaly.server.session import ClientCall, ClientFunction
 from polycephaly.wire.messages import CALL, DEFINE_CODE, VALUE
 from polycephaly.wire.output import Line
 
@@ -172,9 +172,9 @@ def test_who_leaves_gives_back_what_has_not_begun(remote, joined, far, server, t
     warm_up(remote)
     promises = [remote.promise(note_and_hold, ran, i, gate) for i in range(60)]
     wait_for(lambda: len(lines(ran)) == 2)
-    wait_for(lambda: far._dispatcher.queue or len(joined._session.tasks) == 1)
+    wait_for(lambda: far._dispatcher.queue or len(joined._session.calls) == 1)
     leaving = poly.green.spawn(joined.leave)
-    wait_for(lambda: len(joined._session.tasks) == 1)  # what it runs
+    wait_for(lambda: len(joined._session.calls) == 1)  # what it runs
     append(gate, "open")
     assert [p.result(SOON) for p in promises] == list(range(60))
     leaving.result(SOON)
@@ -403,8 +403,7 @@ def test_however_many_calls_are_lent_at_once_no_frame_is_larger_than_a_host_take
             timeout=None,
             retries=0,
             first_item=None,
-            done=lambda: False,
-            add_done_callback=lambda _: None,
+            promise=poly.Promise(),
         )
         for number in range(17_000)
     ]
@@ -444,7 +443,7 @@ def test_what_a_call_prints_is_sent_before_its_result_if_both_come_at_once():
     promise.set_result((VALUE, b""))
     host = object.__new__(Joined)
     host._session, host._outcomes, host._lines = (
-        SimpleNamespace(tasks={7: promise}),
+        SimpleNamespace(calls={7: ClientCall(promise, None)}),
         deque(),
         Lines(),
     )

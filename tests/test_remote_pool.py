@@ -208,7 +208,7 @@ def test_status_tells_what_runs(remote, pool, tmp_path):
     assert remote.doit(abs, -1) == 1
     running = [remote.promise(nap, started), remote.promise("import time; time.sleep(1000)")]
     wait_for(
-        lambda: sum(p.running() for p in _works(pool)) == 2
+        lambda: sum(task.is_running() for task in _works(pool)) == 2
     )  # only then have both drones begun
     behind = remote.promise(abs, -1)
     wait_for(lambda: remote.status()["queued"] == 1)
@@ -387,9 +387,10 @@ def test_cancelled_tasks_do_not_pile_up_while_the_server_takes_no_more(remote, m
     monkeypatch.setattr(client, "_has_credit", lambda: False)
     waiting = [remote.promise(abs, -key) for key in range(2)]
     cancelled = [remote.promise(len, bytes(1000)) for _ in range(3 * MAX_UNSWEPT_TASKS)]
+    tasks = [promise._task for promise in cancelled]
     for promise in cancelled:
         promise.cancel()
-    wait_for(lambda: not any(promise.payload for promise in cancelled))
+    wait_for(lambda: not any(task.payload for task in tasks))
     assert len(client.queue) < 1.5 * MAX_UNSWEPT_TASKS
     monkeypatch.undo()
     assert [promise.result(SOON) for promise in (*waiting, remote.promise(abs, -2))] == [0, 1, 2]

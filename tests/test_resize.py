@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from engines import poly as any_poly
 from faults import append, hold_until, lines, wait_for
-from in_time import PID, FakeReactor, dispatcher_of, give, make_ready
+from in_time import PID, FakeReactor, dispatcher_of, give, make_ready, submitted
 
 import polycephaly as poly
 from polycephaly import DroneDied, Promise
@@ -53,7 +53,7 @@ def test_idle_drones_are_superfluous_first_then_the_least_loaded():
 def test_a_superfluous_drone_gives_back_what_it_has_not_begun_and_ends_after_the_rest(reactor):
     dispatcher = dispatcher_of(reactor, 2)
     dispatcher.registry.define(task).record_duration(1e-5, 1)  # short: sent ahead
-    tasks = [dispatcher.submit(task, (), {}) for _ in range(4)]
+    tasks = [submitted(dispatcher, task) for _ in range(4)]
     reactor.turn()
     stays, leaves = dispatcher.handles
     first, second = leaves.in_flight.values()
@@ -70,7 +70,7 @@ def test_a_superfluous_drone_gives_back_what_it_has_not_begun_and_ends_after_the
     assert dispatcher.handles == [stays]
     for each in list(stays.in_flight.values()):
         stays.answers(each)
-    assert all(each.done() for each in tasks)
+    assert all(each.promise.done() for each in tasks)
 
 
 def test_more_drones_get_the_lowest_free_names(reactor):
@@ -87,7 +87,7 @@ def test_more_drones_get_the_lowest_free_names(reactor):
 def test_a_starting_drone_with_tasks_of_its_own_does_not_count_once_it_is_superfluous(reactor):
     dispatcher = dispatcher_of(reactor, 2, ready=False)
     old = dispatcher.handles[:]
-    own = [dispatcher.submit(task, (), {}, target=each) for each in old]
+    own = [submitted(dispatcher, task, target=each) for each in old]
     resize(dispatcher, 1)
     (stays,) = dispatcher.current_drones()
     resize(dispatcher, 2)
@@ -364,7 +364,7 @@ def test_a_limit_breaks_a_pool_without_a_drone_only_after_three_tries():
     pool = dispatcher_of(reactor, 1)
     given = give(pool, task)
     pool.handles[0].dies()
-    assert isinstance(given.exception(), DroneDied)
+    assert isinstance(given.promise.exception(), DroneDied)
     waits = give(pool, task)
     for _ in range(2):
         pool.supervisor.on_not_started(pool.handles[-1], OSError(errno.EMFILE, "too many files"))
@@ -372,7 +372,7 @@ def test_a_limit_breaks_a_pool_without_a_drone_only_after_three_tries():
         reactor.pass_(1.0)
     make_ready(pool)
     pool.handles[0].answers(waits, 5)
-    assert waits.result() == 5
+    assert waits.promise.result() == 5
     waits = give(pool, task)
     pool.handles[0].dies()
     waits = give(pool, task)
@@ -380,7 +380,7 @@ def test_a_limit_breaks_a_pool_without_a_drone_only_after_three_tries():
         pool.supervisor.on_not_started(pool.handles[-1], OSError(errno.EMFILE, "too many files"))
         reactor.pass_(1.0)
     with pytest.raises(BrokenProcessPool, match="too many files"):
-        waits.result()
+        waits.promise.result()
 
 
 @pytest.mark.parametrize("retries", [0, 3])
@@ -390,7 +390,7 @@ def test_a_task_that_was_lost_after_the_others_were_cancelled_is_not_run_again(r
     lost = give(pool, abs, -1, retries=retries)
     pool.has_cancelled = True
     pool.handles[0].dies()
-    assert isinstance(lost.exception(), poly.DroneDied)
+    assert isinstance(lost.promise.exception(), poly.DroneDied)
 
 
 def test_cancelled_tasks_do_not_pile_up_while_the_drone_is_busy():
@@ -398,12 +398,12 @@ def test_cancelled_tasks_do_not_pile_up_while_the_drone_is_busy():
     pool = dispatcher_of(reactor, 1)
     running = give(pool, abs, -1)
     for _ in range(30):
-        tasks = [pool.submit(abs, (-1,), {}) for _ in range(1000)]
-        for task in tasks:
-            task.cancel()
+        promises = [pool.submit(abs, (-1,), {}) for _ in range(1000)]
+        for promise in promises:
+            promise.cancel()
         reactor.turn()
     kept = give(pool, abs, -2)
-    assert len(pool.queue) < 2500 and pool.queue[-1] is kept and not running.done()
+    assert len(pool.queue) < 2500 and pool.queue[-1] is kept and not running.promise.done()
 
 
 def test_a_drone_reserved_for_resources_does_not_keep_the_pool_busy():
@@ -426,7 +426,7 @@ def test_a_pool_has_begun_when_its_first_drone_has_started(reactor):
     dispatcher.handles[0].says_hello()
     given = give(dispatcher, task)
     dispatcher.handles[0].answers(given, 5)
-    assert given.result() == 5
+    assert given.promise.result() == 5
 
 
 def test_a_pool_too_large_for_a_limit_breaks_with_the_limits_name(reactor):
@@ -438,7 +438,7 @@ def test_a_pool_too_large_for_a_limit_breaks_with_the_limits_name(reactor):
     dispatcher.supervisor.on_not_started(second, OSError(errno.EAGAIN, "no more processes"))
     reactor.turn()
     with pytest.raises(BrokenProcessPool, match=r"not all drones .* no more processes"):
-        given.result()
+        given.promise.result()
     with pytest.raises(BrokenProcessPool, match="no more processes"):
         dispatcher.submit(task, (), {})
 

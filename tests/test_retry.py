@@ -24,6 +24,7 @@ from polycephaly.engines.remote.connection import Connection
 from polycephaly.pool.cancellation import GRACE_STEPS
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.retry import MAX_DELAY_SECONDS
+from polycephaly.pool.task_promise import facts_of
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.exceptions import pack_exception
 from polycephaly.wire.messages import (
@@ -158,13 +159,13 @@ def test_a_failed_task_is_sent_again_after_its_delays(reactor, dispatcher, handl
     task = give(dispatcher, abs, -1, retries=TWICE)
     for delay in (1, 3):
         fail(handle, task)
-        assert not task.done() and not handle.in_flight and not task.running()
+        assert not task.promise.done() and not handle.in_flight and not task.promise.running()
         reactor.pass_(delay - 0.01)
         assert not handle.in_flight
         reactor.pass_(0.02)
         assert [*handle.in_flight.values()] == [task] and task.args == (-1,)
     handle.answers(task, 1)
-    assert task.result() == 1
+    assert task.promise.result() == 1
 
 
 def test_the_delay_holds_no_drone(reactor, dispatcher, handle):
@@ -172,7 +173,7 @@ def test_the_delay_holds_no_drone(reactor, dispatcher, handle):
     fail(handle, first)
     second = give(dispatcher, abs, -2)
     handle.answers(second, 2)
-    assert second.result() == 2 and not first.done() and dispatcher.pending() == 1
+    assert second.promise.result() == 2 and not first.promise.done() and dispatcher.pending() == 1
 
 
 def test_the_last_error_tells_how_often_the_task_has_failed(reactor, dispatcher, handle):
@@ -180,21 +181,21 @@ def test_the_last_error_tells_how_often_the_task_has_failed(reactor, dispatcher,
     for number in range(3):
         fail(handle, task, OSError(number))
         reactor.pass_(3)
-    assert task.exception().args == (2,)
-    assert task.exception().__notes__ == ["failed 3 times; this is the last error"]
+    assert task.promise.exception().args == (2,)
+    assert task.promise.exception().__notes__ == ["failed 3 times; this is the last error"]
     assert task.payload == b"" and is_idle(dispatcher)
 
 
 def test_an_error_that_does_not_match_is_final(reactor, dispatcher, handle):
     first, second = (give(dispatcher, abs, -n, retries=TWICE) for n in (1, 2))
     fail(handle, first, ValueError("wrong"))
-    assert isinstance(first.exception(), ValueError)
-    assert not hasattr(first.exception(), "__notes__")
+    assert isinstance(first.promise.exception(), ValueError)
+    assert not hasattr(first.promise.exception(), "__notes__")
     fail(handle, second)
     reactor.pass_(1)
     fail(handle, second, KeyboardInterrupt())
-    assert isinstance(second.exception(), KeyboardInterrupt)
-    assert second.exception().__notes__ == FAILED_TWICE
+    assert isinstance(second.promise.exception(), KeyboardInterrupt)
+    assert second.promise.exception().__notes__ == FAILED_TWICE
     assert is_idle(dispatcher)
 
 
@@ -204,7 +205,7 @@ def test_only_a_task_with_a_policy_keeps_its_arguments(reactor, dispatcher, hand
     packed = retried.payload
     assert packed
     fail(handle, plain)
-    assert isinstance(plain.exception(), OSError)
+    assert isinstance(plain.promise.exception(), OSError)
     assert plain.payload == b"" and plain.recompute_payload is None
     argument.append(2)
     fail(handle, retried)
@@ -217,12 +218,12 @@ def test_only_a_task_with_a_policy_keeps_its_arguments(reactor, dispatcher, hand
 def test_a_cancelled_task_is_not_repeated(reactor, dispatcher, handle):
     delayed, running = (give(dispatcher, abs, -n, retries=TWICE) for n in (1, 2))
     fail(handle, delayed)
-    assert delayed.cancel(running=False)
+    assert delayed.promise.cancel(running=False)
     reactor.turn()
-    assert running.cancel()
+    assert running.promise.cancel()
     fail(handle, running)
     reactor.pass_(10)
-    assert delayed.cancelled() and running.cancelled()
+    assert delayed.promise.cancelled() and running.promise.cancelled()
     assert not handle.in_flight and not handle.kills
     assert is_idle(dispatcher)
 
@@ -232,9 +233,9 @@ def test_a_task_that_is_cancelled_before_its_failure_is_known_stays_cancelled(
 ):
     task = give(dispatcher, abs, -1, retries=TWICE)
     handle_message(dispatcher, handle, pack_outcomes([error_of(task, OSError())]))
-    assert task.cancel()
+    assert task.promise.cancel()
     reactor.turn()
-    assert task.cancelled() and is_idle(dispatcher)
+    assert task.promise.cancelled() and is_idle(dispatcher)
 
 
 @pytest.mark.guarantee("death-6")
@@ -246,7 +247,7 @@ def test_a_pool_that_closes_waits_for_the_repetition(reactor, dispatcher, handle
     assert dispatcher.handles == [handle] and handle.state.name == "READY"
     reactor.pass_(1)
     handle.answers(task, 1)
-    assert task.result() == 1
+    assert task.promise.result() == 1
     handle.dies()
     assert dispatcher.has_ended
 
@@ -263,7 +264,7 @@ def test_a_pool_that_ends_at_once_settles_delayed_tasks(reactor, dispatcher, han
         dispatcher.break_pool(RuntimeError("broken"))
     reactor.turn()
     with pytest.raises(RuntimeError if how == "breaking" else CancelledError):
-        task.result(0)
+        task.promise.result(0)
     assert not dispatcher.delayed and not dispatcher.parked
     handle.dies()
     assert dispatcher.has_ended
@@ -286,7 +287,7 @@ def test_the_answer_to_one_attempt_does_not_settle_the_next(reactor, dispatcher,
     reactor.pass_(1)
     handle_message(dispatcher, handle, answer)
     reactor.turn()
-    assert not task.done() and [*handle.in_flight.values()] == [task]
+    assert not task.promise.done() and [*handle.in_flight.values()] == [task]
 
 
 def test_a_task_whose_drone_dies_waits_like_one_that_fails(reactor):
@@ -299,7 +300,10 @@ def test_a_task_whose_drone_dies_waits_like_one_that_fails(reactor):
     reactor.pass_(0.2)
     assert [*two.in_flight.values()] == [task]
     two.dies()
-    assert isinstance(task.exception(), DroneDied) and task.exception().__notes__ == FAILED_TWICE
+    assert (
+        isinstance(task.promise.exception(), DroneDied)
+        and task.promise.exception().__notes__ == FAILED_TWICE
+    )
 
 
 def test_a_task_for_one_drone_is_repeated_there_only(reactor):
@@ -317,7 +321,7 @@ def test_a_task_for_one_drone_is_repeated_there_only(reactor):
     assert one.state.name == "RETIRING"  # for the delayed one
     one.dies()
     reactor.pass_(1)
-    assert isinstance(tasks[2].exception(), DroneDied) and not two.in_flight
+    assert isinstance(tasks[2].promise.exception(), DroneDied) and not two.in_flight
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -325,7 +329,7 @@ def test_a_task_for_one_drone_is_not_repeated_after_the_death_of_that(reactor, h
     task = give(handle.dispatcher, abs, -1, timeout=1, retries=TWICE, target=handle)
     reactor.pass_(is_late)
     handle.dies()
-    assert isinstance(task.exception(0), TimeoutError if is_late else DroneDied)
+    assert isinstance(task.promise.exception(0), TimeoutError if is_late else DroneDied)
     assert is_idle(handle.dispatcher)
 
 
@@ -336,21 +340,21 @@ def test_a_task_that_is_delayed_when_its_only_drone_dies_is_rejected_at_once(rea
     task = give(dispatcher, pow, 2, 3, retries=Retry(2, delay=3600), target=handle)
     fail(handle, task)
     handle.dies()
-    assert isinstance(task.exception(0), DroneDied)
+    assert isinstance(task.promise.exception(0), DroneDied)
     assert not dispatcher.parked and not dispatcher.delayed
     assert dispatcher.has_ended == (on_death == "end")
 
 
 def test_an_input_is_there_when_its_task_has_succeeded(reactor, dispatcher, handle):
     first = give(dispatcher, abs, -1, retries=TWICE)
-    second = give(dispatcher, abs, first)
+    second = give(dispatcher, abs, first.promise)
     number = first.call_number
     fail(handle, first)
-    assert not second.done()
+    assert not second.promise.done()
     reactor.pass_(1)
     handle.answers(first, 7)
     handle.answers(second, 7)
-    assert second.result() == 7
+    assert second.promise.result() == 7
     assert second.input_numbers == (number,) and first.number != number == first.call_number
 
 
@@ -361,7 +365,7 @@ def test_an_input_is_there_when_its_task_has_succeeded(reactor, dispatcher, hand
 def test_a_task_that_is_out_of_time_runs_again_when_it_has_stopped(reactor, dispatcher, handle):
     task = give(dispatcher, abs, -1, timeout=1, retries=TWICE)
     reactor.pass_(1)
-    assert handle.got(CANCEL) == [task.number] and not task.done() and handle.in_flight
+    assert handle.got(CANCEL) == [task.number] and not task.promise.done() and handle.in_flight
     fail(handle, task, KeyboardInterrupt())
     assert not handle.in_flight
     reactor.pass_(1)
@@ -369,7 +373,7 @@ def test_a_task_that_is_out_of_time_runs_again_when_it_has_stopped(reactor, disp
     reactor.pass_(0.9)
     assert len(handle.got(CANCEL)) == 1  # the limit begins anew
     handle.answers(task, 1)
-    assert task.result() == 1
+    assert task.promise.result() == 1
 
 
 def test_the_last_attempt_is_rejected_at_its_limit(reactor, dispatcher, handle):
@@ -377,14 +381,14 @@ def test_the_last_attempt_is_rejected_at_its_limit(reactor, dispatcher, handle):
     reactor.pass_(1)
     fail(handle, task, KeyboardInterrupt())
     reactor.pass_(1)
-    assert isinstance(task.exception(0), TimeoutError)
-    assert task.exception().__notes__ == FAILED_TWICE
+    assert isinstance(task.promise.exception(0), TimeoutError)
+    assert task.promise.exception().__notes__ == FAILED_TWICE
 
 
 def test_without_timeout_error_in_the_policy_the_limit_is_final(reactor, dispatcher, handle):
     task = give(dispatcher, abs, -1, timeout=1, retries=Retry(1, on=ValueError))
     reactor.pass_(1)
-    assert isinstance(task.exception(0), TimeoutError)
+    assert isinstance(task.promise.exception(0), TimeoutError)
 
 
 def test_an_answer_that_is_handled_before_the_rejection_is_recorded_as_out_of_time(
@@ -400,7 +404,7 @@ def test_an_answer_that_is_handled_before_the_rejection_is_recorded_as_out_of_ti
 
     monkeypatch.setattr(handle, "send", stop_at_once)
     reactor.pass_(1)
-    assert isinstance(task.exception(0), TimeoutError)
+    assert isinstance(task.promise.exception(0), TimeoutError)
     assert [each.status for _, each in dispatcher.record.entries] == ["timeout"]
 
 
@@ -408,7 +412,7 @@ def test_a_value_that_comes_in_spite_of_the_interrupt_counts(reactor, dispatcher
     task = give(dispatcher, abs, -1, timeout=1, retries=TWICE)
     reactor.pass_(1)
     handle.answers(task, 1)
-    assert task.result(0) == 1 and is_idle_after_grace(reactor, dispatcher)
+    assert task.promise.result(0) == 1 and is_idle_after_grace(reactor, dispatcher)
 
 
 def is_idle_after_grace(reactor, dispatcher):
@@ -435,7 +439,7 @@ def test_a_task_that_does_not_stop_is_killed_with_its_drone_and_repeated(reactor
     task = give(dispatcher, sleep_on, timeout=1, retries=TWICE)
     one, two = dispatcher.handles
     reactor.pass_(1 + GRACE + STEP)
-    assert one.kills and not task.done()
+    assert one.kills and not task.promise.done()
     one.dies()
     reactor.pass_(1)
     assert [*two.in_flight.values()] == [task]
@@ -455,12 +459,14 @@ def test_a_task_whose_time_is_over_before_it_begins_has_another_try(
         else pack_outcomes([pack_outcome(task.number, WITHDRAWN, 0.0, 0.0, b"", b"")]),
     )
     reactor.pass_(0.9)
-    assert not task.done() and not handle.in_flight
+    assert not task.promise.done() and not handle.in_flight
     reactor.pass_(0.1)
     assert task.number in handle.in_flight
     reactor.pass_(0.9)
     handle.answers(task, 1)
-    assert task.result() == 1 and is_idle_after_grace(reactor, dispatcher) and not handle.kills
+    assert (
+        task.promise.result() == 1 and is_idle_after_grace(reactor, dispatcher) and not handle.kills
+    )
 
 
 # -- on each engine --------------------------------------------------------------------------------
@@ -630,7 +636,7 @@ def test_a_client_that_closes_waits_for_the_repetition_or_cancels_it(tmp_path):
             cancelled, left = (late.promise(fail_until, str(tmp_path / n), 9) for n in "bc")
             connection: Connection = remote._dispatcher
             wait_for(lambda: len(connection._waiting) == 2 and not connection._in_flight)
-            wait_for(lambda: cancelled.number != cancelled.call_number)
+            wait_for(lambda: facts_of(cancelled).first_number)
             assert cancelled.cancel(running=False)
             remote.shutdown(cancel_futures=True)
         assert left.cancelled()

@@ -16,6 +16,7 @@ from scripts import output_of
 
 import polycephaly
 from polycephaly import green
+from polycephaly.pool.task_promise import facts_of
 from polycephaly.runtime.random_numbers import state_words
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
@@ -251,8 +252,8 @@ def test_an_error_names_the_item_and_not_the_index_and_no_frame_of_ours():
             list(pool.map(lambda i: i if i < 150 else fail(i), range(600), seed=1))
         assert raised.value.__notes__[-1].endswith("item 150: 150")
         promise = pool.options(seed=1).promise(fail, 1)
-        assert promise.label.endswith("fail")
-        assert pool.options(seed=1).promise("1 / 0").label == "code '1 / 0'"
+        assert facts_of(promise).label.endswith("fail")
+        assert facts_of(pool.options(seed=1).promise("1 / 0")).label == "code '1 / 0'"
 
 
 # -- what is left afterwards -----------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Peer:
         self.says(pack_work([definition, Item(2, 1, CALL, b"")]))
         self.server.time.turn()
         self.server._dispatcher.reactor.turn()
-        return self.server._clients[self.identity].session.tasks[2]
+        return self.server._clients[self.identity].session.calls[2].promise
 
     def is_here(self):
         server = self.server

@@ -27,6 +27,7 @@ from polycephaly.drone import frames as drone_frames
 from polycephaly.errors import Malformed
 from polycephaly.pool.stack_requests import StackRequest
 from polycephaly.pool.stacks import Stack
+from polycephaly.pool.task_promise import facts_of
 from polycephaly.runtime.procfs import state_of
 from polycephaly.server.join import join
 from polycephaly.wire.messages import FRAMES
@@ -114,7 +115,12 @@ def test_a_stack_is_that_of_the_task_and_nothing_else(started):
             )
         )
         task.cancel()
-    assert (busy.state, busy.task, busy.number, busy.item) == ("busy", "sleeps", task.number, None)
+    assert (busy.state, busy.task, busy.number, busy.item) == (
+        "busy",
+        "sleeps",
+        facts_of(task).number,
+        None,
+    )
     assert busy.seconds >= 0 and not busy.threads
     assert [each.name for each in busy.frames] == ["sleeps"]
     line = line_of("SLEEPS")
@@ -253,7 +259,9 @@ def test_tasks_that_run_beside_others_are_told_each(started):
 
         stack = wait_for(found)
         assert stack.state == "busy" and not stack.frames
-        assert {name for name, _ in stack.threads} == {f"outer #{task.number}" for task in tasks}
+        assert {name for name, _ in stack.threads} == {
+            f"outer #{facts_of(task).number}" for task in tasks
+        }
         for task in tasks:
             task.cancel()
 
@@ -312,7 +320,7 @@ def test_c_code_that_holds_the_interpreter_is_told_by_what_is_known_from_outside
         )
         assert silent.state.startswith(f"no answer within {QUICK} s: the process holds its ")
         assert f"py-spy dump --native --pid {silent.pid}" in silent.state
-        assert (silent.task, silent.number) == ("sleep_holding_the_gil", holds.number)
+        assert (silent.task, silent.number) == ("sleep_holding_the_gil", facts_of(holds).number)
         assert "sleep_holding_the_gil" in str(silent) and "no answer within" in str(silent)
         other, held = sorted(pool.drones, key=lambda each: each.pid == silent.pid)
         assert [each.name for each in in_place(other, "sleeps").frames] == ["sleeps"]

@@ -19,6 +19,7 @@ from faults import exit_hard, hold_until, wait_for
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.pool import collecting
+from polycephaly.pool.task_promise import facts_of
 from polycephaly.runtime.tuning import tuning
 from polycephaly.timeline import Span, Sums, event_log
 from polycephaly.timeline.page import contents
@@ -628,9 +629,9 @@ def test_what_a_call_needed_is_an_arrow_in_the_trace_and_on_the_page(tmp_path):
         last = pool.promise(lambda pair, one: naps(0), [first, second], first)
         last.result()
     spans = {span.number: span for span in pool.timeline.spans}
+    one, two, three = (facts_of(promise).number for promise in (first, second, last))
     assert {number: set(span.needed) for number, span in spans.items()} == {
-        first.number: set(), second.number: {first.number},
-        last.number: {first.number, second.number},
+        one: set(), two: {one}, three: {one, two},
     }  # fmt: skip
     assert (
         unpack_timeline(json.loads(json.dumps(pack_timeline(pool.timeline)))).spans
@@ -638,8 +639,8 @@ def test_what_a_call_needed_is_an_arrow_in_the_trace_and_on_the_page(tmp_path):
     )
     events = json.loads(json_of(pool.timeline, ""))["traceEvents"]
     arrows = [(event["ph"], event["id"]) for event in events if event.get("cat") == "flow"]
-    pairs = [(first, second), (first, last), (second, last)]
-    assert sorted(arrows) == sorted((ph, f"{a.number} {b.number}") for a, b in pairs for ph in "sf")
+    pairs = [(one, two), (one, three), (two, three)]
+    assert sorted(arrows) == sorted((ph, f"{a} {b}") for a, b in pairs for ph in "sf")
     assert len(contents(pool.timeline)["part"]["arrows"]) == 3
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from in_time import WHY, FakeZygote, dispatcher_of, give, make_ready
+from in_time import WHY, FakeZygote, dispatcher_of, give, make_ready, submitted
 
 from polycephaly.pool import health
 from polycephaly.pool.dispatcher_base import pool_error
@@ -154,7 +154,7 @@ def test_a_bug_in_a_look_breaks_its_dispatcher(reactor, caplog):
     with pytest.raises(BrokenProcessPool, match="its clock is wrong"):
         dispatcher.submit(sleep, (1,), {})
     with pytest.raises(BrokenProcessPool, match="its clock is wrong"):
-        task.result(0)
+        task.promise.result(0)
     assert [each.getMessage() for each in caplog.records] == ["a bug in polycephaly breaks pool"]
 
 
@@ -411,7 +411,7 @@ def test_one_whose_answer_was_not_read_yet_is_not_told(hang_timeout, reactor, ca
     handle.quiet = True  # with nothing to do
     handle.unread.append(handle.answer(task, 7))
     reactor.pass_(HOUR)
-    assert not told(caplog) and not handle.kills and task.result(0) == 7
+    assert not told(caplog) and not handle.kills and task.promise.result(0) == 7
 
 
 def test_one_that_is_quiet_still_is_after_a_standstill_of_this_process(reactor, caplog):
@@ -659,7 +659,7 @@ def test_who_comes_near_while_it_works_is_replaced_after_its_work(reactor):
         handle.state is State.RETIRING and not handle.kills and (STOP, ()) not in handle.sent_to_it
     )
     handle.answers(task, "done")
-    assert task.value == "done" and handle.state is State.STOPPING
+    assert task.promise.value == "done" and handle.state is State.STOPPING
 
 
 def test_who_is_not_near_its_limit_stays(reactor, caplog):
@@ -1007,7 +1007,7 @@ def test_a_drone_that_was_told_to_end_tells_the_frames_of_its_task(reactor, stat
     handle.kill_reason = why
     handle.dispatcher.supervisor.on_died(handle, status)
     reactor.turn()
-    error = task.exception()
+    error = task.promise.exception()
     assert "in hold" in error.stack
     if known and why and status == -6:
         assert error.stack not in str(error)
@@ -1053,7 +1053,7 @@ def test_the_log_tells_with_which_items_a_drone_died_or_did_not_respond(
     assert stalled.endswith(f"its running task is {among}")
     by_whom = " (by another process, or by the kernel because memory ran out)"
     assert death.endswith(f"while running sleep{items}{by_whom}")
-    assert str(task.exception()) == death and task.exception().running == "sleep"
+    assert str(task.promise.exception()) == death and task.promise.exception().running == "sleep"
 
 
 def test_a_task_that_runs_again_may_be_at_any_of_its_items(reactor):
@@ -1063,7 +1063,7 @@ def test_a_task_that_runs_again_may_be_at_any_of_its_items(reactor):
     task.first_item, task.count = 5, 3
     handle.status_page = SimpleNamespace(call=2)
     handle.dies()
-    assert not task.done() and task.items == (5, 3)
+    assert not task.promise.done() and task.items == (5, 3)
 
 
 def test_one_whose_start_waits_is_told_without_a_task(reactor, caplog):
@@ -1104,7 +1104,7 @@ def test_where_all_wait_and_calls_are_queued_that_is_told_once(reactor, caplog):
     assert said.startswith("all drones of pool (2) wait, and tasks are queued")
     assert "(3, the first is abs)" in said and said.endswith("use a Pool of at least 5 drones")
     reactor.pass_(HOUR)
-    assert len(deadlocks(caplog)) == 1 and not any(task.done() for task in queued)
+    assert len(deadlocks(caplog)) == 1 and not any(task.promise.done() for task in queued)
 
 
 def test_what_only_one_of_them_may_run_is_queued_too(reactor, caplog):
@@ -1125,7 +1125,7 @@ def give_to_none(dispatcher):
 
 def test_what_was_cancelled_is_not_queued(reactor, caplog):
     dispatcher, _ = all_wait(reactor)
-    give(dispatcher, abs, 1).cancel()
+    give(dispatcher, abs, 1).promise.cancel()
     reactor.pass_(LOOK)
     assert not deadlocks(caplog)
 
@@ -1177,7 +1177,7 @@ def test_what_is_retried_keeps_its_order_and_goes_before_what_was_queued_later(r
     begun = [give(handle.dispatcher, overlapped, each, retries=1) for each in range(4)]
     assert [*handle.in_flight] == [task.number for task in begun]
     handle.highest_answered = len(begun)
-    later = handle.dispatcher.submit(sleep, (1,), {}, task_options=TaskOptions(None, 0))
+    later = submitted(handle.dispatcher, sleep, 1, task_options=TaskOptions(None, 0))
     handle.dies()
     assert [*handle.dispatcher.queue] == [*begun, later]
 

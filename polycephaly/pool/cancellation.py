@@ -75,7 +75,7 @@ class Cancellation:
             handle.catch_up()
         for number, (deadline, request) in list(handle.deadlines.items()):
             task = handle.in_flight.get(number)
-            if task is None or task.done():
+            if task is None or task.promise.done():
                 del handle.deadlines[number]
             elif deadline > now:
                 if deadline - STACK_SECONDS <= now and request is None:
@@ -122,7 +122,7 @@ class Cancellation:
         elif not handle.is_running(number):
             pass  # queued behind another task in the drone, so this one does not hold up the drone
         elif not handle.overlapping or all(
-            other.done() or other.overrun for other in handle.in_flight.values()
+            other.promise.done() or other.overrun for other in handle.in_flight.values()
         ):
             handle.kill()
         elif handle.status_page.holder == number:  # the other tasks cannot go on either

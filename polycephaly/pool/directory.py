@@ -390,13 +390,16 @@ class ObjectDirectory:
         task.timeout, task.priority, task.resources = limits
         remote_object.retries -= 1
         task.retries = remote_object.retries
-        when_settled(task, partial(self.dispatcher.post, self._on_recomputed, remote_object))
+        on_recomputed = partial(self.dispatcher.post, self._on_recomputed, remote_object, task)
+        when_settled(task.promise, on_recomputed)
         self.dispatcher.resume(task)
         return True
 
-    def _on_recomputed(self, remote_object: RemoteObject, promise: Promise[Any]) -> None:
+    def _on_recomputed(
+        self, remote_object: RemoteObject, task: Task, promise: Promise[Any]
+    ) -> None:
         # Otherwise the value was lost again before this call, and another task computes it.
-        if remote_object.recomputation is promise:
+        if remote_object.recomputation is task:
             remote_object.recomputation = None
         error = stored_error(promise)
         if error is not None:

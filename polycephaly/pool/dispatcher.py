@@ -38,7 +38,7 @@ from .._compat import caller_stacklevel, renew_in_child
 from ..errors import Lost, copy_error
 from ..memory.references import Serialized
 from ..promises.combining import race
-from ..promises.promise import CANCELLED, PENDING, Promise, Signal, fulfill, reject
+from ..promises.promise import CANCELLED, Promise, Signal, fulfill, reject
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.hidden import Hidden
 from ..runtime.prompt import running_cell
@@ -158,8 +158,8 @@ class Dispatcher(DispatcherBase):
         target: DroneHandle | None = None,
         task_options: TaskOptions | None = None,
         task: Task | None = None,
-    ) -> Task:
-        """Queue a call of `work` and return its task, which is `task` if given.
+    ) -> Promise[Any]:
+        """Queue a call of `work`, as `task` if that is given, and return its promise.
 
         Raises `RuntimeError` if the pool is closed, `BrokenProcessPool` if it is broken.
         """
@@ -189,8 +189,8 @@ class Dispatcher(DispatcherBase):
         except Exception as error:
             if is_of_signal_handler(error):
                 raise
-            reject(task, error)
-            return task
+            reject(task.promise, error)
+            return task.promise
         try:
             if self.checks_width and not definition.overlaps and target is None:
                 self.check_width(definition)
@@ -205,10 +205,11 @@ class Dispatcher(DispatcherBase):
                 self._enqueue(task)
         except BaseException:  # Ctrl-C, for example: the caller will not get the promise
             # Near the recursion limit, `cancel` may fail here too; this call is of C code alone.
-            self.reactor.deliver(task.cancel)
-            task.cancel()
+            cancel = task.promise.cancel
+            self.reactor.deliver(cancel)
+            cancel()
             raise
-        return task
+        return task.promise
 
     def _check_loop(self) -> None:
         """Raise `BrokenProcessPool` if an error has ended the loop's thread before `_begin`."""
@@ -294,7 +295,7 @@ class Dispatcher(DispatcherBase):
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
-        if task._state == PENDING:
+        if not task.promise.done():
             self._enqueue(task)
         self.awaiting_inputs.discard(task)
         if self.closing or (task.target is not None and task.target.state is State.RETIRING):
@@ -364,7 +365,7 @@ class Dispatcher(DispatcherBase):
         if self._has_unqueued() or not self.reactor.can_wait():
             return False
         with suppress(IndexError):
-            if not self.queue[0].done():  # of many tasks, one is enough
+            if not self.queue[0].promise.done():  # of many tasks, one is enough
                 return False
         handles = list(self.handles)
         tasks = [[*self.queue], *map(list, self.resources.queues.values())]
@@ -372,7 +373,7 @@ class Dispatcher(DispatcherBase):
             sent = [] if each.is_preparing else list(each.in_flight.values())
             tasks += [sent, [*each.dedicated], [*each.preferred]]
         streams = [each() for each in list(self.maps.values())]
-        return all(task.done() for some in tasks for task in some) and all(
+        return all(task.promise.done() for some in tasks for task in some) and all(
             each is None or each.is_over for each in streams
         )
 
@@ -626,16 +627,16 @@ class Dispatcher(DispatcherBase):
         else:
             handle.remove_in_flight(task.number)
         if rest:
-            if task.done():  # cancelled: the rest does not begin
-                later._settle(CANCELLED, None, None)
+            if task.promise.done():  # cancelled: the rest does not begin
+                later.promise._settle(CANCELLED, None, None)
             else:
                 self.requeue([later])
             followers.append(later)
         task.followers = followers
         # If cancelled, the canceller may have read `followers` before the line above.
-        if task.done():
+        if task.promise.done():
             for each in followers:
-                self.reactor.deliver(each.cancel)
+                self.reactor.deliver(each.promise.cancel)
 
     def queue_inbound(self) -> None:
         """Queue the inbound tasks in order. After the end, a thread that adds one rejects it."""
@@ -650,7 +651,7 @@ class Dispatcher(DispatcherBase):
             task.preferred_drone, task.bytes_to_move = self.directory.best_holder(
                 payload.remote_objects.values()
             )
-        if task.done():
+        if task.promise.done():
             self.stop_if_retired(task.target)
         else:
             self.insert(task)
@@ -661,14 +662,14 @@ class Dispatcher(DispatcherBase):
         """
         if self.abandoned:  # no drone will take them
             for task in tasks:
-                self.reactor.deliver(task.cancel)
+                self.reactor.deliver(task.promise.cancel)
             return
         for task in reversed(tasks):
-            if task.overrun is not None and not task.done():  # its time was over too early
+            if task.overrun is not None and not task.promise.done():  # its time was over too early
                 self.on_failed(task, task.overrun)
                 continue
             task.sending = None
-            if task.done():  # by a thread that may have taken the task for begun
+            if task.promise.done():  # by a thread that may have taken the task for begun
                 task.payload = b""
                 self.stop_if_retired(task.target)
                 continue
@@ -681,7 +682,7 @@ class Dispatcher(DispatcherBase):
         if self.broken is not None:
             self.reject_later(task, partial(copy_error, self.broken))
         elif self.abandoned:
-            self.reactor.deliver(task.cancel)
+            self.reactor.deliver(task.promise.cancel)
         elif task.target is not None and task.target.state is State.DEAD:
             self.reject_later(task, task.target.closed_error)
         elif task.resources:
@@ -728,15 +729,15 @@ class Dispatcher(DispatcherBase):
             rejected = [task for task in tasks if isinstance(task.payload, Serialized)] or tasks
         self.reject_or_retry(rejected, lost, may_retry=False)
         others = [task for task in tasks if task not in recomputed and task not in rejected]
-        self.requeue([task for task in others if not task.done()])
+        self.requeue([task for task in others if not task.promise.done()])
         for task in recomputed:
-            if not task.done():
+            if not task.promise.done():
                 self.awaiting_inputs.add(task)
                 try:
                     task.recompute_inputs(lost)
                 except BaseException as error:
                     self.awaiting_inputs.discard(task)
-                    self.reactor.deliver(partial(reject, task, copy_error(error)))
+                    self.reactor.deliver(partial(reject, task.promise, copy_error(error)))
 
     # -- holding the reactor's lock: stopping running tasks ----------------------------------------
 
@@ -766,7 +767,6 @@ class Dispatcher(DispatcherBase):
                 for queue in [*queues, *self.resources.queues.values()]:
                     with suppress(ValueError):
                         queue.remove(task)
-            task.leave_pool()
             self._cancelled_since_sweep += 1
             if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS and not self.has_ended:
                 self._sweep_queues()
@@ -917,21 +917,21 @@ class Dispatcher(DispatcherBase):
         if cancel:
             self.has_cancelled = True
             for task in [*self.queue, *self.unqueued_tasks()]:
-                self.reactor.deliver(task.cancel)
+                self.reactor.deliver(task.promise.cancel)
             for handle in self.handles:
                 for task in [*handle.dedicated, *handle.preferred]:
-                    self.reactor.deliver(task.cancel)
+                    self.reactor.deliver(task.promise.cancel)
                 # Backwards: if the running task was first, the drone would begin the next one.
                 for task in reversed(handle.in_flight.values()):
                     if running or not handle.is_running(task.number):
-                        self.reactor.deliver(task.cancel)
+                        self.reactor.deliver(task.promise.cancel)
 
     def cancel_dedicated(self, handle: DroneHandle) -> None:
         """Cancel the tasks that only `handle` may run."""
         in_flight = reversed(handle.in_flight.values())
         for task in [*handle.dedicated, *self.unqueued_tasks(), *in_flight]:
             if task.target is handle:
-                self.reactor.deliver(task.cancel)
+                self.reactor.deliver(task.promise.cancel)
 
     def _has_unqueued(self) -> bool:
         """Return whether a task is neither queued nor at a drone, and not settled yet."""
@@ -948,7 +948,7 @@ class Dispatcher(DispatcherBase):
         if self._has_unqueued():
             return True
         with suppress(IndexError):
-            while self.queue[0].done():  # cancelled while it was queued
+            while self.queue[0].promise.done():  # cancelled while it was queued
                 self.queue.popleft()
             return True
         return any(handle.in_flight or handle.has_waiting_tasks() for handle in self.handles)
@@ -1006,7 +1006,7 @@ class Dispatcher(DispatcherBase):
         self.queue_inbound()  # those for one drone are lost with it
         self.closing = self.abandoned = True
         for task in [*self.queue, *self.unqueued_tasks()]:
-            self.reactor.deliver(task.cancel)
+            self.reactor.deliver(task.promise.cancel)
         self.awaiting_inputs.clear()
         self.parked.clear()
         for task in list(self.delayed):
@@ -1052,7 +1052,7 @@ class Dispatcher(DispatcherBase):
         """Reject the tasks that were added to `awaiting_inputs` after `abandon` had cleared it."""
         for task in [*self.awaiting_inputs]:
             assert self.refusal is not None  # set before the end
-            reject(task, copy_error(self.refusal))
+            reject(task.promise, copy_error(self.refusal))
             task.release_inputs()
             self.awaiting_inputs.discard(task)
 

@@ -119,7 +119,7 @@ class DispatcherBase(TaskRunner, Tenant):
         assert self.refusal is not None  # set before the end
         with suppress(IndexError):
             while True:
-                reject(queue.popleft(), copy_error(self.refusal))
+                reject(queue.popleft().promise, copy_error(self.refusal))
 
     def note_failure(
         self,
@@ -142,7 +142,7 @@ class DispatcherBase(TaskRunner, Tenant):
     def reject_later(self, task: Task, make_error: Callable[[], BaseException]) -> None:
         """Reject `task` after the lock is released, where `make_error` may run code of users."""
         task.payload = b""
-        self.reactor.deliver(lambda: reject(task, make_error()))
+        self.reactor.deliver(lambda: reject(task.promise, make_error()))
         self.post(self.stop_if_retired, task.target)
 
     def release_preferred(self, handle: DroneHandle) -> None:
@@ -163,9 +163,8 @@ class DispatcherBase(TaskRunner, Tenant):
         """
         retried = []
         for task in tasks:
-            if task.done():
+            if task.promise.done():
                 task.payload = b""
-                task.leave_pool()
             elif may_retry and task.retry is not None:
                 self.on_failed(task, copy_error(task.overrun or error))
             elif (
@@ -185,7 +184,7 @@ class DispatcherBase(TaskRunner, Tenant):
     def on_failed(self, task: Task, error: BaseException) -> None:
         """Run a task that has a `Retry` again after a delay, or reject the task with `error`."""
         target_died = task.target is not None and task.target.state is State.DEAD
-        is_over = task.done() or self.abandoned or self.has_cancelled or target_died
+        is_over = task.promise.done() or self.abandoned or self.has_cancelled or target_died
         delay = None if is_over else task.next_delay(error)
         if delay is None:
             task.payload, task.recompute_payload = b"", None

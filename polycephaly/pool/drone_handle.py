@@ -259,7 +259,9 @@ class DroneHandle:
         removed from the waiting tasks, so no task is missed.
         """
         unqueued = [task for task in self.dispatcher.unqueued_tasks() if task.target is self]
-        return any(not task.done() for task in [*unqueued, *self.dedicated, *self.preferred])
+        return any(
+            not task.promise.done() for task in [*unqueued, *self.dedicated, *self.preferred]
+        )
 
     def closed_error(self) -> BaseException:
         """Return the error for tasks that are given to the drone after its end."""
@@ -361,7 +363,7 @@ class DroneHandle:
                 task = queue.popleft()
             except IndexError:
                 break
-            if task._state != PENDING:
+            if task.promise._state != PENDING:
                 continue
             if (
                 task.args is None
@@ -659,7 +661,7 @@ def drain(queue: deque[T]) -> list[T]:
 def drop_settled(queue: deque[Task]) -> None:
     """Remove the settled tasks from `queue`, to which other threads only append meanwhile."""
     tasks = [queue.popleft() for _ in range(len(queue))]
-    queue.extendleft(task for task in reversed(tasks) if not task.done())
+    queue.extendleft(task for task in reversed(tasks) if not task.promise.done())
 
 
 def _take_similar(
@@ -673,7 +675,7 @@ def _take_similar(
     with suppress(IndexError):
         for _ in range(limit):
             task = popleft()
-            if task._state != PENDING:
+            if task.promise._state != PENDING:
                 continue
             if (
                 task.definition is definition

@@ -21,15 +21,18 @@ from functools import update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
 
+from ..promises.promise import FINISHED
 from ..runtime.checks import brief
 from ..runtime.coroutines import is_coroutine_function
 from ..wire.main_names import MainSnapshot
 from .base import Handles, innermost_pool
 from .config import check_keep, check_retries, check_timeout
 from .directory import KeptTask
-from .flow_graph import record_node
+from .flow_graph import record_failure, record_node
+from .inputs import waiters
 from .interfaces import with_seed
 from .task import Task
+from .task_promise import TaskPromise, facts_of
 
 if TYPE_CHECKING:
     from .retry import Retry
@@ -163,17 +166,54 @@ def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callab
         task_options = pool._task_options
         if options:
             task_options = (task_options or dispatcher.task_options)._replace(**options)
-        task = KeptTask(dispatcher) if keep else Task(dispatcher)
-        task.is_node = True  # before the task can fail
+        task = _KeptNodeTask(dispatcher) if keep else _NodeTask(dispatcher)
         work, args = with_seed(task_options, cache.function, args, dispatcher.width)
         dispatcher.submit(work, args, kwargs, None, task_options, task)
-        record_node(task.number, task.label, task.input_numbers, task)
-        return task
+        record_node(task.number, task.label, task.input_numbers, task.promise)
+        return task.promise
 
     update_wrapper(call, fn, updated=("__dict__",) if isinstance(fn, FunctionType) else ())
     if is_coroutine_function(fn):
         call.parks = True  # type: ignore[attr-defined]  # marks a coroutine function
     return call
+
+
+class _NodePromise(TaskPromise[Any]):
+    """The promise of a node of a graph."""
+
+    def cancel(self, running: bool = True) -> bool:
+        """Cancel it, and then the nodes that led only to it, and so on upstream."""
+        inputs = self._dependencies()
+        cancelled = super().cancel(running)
+        todo = [inputs] if cancelled else []
+        while todo:
+            for each in todo.pop():
+                if isinstance(each, _NodePromise) and not each.done() and not _is_wanted(each):
+                    inputs = each._dependencies()
+                    if TaskPromise.cancel(each, running):
+                        todo.append(inputs)
+        return cancelled
+
+    def _settle(
+        self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False
+    ) -> bool:
+        is_ours = super()._settle(state, result, exception, unless_running)
+        if is_ours and (exception is not None or state != FINISHED):
+            record_failure(facts_of(self).call_number, self.cancelled())
+        return is_ours
+
+
+def _is_wanted(node: _NodePromise) -> bool:
+    """Return whether anything but settled nodes waits for `node`."""
+    return node._made_condition is not None or any(True for _ in waiters(node))
+
+
+class _NodeTask(Task):
+    is_node, promise_type = True, _NodePromise
+
+
+class _KeptNodeTask(_NodeTask, KeptTask):
+    pass
 
 
 class _SentFunction:

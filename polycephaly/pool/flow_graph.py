@@ -18,6 +18,7 @@ from weakref import ref
 from ..promises.promise import Promise, stored_error
 from ..runtime.checks import brief
 from ..timeline.spans import short_name
+from .task_promise import TaskPromise, facts_of
 
 MAX_NODES = 20_000
 """Number of nodes whose inputs are remembered: about 5 MB."""
@@ -63,10 +64,10 @@ _failed: deque[tuple[int, str]] = deque(maxlen=MAX_NODES)
 
 
 def record_node(
-    number: int, label: str, input_numbers: tuple[int, ...], task: Promise[Any]
+    number: int, label: str, input_numbers: tuple[int, ...], promise: Promise[Any]
 ) -> None:
-    """Remember `task` as a node."""
-    _nodes.append((number, label, input_numbers, ref(task)))
+    """Remember the call of `promise` as a node."""
+    _nodes.append((number, label, input_numbers, ref(promise)))
 
 
 def record_failure(number: int, cancelled: bool) -> None:
@@ -178,8 +179,9 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
     todo: deque[Promise[Any] | int] = deque(promises)
 
     def number_of(promise: Any) -> int:
-        own: int = getattr(promise, "call_number", 0)
-        return own or promise_numbers.setdefault(id(promise), -len(promise_numbers))
+        if isinstance(promise, TaskPromise):
+            return facts_of(promise).call_number
+        return promise_numbers.setdefault(id(promise), -len(promise_numbers))
 
     while todo:
         each = todo.popleft()
@@ -191,13 +193,16 @@ def _upstream(promises: Iterable[Promise[Any]]) -> Iterator[Node]:
         promise: Any = task if isinstance(each, int) else each
         dependencies = () if promise is None else promise._dependencies()
         pending = [other for other in dependencies if isinstance(other, Promise)]
-        inputs = dict.fromkeys(getattr(promise, "input_numbers", ()) if needed is None else needed)
+        facts = facts_of(promise) if isinstance(promise, TaskPromise) else None
+        if needed is None:
+            needed = () if facts is None else facts.input_numbers
+        inputs = dict.fromkeys(needed)
         inputs |= dict.fromkeys(map(number_of, pending))
         todo += pending
         todo += inputs
         if promise is not None:
-            label = short_name(getattr(promise, "label", "promise"))
-            yield Node(number, label, _state(promise), promise.spans.drone or "", tuple(inputs))
+            label, drone = ("promise", "") if facts is None else (facts.label, facts.drone or "")
+            yield Node(number, short_name(label), _state(promise), drone, tuple(inputs))
         elif name is not None:
             state = failed.get(number, DONE)
             yield Node(number, short_name(name), state, "", tuple(inputs))
@@ -210,7 +215,8 @@ def _state(promise: Promise[Any]) -> str:
         return DONE if stored_error(promise) is None else REJECTED
     if promise.running():
         return RUNNING
-    return WAITING if promise._dependencies() or not hasattr(promise, "label") else READY
+    is_call = isinstance(promise, TaskPromise)
+    return WAITING if promise._dependencies() or not is_call else READY
 
 
 def _name(number: int) -> str:

@@ -262,7 +262,7 @@ class HealthMonitor:
             *self._dispatcher.queue,
             *(task for handle in handles for task in [*handle.dedicated, *handle.preferred]),
         ]
-        queued = [task for task in queued if not task.done()]
+        queued = [task for task in queued if not task.promise.done()]
         if queued and not self._mutual_wait_reported:
             self._mutual_wait_reported = True
             log.warning(

@@ -21,7 +21,7 @@ from itertools import filterfalse
 from typing import Any
 
 from ..errors import copy_error
-from ..promises.promise import FINISHED, Promise, stored_error
+from ..promises.promise import Promise, name_of, reject, stored_error
 from ..promises.trampoline import Trampoline
 
 _MIN_STALE_HOOKS = 32
@@ -44,7 +44,7 @@ def propagate_failure(
     """
     if settled.cancelled():
         error: BaseException = CancelledError(
-            f"{settled._description()}, an input of {task._description()}, was cancelled"
+            f"{name_of(settled)}, an input of {name_of(task.promise)}, was cancelled"
         )
     else:
         stored = stored_error(settled) if opening_error is None else opening_error
@@ -61,11 +61,10 @@ def propagate_failure(
 
 def _reject(task: Any, error: BaseException) -> None:
     try:
-        task._settle(FINISHED, None, error)
+        reject(task.promise, error)
     finally:
         task.release_inputs()
         task.dispatcher.on_inputs_ready(task)
-        task.leave_pool()
 
 
 def _add_input_note(error: BaseException, settled: Promise[Any]) -> None:
@@ -75,7 +74,7 @@ def _add_input_note(error: BaseException, settled: Promise[Any]) -> None:
     notes: Sequence[object] = getattr(error, "__notes__", ())
     if not any(isinstance(note, str) and note.startswith(_INPUT_NOTE) for note in notes):
         with suppress(Exception):  # if the error accepts no notes
-            error.add_note(f"{_INPUT_NOTE}{settled._description()}")
+            error.add_note(f"{_INPUT_NOTE}{name_of(settled)}")
 
 
 def remove_settled_hooks(inputs: Iterable[Any]) -> None:
@@ -91,27 +90,11 @@ def remove_settled_hooks(inputs: Iterable[Any]) -> None:
             stale = each._stale_hooks
             if stale > _MIN_STALE_HOOKS and 2 * stale > len(each._hooks or ()):
                 each._stale_hooks = 0
-                for _ in _waiters(each):
+                for _ in waiters(each):
                     pass
 
 
-def cancel_upstream(inputs: Sequence[Any], running: bool) -> None:
-    """Cancel the nodes among `inputs` that led only to the cancelled node, and so on upstream."""
-    todo = [inputs]
-    while todo:
-        for each in todo.pop():
-            if getattr(each, "is_node", False) and not each.done() and not _is_wanted(each):
-                inputs = each.inputs
-                if Promise.cancel(each, running):
-                    todo.append(inputs)
-
-
-def _is_wanted(node: Promise[Any]) -> bool:
-    """Return whether anything but settled nodes waits for `node`."""
-    return node._made_condition is not None or any(True for _ in _waiters(node))
-
-
-def _waiters(promise: Promise[Any]) -> Iterator[Any]:
+def waiters(promise: Promise[Any]) -> Iterator[Any]:
     """Yield the hooks of those that wait for `promise`, the newest first.
 
     Hooks of settled tasks are removed on the way, many at once. An object with `_only_follows`,
@@ -128,8 +111,9 @@ def _waiters(promise: Promise[Any]) -> Iterator[Any]:
             except IndexError:  # other threads call hooks meanwhile, or remove some
                 continue
             waiter = getattr(hook, "__self__", None)
-            if isinstance(waiter, Promise):
-                is_over = waiter.done()
+            awaiting = getattr(waiter, "promise", waiter)  # of a task
+            if isinstance(awaiting, Promise):
+                is_over = awaiting.done()
             else:
                 is_over = getattr(waiter, "_only_follows", None) is True
             if not is_over:

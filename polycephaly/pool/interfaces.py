@@ -199,27 +199,6 @@ class TaskRunner:
         return None
 
 
-class _NoRunner(TaskRunner):
-    """In place of a runner that has ended and that nothing refers to any more: its tasks are
-    settled.
-    """
-
-    refusal = RuntimeError("the pool has ended")
-    belongs_to_parent = False
-    reactor: Any
-
-    def __init__(self) -> None:
-        self.reactor = self
-        self.withdraw = self.post
-        self.submit_task = lambda task: self.check_open()
-
-    def post(self, callback: Callable[..., object], *args: Any) -> None:
-        """Do nothing: a task that is settled has nothing left to withdraw."""
-
-
-NO_RUNNER: Any = _NoRunner()
-
-
 class LivePage(Protocol):
     """A live page of a pool: see `Pool.dashboard`. The class is in integrations/dashboard.
 

@@ -33,7 +33,7 @@ def lease(
     with suppress(IndexError):
         while len(taken) < max_tasks and len(skipped) < _MAX_SKIPPED_TASKS:
             task = dispatcher.queue.popleft()
-            if not task.done():
+            if not task.promise.done():
                 (taken if can_lease(task) else skipped).append(task)
     dispatcher.queue.extendleft(reversed(skipped))
     for task in taken:
@@ -49,7 +49,7 @@ def requeue_unstarted(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
         error = dispatcher.refusal or RuntimeError(f"{dispatcher.config.name} has ended")
         dispatcher.reject_or_retry(tasks, error, may_retry=False)
     else:
-        dispatcher.requeue([task for task in tasks if not task.done()])
+        dispatcher.requeue([task for task in tasks if not task.promise.done()])
 
 
 def on_lost(dispatcher: DispatcherBase, tasks: list[Task], error: BaseException) -> None:

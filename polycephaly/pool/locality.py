@@ -50,7 +50,7 @@ class Locality:
             for task in list(islice(busy.preferred, _MAX_CHECKED_TASKS)) if idle else ():
                 patience = 2 * tuning.batch_seconds + task.bytes_to_move * MOVE_SECONDS_PER_BYTE
                 due = task.preferred_since + patience
-                if task.done():
+                if task.promise.done():
                     busy.preferred.remove(task)
                 elif due > now:
                     soonest = min(soonest, due)

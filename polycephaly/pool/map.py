@@ -233,7 +233,7 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
                 yield _pop_values(tasks)
                 continue
             task = tasks.pop()
-            answers: Answers = task.result()
+            answers: Answers = task.promise.result()
             values = answers.values
             yield values if answers.plain else _unpickle_values(answers, task, stream)
             if answers.opening is not None:
@@ -297,7 +297,7 @@ def _input_error(stream: Ordered) -> Exception:
 def _pop_values(tasks: list[Task]) -> Iterator[Any]:
     """Yield the values of `tasks`, without keeping a reference to any."""
     while tasks:
-        yield tasks.pop().result()
+        yield tasks.pop().promise.result()
 
 
 def _unpickle_values(answers: Answers, task: Task, stream: Ordered) -> Iterator[Any]:
@@ -371,7 +371,7 @@ class Ordered:
             best, room = self.source.best_size(), max_calls - self._calls_in_flight
             if self._buffersize is not None:
                 best = min(best, 1 + max_calls // 32)
-            elif room < best and len(self._tasks) > 1 and not self._tasks[-1].done():
+            elif room < best and len(self._tasks) > 1 and not self._tasks[-1].promise.done():
                 # A whole slice later is better than a small one now, which would later leave room
                 # for another small one only. But nothing is gained while the drones are idle.
                 return
@@ -384,7 +384,7 @@ class Ordered:
                 return
 
     def _has_result(self) -> bool:
-        return bool(self._tasks) and self._tasks[0].done()
+        return bool(self._tasks) and self._tasks[0].promise.done()
 
     def _send(self, max_calls: int) -> bool:
         """Send one task, of at most so many calls; return False if there is none."""
@@ -439,7 +439,7 @@ class Ordered:
         if not self._tasks:
             return []
         task = self._tasks[0]
-        self._wait_for(task)
+        self._wait_for(task.promise)
         # The followers are inserted before the slice is removed, so that a Ctrl-C in between finds
         # them.
         for each in reversed(task.followers):
@@ -456,7 +456,7 @@ class Ordered:
 
     def next_promise(self) -> Promise[Any] | None:
         """Return the promise that `take_settled` would wait for, or None if there are no tasks."""
-        return self._tasks[0] if self._tasks else None
+        return self._tasks[0].promise if self._tasks else None
 
     @property
     def is_over(self) -> bool:
@@ -468,7 +468,7 @@ class Ordered:
         if self.was_read:
             return False
         return not self.source.exhausted or any(
-            not task.done() or task.cancelled() for task in self._tasks
+            not task.promise.done() or task.promise.cancelled() for task in self._tasks
         )
 
     def cancel(self) -> None:
@@ -496,7 +496,7 @@ class Ordered:
 
     def error_of(self, task: Task) -> BaseException | None:
         """Return the error of a settled task. That unpickles a value, which is part of the time."""
-        return self._in_time(task.exception)
+        return self._in_time(task.promise.exception)
 
     def _in_time(self, wait: Callable[[float | None], R]) -> R:
         """Return what `wait` returns, with the seconds that are left."""
@@ -537,7 +537,7 @@ class Ordered:
         ):
             self._shown_at = monotonic()
             # A copy, because another thread may send.
-            settled = [task for task in self._tasks.copy() if task.done()]
+            settled = [task for task in self._tasks.copy() if task.promise.done()]
             self._progress.show(self._taken + sum(task.answered_count for task in settled))
             if last:
                 self._progress.close()
@@ -591,10 +591,9 @@ class Unordered(Ordered):
 
     def _add(self, task: Task) -> None:
         super()._add(task)
-        when_settled(task, self._settled)
+        when_settled(task.promise, partial(self._settled, task))
 
-    def _settled(self, task: Promise[Any]) -> None:
-        assert isinstance(task, Task)
+    def _settled(self, task: Task, _: object) -> None:
         if self._closed:
             return
         self._arrived.append(task)
@@ -612,5 +611,5 @@ def _cancel(tasks: Iterable[Task]) -> None:
     todo = [*tasks]
     while todo:
         task = todo.pop()
-        task.cancel()
+        task.promise.cancel()
         todo += task.followers

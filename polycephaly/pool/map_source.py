@@ -40,6 +40,7 @@ from ..wire.placeholders import PicklingContext
 from ..wire.shareable import SMALL_TYPES, bytes_together
 from ..wire.slices import ITEMS, PICKLED, ROWS, pack_calls
 from .task import Slice, Task
+from .task_promise import facts_of
 
 if TYPE_CHECKING:
     from .interfaces import TaskOptions, TaskRunner
@@ -202,12 +203,12 @@ class Source:
         answered.
         """
         self._answered += 1
-        answer = task.get_answer()
-        if answer is not None:
-            seconds = answer.finished - answer.started
+        facts = facts_of(task.promise)
+        if facts.started is not None and facts.finished is not None:
+            seconds = facts.finished - facts.started
             self._seconds += seconds
             self._estimate(seconds, task.answered_count)
-            self._bytes += answer.bytes_sent + answer.bytes_received
+            self._bytes += facts.bytes_sent + facts.bytes_received
             self._calls += task.answered_count
 
     def _estimate(self, seconds: float, calls: int) -> None:

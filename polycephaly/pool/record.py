@@ -150,7 +150,7 @@ class TraceBuffer:
         now = monotonic()
         before = min(now, self.last_finished.get(drone, 0.0))
         for task in tasks:
-            status = _failure_status(task) if task.done() or task.timed_out else DIED
+            status = _failure_status(task) if task.promise.done() or task.timed_out else DIED
             started = 0.0 if task.definition.overlaps else before
             self._add_one(drone, task, Answer(started, now, now), task.count, status)
 
@@ -212,6 +212,6 @@ def _after(last: int, numbered: list[tuple[int, T]]) -> tuple[list[T], int]:
 
 
 def _failure_status(task: Task) -> str:
-    if not (task.done() or task.timed_out):
+    if not (task.promise.done() or task.timed_out):
         return ERROR
-    return CANCELLED if task.cancelled() else TIMEOUT
+    return CANCELLED if task.promise.cancelled() else TIMEOUT

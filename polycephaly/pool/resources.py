@@ -122,7 +122,7 @@ class Resources:
 
     def _drop_settled(self, queue: deque[Task]) -> bool:
         """Drop settled tasks from the head; return False if no others are left."""
-        while queue and queue[0].done():
+        while queue and queue[0].promise.done():
             self._dispatcher.parked.discard(queue.popleft())
         return bool(queue)
 

@@ -24,7 +24,7 @@ from pickle import loads
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from ..promises.promise import Promise, fulfill, when_settled
+from ..promises.promise import fulfill, when_settled
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..store.resume.calls import Ended, Found
@@ -37,6 +37,7 @@ from ..wire.slices import Answers
 from .items import describe
 from .map_source import SLICE_SECONDS, Source
 from .task import Slice, Task
+from .task_promise import facts_of
 
 if TYPE_CHECKING:
     from .interfaces import TaskOptions, TaskRunner
@@ -209,7 +210,7 @@ class ResumedSource(Source):
     def _settled(self, found: list[Found]) -> Task:
         task = self.latest_task = Slice(self.dispatcher, self._definition, b"", len(found))
         task.first_item, self.item = self.item, self.item + len(found)
-        fulfill(task, _FoundAnswers(found))
+        fulfill(task.promise, _FoundAnswers(found))
         return task
 
     def take_rest(self, max_calls: int, seconds: float) -> None:
@@ -228,7 +229,7 @@ class ResumedSource(Source):
         self._input, self._looking_error = iter(()), None
         self._looked_at.clear()
         for task in list(self._watched):
-            if task.done():
+            if task.promise.done():
                 self._collect(task)
         self._run.close()
 
@@ -267,23 +268,22 @@ class ResumedSource(Source):
 
     def _watch(self, task: Task, keys: Keys) -> None:
         self._watched[task] = keys
-        when_settled(task, self._collect)
+        when_settled(task.promise, partial(self._collect, task))
 
-    def _collect(self, task: Promise[Any]) -> None:
+    def _collect(self, task: Task, _: object = None) -> None:
         """Have the outcomes of a settled task stored, once. Any thread may call this: the one that
         settles the task, and the consumer, which empties the answers of a slice.
         """
-        assert isinstance(task, Task)
         with self._watched_lock:
             keys = self._watched.pop(task, None)
-            if keys is None or task.cancelled():
+            if keys is None or task.promise.cancelled():
                 return
             first = task.first_item or 0
             for each in task.followers:
                 start = (each.first_item or 0) - first
                 self._watch(each, keys[start : start + each.count])
-            if isinstance(task, Slice) and task.exception() is None:
-                answers: Answers = task.result()
+            if isinstance(task, Slice) and task.promise.exception() is None:
+                answers: Answers = task.promise.result()
                 if not answers.plain:
                     with suppress(Exception):  # which the consumer meets again
                         answers.values[:] = list(answers)
@@ -291,8 +291,7 @@ class ResumedSource(Source):
                 size = sum(map(len, done))
                 self._run.put(partial(_ended_slice, task, keys, done, answers.error), size)
             else:
-                answer = task.get_answer()
-                size = 0 if answer is None else answer.bytes_received
+                size = facts_of(task.promise).bytes_received
                 self._run.put(partial(_ended_call, task, keys), size)
 
 
@@ -338,12 +337,12 @@ def _ended_slice(task: Task, keys: Keys, done: list[Any], error: bytes | None) -
 
 def _ended_call(task: Task, keys: Keys) -> Iterator[Ended]:
     try:
-        error = task.exception()
+        error = task.promise.exception()
     except CancelledError:
         return
     if error is None:
         for item, key in keys:
-            yield _ended(key, item, task.result())
+            yield _ended(key, item, task.promise.result())
     elif len(keys) == 1:  # else it is not known which of its calls has failed
         ((item, key),) = keys
         yield _failed(key, item, error, describe(task, 0))

@@ -14,7 +14,7 @@ import warnings
 from functools import partial
 from typing import Any
 
-from ..promises.promise import Promise, pending_upstream
+from ..promises.promise import Promise, name_of, pending_upstream
 from ..runtime.tuning import tuning
 from .dispatcher_base import DispatcherBase
 from .task import Task
@@ -53,8 +53,9 @@ class StallDetector:
             if promise is not None:
                 others = len(dispatcher.awaiting_inputs) - 1
                 more = f", and {others} more wait" if others > 0 else ""
+                name = name_of(task.promise)
                 message = (
-                    f"{dispatcher.config.name} has nothing to run: {task._description()} waits for "
+                    f"{dispatcher.config.name} has nothing to run: {name} waits for "
                     f"{promise!r}{more}; the program has to settle that promise. If the waiting "
                     "task should settle the promise, the task waits for itself"
                 )
@@ -67,7 +68,7 @@ def unsettled_root(task: Task, seen: set[Promise[Any]]) -> Promise[Any] | None:
     """Return a promise, not `seen` before, for which `task` waits in the end and which only the
     program settles. None if there is none.
     """
-    for each in pending_upstream([task], seen):
+    for each in pending_upstream([task.promise], seen):
         if type(each) is Promise and not each._dependencies():
             return each
     return None

@@ -1,4 +1,4 @@
-"""A task: one call on its way to a drone, and the promise of its result.
+"""A task: one call on its way to a drone. Its promise is an object of its own: task_promise.py.
 
     call ──> Task.capture ──> (waits for inputs that are promises) ──> queue ──> a drone ──> promise
 
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import copyreg
 import itertools
-import os
-from _thread import get_ident
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pickle import dumps, loads
@@ -26,25 +24,20 @@ from ..errors import Lost, skip_own_frames, type_with_article
 from ..memory.blocks import pristine_view
 from ..memory.references import Received, Serialized, load, load_with_buffers
 from ..promises import opener_thread
-from ..promises.opener_thread import is_settling_thread, settling_threads
+from ..promises.opener_thread import is_settling_thread
 from ..promises.promise import (
-    DICT_AT_CREATION,
-    FINISHED,
-    PENDING,
     NeedsPlaceholder,
     Promise,
     reject,
     request_opening,
-    settling_owners,
+    stored_error,
     stored_value,
     unopened,
-    wait_settled,
     when_settled,
 )
 from ..promises.sealed import Sealed, is_sealed
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
-from ..wire.debugging import MAX_KEPT_FRAMES, debug_frames, release_frames
 from ..wire.functions import FunctionRegistry, RemoteFunction, find_unpicklable
 from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
 from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, join_payloads, pack
@@ -56,12 +49,11 @@ from ..wire.placeholders import (
 )
 from ..wire.shareable import SMALL_TYPES
 from ..wire.slices import MIN_SEPARATE_LENGTH, Answers, Calls, args_of_call, slice_calls
-from .flow_graph import record_failure
-from .inputs import cancel_upstream, propagate_failure, remove_settled_hooks
-from .interfaces import NO_RUNNER, TaskOptions, TaskRunner, refuse_in_fork
+from .inputs import propagate_failure, remove_settled_hooks
+from .interfaces import TaskOptions, TaskRunner
+from .task_promise import TaskPromise, address_of_frames, facts_of, release_kept_frames
 
 if TYPE_CHECKING:
-    from ..promises.spans import Spans
     from .retry import Retry
 
 MAX_ITEM_BYTES = 4096
@@ -80,12 +72,12 @@ _FUTURE_CURE = (
 )
 
 
-class Task(Promise[Any]):
-    """One object for the task and its promise. After the call, its state as a task is changed only
-    while holding the reactor's lock.
+class Task:
+    """The pool's record of one call. After the call, it is changed only while holding the reactor's
+    lock.
     """
 
-    _can_be_interrupted = True
+    promise_type: type[TaskPromise[Any]] = TaskPromise
     # `DroneHandle`s, or None: the only drone that may run the task (of a client, a `RemoteHandle`),
     # and the drone that has most of its kept values.
     target: Any = None
@@ -112,7 +104,7 @@ class Task(Promise[Any]):
     followers: Sequence[Slice] = ()
     position = 0  # among the tasks that its drone was sent, from 1
     definition: RemoteFunction
-    answer: Answer | AnswerBatch | None = None
+    answer: Answer | None = None  # of a task that was answered by itself
     timeout: float | None = None  # seconds that the task may run
     retries = 0  # how many more times the task may run again
     priority = 0  # a task of a larger one is sent first
@@ -142,24 +134,15 @@ class Task(Promise[Any]):
     # If an input is stored on another node: the payload with open placeholders, and the inputs.
     unfilled: tuple[Any, Sequence[Promise[Any]]] | None = None
     input_numbers: tuple[int, ...] = ()  # the numbers of the tasks among its inputs
-    is_node = False  # of a graph (flow.py): see `cancel`
+    is_node = False  # of a graph: see flow.py
     # The synchronization counter: an iterator with one step less than there are inputs.
     _countdown: Iterator[int]
 
     def __init__(self, dispatcher: TaskRunner) -> None:
-        self._unclaimed = None  # as in Promise.__init__
-        if DICT_AT_CREATION:
-            self.__dict__  # noqa: B018
         self.number = next(_numbers)
-        self._runner = ref(dispatcher)
+        self.dispatcher = dispatcher
         self.queued = monotonic()
-
-    @property
-    def dispatcher(self) -> TaskRunner:
-        """The pool of the task. A promise does not keep its pool alive; once that is gone, this is
-        `NO_RUNNER`.
-        """
-        return self._runner() or NO_RUNNER
+        self.promise = self.promise_type(self)
 
     def set_options(self, task_options: TaskOptions) -> None:
         self.timeout, retries, self.priority, self.resources, _ = task_options
@@ -181,7 +164,7 @@ class Task(Promise[Any]):
             kind = type(arg)
             if kind in SMALL_TYPES:
                 continue
-            if kind is Task:
+            if kind is TaskPromise:
                 inputs.append(arg)
                 continue
             if kind is str or kind is bytes:
@@ -243,7 +226,7 @@ class Task(Promise[Any]):
 
     def _add_followers(self, moved: list[Any]) -> None:
         for each in moved:
-            each._follow_task(self)
+            each._follow_task(self.promise)
 
     def add_kept_values(self, remote_objects: dict[int, Any]) -> None:
         """Add kept values to those that the task takes."""
@@ -272,7 +255,9 @@ class Task(Promise[Any]):
         has failed and this task is rejected for that.
         """
         self.inputs = inputs if self.args is None else self.args
-        self.input_numbers = tuple([each.call_number for each in inputs if isinstance(each, Task)])
+        self.input_numbers = tuple(
+            [facts_of(each).call_number for each in inputs if isinstance(each, TaskPromise)]
+        )
         self._countdown = iter(range(1, len(inputs)))
         on_settled = self._on_input_settled  # one object for all inputs
         for each in inputs:
@@ -282,8 +267,8 @@ class Task(Promise[Any]):
                 when_settled(each, on_settled)
 
     def _on_input_settled(self, settled: Promise[Any]) -> None:
-        if self._state == PENDING:
-            if settled._exception is not None or settled._state != FINISHED:
+        if not self.promise.done():
+            if settled.cancelled() or stored_error(settled) is not None:
                 propagate_failure(self, settled)
             # One atomic step of the counter, which also shows the last thread that it is the last.
             elif next(self._countdown, None) is None:
@@ -348,7 +333,7 @@ class Task(Promise[Any]):
             self.inputs = ()
         except BaseException as error:  # a SystemExit of the value's own code, too
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
-            reject(self, error)
+            reject(self.promise, error)
             self.release_inputs()
             if isinstance(error, KeyboardInterrupt):
                 raise
@@ -391,7 +376,7 @@ class Task(Promise[Any]):
             packed = pack(results, registry.snapshot, registry.store)
         inner = pickling.remote_objects or {}
         self._add_followers(pickling.moved or [])
-        if any(_is_remote(each) for each in inputs):
+        if any(_remote_value(each) is not None for each in inputs):
             self.unfilled = self.payload, inputs
         outer, remote_objects = split_remote_objects(self.payload)
         joined = join_payloads([*parts], (outer, packed, *parts.values()), registry.store)
@@ -415,26 +400,6 @@ class Task(Promise[Any]):
         """Return the value of an answer. Raises the errors of unpickling."""
         return self.unpickle(payload)
 
-    # -- as a promise ------------------------------------------------------------------------------
-
-    def cancel(self, running: bool = True) -> bool:
-        """Cancel like any promise. If this is a node of a graph, also cancel the inputs that led
-        only to it: see `flow`.
-        """
-        inputs = self.inputs
-        cancelled = super().cancel(running)
-        if cancelled and inputs and self.is_node:
-            cancel_upstream(inputs, running)
-        return cancelled
-
-    def _settle(
-        self, state: str, result: Any, exception: BaseException | None, unless_running: bool = False
-    ) -> bool:
-        settled = super()._settle(state, result, exception, unless_running)
-        if self.is_node and settled and (exception is not None or state != FINISHED):
-            record_failure(self.call_number, self.cancelled())
-        return settled
-
     def recompute_inputs(self, lost: Lost) -> None:
         """Compute the lost inputs of this task again, which was not begun because of the loss.
 
@@ -444,29 +409,8 @@ class Task(Promise[Any]):
             raise lost
         (self.payload, inputs), self.unfilled = self.unfilled, None
         self.kind, self.args, self.sending = CALL_KEYWORDS, None, None
-        self.wait_for(
-            [
-                each.recompute(lost) if isinstance(each, Task) and _is_remote(each) else each
-                for each in inputs
-            ]
-        )
-
-    _recomputed: Task | None = None
-
-    def recompute(self, lost: Lost) -> Task:
-        """Return a task that computes the lost value again, the same one for all callers. Raises
-        `lost` if `retries` do not allow that.
-        """
-        if self._recomputed is not None:
-            return self._recomputed
-        if not self.retries or self.recompute_payload is None:
-            raise lost
-        again = self._recomputed = Task(self.dispatcher)
-        again.definition, again.kind, again.args = self.definition, self.kind, self.args
-        again.payload, again.unfilled = self.recompute_payload, self.unfilled
-        again.timeout, again.priority, again.retries = self.timeout, self.priority, self.retries - 1
-        self.dispatcher.submit_task(again)
-        return again
+        values = [(each, _remote_value(each)) for each in inputs]
+        self.wait_for([each if value is None else value.recompute(lost) for each, value in values])
 
     # -- another attempt (`retry`): called while holding the reactor's lock ------------------------
 
@@ -479,8 +423,9 @@ class Task(Promise[Any]):
 
         The task gets a new number: late messages and the status page name the attempt before.
         """
-        if (address := self._frames_address()) is not None:
-            self.dispatcher.reactor.deliver(partial(_release, address))
+        address = address_of_frames(self.dispatcher, self.number)
+        if address is not None:
+            self.dispatcher.reactor.deliver(partial(release_kept_frames, address))
         self.first_number = self.call_number
         self.number = next(_numbers)
         self.retries -= 1
@@ -489,7 +434,7 @@ class Task(Promise[Any]):
         self.sending = self.answer = self.overrun = None
         self.timed_out = False
         self.runs_elsewhere = False
-        self.output = ""
+        self.promise.output = ""
 
     def with_attempts(self, error: BaseException) -> BaseException:
         """Return `error`, with a note that tells the number of attempts if there were several."""
@@ -502,15 +447,6 @@ class Task(Promise[Any]):
     def _attempts(self) -> int:
         return 1 if self.retry is None else self.retry.times - self.retries + 1
 
-    def leave_pool(self) -> None:
-        """Keep nothing of the pool any more, because the task is settled, and the pool is done with
-        it: no drone, and no function that only this call has used.
-        """
-        self.target = self.preferred_drone = None
-        definition = getattr(self, "definition", None)  # None: Ctrl-C while it was made
-        if definition is not None and definition.single_use and self.recompute_payload is None:
-            self.definition = definition.without_payload()
-
     def release_inputs(self) -> None:
         """Release the inputs and the arguments, because the task is settled."""
         inputs = self.inputs
@@ -519,78 +455,6 @@ class Task(Promise[Any]):
             if self.args is not None:
                 self.args = ()
             remove_settled_hooks(inputs)
-
-    def _run_hooks(self, first: int = 0) -> None:
-        me = get_ident()
-        if me not in settling_threads:
-            super()._run_hooks(first)
-            return
-        outer, settling_owners[me] = settling_owners.get(me), self.dispatcher
-        try:
-            super()._run_hooks(first)
-        finally:
-            if outer is None:
-                settling_owners.pop(me, None)
-            else:
-                settling_owners[me] = outer
-
-    def _withdraw(self) -> None:
-        self.release_inputs()
-        self.dispatcher.post(self.dispatcher.withdraw, self)
-
-    def debug(self) -> None:
-        address = self._frames_address() if self._has_error() else None
-        if address is not None:
-            # Their keeper may have been killed with its drone.
-            with suppress(ConnectionRefusedError, ConnectionResetError):
-                debug_frames(address)
-                return
-        raise RuntimeError(f"no frames are kept for {self!r}: {self._why_no_frames()}")
-
-    def _has_error(self) -> bool:
-        """Wait for the end of the task, and return whether it has an error."""
-        try:
-            wait_settled(self, None)
-        except CancelledError:
-            if not self.cancelled():  # but the thread that waits
-                raise
-            return False
-        return self._exception is not None
-
-    def _why_no_frames(self) -> str:
-        if self.cancelled():
-            return "the task was cancelled"
-        if self.exception() is None:
-            return "the task has not failed"
-        if self.timed_out:
-            return "the task ran into its time limit; the cause of the error, if any, has the stack"
-        if self.dispatcher.frames_address(self.number) is None:
-            return "its pool was made without post_mortem=True"
-        if self.dispatcher.refusal is not None:
-            return "the pool has ended, and frames with it: debug within the block of the pool"
-        return (
-            "they were debugged or released, or their drone has ended, or had kept those of "
-            f"{MAX_KEPT_FRAMES} other tasks already: debug or release these (`polycephaly attach` "
-            "lists them), and run the task again"
-        )
-
-    def release(self) -> None:
-        if self._has_error() and (address := self._frames_address()) is not None:
-            _release(address)
-
-    def _frames_address(self) -> str | None:
-        """Return where the frames of the last attempt are kept, or None."""
-        address = self.dispatcher.frames_address(self.number)
-        return address if address is not None and os.path.exists(address) else None
-
-    def _dependencies(self) -> Sequence[Promise[Any]]:
-        return [each for each in self.inputs if isinstance(each, Promise) and not each.done()]
-
-    def _before_wait(self, deadline: float | None) -> None:
-        dispatcher = self.dispatcher
-        refuse_in_fork(self, dispatcher.reactor)
-        if self.inputs and deadline is None:
-            dispatcher.note_waiting_thread()
 
     @property
     def handle(self) -> Any:
@@ -635,7 +499,7 @@ class Task(Promise[Any]):
 
     def note_failure(self, error: BaseException) -> None:
         """Note that the task is about to be rejected with `error`, unless it was cancelled."""
-        if not self.done():
+        if not self.promise.done():
             sending = self.sending
             drone = None if sending is None else sending.drone
             self.dispatcher.note_failure(self.label, self.item, drone, error, self.number)
@@ -650,46 +514,31 @@ class Task(Promise[Any]):
         """The number of the call, the same for all attempts."""
         return self.first_number or self.number
 
-    def _description(self) -> str:
-        return f"{self.label} #{self.call_number}"
-
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         handle = self.handle
-        return self._state == PENDING and (
-            self.runs_elsewhere or (handle is not None and handle.is_running(self.number))
-        )
+        return self.runs_elsewhere or (handle is not None and handle.is_running(self.number))
 
-    @property
-    def spans(self) -> Spans:
-        from ..promises.spans import Spans
-
-        sending, answer = self.sending, self.get_answer()
-        sent, name = (sending.at, sending.drone) if sending is not None else (None, None)
-        if answer is None:
-            return Spans(queued=self.queued, sent=sent, drone=name)
-        bytes_sent, bytes_received = answer.bytes_sent, answer.bytes_received
-        # The arguments were pickled together with others: count the bytes that they take alone.
+    def facts(self) -> tuple[Any, ...]:
+        """Return what the promise keeps, as the fields of `Facts`."""
+        sending = self.sending
+        sent, drone = (None, None) if sending is None else (sending.at, sending.drone)
+        started = finished = received = None
+        bytes_sent = bytes_received = 0
+        if self.answer is not None:
+            started, finished, received, bytes_sent, bytes_received = self.answer
         if self.args is not None:
-            bytes_sent = len(dumps(self.args, 5)) + self.definition_bytes
-            if not bytes_received and self._state == FINISHED and not is_sealed(self._result):
-                bytes_received = len(dumps(self._result, 5))
-        return Spans(self.queued, sent, *answer[:3], bytes_sent, bytes_received, name)
-
-    def get_answer(self) -> Answer | None:
-        answer = self.answer
-        return answer.answer_for(self.number) if isinstance(answer, AnswerBatch) else answer
+            bytes_sent = self.definition_bytes
+        return (
+            self.number, self.label, self.queued, sent, drone, started, finished, received,
+            self.args, bytes_sent, bytes_received, self.first_number, self.input_numbers,
+            self.timed_out, ref(self.dispatcher),
+        )  # fmt: skip
 
 
 def fail(task: Task, error: BaseException) -> None:
     """Reject a task that was run, and note that. Not called while holding the reactor's lock."""
     task.note_failure(error)
-    reject(task, error)
-    task.leave_pool()
-
-
-def _release(address: str) -> None:
-    with suppress(OSError):  # released meanwhile, or with the pool
-        release_frames(address)
+    reject(task.promise, error)
 
 
 def _value_in_call(arg: Any) -> Any:
@@ -713,10 +562,10 @@ def _stored_part(value: Any, registry: FunctionRegistry) -> Serialized | None:
     return part
 
 
-def _is_remote(promise: Promise[Any]) -> bool:
-    """Return whether the value of a task may be on another machine, and be lost with that."""
+def _remote_value(promise: Promise[Any]) -> StoredValue | None:
+    """Return the value of a task if it may be on another machine, and be lost with that."""
     value = stored_value(promise)
-    return isinstance(promise, Task) and is_sealed(value) and bool(value.is_slow())
+    return value if isinstance(value, StoredValue) and value.is_slow() else None
 
 
 def _names_class(pickled: bytes) -> bool:
@@ -733,14 +582,15 @@ class StoredValue(Sealed):
     the cluster, so that other tasks can be given these when they were opened, too.
     """
 
-    __slots__ = ("_label", "_payload", "_task", "stays_sealed")
+    __slots__ = ("_label", "_payload", "_recipe", "_runner", "stays_sealed")
 
     def __init__(self, task: Task, payload: Any) -> None:
         super().__init__()
         is_received = isinstance(payload, Received)
         self._payload = payload if is_received else bytes(payload)
-        self._label = task.definition.label
-        self._task = ref(task)
+        self._label = task.label
+        self._runner = ref(task.dispatcher)
+        self._recipe = None if task.recompute_payload is None else Recipe(task)
         self.stays_sealed = is_received and (task.is_node or self.is_slow())
 
     def build(self) -> Any:
@@ -750,15 +600,21 @@ class StoredValue(Sealed):
         try:
             return load(payload)
         except Lost as lost:
-            task = self._task()
-            if task is None:
-                raise
-            return task.recompute(lost).result()
+            return self.recompute(lost).result()
         except BaseException as error:
             error.__traceback__ = skip_own_frames(error.__traceback__)
             with suppress(Exception):  # if the error accepts no notes
                 error.add_note(f"while unpickling the result of {self._label}")
             raise
+
+    def recompute(self, lost: Lost) -> Promise[Any]:
+        """Return a promise of the lost value, computed again, the same one for all callers. Raises
+        `lost` if `retries` do not allow that.
+        """
+        runner = self._runner()
+        if self._recipe is None or runner is None:
+            raise lost
+        return self._recipe.compute(runner)
 
     def forget(self) -> None:
         if not self.stays_sealed:
@@ -769,18 +625,41 @@ class StoredValue(Sealed):
         return not self.is_open and isinstance(payload, Received) and payload.is_slow_to_open()
 
     def serialized(self, registry: FunctionRegistry) -> Serialized | None:
-        payload, task = self._payload, self._task()
-        if not self.stays_sealed and (task is None or task.dispatcher.registry is not registry):
+        payload, runner = self._payload, self._runner()
+        if not self.stays_sealed and (runner is None or runner.registry is not registry):
             return None  # to drones of another pool, the names in it may mean something else
         if not isinstance(payload, Received):
             return None if payload is None else Serialized(payload, [])
         return payload.to_serialized() if payload.is_readable_in(registry.store) else None
 
 
+class Recipe:
+    """How a value is computed again that is lost with the node of a cluster that has it."""
+
+    def __init__(self, task: Task) -> None:
+        self._call = task.definition, task.kind, task.args, task.recompute_payload, task.unfilled
+        self._limits = task.timeout, task.priority, task.retries
+        self._tasks: dict[None, Task] = {}  # at most one
+
+    def compute(self, runner: TaskRunner) -> Promise[Any]:
+        """Return a promise of the value, the same one for all callers. Any thread may call this."""
+        task = self._tasks.get(None)
+        if task is None:
+            made = Task(runner)
+            made.definition, made.kind, made.args, made.payload, made.unfilled = self._call
+            made.timeout, made.priority, retries = self._limits
+            made.retries = retries - 1
+            task = self._tasks.setdefault(None, made)  # atomic: the first one stays
+            if task is made:
+                try:
+                    runner.submit_task(task)
+                except BaseException as error:  # the pool takes no more tasks
+                    reject(task.promise, error)
+        return task.promise
+
+
 class Sending:
-    """The data that tasks sent in one message have in common. Its tasks are promises, which may be
-    kept for long, so it refers to the drone's handle only weakly.
-    """
+    """The data that tasks sent in one message have in common."""
 
     __slots__ = ("at", "by_bulk", "drone", "estimate", "handle")
 
@@ -802,19 +681,6 @@ class Answer(NamedTuple):
     received: float
     bytes_sent: int = 0
     bytes_received: int = 0
-
-
-class AnswerBatch(NamedTuple):
-    """The answers of many tasks, in the form in which they arrived."""
-
-    numbers: list[int]
-    started: list[float]
-    finished: list[float]
-    received: float
-
-    def answer_for(self, number: int) -> Answer:
-        index = self.numbers.index(number)
-        return Answer(self.started[index], self.finished[index], self.received)
 
 
 class Slice(Task):

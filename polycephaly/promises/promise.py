@@ -6,7 +6,7 @@ until a thread waits in a way that needs one.
     settler (reactor, canceller, user)            waiter, callback, `await`
     S1  del self._unclaimed  (claims, once)       W1  append a hook to self._hooks
     S2  result, exception, then _state            W2  look at _state: if settled, pop hooks
-    S3  pop hooks one by one, call each               (a thread that waits only ends its wait)
+    S3  reverse the hooks, pop each, call it          (a thread that waits only ends its wait)
 
     between S1 and S2: look for a condition.      the standard library's wait(), as_completed()
     If there is one, give the claim back, do      C1  make self._made_condition
@@ -61,9 +61,6 @@ FINISHED = "FINISHED"
 
 # On CPython 3.11 a `__dict__` that is made later can be freed twice: see decision record 0005.
 DICT_AT_CREATION = sys.version_info < (3, 12)
-
-_MAX_UNREVERSED_HOOKS = 256
-"""The list of hooks is reversed if it has more entries than this."""
 
 trampoline = Trampoline(max_depth=50)
 """Runs the settling and cancelling of promises that depend on others, to any depth."""
@@ -200,8 +197,6 @@ class Promise(Future[T], Handle, Generic[T]):
     _calling_hooks = False  # True while a settler calls several hooks
     # Approximate number of hooks of tasks that no longer wait: see pool/inputs.py.
     _stale_hooks = 0
-    # Index in `_hooks` of the next hook to call: 0, or -1 after the list was reversed.
-    _hook_index = 0
     _made_condition: Condition | None = None
     output: str = ""
     """The end of the task's output, after the promise is settled (at most 4 KiB)."""
@@ -502,7 +497,7 @@ class Promise(Future[T], Handle, Generic[T]):
         self._add_hook(hook)
         del hook  # see `_apply_and_follow`
         if self.done():
-            self._run_hooks(self._hook_index)
+            self._run_hooks()
 
     def _add_hook(self, hook: Callable[[Promise[T]], object]) -> None:
         """Add a callback that is not called here, even if the promise is settled."""
@@ -517,8 +512,8 @@ class Promise(Future[T], Handle, Generic[T]):
         Pass the very object that was added: callbacks are compared by identity, because any other
         comparison would run code of users.
         """
-        # If other threads pop from the front meanwhile, the scan may pass over `fn`; then `fn` is
-        # about to be called.
+        # If the list is reversed meanwhile, the scan may pass over `fn`; then `fn` is about to be
+        # called.
         hooks = self._hooks
         for hook in hooks or ():
             if hook is fn or (type(hook) in (_Callback, WhenOpened) and hook.fn is fn):  # type: ignore[attr-defined]
@@ -638,6 +633,7 @@ class Promise(Future[T], Handle, Generic[T]):
         self._exception = exception
         self._state = state
         if self._hooks:
+            self._hooks.reverse()
             self._run_hooks()
         return True
 
@@ -674,27 +670,23 @@ class Promise(Future[T], Handle, Generic[T]):
                     waiter.add_result(self)
             condition.notify_all()
         if self._hooks:
+            self._hooks.reverse()
             self._run_hooks()
         return True
 
-    def _reverse_hooks(self, hooks: list[Callable[[Promise[Any]], object]]) -> int:
-        if not self._hook_index:  # straight-line code from here on
-            self._hook_index = -1
-            hooks.reverse()
-        return -1
-
-    def _run_hooks(self, first: int = 0) -> None:
+    def _run_hooks(self) -> None:
+        """Call the hooks, the last one first: the settler has reversed them."""
         hooks = self._hooks
         if not hooks:
             return
         try:
-            hook = hooks.pop(first)
+            hook = hooks.pop()
         except IndexError:  # another thread popped the last hook
             return
         try:
             if hooks:
                 try:
-                    self._run_all_hooks(hook, hooks, first)
+                    self._run_all_hooks(hook, hooks)
                 finally:
                     # Around a call, not around a loop: on CPython 3.13 the end of a loop, where
                     # Ctrl-C may arrive, is not covered by any `try`.
@@ -708,14 +700,9 @@ class Promise(Future[T], Handle, Generic[T]):
             del hook  # see `_apply_and_follow`
 
     def _run_all_hooks(
-        self,
-        hook: Callable[[Promise[Any]], object],
-        hooks: list[Callable[[Promise[Any]], object]],
-        first: int,
+        self, hook: Callable[[Promise[Any]], object], hooks: list[Callable[[Promise[Any]], object]]
     ) -> None:
         self._calling_hooks = True
-        if len(hooks) > _MAX_UNREVERSED_HOOKS:
-            first = self._reverse_hooks(hooks)
         worst: BaseException | None = None
         while True:
             try:
@@ -726,7 +713,7 @@ class Promise(Future[T], Handle, Generic[T]):
             except BaseException as error:
                 worst = error
             try:
-                hook = hooks.pop(first)
+                hook = hooks.pop()
             except IndexError:
                 del hook  # see `_apply_and_follow`
                 break
@@ -1040,6 +1027,11 @@ def set_by_callback(promise: Promise[Any], *awaited: Promise[Any]) -> None:
     promise._awaited, promise._needs_callbacks = awaited, bool(awaited)
 
 
+def name_of(promise: Promise[Any]) -> str:
+    """Return the name of `promise` for messages."""
+    return promise._description()
+
+
 def stored_error(settled: Promise[Any]) -> BaseException | None:
     """Return the error that `settled` was rejected with.
 
@@ -1138,7 +1130,7 @@ def _cycle_error(start: Promise[Any], goal: Promise[Any]) -> Exception | None:
         if step is goal:
             path = []
             while isinstance(step, Promise):
-                path.append(step._description())
+                path.append(name_of(step))
                 step = came_from[step]
             path = [*path[::-1], path[-1]]
             if len(path) > _MAX_SHOWN_STEPS:

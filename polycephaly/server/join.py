@@ -133,7 +133,7 @@ class Joined(ServerConnection):
     def __repr__(self) -> str:
         return f"<Joined: {self._pool!r} lends its drones to {self.name} at {self.address}>"
 
-    def _submit_call(self, function: ClientFunction, item: Item, shared: object) -> Promise[Any]:
+    def _submit_call(self, function: ClientFunction, item: Item, shared: object) -> Task:
         if function.tag not in self._tags:
             self._tags.add(function.tag)
             self._dispatcher.output_listeners[function.tag] = self._on_output
@@ -167,7 +167,7 @@ class Joined(ServerConnection):
         if self._leave_now or (self._leaving and not self.hello_received):
             return True
         unfinished = (
-            self._session.tasks
+            self._session.calls
             or self._outcomes
             or (self._returns_in_progress and not self._dispatcher.has_ended)
         )
@@ -227,10 +227,10 @@ class Joined(ServerConnection):
             if (
                 is_for_any_drone
                 and self._dispatcher.refusal is not None
-                and not isinstance(self._session.tasks[item.number], Task)
+                and self._session.calls[item.number].task is None
             ):
                 # This pool was shut down just now and has not accepted the call.
-                del self._session.tasks[item.number]
+                del self._session.calls[item.number]
                 returned.append(item.number)
                 self._leaving = True
         if returned:
@@ -241,7 +241,7 @@ class Joined(ServerConnection):
     def _drop_unused_tags(self) -> None:
         """Forget the clients none of whose functions is known here any more."""
         used = {each.tag for each in self._session.definitions.values()}
-        used |= {getattr(each, "client_tag", "") for each in self._session.tasks.values()}
+        used |= {each.function.tag for each in self._session.calls.values() if each.function}
         for tag in self._tags - used:
             self._tags.discard(tag)
             self._dispatcher.output_listeners.pop(tag, None)
@@ -258,21 +258,17 @@ class Joined(ServerConnection):
         Only calls of this session: the pool may have tasks of its own, or of other servers and
         clients.
         """
-        own_task_ids = set(map(id, list(self._session.tasks.values())))
-        tasks = leases.lease(self._dispatcher, max_calls, lambda task: id(task) in own_task_ids)
+        own_tasks = {each.task for each in list(self._session.calls.values())}
+        tasks = leases.lease(self._dispatcher, max_calls, own_tasks.__contains__)
         leases.on_settled(self._dispatcher, tasks)
         self.post(self._send_returned, tasks)
 
     def _send_returned(self, tasks: list[Task]) -> None:
         self._returns_in_progress -= 1
-        numbers_by_id = {id(task): number for number, task in self._session.tasks.items()}
-        numbers = [
-            numbers_by_id[id(task)]
-            for task in tasks
-            if id(task) in numbers_by_id and not task.done()
-        ]
+        calls = {call.task: number for number, call in self._session.calls.items()}
+        numbers = [calls[task] for task in tasks if task in calls and not task.promise.done()]
         for number in numbers:
-            del self._session.tasks[number]
+            del self._session.calls[number]
         self.send(messages.pack_numbers(messages.RETURNED, numbers))
 
     # -- reports -----------------------------------------------------------------------------------
@@ -286,19 +282,21 @@ class Joined(ServerConnection):
             self.send(messages.pack_json(messages.OUTPUT, {"lines": packed}))
         results = []
         for number, promise in settled:
-            if self._session.tasks.pop(number, None) is None:
+            call = self._session.calls.pop(number, None)
+            if call is None:
                 continue
             results.append(make_result(number, promise))
-            self._update_call_seconds(promise)
+            if call.task is not None:
+                self._update_call_seconds(call.task)
         if results:
             self.send(messages.pack_results(results))
 
-    def _update_call_seconds(self, promise: Promise[Any]) -> None:
+    def _update_call_seconds(self, task: Task) -> None:
         """Update the estimated duration of a call from the recent durations of its function.
 
         Longer durations count at once, shorter ones gradually.
         """
-        definition = getattr(promise, "definition", None)  # None: the call was refused
+        definition = getattr(task, "definition", None)  # None: it could not be pickled
         if definition is not None and definition.seconds is not None:
             old, new = self._call_seconds, definition.seconds
             self._call_seconds = old + (new - old) * 0.1 if new <= old < inf else new

@@ -165,7 +165,7 @@ class JoinedHosts:
         items: list[Item] = []
         sent: list[Task] = []
         for task in tasks:
-            if task.done():  # cancelled meanwhile
+            if task.promise.done():  # cancelled meanwhile
                 continue
             try:
                 kind, payload = task.captured_args()
@@ -197,7 +197,7 @@ class JoinedHosts:
             return
         for task in sent:
             host.in_flight[task.number] = task
-            when_settled(task, partial(self._forward_cancel, host))
+            when_settled(task.promise, partial(self._forward_cancel, host, task.number))
 
     def _on_not_sent(self, tasks: list[Task], target: int) -> None:
         if target:
@@ -206,11 +206,10 @@ class JoinedHosts:
         else:
             self._dispatcher.post(leases.requeue_unstarted, self._dispatcher, tasks)
 
-    def _forward_cancel(self, host: JoinedHost, task: Promise[Any]) -> None:
-        """Cancel the call at its host if the task was cancelled. Any thread may call this."""
-        if task.cancelled():
-            assert isinstance(task, Task)
-            self._post(partial(self._cancel_at_host, host, task.number))
+    def _forward_cancel(self, host: JoinedHost, number: int, promise: Promise[Any]) -> None:
+        """Cancel the call at its host if it was cancelled. Any thread may call this."""
+        if promise.cancelled():
+            self._post(partial(self._cancel_at_host, host, number))
 
     def _cancel_at_host(self, host: JoinedHost, number: int) -> None:
         if host.in_flight.pop(number, None) is not None:
@@ -285,11 +284,11 @@ class JoinedHosts:
             task = host.in_flight.pop(number, None)
             if task is None:
                 continue
-            task.output = tail
+            task.promise.output = tail
             if status == WITHDRAWN:  # the host's pool was shut down
-                task.cancel()
+                task.promise.cancel()
             else:
-                fulfill(task, (status, payload))
+                fulfill(task.promise, (status, payload))
                 settled.append(task)
         self.tasks_done += len(settled)
         self._dispatcher.post(leases.on_settled, self._dispatcher, settled)
@@ -350,8 +349,8 @@ class JoinedHosts:
                 return host
         raise RuntimeError(f"the drone has ended: its host has left {self._dispatcher.config.name}")
 
-    def submit_call(self, function: ClientFunction, item: Item) -> Promise[Any]:
-        """Submit a call for one drone of a host, and return the call's promise.
+    def submit_call(self, function: ClientFunction, item: Item) -> Task:
+        """Submit a call for one drone of a host, and return its task.
 
         Raise `RuntimeError` if the host is gone, and the pool's refusal if the pool is closed.
         """

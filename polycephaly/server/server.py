@@ -51,6 +51,7 @@ from ..engines.remote.keys import (
 from ..engines.remote.messages import Item, Result, pack_hello
 from ..errors import Malformed
 from ..pool.pool import Pool, dispatcher_of
+from ..pool.task import Task
 from ..promises.event_loop import EventLoop
 from ..promises.promise import Promise
 from ..runtime.procfs import start_time_of
@@ -526,7 +527,7 @@ class Server:
                 has_definitions = True
             client.session.add_item(item)
         self._submit_waiting(client)
-        self._fair_order.due |= sum(bool(each.session.tasks) for each in self._clients.values()) > 1
+        self._fair_order.due |= sum(bool(each.session.calls) for each in self._clients.values()) > 1
         if has_definitions:
             if len(client.session.definitions) > MAX_CLIENT_DEFINITIONS:
                 raise Malformed(f"more than {MAX_CLIENT_DEFINITIONS} function definitions")
@@ -556,7 +557,7 @@ class Server:
 
     def _submit_call(
         self, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]]
-    ) -> Promise[Any]:
+    ) -> Task:
         if not self._joined_hosts.is_joined_drone(item.target):
             return submit_call(self._dispatcher, function, item, shared)
         if shared:
@@ -581,11 +582,12 @@ class Server:
             if isinstance(settled, Line):
                 printed.setdefault(client, []).append(settled)
                 continue
-            if client.session.tasks.pop(number, None) is None:
+            call = client.session.calls.pop(number, None)
+            if call is None:
                 continue  # the session was dropped
             result = make_result(number, settled)
-            if result[1] == ERROR and settled.exception() is None:
-                self._note_failure(settled)
+            if result[1] == ERROR and call.task is not None and settled.exception() is None:
+                self._note_failure(call.task)
             results.setdefault(client, []).append(result)
         # A task's output arrives before its result.
         for client, lines in printed.items():
@@ -595,12 +597,12 @@ class Server:
             client.send(messages.pack_results(some), [number for number, *_ in some])
             self._submit_waiting(client)
 
-    def _note_failure(self, task: Promise[Any]) -> None:
+    def _note_failure(self, task: Task) -> None:
         """Note a client's error, which to the pool is a value."""
         self._client_errors += 1
-        description = "".join(task.result()[2:])  # none from a joined host
-        label, item = task.client_function.label, task.item  # type: ignore[attr-defined]
-        self._dispatcher.record.add_failure(label, item, task.spans.drone, description)
+        description = "".join(task.promise.result()[2:])  # none from a joined host
+        label, drone = task.client_function.label, task.promise.spans.drone
+        self._dispatcher.record.add_failure(label, task.item, drone, description)
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         if self._is_closed:

@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..drone.forwarded import ForwardedFunction, pack_error, run_client_call
 from ..engines.remote.messages import Item, Result, read_sizes
@@ -58,6 +58,14 @@ class ClientFunction:
 _numbers = itertools.count(1)
 
 
+class ClientCall(NamedTuple):
+    """A call of a peer that was submitted."""
+
+    promise: Promise[Any]
+    task: Task | None  # None if the pool has refused the call, or it was cancelled before
+    function: ClientFunction | None = None
+
+
 class ClientSession:
     """The functions and calls of one peer.
 
@@ -67,7 +75,7 @@ class ClientSession:
 
     def __init__(
         self,
-        submit_call: Callable[[ClientFunction, Item, Sequence[Shared[Any]]], Promise[Any]],
+        submit_call: Callable[[ClientFunction, Item, Sequence[Shared[Any]]], Task],
         on_settled: Callable[[int, Promise[Any]], object],
         tag: str | None,
     ) -> None:
@@ -76,8 +84,8 @@ class ClientSession:
         self._tag = tag
         self.definitions: dict[int, ClientFunction] = {}
         self.waiting: dict[int, tuple[ClientFunction, Item, list[Shared[Any]]]] = {}
-        self.tasks: dict[int, Promise[Any]] = {}
-        self._reported_running: set[int] = set()  # keys of `tasks`, returned by `newly_running`
+        self.calls: dict[int, ClientCall] = {}
+        self._reported_running: set[int] = set()  # keys of `calls`, returned by `newly_running`
         self.shared: dict[int, Shared[Any]] = {}  # the peer's values in the pool's shared memory
 
     def add_item(self, item: Item) -> None:
@@ -97,7 +105,7 @@ class ClientSession:
             if not isinstance(numbers, list) or not all(type(each) is int for each in numbers):
                 raise Malformed("a call without the numbers of its shared values")
             function = self.definitions.get(item.definition)
-            if function is None or item.number in self.tasks or item.number in self.waiting:
+            if function is None or item.number in self.calls or item.number in self.waiting:
                 raise Malformed(
                     f"a call of the unknown definition {item.definition}, or with a number that is "
                     "in use"
@@ -109,33 +117,34 @@ class ClientSession:
     def function_bytes(self) -> int:
         """Return the bytes of the functions that are defined, or in use by unanswered calls."""
         waiting = (function for function, *_ in self.waiting.values())
-        tasks = (getattr(task, "client_function", None) for task in self.tasks.values())
-        functions = {*self.definitions.values(), *waiting, *tasks}
+        submitted = (call.function for call in self.calls.values())
+        functions = {*self.definitions.values(), *waiting, *submitted}
         return sum(len(each.payload) for each in functions if each is not None)
 
     def submit_waiting(self, limit: int = sys.maxsize) -> None:
         """Submit waiting calls in order, until the pool has `limit` calls of this session."""
-        while self.waiting and len(self.tasks) < limit:
+        while self.waiting and len(self.calls) < limit:
             number = next(iter(self.waiting))
             function, item, shared = self.waiting.pop(number)
             try:
-                promise = self._submit_call(function, item, shared)
+                task = self._submit_call(function, item, shared)
+                call = ClientCall(task.promise, task, function)
             except Exception as error:  # the pool takes no more tasks
-                promise = Promise()
-                promise.set_exception(copy_error(error))
-            self._add(number, promise)
+                call = ClientCall(Promise(), None)
+                call.promise.set_exception(copy_error(error))
+            self._add(number, call)
 
-    def _add(self, number: int, promise: Promise[Any]) -> None:
-        self.tasks[number] = promise
-        when_settled(promise, partial(self._on_settled, number))
+    def _add(self, number: int, call: ClientCall) -> None:
+        self.calls[number] = call
+        when_settled(call.promise, partial(self._on_settled, number))
 
     def newly_running(self) -> list[int]:
         """Return the running calls that no earlier call of this method has returned."""
-        self._reported_running &= self.tasks.keys()
+        self._reported_running &= self.calls.keys()
         numbers = [
             number
-            for number, task in self.tasks.items()
-            if number not in self._reported_running and task.running()
+            for number, call in self.calls.items()
+            if number not in self._reported_running and call.promise.running()
         ]
         self._reported_running.update(numbers)
         return numbers
@@ -143,34 +152,34 @@ class ClientSession:
     def cancel(self, numbers: Iterable[int], running: bool) -> None:
         for number in numbers:
             if self.waiting.pop(number, None) is not None:
-                self._add(number, Promise())
-            promise = self.tasks.get(number)
-            if promise is not None and (running or not getattr(promise, "is_leased", False)):
-                promise.cancel(running=running)
+                self._add(number, ClientCall(Promise(), None))
+            call = self.calls.get(number)
+            if call is not None and (running or call.task is None or not call.task.is_leased):
+                call.promise.cancel(running=running)
 
     def cancel_each(self) -> bool:
         """Cancel all calls and report their outcomes. Return False if there were none."""
-        numbers = [*self.waiting, *reversed(self.tasks)]  # in the order of `cancel_all`
+        numbers = [*self.waiting, *reversed(self.calls)]  # in the order of `cancel_all`
         self.cancel(numbers, running=True)
         return bool(numbers)
 
     def cancel_all(self) -> int:
         """Cancel all calls without reporting their outcomes; return their number."""
-        tasks = list(self.tasks.values())
-        count = len(tasks) + len(self.waiting)
-        self.tasks.clear()
+        calls = list(self.calls.values())
+        count = len(calls) + len(self.waiting)
+        self.calls.clear()
         self.waiting.clear()
         self.shared.clear()
         self.definitions.clear()
         # Newest first: a waiting call would otherwise begin when a running one is cancelled.
-        for promise in reversed(tasks):
-            promise.cancel()
+        for call in reversed(calls):
+            call.promise.cancel()
         return count
 
 
 def submit_call(
     dispatcher: Dispatcher, function: ClientFunction, item: Item, shared: Sequence[Shared[Any]] = ()
-) -> Promise[Any]:
+) -> Task:
     """Submit a call to the pool.
 
     Raise the errors of `Pool.promise`, and `RuntimeError` if the call's target drone has ended.

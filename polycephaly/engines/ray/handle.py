@@ -267,7 +267,7 @@ class RayHandle(DroneHandle):
         ] or pending
         self.dispatcher.reject_or_retry(rejected, error, may_retry=False)
         self.dispatcher.requeue(
-            [task for task in pending if task not in rejected and not task.done()]
+            [task for task in pending if task not in rejected and not task.promise.done()]
         )
         self.dispatcher.after_answer(self)
 

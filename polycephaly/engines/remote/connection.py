@@ -34,11 +34,11 @@ from ...drone.forwarded import NO_SHARED_NAMES
 from ...errors import DroneDied, Malformed, copy_error
 from ...pool.dispatcher import MAX_UNSWEPT_TASKS
 from ...pool.drone_handle import drain, drop_settled
-from ...pool.handlers import settle, settle_task
+from ...pool.handlers import settle, settle_promise
 from ...pool.interfaces import End, TaskOptions, TaskRunner
 from ...pool.reactor import finish_submitted
 from ...pool.task import Task
-from ...promises.promise import CANCELLED, FINISHED, Promise, reject, stored_error, when_settled
+from ...promises.promise import FINISHED, Promise, reject, stored_error, when_settled
 from ...runtime.signal_handlers import is_of_signal_handler
 from ...runtime.timers import Timer
 from ...runtime.tuning import tuning
@@ -118,7 +118,7 @@ class Connection(ServerConnection, TaskRunner):
         target: Any = None,
         task_options: TaskOptions | None = None,
         task: Task | None = None,
-    ) -> Task:
+    ) -> Promise[Any]:
         self.check_open()
         if task is not None and task.keeps:
             raise TypeError(
@@ -138,8 +138,8 @@ class Connection(ServerConnection, TaskRunner):
         except Exception as error:
             if is_of_signal_handler(error):
                 raise
-            reject(task, error)
-            return task
+            reject(task.promise, error)
+            return task.promise
         if inputs:
             self._waiting.add(task)
             task.wait_for(inputs)
@@ -147,7 +147,7 @@ class Connection(ServerConnection, TaskRunner):
                 self._reject_all()
         else:
             self._enqueue(task)
-        return task
+        return task.promise
 
     @contextmanager
     def pickling(self, task: Any) -> Iterator[None]:
@@ -215,7 +215,7 @@ class Connection(ServerConnection, TaskRunner):
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`: its inputs have arrived, or it is settled."""
-        if not task.done():
+        if not task.promise.done():
             self._enqueue(task)
         self._waiting.discard(task)
 
@@ -275,12 +275,12 @@ class Connection(ServerConnection, TaskRunner):
         target_died = task.target is not None and isinstance(error, DroneDied)
         # An error of the task itself has the remote traceback as its cause.
         is_refused = type(error) is RuntimeError and error.__cause__ is None
-        is_over = task.done() or target_died or is_refused or self._recall_sent
+        is_over = task.promise.done() or target_died or is_refused or self._recall_sent
         delay = None if is_over else task.next_delay(error)
         if delay is None:
             task.recompute_payload = task.shared_refs = None
             self._waiting.discard(task)
-            self.deliver(partial(reject, task, task.with_attempts(error)))
+            self.deliver(partial(reject, task.promise, task.with_attempts(error)))
         else:
             task.start_over()
             self._delayed[task] = self.call_later(delay, partial(self._send_again, task))
@@ -318,7 +318,7 @@ class Connection(ServerConnection, TaskRunner):
         if also_sent:
             tasks += [task for task, _ in reversed(self._in_flight.values())]
         for task in tasks:
-            self.deliver(task.cancel)
+            self.deliver(task.promise.cancel)
 
     def after_turn(self) -> None:
         self._send_queued()
@@ -355,7 +355,7 @@ class Connection(ServerConnection, TaskRunner):
         for pop in (self.queue.popleft, lambda: self._in_flight.popitem()[1][0], self._waiting.pop):
             with suppress(IndexError, KeyError):
                 while True:
-                    settle_task(pop(), FINISHED, None, copy_error(refusal))
+                    settle_promise(pop().promise, FINISHED, None, copy_error(refusal))
         with suppress(KeyError):
             while True:
                 reject(self._pending_requests.popitem()[1], copy_error(refusal))
@@ -374,11 +374,9 @@ class Connection(ServerConnection, TaskRunner):
                             self._waiting.add(task)  # until `on_failed`
                         else:
                             task.shared_refs = None
-                    task.status, task.payload, task.output = status, payload, tail
+                    task.status, task.payload, task.promise.output = status, payload, tail
                     self.deliver(
-                        partial(settle_task, task, CANCELLED, None, None)
-                        if status == WITHDRAWN
-                        else partial(settle, [task])
+                        task.promise.cancel if status == WITHDRAWN else partial(settle, [task])
                     )
         elif kind == messages.HELLO:
             self.size, properties = messages.read_hello(
@@ -452,7 +450,7 @@ class Connection(ServerConnection, TaskRunner):
                     task = self.queue.popleft()
                 except IndexError:
                     break
-                if task.done():  # cancelled while queued
+                if task.promise.done():  # cancelled while queued
                     continue
                 definition = task.definition
                 known = self._sent_functions

@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ...errors import ChannelClosed
-from ...promises.promise import pickling_state, stored_error, when_settled
+from ...promises.promise import Promise, name_of, pickling_state, stored_error, when_settled
 from ...runtime.tuning import tuning
 from ...wire import placeholders
 from ...wire.exceptions import message_of
@@ -133,16 +133,16 @@ class _CountedEnd(channels.End[T]):
         """
         self._handed_on_token = self.pickled_token if token is None else token
 
-    def _follow_task(self, task: Any) -> None:
-        """Follow a task that has the end among its arguments, or captured. Any thread may call
-        this.
+    def _follow_task(self, promise: Promise[Any]) -> None:
+        """Follow the task of `promise`, which has the end among its arguments, or captured. Any
+        thread may call this.
         """
         self.hand_on()
         scheduler.post(partial(self._add_calls, 1))
-        when_settled(task, self._on_call_settled)
+        when_settled(promise, self._on_call_settled)
 
-    def _on_call_settled(self, task: Any) -> None:
-        scheduler.post(partial(self._add_calls, -1, _misplacing_error(task)))
+    def _on_call_settled(self, promise: Promise[Any]) -> None:
+        scheduler.post(partial(self._add_calls, -1, _misplacing_error(promise)))
 
     def _add_calls(self, change: int, error: BaseException | None = None) -> None:
         self._calls += change
@@ -169,14 +169,13 @@ class CountedReceiver(_CountedEnd[T], Receiver[T]):
     """A receiving end, counted."""
 
 
-def _misplacing_error(task: Any) -> BaseException | None:
+def _misplacing_error(settled: Promise[Any]) -> BaseException | None:
     """Return why ends sent with a settled task may have arrived nowhere; None if the task has
     succeeded. A drone that has failed may have had them, which the owning process knows by then.
     """
-    if task.cancelled():
-        return CancelledError(f"{task.label} was cancelled")
-    error: BaseException | None = stored_error(task)
-    return error
+    if settled.cancelled():
+        return CancelledError(f"{name_of(settled)} was cancelled")
+    return stored_error(settled)
 
 
 class _Loss(NamedTuple):
