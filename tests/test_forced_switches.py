@@ -358,12 +358,23 @@ class SleepingLoop(event_loop.EventLoop):
         return super()._poll(timeout)
 
 
+def falls_asleep(loop):
+    def turn():
+        with loop._lock:
+            loop._asleep = True
+            if loop._has_anything_to_do():
+                loop._asleep = False
+        loop._sleep()
+
+    return turn
+
+
 @pytest.mark.parametrize("first", ["the loop", "the caller"])
 def test_what_is_posted_while_a_loop_falls_asleep_wakes_it(first, monkeypatch):
     def pair():
         loop = SleepingLoop("meeting")
         made.append(loop)
-        both = loop._sleep, lambda: loop.post(abs)
+        both = falls_asleep(loop), lambda: loop.post(abs)
         return both if first == "the loop" else both[::-1]
 
     monkeypatch.setattr(event_loop, "MAX_SLEEP_SECONDS", 10 * switches.PATIENCE)

@@ -243,17 +243,11 @@ class Reactor(EventLoop):
                 tenant.fail(error)
 
     def _has_anything_to_do(self) -> bool:
-        must_end_or_call = not self.users or bool(self.last_callbacks)
-        if must_end_or_call and not self._holds_deliveries():
-            return True
-        return self._can_send() or super()._has_anything_to_do()
-
-    def _can_send(self) -> bool:
         # A plain loop, because this is on the path of every round trip.
         for tenant in self.tenants:
             if (tenant.wants_tasks and tenant.queue) or tenant.needs_dispatch:
                 return True
-        return False
+        return super()._has_anything_to_do()
 
     def _end_if_over(self) -> bool:
         ended = self.users == 0 and self._end()

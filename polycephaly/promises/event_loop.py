@@ -8,10 +8,13 @@ No code of users runs while the lock is held, and no callback there blocks. Valu
 promises settled and lines printed after the release, from `deliver`, in order. Only the loop's
 thread takes the lock, and a fork, which waits for a safe point of that thread.
 
-No wake-up is lost. The loop's thread sets `_asleep`, then looks for something to do, then polls; a
-caller hands something over, then reads `_asleep`, then wakes the thread. So one of the two sees the
-other. A caller that is interrupted in the middle of this, by an exception, delays what it has
-handed over, and what other callers hand over meanwhile, by `MAX_SLEEP_SECONDS` at most.
+No wake-up is lost. The loop's thread sets `_asleep`, then looks for something to do, and polls
+without waiting if it has found something, or if `_asleep` was reset meanwhile; a caller hands
+something over, then reads `_asleep`, then resets it and wakes the thread. So one of the two sees
+the other. Deliveries are made between the look and the poll: a thread that they wake needs the
+interpreter, which this one holds until it polls. A caller that is interrupted in the middle of
+this, by an exception, delays what it has handed over, and what other callers hand over meanwhile,
+by `MAX_SLEEP_SECONDS` at most.
 """
 
 from __future__ import annotations
@@ -249,6 +252,9 @@ class EventLoop:
             while True:
                 with self._lock:
                     self._run_once(events)
+                    self._asleep = True
+                    if self._has_anything_to_do():
+                        self._asleep = False
                 if self._deliveries:
                     self._deliver()
                 if self._jobs_outside_lock:
@@ -352,39 +358,34 @@ class EventLoop:
             self._call_guarded(self._jobs_outside_lock.popleft())
 
     def _sleep(self) -> list[tuple[int, int]]:
-        """Wait for something to do, and return the events of descriptors."""
-        self._asleep = True
+        """Wait for something to do, if there is nothing, and return the events of descriptors."""
         self._gate.is_waited_for = bool(self._deliveries) or self._is_output_paused
-        with self._lock:
-            must_wait, remaining = not self._has_anything_to_do(), self.timers.seconds_left()
-        if must_wait:
-            seconds = MAX_SLEEP_SECONDS if remaining is None else min(remaining, MAX_SLEEP_SECONDS)
-            if self._deliveries:
-                seconds = max(0.0, min(seconds, self._gate.seconds_left(monotonic())))
-            events = self._poll(seconds)
-        else:
-            # Descriptors are polled even so: a drone that sends by bulk without end must not starve
-            # them.
-            events = self._epoll.poll(0)
+        # Descriptors are polled in any case: a drone that sends by bulk without end must not starve
+        # them.
+        events = self._poll(self._seconds_to_wait()) if self._asleep else self._epoll.poll(0)
         self._asleep = False
         return events
+
+    def _seconds_to_wait(self) -> float:
+        """Return how long to wait for events, as nothing is handed over."""
+        for source in self._sources:
+            if source.has_input():
+                return 0.0
+        remaining = self.timers.seconds_left()
+        seconds = MAX_SLEEP_SECONDS if remaining is None else min(remaining, MAX_SLEEP_SECONDS)
+        if self._deliveries:
+            now = monotonic()
+            if not self._gate.holds(now):
+                return 0.0
+            seconds = max(0.0, min(seconds, self._gate.seconds_left(now)))
+        return seconds
 
     def _poll(self, timeout: float) -> list[tuple[int, int]]:
         return self._epoll.poll(timeout)
 
-    def _holds_deliveries(self) -> bool:
-        """Return whether the deliveries wait for output."""
-        return bool(self._deliveries) and self._gate.holds(monotonic())
-
     def _has_anything_to_do(self) -> bool:
-        return bool(
-            self._inbox
-            or self._turn_requested
-            or (self._deliveries and not self._holds_deliveries())
-            or self._jobs_outside_lock
-            or self._stopping
-            or (self._sources and any(source.has_input() for source in self._sources))
-        )
+        """Return whether another turn is due. Called after `_asleep` was set, holding the lock."""
+        return bool(self._inbox) or self._turn_requested
 
 
 _loops: set[EventLoop] = set()
