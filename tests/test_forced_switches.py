@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import switches
+from faults import wait_for
 from switches import every_meeting, telling_locks
 
 import polycephaly as poly
@@ -21,6 +22,7 @@ from polycephaly.pool import task as work
 from polycephaly.pool.interfaces import TaskRunner
 from polycephaly.promises import event_loop, sealed
 from polycephaly.promises import promise as promises
+from polycephaly.promises.opener_thread import settling_threads
 from polycephaly.promises.promise import FINISHED
 from polycephaly.store.pores import io_thread as pore_io
 from polycephaly.wire.functions import FunctionRegistry
@@ -67,8 +69,8 @@ def node():
 
 def alone():
     """Of a pool that is not there: another thread settles it."""
-    task = work.Task(Runner())
-    task.definition = Runner.registry.define(abs)
+    task = work.Task(RUNNER)
+    task.definition = RUNNER.registry.define(abs)
     return task
 
 
@@ -79,6 +81,12 @@ class Runner(TaskRunner):
 
     def post(self, callback, *args):
         pass
+
+    def on_inputs_ready(self, task):
+        pass
+
+
+RUNNER = Runner()
 
 
 def by_wait(made):
@@ -195,7 +203,7 @@ def test_no_callback_is_lost_while_those_of_settled_tasks_are_removed(first, mon
         called.clear()
         made = Promise()
         for name in range(4):
-            over = work.Task(Runner())
+            over = work.Task(RUNNER)
             made._when_settled(over._on_input_settled)
             promises.fulfill(over.promise)
             made.add_done_callback(lambda _, name=name: called.append(name))
@@ -423,3 +431,42 @@ def test_a_pore_that_is_made_while_the_thread_of_others_ends_is_served(monkeypat
         for *_, place in every_meeting(make, pore_io):
             is_served(place)
         is_served("the end")
+
+
+class Tells:
+    """It tells in which threads it is pickled."""
+
+    threads = []  # noqa: RUF012
+
+    def __reduce__(self):
+        self.threads.append(threading.get_ident())
+        return Tells, ()
+
+
+@pytest.mark.parametrize("first", ["the filling", "the reading"])
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_value_that_is_opened_while_it_goes_into_a_call_is_not_pickled_by_the_loop(deep, first):
+    def fill():
+        loops.append(threading.get_ident())
+        settling_threads.add(loops[-1])
+        try:
+            waiting[0]._fill_inputs()
+        finally:
+            settling_threads.discard(loops[-1])
+
+    def pair():
+        source = alone()
+        source.status, source.payload = VALUE, dumps(Tells())
+        handlers.settle([source])
+        waiting[0] = task = alone()
+        args = ([source.promise],) if deep else (source.promise,)
+        task.inputs = [*task.capture(task.definition, args, {})] if deep else args
+        task.args = None if deep else args
+        both = fill, source.promise.result
+        return both if first == "the filling" else both[::-1]
+
+    waiting, loops = [None], []
+    Tells.threads.clear()
+    for *_, place in every_meeting(pair, work, promises, sealed):
+        wait_for(lambda: not waiting[0].inputs)
+        assert not set(loops) & set(Tells.threads), place

@@ -275,61 +275,71 @@ class Task:
                 self._fill_inputs()
 
     def _fill_inputs(self) -> None:
+        """Put the values of the inputs into the call."""
         self.queued = monotonic()
-        args = self.args
-        if args is not None:
-            values = [_value_in_call(arg) for arg in args]
-            if SMALL_TYPES.issuperset(map(type, values)):
-                captured = self._captured_values()
-                self.args = tuple(values)
-                self.inputs = ()
-                if captured:
-                    self.add_kept_values(captured)
-                self.dispatcher.on_inputs_ready(self)
-                return
-        # The pickling of values runs code of users, which would delay other promises there.
-        if is_settling_thread() and not self._can_be_forwarded(self.inputs):
+        values, parts = self._take_values()
+        if self.args is not None and SMALL_TYPES.issuperset(map(type, values)):
+            captured = self._captured_values()
+            self.args = tuple(values)
+            self.inputs = ()
+            if captured:
+                self.add_kept_values(captured)
+            self.dispatcher.on_inputs_ready(self)
+        elif is_settling_thread() and not all(
+            type(value) in _PLAIN_TYPES or id(value) in parts for value in values
+        ):
+            # The pickling of values runs code of users, which would delay other promises here.
             self._pickle_in_opener()
         else:
-            self._pickle_inputs()
+            self._pickle_inputs(values, parts)
+
+    def _take_values(self) -> tuple[list[Any], dict[int, Serialized]]:
+        """Return the values of the inputs, or the promises of those that are sealed; and, by `id`
+        of these promises, the values that can go into the call as they have come. What another
+        thread opens from here on stays in these as it was.
+        """
+        values = [_value_in_call(each) for each in self.inputs]
+        parts: dict[int, Serialized] = {}
+        for each in values:
+            if isinstance(each, Promise):
+                value = stored_value(each)
+                part = value.serialized(self.dispatcher.registry) if is_sealed(value) else None
+                if part is not None:
+                    parts[id(each)] = part
+        return values, parts
 
     def _pickle_in_opener(self, _: object = None) -> None:
-        opener_thread.opener_thread.add(self._pickle_inputs)
+        opener_thread.opener_thread.add(lambda: self._pickle_inputs(*self._take_values()))
 
     def _captured_values(self) -> dict[int, Any] | None:
         return self.payload.remote_objects if type(self.payload) is PayloadWithRefs else None
 
-    def _can_be_forwarded(self, inputs: Sequence[Any]) -> bool:
-        """Return whether the values can go into the call without code of users: those of promises
-        among `inputs`, and the others.
+    def _pickle_inputs(self, values: list[Any], parts: dict[int, Serialized]) -> None:
+        """Put values into the call that `_take_values` has returned, after opening those that
+        cannot go into it as they have come.
         """
-        registry = self.dispatcher.registry
-        for each in inputs:
-            value = _value_in_call(each)
-            if type(value) not in _PLAIN_TYPES and _stored_part(value, registry) is None:
-                return False
-        return True
-
-    def _pickle_inputs(self) -> None:
-        """Put the values of the inputs into the call."""
-        inputs = self.inputs
         try:
-            for each in inputs if is_settling_thread() else ():
-                sealed = unopened(each) if isinstance(each, Promise) else None
-                if sealed is not None and sealed.serialized(self.dispatcher.registry) is None:
-                    when_settled(request_opening(sealed), self._pickle_in_opener)
+            sealed = [
+                each for each in values if isinstance(each, Promise) and id(each) not in parts
+            ]
+            for each in sealed:
+                value = unopened(each) if is_settling_thread() else None
+                if value is not None:
+                    when_settled(request_opening(value), self._pickle_in_opener)
                     return
-            for each in inputs:
-                if isinstance(each, Promise) and (error := self._opening_error(each)) is not None:
+                error = each.exception()
+                if error is not None:
                     propagate_failure(self, each, error)
                     return
+            inputs = self.inputs
             with self.dispatcher.pickling(self):
                 if self.args is not None:
-                    inputs = self._capture_values(
-                        [_value_in_call(arg) for arg in self.args], self._captured_values()
-                    )
+                    opened = [
+                        each if id(each) in parts else _value_in_call(each) for each in values
+                    ]
+                    inputs = self._capture_values(opened, self._captured_values())
                 if self.kind == CALL_KEYWORDS and inputs:
-                    self._join_values(inputs)
+                    self._join_values(inputs, parts)
             self.inputs = ()
         except BaseException as error:  # a SystemExit of the value's own code, too
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
@@ -338,12 +348,6 @@ class Task:
             if isinstance(error, KeyboardInterrupt):
                 raise
         self.dispatcher.on_inputs_ready(self)
-
-    def _opening_error(self, settled: Promise[Any]) -> BaseException | None:
-        """Open the value of an input, if need be, and return the error of that."""
-        if _stored_part(settled, self.dispatcher.registry) is not None:
-            return None
-        return settled.exception()
 
     def _capture_values(
         self, values: list[Any], captured: dict[int, Any] | None
@@ -363,13 +367,15 @@ class Task:
             self.add_kept_values(captured)
         return inputs
 
-    def _join_values(self, inputs: Sequence[Promise[Any]]) -> None:
+    def _join_values(
+        self, inputs: Sequence[Promise[Any]], stored_parts: dict[int, Serialized]
+    ) -> None:
         """Add the values of `inputs` to the arguments, which were pickled with placeholders."""
         registry = self.dispatcher.registry
         parts = {
             index: part
             for index, each in enumerate(inputs)
-            if (part := _stored_part(each, registry)) is not None
+            if (part := stored_parts.get(id(each))) is not None
         }
         results = [None if index in parts else each.result() for index, each in enumerate(inputs)]
         with PicklingContext(registry.directory, registry.snapshot) as pickling:
@@ -551,15 +557,6 @@ def _value_in_call(arg: Any) -> Any:
     if is_sealed(value):
         return value.open() if value.is_open and not value.stays_sealed else arg
     return value
-
-
-def _stored_part(value: Any, registry: FunctionRegistry) -> Serialized | None:
-    """Return a sealed value, or that of a promise, as a part of arguments; None if there is none
-    that a drone of `registry` can read.
-    """
-    sealed = stored_value(value) if isinstance(value, Promise) else value
-    part: Serialized | None = sealed.serialized(registry) if is_sealed(sealed) else None
-    return part
 
 
 def _remote_value(promise: Promise[Any]) -> StoredValue | None:
