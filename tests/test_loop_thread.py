@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from faults import hold_until
@@ -159,42 +160,73 @@ def test_near_the_recursion_limit_a_caller_harms_nobody(does):
     check_that_it_works_and_ends(pool)
 
 
-@pytest.mark.parametrize("argument", ["a number", "a promise", "bytes"])
-def test_an_exception_at_any_call_within_a_caller_harms_nobody(argument):
-    """Function entries are places where CPython raises asynchronous exceptions. But where a block
-    of the package ends (`__exit__`), an exception still leaves this thread's state as it was in the
-    block; and Python itself only prints those of finalizers and of callbacks of weak references."""
-    seen = at = 0
+def at_entries(raise_if_due):
+    """Where functions of the package begin."""
 
     def trace(frame, event, _):
-        nonlocal seen
         if frame.f_code.co_filename.startswith(PACKAGE):
-            while frame is not None:
-                if frame.f_code.co_name in ("__exit__", "__del__", "_mark_unused"):
-                    return
-                frame = frame.f_back
-            seen += 1
-            if seen == at:
-                raise Broken
+            raise_if_due(frame)
+
+    return sys.settrace, trace
+
+
+def after_calls(raise_if_due):
+    """Where calls by functions of the package have returned: of functions in C, too. From CPython
+    3.14 on, the `__enter__` of a lock is one."""
+
+    def profile(frame, event, _):
+        if event in ("return", "c_return"):
+            caller = frame if event == "c_return" else frame.f_back
+            if caller is not None and caller.f_code.co_filename.startswith(PACKAGE):
+                raise_if_due(caller)
+
+    return sys.setprofile, profile
+
+
+@pytest.mark.parametrize("places", [at_entries, after_calls], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("argument", ["a number", "a promise", "bytes"])
+def test_an_exception_anywhere_within_a_caller_harms_nobody(argument, places):
+    """At places where CPython raises asynchronous exceptions. But where a block of the package ends
+    (`__exit__`), an exception still leaves this thread's state as it was in the block; and Python
+    itself only prints those of finalizers and of callbacks of weak references."""
+    seen = at = 0
+
+    def raise_if_due(frame):
+        nonlocal seen
+        while frame is not None:
+            if frame.f_code.co_name in ("__exit__", "__del__", "_mark_unused"):
+                return
+            frame = frame.f_back
+        seen += 1
+        if seen == at:
+            raise Broken
 
     def call(given):
         task = pool.promise(abs if argument == "a number" else len, given)
         if argument == "a promise":
-            settler.submit(given.set_result, "seven")
+            settler.submit(set_seven, given)
         return task.result(30)
+
+    def set_seven(given):
+        with suppress(InvalidStateError):
+            given.set_result("seven")
 
     def call_often():
         nonlocal seen, at
+        install, hook = places(raise_if_due)
         while seen >= at:
             seen, at = 0, at + 1
-            given = {"a number": -7, "a promise": poly.Promise(), "bytes": b"x" * 100_000}
-            sys.settrace(trace)
+            awaited = poly.Promise()
+            given = {"a number": -7, "a promise": awaited, "bytes": b"x" * 100_000}
+            install(hook)
             try:
                 values.add(call(given[argument]))
             except Broken:
                 pass
             finally:
-                sys.settrace(None)
+                install(None)
+            with suppress(InvalidStateError):
+                awaited.set_result("seven")  # if the call was broken off before
 
     values, pool = set(), poly.Pool(2)
     with Beside(pool), ThreadPoolExecutor(1) as settler:
