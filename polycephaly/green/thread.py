@@ -313,7 +313,7 @@ class GreenThread(Promise[T]):
             self._unseen.error = None
             self._unseen = None
 
-    def _when_settled(self, hook: Callable[[Promise[T]], object]) -> None:
+    def _add_unless_settled(self, hook: Callable[[Promise[T]], object]) -> bool:
         # A collection while a `__dict__` is made can crash CPython 3.11 (promises/promise.py). One
         # made in `__init__` would cost 64 bytes for each waiting thread. One made in the place of a
         # dict just freed triggers no collection.
@@ -322,7 +322,7 @@ class GreenThread(Promise[T]):
         self.__dict__  # noqa: B018
         self._mark_error_seen()
         try:
-            super()._when_settled(hook)
+            return super()._add_unless_settled(hook)
         finally:
             del hook  # no cycle through the traceback of an error of the hook
 

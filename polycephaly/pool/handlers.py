@@ -362,8 +362,7 @@ def _settle_values(
                 promise._result = value
                 promise._state = FINISHED
                 if promise._hooks:
-                    promise._hooks.reverse()
-                    promise._run_hooks()
+                    promise._call_hooks()
                 promise._task = None
             else:
                 promise._unclaimed = None

@@ -18,6 +18,7 @@ from pickle import dumps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
+from ..promises import callbacks_thread
 from ..promises.opener_thread import settling_threads
 from ..promises.promise import (
     DICT_AT_CREATION,
@@ -183,14 +184,22 @@ class TaskPromise(Promise[T]):
             task.dispatcher.post(task.dispatcher.withdraw, task)
             self._leave_task()
 
-    def _run_hooks(self) -> None:
+    def _settle_later(self, *outcome: Any) -> None:
+        task = self._task
+        if task is not None:
+            task.dispatcher.on_callback()  # so that the pool's end waits for it
+        super()._settle_later(*outcome)
+        if task is not None:
+            callbacks_thread.callbacks_thread.add(task.dispatcher.on_called_back)
+
+    def _call_hooks(self) -> None:
         me, task = get_ident(), self._task
         if task is None or me not in settling_threads:
-            super()._run_hooks()
+            super()._call_hooks()
             return
         outer, settling_owners[me] = settling_owners.get(me), task.dispatcher
         try:
-            super()._run_hooks()
+            super()._call_hooks()
         finally:
             if outer is None:
                 settling_owners.pop(me, None)

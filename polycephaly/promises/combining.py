@@ -218,7 +218,6 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
     """
 
     def __init__(self, promises: Iterable[F], timeout: float | None = None) -> None:
-        self._pending: dict[F, None] = {}
         if isinstance(promises, Future):
             raise TypeError("as_completed() takes one iterable of promises: as_completed([a, b])")
         limit = None if timeout is None else check_seconds("timeout", timeout)
@@ -228,7 +227,7 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
         # Signals: a consumer that is cancelled while it waits for a slot may wait for it again.
         slots: list[Signal[F]] = [Signal() for _ in distinct]
         self._slots = slots
-        self._pending = pending = dict.fromkeys(distinct)  # in the order given
+        pending = dict.fromkeys(distinct)  # in the order given
         self._next = 0
         self._timeout = timeout
         self._deadline = None if limit is None else monotonic() + limit
@@ -241,12 +240,14 @@ class as_completed(Iterator[F], AsyncIterator[F]):  # noqa: N801 - as in the sta
             fulfill(slots[next(indices)], future)
 
         self._hook = one_settled
+        self._pending: dict[F, None] = pending
         for each in distinct:
             when_settled(each, one_settled)
 
     def _remove_hooks(self) -> None:
-        if self._pending:
-            _remove_hook(list(self._pending), self._hook)
+        pending = vars(self).get("_pending")  # None if an exception came before `__init__`
+        if pending:
+            _remove_hook(list(pending), self._hook)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not finalizing():

@@ -5,13 +5,16 @@ until a thread waits in a way that needs one.
 
     settler (reactor, canceller, user)            waiter, callback, `await`
     S1  del self._unclaimed  (claims, once)       W1  append a hook to self._hooks
-    S2  result, exception, then _state            W2  look at _state: if settled, pop hooks
-    S3  reverse the hooks, pop each, call it          (a thread that waits only ends its wait)
+    S2  result, exception, then _state            W2  look at _state: if settled, take the hook out
+    S3  reverse the hooks, pop each, call it          again, and call it (a waiter ends its wait)
 
     between S1 and S2: look for a condition.      the standard library's wait(), as_completed()
     If there is one, give the claim back, do      C1  make self._made_condition
     S1 and S2 under the condition and notify      C2  if claimed but not settled: wait for S2
     self._waiters                                 C3  look at _state, append to self._waiters
+
+A thread that settles promises waits for no condition that another holds: the thread for callbacks
+settles the promise then.
 
 See docs/decisions/0005-lock-free-promises.md for the proof that no wake-up is lost.
 
@@ -194,7 +197,6 @@ class Promise(Future[T], Handle, Generic[T]):
     _result: Any = None
     _exception: BaseException | None = None
     _hooks: list[Callable[[Promise[Any]], object]] | None = None
-    _calling_hooks = False  # True while a settler calls several hooks
     # Approximate number of hooks of tasks that no longer wait: see pool/inputs.py.
     _stale_hooks = 0
     _made_condition: Condition | None = None
@@ -481,23 +483,35 @@ class Promise(Future[T], Handle, Generic[T]):
         """
         # What `asyncio.wrap_future` and `run_in_executor` add wakes a loop, which reads the value.
         is_of_asyncio = type(fn) is FunctionType and fn.__module__ == "asyncio.futures"
-        self._when_settled(WhenOpened(fn) if is_of_asyncio else _Callback(fn))
-        del fn  # see `_apply_and_follow`
+        hook = WhenOpened(fn) if is_of_asyncio else _Callback(fn)
+        try:
+            if not self._add_unless_settled(hook):
+                self._call_hook(hook)
+        finally:
+            del fn, hook  # see `_apply_and_follow`
 
     def _when_settled(self, hook: Callable[[Promise[T]], object]) -> None:
         """See the function `when_settled`."""
-        if self._calling_hooks:
-            try:
+        try:
+            if not self._add_unless_settled(hook):
                 hook(self)
-            except Exception:
-                callbacks.exception("exception calling callback for %r", self)
-            finally:
-                del hook  # see `_apply_and_follow`
-            return
-        self._add_hook(hook)
-        del hook  # see `_apply_and_follow`
+        finally:
+            del hook  # see `_apply_and_follow`
+
+    def _add_unless_settled(self, hook: Callable[[Promise[T]], object]) -> bool:
+        """Add a hook, and return True, unless the promise is settled, so that the caller has to
+        call it.
+        """
         if self.done():
-            self._run_hooks()
+            return False
+        self._add_hook(hook)
+        if self.done():
+            try:
+                self._hooks.remove(hook)  # type: ignore[union-attr]  # it has been made
+            except ValueError:  # the settler calls it
+                return True
+            return False
+        return True
 
     def _add_hook(self, hook: Callable[[Promise[T]], object]) -> None:
         """Add a callback that is not called here, even if the promise is settled."""
@@ -633,8 +647,7 @@ class Promise(Future[T], Handle, Generic[T]):
         self._exception = exception
         self._state = state
         if self._hooks:
-            self._hooks.reverse()
-            self._run_hooks()
+            self._call_hooks()
         return True
 
     def _settle_watched(
@@ -645,66 +658,92 @@ class Promise(Future[T], Handle, Generic[T]):
         exception: BaseException | None,
         unless_running: bool,
     ) -> bool:
-        """Settle the promise under its condition.
+        """Settle the promise under its condition, which a caller may hold: it may have been
+        interrupted within the standard library's `wait`.
+        """
+        outcome = state, result, exception
+        if is_settling_thread():
+            if not condition.acquire(blocking=False):
+                self._settle_later(*outcome)
+                return True
+            try:
+                settled = self._settle_under(condition, *outcome)
+            finally:
+                condition.release()
+        elif callbacks_thread.callbacks_thread.is_here():
+            is_held = condition.acquire(timeout=tuning.condition_wait_seconds)
+            try:
+                settled = self._settle_under(condition, *outcome, notifies=is_held)
+            finally:
+                if is_held:
+                    condition.release()
+        else:
+            with condition:
+                if unless_running and self._state == RUNNING:
+                    return False
+                settled = self._settle_under(condition, *outcome)
+        if settled and self._hooks:
+            self._call_hooks()
+        return settled
+
+    def _settle_under(
+        self,
+        condition: Condition,
+        state: str,
+        result: Any,
+        exception: BaseException | None,
+        notifies: bool = True,
+    ) -> bool:
+        """Settle the promise, holding its condition.
 
         The standard library's `wait` and `as_completed` look at `_state` and install their waiters
         under the condition. So `_state` is set and the waiters are notified under the condition
         too.
         """
-        with condition:
-            if unless_running and self._state == RUNNING:
-                return False
-            try:
-                del self._unclaimed
-            except AttributeError:
-                return False
-            self._result = result
-            self._exception = exception
-            self._state = state
-            for waiter in self._waiters:
-                if state == CANCELLED:
-                    waiter.add_cancelled(self)
-                elif exception is not None:
-                    waiter.add_exception(self)
-                else:
-                    waiter.add_result(self)
+        try:
+            del self._unclaimed
+        except AttributeError:
+            return False
+        self._result = result
+        self._exception = exception
+        self._state = state
+        for waiter in self._waiters:
+            if state == CANCELLED:
+                waiter.add_cancelled(self)
+            elif exception is not None:
+                waiter.add_exception(self)
+            else:
+                waiter.add_result(self)
+        if notifies:
             condition.notify_all()
-        if self._hooks:
-            self._hooks.reverse()
-            self._run_hooks()
         return True
 
-    def _run_hooks(self) -> None:
-        """Call the hooks, the last one first: the settler has reversed them."""
-        hooks = self._hooks
-        if not hooks:
-            return
-        try:
-            hook = hooks.pop()
-        except IndexError:  # another thread popped the last hook
-            return
-        try:
-            if hooks:
-                try:
-                    self._run_all_hooks(hook, hooks)
-                finally:
-                    # Around a call, not around a loop: on CPython 3.13 the end of a loop, where
-                    # Ctrl-C may arrive, is not covered by any `try`.
-                    self._calling_hooks = False
-                return
-            try:
-                hook(self)
-            except Exception:
-                callbacks.exception("exception calling callback for %r", self)
-        finally:
-            del hook  # see `_apply_and_follow`
+    def _settle_later(self, *outcome: Any) -> None:
+        """Have the promise settled by the thread for callbacks, because a caller holds its
+        condition.
+        """
+        settle = self.cancel if outcome[0] == CANCELLED else partial(self._settle, *outcome)
+        callbacks_thread.callbacks_thread.add(settle)
 
-    def _run_all_hooks(
-        self, hook: Callable[[Promise[Any]], object], hooks: list[Callable[[Promise[Any]], object]]
-    ) -> None:
-        self._calling_hooks = True
+    def _call_hooks(self) -> None:
+        """Call the hooks in their order. One that raises holds up no other."""
+        assert self._hooks is not None
+        self._hooks.reverse()
+        try:
+            self._run_hooks()
+        finally:
+            if self._hooks:  # an asynchronous exception came between two of them
+                self._run_hooks()
+
+    def _run_hooks(self) -> None:
+        """Call the hooks, the last one first."""
+        hooks = self._hooks
         worst: BaseException | None = None
-        while True:
+        while hooks:
+            try:
+                hook = hooks.pop()
+            except IndexError:  # another thread has taken its own out again
+                break
             try:
                 hook(self)
             except Exception:
@@ -712,16 +751,22 @@ class Promise(Future[T], Handle, Generic[T]):
             # SystemExit and Ctrl-C are raised in the settling thread after all hooks were called.
             except BaseException as error:
                 worst = error
-            try:
-                hook = hooks.pop()
-            except IndexError:
+            finally:
                 del hook  # see `_apply_and_follow`
-                break
         if worst is not None:
             try:
                 raise worst
             finally:
                 worst = None
+
+    def _call_hook(self, hook: Callable[[Promise[Any]], object]) -> None:
+        """Call a callback that was added late. An error is logged, as of any other."""
+        try:
+            hook(self)
+        except Exception:
+            callbacks.exception("exception calling callback for %r", self)
+        finally:
+            del hook  # see `_apply_and_follow`
 
     def _wait(self, timeout: float | None, opens: bool = True) -> None:
         """Wait until the promise is settled. If this `opens`, that is for the value, so with a
