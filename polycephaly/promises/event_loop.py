@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..runtime import fork_guard, forked, parent_death
 from ..runtime.clock import monotonic
@@ -38,7 +38,7 @@ from ..runtime.timers import Timer, Timers
 from . import builder_threads, callbacks_thread, opener_thread, output_thread
 from .opener_thread import settling_threads
 from .output_thread import Output, OutputGate
-from .promise import callbacks
+from .promise import callbacks, release, waiters_to_wake
 
 log = SafeLog(logging.getLogger(__name__))
 
@@ -132,6 +132,7 @@ class EventLoop:
         self._gate = OutputGate(self.wake)
         self._output_files: set[int] = set()
         self._is_output_paused = False  # these are not watched meanwhile
+        self._to_wake: list[Any] = []  # see `waiters_to_wake`
         self._stopping = self._asleep = self._turn_requested = False
         with ExitStack() as undo:
             self._epoll = parent_death.close_in_child(select.epoll())
@@ -247,6 +248,7 @@ class EventLoop:
     def _run(self) -> None:
         me = get_ident()
         settling_threads.add(me)  # it must not wait for promises, nor for room in a pool
+        waiters_to_wake[me] = self._to_wake
         try:
             events: list[tuple[int, int]] = []
             while True:
@@ -258,6 +260,7 @@ class EventLoop:
                 if self._deliveries:
                     self._deliver()
                 if self._jobs_outside_lock:
+                    self._wake_waiters()
                     self._run_jobs_outside_lock()
                 if self._end_if_over():
                     return
@@ -267,6 +270,8 @@ class EventLoop:
             self._end_by(error)
         finally:
             settling_threads.discard(me)
+            del waiters_to_wake[me]
+            self._wake_waiters()
 
     def _end_by(self, error: BaseException) -> None:
         """End at once, because the thread has met `error`, and fail all that waits for the loop."""
@@ -362,9 +367,16 @@ class EventLoop:
         self._gate.is_waited_for = bool(self._deliveries) or self._is_output_paused
         # Descriptors are polled in any case: a drone that sends by bulk without end must not starve
         # them.
-        events = self._poll(self._seconds_to_wait()) if self._asleep else self._epoll.poll(0)
+        seconds = self._seconds_to_wait() if self._asleep else 0.0
+        self._wake_waiters()
+        events = self._poll(seconds)
         self._asleep = False
         return events
+
+    def _wake_waiters(self) -> None:
+        to_wake = self._to_wake
+        while to_wake:
+            release(to_wake.pop())
 
     def _seconds_to_wait(self) -> float:
         """Return how long to wait for events, as nothing is handed over."""

@@ -145,6 +145,10 @@ settling_owners: dict[int, Any] = {}
 """By `get_ident()`: the dispatcher or connection whose task is being settled in that thread. Its
 end comes after the callbacks that this leads to.
 """
+waiters_to_wake: dict[int, list[Any]] = {}
+"""By `get_ident()` of the threads of loops: locks that the thread releases before it sleeps. A waiter
+needs the interpreter, too, which the loop's thread holds until then.
+"""
 wait_hooks: dict[int, Callable[[], object]] = {}
 """By `get_ident()` of some threads: what each calls when it begins to wait for a promise."""
 
@@ -825,10 +829,11 @@ class Promise(Future[T], Handle, Generic[T]):
         woken.acquire()
 
         def wake(_: Promise[Any] | None = None) -> None:
-            try:
-                woken.release()
-            except RuntimeError:  # it has been woken already
-                pass
+            later = waiters_to_wake.get(get_ident())
+            if later is not None:
+                later.append(woken)
+            else:
+                release(woken)
 
         in_main = get_ident() == main_thread().ident
         interval = tuning.signal_check_seconds if in_main else tuning.settled_check_seconds
@@ -1042,6 +1047,14 @@ class Signal(Promise[T]):
     """A promise of the package itself. Many may wait for this promise, and no waiter cancels it."""
 
     _cancels_with_waiter = False
+
+
+def release(lock: Any) -> None:
+    """Release the lock for which a thread waits, if no other has."""
+    try:
+        lock.release()
+    except RuntimeError:
+        pass
 
 
 def fulfill(promise: Promise[Any], value: object = None) -> bool:
