@@ -42,6 +42,7 @@ from ..wire.messages import (
     pack_values,
 )
 from ..wire.pickling import BULKY_TYPES, MIN_LARGE_BUFFER_BYTES, capture, pack
+from ..wire.shareable import SMALL_TYPES
 from ..wire.status_page import StatusPage
 from .console import OutputTail
 from .store import DroneStore
@@ -77,6 +78,8 @@ class ResultBuffer:
     def pack(self, value: object) -> bytes | Serialized:
         """Serialize a result. Raises the errors of the value's own pickling."""
         self._exit_if_forked()
+        if type(value) in SMALL_TYPES:
+            return dumps(value, 5)
         try:
             bulky = (
                 type(value) in BULKY_TYPES and len(value) >= MIN_LARGE_BUFFER_BYTES  # type: ignore[arg-type]

@@ -86,8 +86,10 @@ class _Bell:
     def ring(self) -> None:
         # Else this process was forked when a caller was about to ring, or other code has closed it.
         if self._fd >= 0:
-            with suppress(OSError):
+            try:
                 os.eventfd_write(self._fd, 1)
+            except OSError:
+                pass
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -146,8 +146,8 @@ settling_owners: dict[int, Any] = {}
 end comes after the callbacks that this leads to.
 """
 waiters_to_wake: dict[int, list[Any]] = {}
-"""By `get_ident()` of the threads of loops: locks that the thread releases before it sleeps. A waiter
-needs the interpreter, too, which the loop's thread holds until then.
+"""By `get_ident()` of the threads of loops: locks that the thread releases before it sleeps. The
+threads that wait for these need the interpreter, too, which the loop's thread holds until then.
 """
 wait_hooks: dict[int, Callable[[], object]] = {}
 """By `get_ident()` of some threads: what each calls when it begins to wait for a promise."""

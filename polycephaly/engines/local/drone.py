@@ -232,6 +232,7 @@ class LocalDrone(DroneExecutor):
         same lock. Afterwards the control thread handles none, so `_todo` cannot grow while the main
         thread waits.
         """
+        is_ready = False
         if wait:
             with self.socket_lock:
                 if self._may_begin() or self._drone_store.requested or self._can_end():
@@ -243,13 +244,14 @@ class LocalDrone(DroneExecutor):
                 self._waiting = True
             # Checked after `_waiting` was set: see `_wake_main_thread`.
             if not (self._ref_table.returned or self._overlap.ended):
-                self._wait()
+                is_ready = self._wait()
         with self.socket_lock:
             self._waiting = False
-            self.receive_all()
+            self.receive_all(is_ready)
 
-    def _wait(self) -> None:
-        """Wait for an event, and meanwhile give back memory that was idle for a while.
+    def _wait(self) -> bool:
+        """Wait for an event, and meanwhile give back memory that was idle for a while. Return
+        whether a message has come by the fast transport.
 
         Overlapped tasks run on meanwhile, and the heartbeat shows that the drone is alive.
         """
@@ -263,9 +265,13 @@ class LocalDrone(DroneExecutor):
             if not events or monotonic() - self._memory_checked_at > tuning.warm_seconds:
                 self._memory_checked_at = monotonic()
                 self._store.free_idle_memory()
+        is_ready = False
         for fd, _ in events or self.epoll.poll():
             if fd == self._wakeup.fd:
                 os.eventfd_read(fd)
+            elif fd == self._fast_transport.fileno():
+                is_ready = True
+        return is_ready
 
     def close(self) -> None:
         """Run the exit handlers registered here, and deliver the messages in the socket."""
@@ -281,21 +287,22 @@ class LocalDrone(DroneExecutor):
 
     # -- either thread, holding `socket_lock` ------------------------------------------------------
 
-    def receive_all(self) -> None:
-        """Handle all messages that have arrived.
+    def receive_all(self, is_ready: bool = False) -> None:
+        """Handle all messages that have arrived. `is_ready`: one has, by the fast transport.
 
         The fast transport comes first, and again before each bulk message: see
         wire/fast_transport.py.
         """
-        self._receive_fast()
+        self._receive_fast(is_ready)
         bulk = self._bulk
         self._bulk_may_have_messages = False
         while bulk is not None and (frames := bulk.receive()):
             self._receive_fast()
             self._handle_message(frames)
 
-    def _receive_fast(self) -> None:
-        while self._fast_transport.has_input():
+    def _receive_fast(self, is_ready: bool = False) -> None:
+        while is_ready or self._fast_transport.has_input():
+            is_ready = False
             try:
                 frames = self._fast_transport.receive()
             except Malformed as error:
