@@ -434,12 +434,14 @@ def test_a_pore_that_is_made_while_the_thread_of_others_ends_is_served(monkeypat
 
 
 class Tells:
-    """It tells in which threads it is pickled."""
+    """It tells if it is pickled by a thread that fills a call."""
 
-    threads = []  # noqa: RUF012
+    fills = threading.local()
+    told = []  # noqa: RUF012
 
     def __reduce__(self):
-        self.threads.append(threading.get_ident())
+        if getattr(self.fills, "here", False):
+            self.told.append(True)
         return Tells, ()
 
 
@@ -447,12 +449,14 @@ class Tells:
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_value_that_is_opened_while_it_goes_into_a_call_is_not_pickled_by_the_loop(deep, first):
     def fill():
-        loops.append(threading.get_ident())
-        settling_threads.add(loops[-1])
+        me = threading.get_ident()
+        Tells.fills.here = True
+        settling_threads.add(me)
         try:
             waiting[0]._fill_inputs()
         finally:
-            settling_threads.discard(loops[-1])
+            settling_threads.discard(me)
+            Tells.fills.here = False
 
     def pair():
         source = alone()
@@ -465,8 +469,8 @@ def test_a_value_that_is_opened_while_it_goes_into_a_call_is_not_pickled_by_the_
         both = fill, source.promise.result
         return both if first == "the filling" else both[::-1]
 
-    waiting, loops = [None], []
-    Tells.threads.clear()
+    waiting = [None]
+    Tells.told.clear()
     for *_, place in every_meeting(pair, work, promises, sealed):
         wait_for(lambda: not waiting[0].inputs)
-        assert not set(loops) & set(Tells.threads), place
+        assert not Tells.told, place
