@@ -347,7 +347,7 @@ def _settle_values(
             continue
         sending, promise = task.sending, task.promise
         assert sending is not None
-        # As `Task.facts`, whose call would take 8 % of submit and gather.
+        # As `Task.facts` gives them, without a call for each task.
         promise._facts = (
             task.number, task.definition.label, task.queued, sending.at, sending.drone, started,
             finished, received, task.args, task.definition_bytes, 0, task.first_number,
@@ -361,9 +361,11 @@ def _settle_values(
             if promise._made_condition is None:
                 promise._result = value
                 promise._state = FINISHED
-                if promise._hooks:
-                    promise._call_hooks()
-                promise._task = None
+                try:
+                    if promise._hooks:
+                        promise._call_hooks()
+                finally:
+                    promise._task = None
             else:
                 promise._unclaimed = None
                 fulfill(promise, value)

@@ -64,8 +64,8 @@ class Facts(NamedTuple):
     finished: float | None = None
     received: float | None = None
     args: tuple[Any, ...] | None = None
-    """Arguments that were pickled together with those of other tasks, so that the bytes that they
-    take alone are counted only when someone asks; they are small and immutable."""
+    """Arguments that were pickled together with those of other tasks, which are small and immutable.
+    The bytes that they take alone are counted when `spans` is read."""
     bytes_sent: int = 0  # without those
     bytes_received: int = 0
     first_number: int = 0
@@ -88,7 +88,7 @@ class TaskPromise(Promise[T]):
     """The promise of a task's value. Made by the task."""
 
     _can_be_interrupted = True
-    # As a plain tuple: a named one takes three times as long to make.
+    # A plain tuple, because to make a named one takes 0.4 us, nine times as long.
     _facts: tuple[Any, ...] = ()
 
     def __init__(self, task: PendingTask) -> None:
