@@ -85,8 +85,9 @@ def test_no_callback_runs_in_a_thread_that_waits():
     lock, ran, entered = threading.RLock(), set(), []
 
     def callback(_):
-        if threading.get_ident() not in adding:
-            ran.add(threading.get_ident())
+        if threading.get_ident() in adding:
+            return
+        ran.add(threading.get_ident())
         if lock.acquire(blocking=False):
             entered.append(threading.current_thread())
             lock.release()

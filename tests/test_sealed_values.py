@@ -196,7 +196,7 @@ def test_a_timeout_holds_beside_code_of_the_value(pool, held, ask, is_done):
     for _ in range(3):
         with pytest.raises(TimeoutError):
             getattr(promise, ask)(0.2)
-    assert held.threads == ["polycephaly-builder-1"]
+    assert len(held.threads) == 1 and held.threads[0].startswith("polycephaly-builder-")
     held.let_go.set()
     assert promise.result(60).name == "held" and promise.exception(0) is None
     assert BUILT == ["held"]
@@ -306,7 +306,7 @@ def test_green_threads_go_on_while_a_value_is_built(pool, held, way, is_done):
         return value.name
 
     assert green.run(main) == "held"
-    assert held.threads == ["polycephaly-builder-1"]
+    assert len(held.threads) == 1 and held.threads[0].startswith("polycephaly-builder-")
 
 
 def test_a_cancelled_wait_for_a_value_leaves_it_to_others(pool, held):
@@ -728,7 +728,7 @@ def test_a_value_of_another_pool_is_built_for_a_task_and_delays_no_results(pool,
         assert not taken.done()
         held.let_go.set()
         assert taken.result(60) == "held"
-    assert held.threads == ["polycephaly-builder-1"]
+    assert len(held.threads) == 1 and held.threads[0].startswith("polycephaly-builder-")
 
 
 # -- what must arrive at once ----------------------------------------------------------------------

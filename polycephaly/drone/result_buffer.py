@@ -79,7 +79,9 @@ class ResultBuffer:
         """Serialize a result. Raises the errors of the value's own pickling."""
         self._exit_if_forked()
         if type(value) in SMALL_TYPES:
-            return dumps(value, 5)
+            pickled = dumps(value, 5)
+            if len(pickled) < MIN_LARGE_BYTES:  # an int may have any size
+                return pickled
         try:
             bulky = (
                 type(value) in BULKY_TYPES and len(value) >= MIN_LARGE_BUFFER_BYTES  # type: ignore[arg-type]

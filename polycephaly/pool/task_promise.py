@@ -64,7 +64,7 @@ class Facts(NamedTuple):
     finished: float | None = None
     received: float | None = None
     args: tuple[Any, ...] | None = None
-    """Arguments that were pickled together with those of other tasks, which are small and immutable.
+    """Arguments that were pickled together with those of other tasks; they are small and immutable.
     The bytes that they take alone are counted when `spans` is read."""
     bytes_sent: int = 0  # without those
     bytes_received: int = 0

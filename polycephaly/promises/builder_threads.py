@@ -1,21 +1,26 @@
 """Threads that build values, where the thread that needs one may not wait for as long as its code
 takes.
 
-    result(timeout=), await, select ──add──> queue ──> a free thread, or a new one ──> the value
+    result(timeout=), await, select ──add──> _calls ──> a free thread, or a new one ──> the value
 
 Code of one value delays another only while as many as there may be threads take long at the same
 time. A thread ends when it has been idle.
+
+No lock: a caller may be interrupted anywhere in `add`, and the event loops add, too. A thread that
+waits is in `_waiting`, and whoever takes it out wakes it. The number of a thread that may still be
+started is in `_unused`. Each step is one call of a method that is atomic.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from _thread import RLock, get_ident
+from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from functools import partial
+from typing import Any
 
 from ..runtime.fork_guard import OwnThread
 from ..runtime.safe_log import SafeLog
@@ -31,12 +36,10 @@ interpreter, unless they wait for something else.
 
 class BuilderThreads:
     def __init__(self) -> None:
-        # A finalizer that runs meanwhile may take it again. Not held while something is called.
-        self._lock = RLock()
         self._calls: deque[Callable[[], object]] = deque()
-        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._unused = deque(range(MAX_THREADS, 0, -1))
+        self._waiting: dict[Any, None] = {}  # for each thread that waits, the lock it waits for
         self._idents: set[int] = set()
-        self._count = self._free = 0  # of threads, and of those that wait for a call
         self._are_to_end = False
 
     def is_here(self) -> bool:
@@ -46,56 +49,60 @@ class BuilderThreads:
     def add(self, callback: Callable[[], object]) -> bool:
         """Have `callback` called, which raises no error; return False if there is no thread for it,
         and none can be started.
+
+        If the caller is interrupted, it may be called with the next one.
         """
-        with self._lock:
-            self._are_to_end = False
-            self._calls.append(callback)
-            starts = self._free < len(self._calls) and self._count < MAX_THREADS
-        if starts and not self._start():
-            with self._lock:
-                if not self._count:
-                    with suppress(ValueError):
-                        self._calls.remove(callback)
+        self._are_to_end = False
+        self._calls.append(callback)
+        try:
+            lock, _ = self._waiting.popitem()
+        except KeyError:
+            if not self._start() and len(self._unused) == MAX_THREADS:
+                with suppress(ValueError):  # a thread that ends has just taken it
+                    self._calls.remove(callback)
                     return False
-        self._wakes.put(None)
+        else:
+            release(lock)
         return True
 
     def end_when_idle(self) -> None:
         """Have the threads end without waiting that have nothing to call."""
         self._are_to_end = True
-        for _ in range(self._count):
-            self._wakes.put(None)
+        for lock in list(self._waiting):
+            release(lock)
 
     def _start(self) -> bool:
-        with self._lock:
-            self._count += 1
-            number = self._count
+        """Start a thread, if there may be one more."""
         try:
-            OwnThread(f"polycephaly-builder-{number}", self._run).start()
+            number = self._unused.pop()
+        except IndexError:
+            return False
+        try:
+            OwnThread(f"polycephaly-builder-{number}", partial(self._run, number)).start()
         except BaseException as error:
-            with self._lock:
-                self._count -= 1
+            self._unused.append(number)
             if not isinstance(error, Exception):
                 raise
             return False  # the system, or the interpreter at its end, has no thread for it
         return True
 
-    def _run(self) -> None:
+    def _run(self, number: int) -> None:
         self._idents.add(get_ident())
         try:
             while self._go_on():
                 pass
         finally:
             self._idents.discard(get_ident())
+            self._unused.append(number)
+            if self._calls:  # added when all threads were in use, of which this one was the last
+                self._start()
 
     def _go_on(self) -> bool:
         """Make a call, or wait for one. Return False if this thread is to end."""
         try:
-            with self._lock:
-                callback = self._calls.popleft() if self._calls else None
-                if callback is None:
-                    self._free += 1
-            if callback is None:
+            try:
+                callback = self._calls.popleft()
+            except IndexError:
                 return self._wait_for_more()
             callback()
         except BaseException:  # an asynchronous one
@@ -103,18 +110,21 @@ class BuilderThreads:
         return True
 
     def _wait_for_more(self) -> bool:
-        ends = True
-        try:
-            with suppress(Empty):
-                self._wakes.get(timeout=IDLE_SECONDS)
-                ends = self._are_to_end
-        finally:
-            with self._lock:
-                self._free -= 1
-                ends = ends and not self._calls
-                if ends:
-                    self._count -= 1
-        return not ends
+        lock = allocate_lock()
+        lock.acquire()
+        self._waiting[lock] = None
+        # Looked at when others can see that this thread waits: so one of the two sees the other.
+        is_woken = bool(self._calls) or lock.acquire(timeout=IDLE_SECONDS)
+        was_taken_out = self._waiting.pop(lock, self) is self
+        return was_taken_out or bool(self._calls) or (is_woken and not self._are_to_end)
+
+
+def release(lock: Any) -> None:
+    """Release the lock for which a thread waits, if no other has."""
+    try:
+        lock.release()
+    except RuntimeError:
+        pass
 
 
 def _renew_in_child() -> None:

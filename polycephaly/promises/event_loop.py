@@ -36,9 +36,10 @@ from ..runtime.safe_log import SafeLog
 from ..runtime.system_limits import watch
 from ..runtime.timers import Timer, Timers
 from . import builder_threads, callbacks_thread, opener_thread, output_thread
+from .builder_threads import release
 from .opener_thread import settling_threads
 from .output_thread import Output, OutputGate
-from .promise import callbacks, release, waiters_to_wake
+from .promise import callbacks, waiters_to_wake
 
 log = SafeLog(logging.getLogger(__name__))
 

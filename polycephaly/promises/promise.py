@@ -46,6 +46,7 @@ from ..runtime.safe_log import SafeLog
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..runtime.tuning import tuning
 from . import builder_threads, callbacks_thread
+from .builder_threads import release
 from .opener_thread import is_settling_thread
 from .sealed import Sealed, is_sealed
 from .trampoline import Trampoline
@@ -473,7 +474,9 @@ class Promise(Future[T], Handle, Generic[T]):
             else:
                 set_by_callback(receiver, self)
         try:
-            self.add_done_callback(partial(_apply_and_follow, fn, after, receiver))
+            # Errors are not logged as of a callback: those of `fn` are for the promise, and others
+            # are asynchronous exceptions in this thread.
+            self._when_settled(_Callback(partial(_apply_and_follow, fn, after, receiver)))
             return after
         finally:
             del after  # see `_apply_and_follow`
@@ -1047,14 +1050,6 @@ class Signal(Promise[T]):
     """A promise of the package itself. Many may wait for this promise, and no waiter cancels it."""
 
     _cancels_with_waiter = False
-
-
-def release(lock: Any) -> None:
-    """Release the lock for which a thread waits, if no other has."""
-    try:
-        lock.release()
-    except RuntimeError:
-        pass
 
 
 def fulfill(promise: Promise[Any], value: object = None) -> bool:
