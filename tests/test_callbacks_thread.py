@@ -15,6 +15,7 @@ from polycephaly import green
 from polycephaly.multiprocessing import Pool as StandardPool
 from polycephaly.promises import lazy_thread
 from polycephaly.promises.callbacks_thread import callbacks_thread
+from polycephaly.runtime.tuning import tuning
 
 
 def names():
@@ -350,3 +351,28 @@ def test_nothing_is_left_when_the_last_pool_has_ended(monkeypatch):
         pool.promise(time.sleep, 0.1).add_done_callback(called.append)
     assert called
     wait_for(lambda: "polycephaly-callbacks" not in names())
+
+
+def test_a_callback_cancels_no_promise_that_runs():
+    running, told = poly.Promise(), poly.Promise()
+    assert running.set_running_or_notify_cancel()
+    with poly.Pool(1) as pool:
+        pool.promise(abs, -1).add_done_callback(lambda _: told.set_result(running.cancel()))
+        assert told.result(30) is False and running.running()
+
+
+@pytest.mark.parametrize("ends", ["in time", "never"])
+def test_a_condition_that_a_thread_keeps_holds_up_its_own_promise_only(ends, tmp_path, monkeypatch):
+    """As `concurrent.futures.wait` keeps those of its futures when it is interrupted."""
+    monkeypatch.setattr(tuning, "condition_wait_seconds", 60 if ends == "in time" else 0.2)
+    with poly.Pool(2) as pool:
+        held = pool.promise(hold_until, str(tmp_path / "gate"))
+        with held._condition:
+            (tmp_path / "gate").touch()
+            assert [pool.doit(abs, -n) for n in range(20)] == [*range(20)]
+            if ends == "never":
+                assert held.result(30) == "held"
+            else:
+                assert not held.done()
+        assert held.result(30) == "held"
+        assert concurrent.futures.wait([held], 30).done == {held}

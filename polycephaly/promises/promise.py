@@ -668,7 +668,7 @@ class Promise(Future[T], Handle, Generic[T]):
         """Settle the promise under its condition, which a caller may hold: it may have been
         interrupted within the standard library's `wait`.
         """
-        outcome = state, result, exception
+        outcome = state, result, exception, unless_running
         if is_settling_thread():
             if not condition.acquire(blocking=False):
                 self._settle_later(*outcome)
@@ -686,8 +686,6 @@ class Promise(Future[T], Handle, Generic[T]):
                     condition.release()
         else:
             with condition:
-                if unless_running and self._state == RUNNING:
-                    return False
                 settled = self._settle_under(condition, *outcome)
         if settled and self._hooks:
             self._call_hooks()
@@ -699,6 +697,7 @@ class Promise(Future[T], Handle, Generic[T]):
         state: str,
         result: Any,
         exception: BaseException | None,
+        unless_running: bool,
         notifies: bool = True,
     ) -> bool:
         """Settle the promise, holding its condition.
@@ -707,6 +706,8 @@ class Promise(Future[T], Handle, Generic[T]):
         under the condition. So `_state` is set and the waiters are notified under the condition
         too.
         """
+        if unless_running and self._state == RUNNING:
+            return False
         try:
             del self._unclaimed
         except AttributeError:
@@ -729,7 +730,9 @@ class Promise(Future[T], Handle, Generic[T]):
         """Have the promise settled by the thread for callbacks, because a caller holds its
         condition.
         """
-        settle = self.cancel if outcome[0] == CANCELLED else partial(self._settle, *outcome)
+        settle = partial(self._settle, *outcome)
+        if outcome[0] == CANCELLED:
+            settle = partial(self.cancel, not outcome[-1])
         callbacks_thread.callbacks_thread.add(settle)
 
     def _call_hooks(self) -> None:
