@@ -6,16 +6,16 @@ import ctypes
 import gc
 import threading
 import time
+from concurrent.futures import _base
 
 import pytest
-from faults import hold_until, wait_for
+from faults import append, hold_until, wait_for
 
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.multiprocessing import Pool as StandardPool
 from polycephaly.promises import lazy_thread
 from polycephaly.promises.callbacks_thread import callbacks_thread
-from polycephaly.runtime.tuning import tuning
 
 
 def names():
@@ -361,18 +361,56 @@ def test_a_callback_cancels_no_promise_that_runs():
         assert told.result(30) is False and running.running()
 
 
-@pytest.mark.parametrize("ends", ["in time", "never"])
-def test_a_condition_that_a_thread_keeps_holds_up_its_own_promise_only(ends, tmp_path, monkeypatch):
+def test_a_condition_that_a_thread_keeps_holds_up_no_promise(tmp_path):
     """As `concurrent.futures.wait` keeps those of its futures when it is interrupted."""
-    monkeypatch.setattr(tuning, "condition_wait_seconds", 60 if ends == "in time" else 0.2)
     with poly.Pool(2) as pool:
-        held = pool.promise(hold_until, str(tmp_path / "gate"))
-        with held._condition:
-            (tmp_path / "gate").touch()
-            assert [pool.doit(abs, -n) for n in range(20)] == [*range(20)]
-            if ends == "never":
-                assert held.result(30) == "held"
-            else:
-                assert not held.done()
-        assert held.result(30) == "held"
-        assert concurrent.futures.wait([held], 30).done == {held}
+        held = [pool.promise(hold_until, str(tmp_path / "gate")) for _ in range(2)]
+        called = [each.then(str) for each in held]
+        with held[0]._condition:
+            cancelled = pool.promise(abs, -1)
+            with cancelled._condition:
+                (tmp_path / "gate").touch()
+                assert [each.result(30) for each in (*held, *called)] == ["held"] * 4
+                assert cancelled.result(30) == 1 and pool.doit(abs, -2) == 2
+
+
+def test_who_looks_at_a_promise_while_the_loop_settles_it_is_told_once(tmp_path):
+    """`wait` holds the conditions, looks at the states, and then installs waiters, which count."""
+    with poly.Pool(2) as pool:
+        first = pool.promise(hold_until, str(tmp_path / "first"))
+        second = pool.promise(hold_until, str(tmp_path / "second"))
+        with first._condition, second._condition:
+            looked = [each._state for each in (first, second)]
+            (tmp_path / "first").touch()
+            assert first.result(30) == "held"
+            waiter = _base._AllCompletedWaiter(
+                sum(each not in ("FINISHED", "CANCELLED_AND_NOTIFIED") for each in looked), False
+            )
+            for each in (first, second):
+                assert each._state not in ("FINISHED", "CANCELLED_AND_NOTIFIED")
+                each._waiters.append(waiter)
+        assert first._state == "FINISHED" and waiter.num_pending_calls == 1
+        (tmp_path / "second").touch()
+        assert waiter.event.wait(30) and waiter.num_pending_calls == 0
+        assert concurrent.futures.wait([first, second], 30).done == {first, second}
+        assert [*concurrent.futures.as_completed([first, second], 30)]
+
+
+def test_a_call_whose_input_fails_while_its_condition_is_held_is_not_run(tmp_path):
+    log = tmp_path / "log"
+    with poly.Pool(2) as pool:
+        failing = pool.promise(fail_at, str(tmp_path / "gate"))
+        waiting = [pool.promise(append, str(log), failing) for _ in range(20)]
+        for each in waiting:
+            each._condition.acquire()
+        (tmp_path / "gate").touch()
+        assert all(isinstance(each.exception(30), KeyError) for each in waiting)
+        for each in waiting:
+            each._condition.release()
+        assert pool.doit(abs, -1) == 1
+    assert not log.exists()
+
+
+def fail_at(gate):
+    hold_until(gate)
+    raise KeyError(gate)

@@ -225,11 +225,10 @@ CALLS = {
 @pytest.mark.filterwarnings("ignore:the results of map:RuntimeWarning")
 @pytest.mark.parametrize("places", [at_entries, after_calls], ids=lambda it: it.__name__)
 @pytest.mark.parametrize("does", CALLS)
-def test_an_exception_anywhere_within_a_caller_harms_nobody(does, places, monkeypatch):
+def test_an_exception_anywhere_within_a_caller_harms_nobody(does, places):
     """At places where CPython raises asynchronous exceptions. But where a block of the package ends
     (`__exit__`), an exception still leaves this thread's state as it was in the block; and Python
     itself only prints those of finalizers and of callbacks of weak references."""
-    monkeypatch.setattr(tuning, "condition_wait_seconds", 0.01)
     seen = at = 0
 
     def raise_if_due(frame):

@@ -363,6 +363,7 @@ def _settle_values(
                 promise._state = FINISHED
                 try:
                     if promise._hooks:
+                        promise._hooks.reverse()
                         promise._call_hooks()
                 finally:
                     promise._task = None

@@ -250,6 +250,8 @@ class Reactor(EventLoop):
         return super()._has_anything_to_do()
 
     def _end_if_over(self) -> bool:
+        if not self.users or self.last_callbacks:
+            self._wake_waiters()  # the end may take long
         ended = self.users == 0 and self._end()
         if ended or self.users:
             while self.last_callbacks:

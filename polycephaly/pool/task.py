@@ -277,7 +277,7 @@ class Task:
     def _fill_inputs(self) -> None:
         """Put the values of the inputs into the call."""
         self.queued = monotonic()
-        values, parts = self._take_values()
+        values, parts, is_remote = self._take_values()
         if self.args is not None and SMALL_TYPES.issuperset(map(type, values)):
             captured = self._captured_values()
             self.args = tuple(values)
@@ -291,22 +291,24 @@ class Task:
             # The pickling of values runs code of users, which would delay other promises here.
             self._pickle_in_opener()
         else:
-            self._pickle_inputs(values, parts)
+            self._pickle_inputs(values, parts, is_remote)
 
-    def _take_values(self) -> tuple[list[Any], dict[int, Serialized]]:
-        """Return the values of the inputs, or the promises of those that are sealed; and, by `id`
-        of these promises, the values that can go into the call as they have come. What another
-        thread opens from here on stays in these as it was.
+    def _take_values(self) -> tuple[list[Any], dict[int, Serialized], bool]:
+        """Return the values of the inputs, or the promises of those that are sealed; by `id` of
+        these promises, the values that can go into the call as they have come; and whether one may
+        be on another machine. What another thread opens from here on stays in these as it was.
         """
         values = [_value_in_call(each) for each in self.inputs]
         parts: dict[int, Serialized] = {}
+        is_remote = False
         for each in values:
             if isinstance(each, Promise):
+                is_remote = is_remote or _remote_value(each) is not None
                 value = stored_value(each)
                 part = value.serialized(self.dispatcher.registry) if is_sealed(value) else None
                 if part is not None:
                     parts[id(each)] = part
-        return values, parts
+        return values, parts, is_remote
 
     def _pickle_in_opener(self, _: object = None) -> None:
         opener_thread.opener_thread.add(lambda: self._pickle_inputs(*self._take_values()))
@@ -314,7 +316,9 @@ class Task:
     def _captured_values(self) -> dict[int, Any] | None:
         return self.payload.remote_objects if type(self.payload) is PayloadWithRefs else None
 
-    def _pickle_inputs(self, values: list[Any], parts: dict[int, Serialized]) -> None:
+    def _pickle_inputs(
+        self, values: list[Any], parts: dict[int, Serialized], is_remote: bool
+    ) -> None:
         """Put values into the call that `_take_values` has returned, after opening those that
         cannot go into it as they have come.
         """
@@ -339,7 +343,7 @@ class Task:
                     ]
                     inputs = self._capture_values(opened, self._captured_values())
                 if self.kind == CALL_KEYWORDS and inputs:
-                    self._join_values(inputs, parts)
+                    self._join_values(inputs, parts, is_remote)
             self.inputs = ()
         except BaseException as error:  # a SystemExit of the value's own code, too
             error.add_note(f"while pickling a promise's value for {self.definition.label}")
@@ -368,7 +372,7 @@ class Task:
         return inputs
 
     def _join_values(
-        self, inputs: Sequence[Promise[Any]], stored_parts: dict[int, Serialized]
+        self, inputs: Sequence[Promise[Any]], stored_parts: dict[int, Serialized], is_remote: bool
     ) -> None:
         """Add the values of `inputs` to the arguments, which were pickled with placeholders."""
         registry = self.dispatcher.registry
@@ -382,7 +386,7 @@ class Task:
             packed = pack(results, registry.snapshot, registry.store)
         inner = pickling.remote_objects or {}
         self._add_followers(pickling.moved or [])
-        if any(_remote_value(each) is not None for each in inputs):
+        if is_remote:
             self.unfilled = self.payload, inputs
         outer, remote_objects = split_remote_objects(self.payload)
         joined = join_payloads([*parts], (outer, packed, *parts.values()), registry.store)
@@ -528,15 +532,16 @@ class Task:
         """Return what the promise keeps, as the fields of `Facts`."""
         sending = self.sending
         sent, drone = (None, None) if sending is None else (sending.at, sending.drone)
-        started = finished = received = None
+        started = finished = received = args = None
         bytes_sent = bytes_received = 0
         if self.answer is not None:
             started, finished, received, bytes_sent, bytes_received = self.answer
-        if self.args is not None:
-            bytes_sent = self.definition_bytes
+            args = self.args  # else there may be promises among them
+            if args is not None:
+                bytes_sent = self.definition_bytes
         return (
             self.number, self.label, self.queued, sent, drone, started, finished, received,
-            self.args, bytes_sent, bytes_received, self.first_number, self.input_numbers,
+            args, bytes_sent, bytes_received, self.first_number, self.input_numbers,
             self.timed_out, ref(self.dispatcher),
         )  # fmt: skip
 

@@ -18,11 +18,9 @@ from pickle import dumps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
-from ..promises import callbacks_thread
 from ..promises.opener_thread import settling_threads
 from ..promises.promise import (
     DICT_AT_CREATION,
-    FINISHED,
     PENDING,
     Promise,
     settling_owners,
@@ -114,7 +112,7 @@ class TaskPromise(Promise[T]):
         if facts.args is not None:
             bytes_sent += len(dumps(facts.args, 5))
             value = stored_value(self)
-            if not bytes_received and self._state == FINISHED and not is_sealed(value):
+            if not bytes_received and not is_sealed(value):
                 bytes_received = len(dumps(value, 5))
         return Spans(*times, bytes_sent, bytes_received, facts.drone)
 
@@ -168,7 +166,7 @@ class TaskPromise(Promise[T]):
             is_ours = super()._settle(state, result, exception, unless_running)
             return is_ours
         finally:
-            if is_ours and self._state == FINISHED:  # if cancelled, `_withdraw` comes
+            if is_ours and self.done() and not self.cancelled():  # else `_withdraw` comes
                 self._leave_task()
 
     def _leave_task(self) -> None:
@@ -183,14 +181,6 @@ class TaskPromise(Promise[T]):
             task.release_inputs()
             task.dispatcher.post(task.dispatcher.withdraw, task)
             self._leave_task()
-
-    def _settle_later(self, *outcome: Any) -> None:
-        task = self._task
-        if task is not None:
-            task.dispatcher.on_callback()  # so that the pool's end waits for it
-        super()._settle_later(*outcome)
-        if task is not None:
-            callbacks_thread.callbacks_thread.add(task.dispatcher.on_called_back)
 
     def _call_hooks(self) -> None:
         me, task = get_ident(), self._task
@@ -221,6 +211,9 @@ class TaskPromise(Promise[T]):
     def _description(self) -> str:
         facts = facts_of(self)
         return f"{facts.label} #{facts.call_number}"
+
+    def _label(self) -> str:
+        return facts_of(self).label
 
 
 def facts_of(promise: TaskPromise[Any]) -> Facts:

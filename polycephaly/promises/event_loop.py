@@ -273,7 +273,7 @@ class EventLoop:
             self._end_by(error)
         finally:
             settling_threads.discard(me)
-            del waiters_to_wake[me]
+            waiters_to_wake.pop(me, None)
             self._wake_waiters()
 
     def _end_by(self, error: BaseException) -> None:
@@ -360,6 +360,8 @@ class EventLoop:
                 forked.exit_if_forked(generation, error)
                 callbacks.exception("a callback failed")
             forked.exit_if_forked(generation)
+            if self._deliveries:  # the next one may take long
+                self._wake_waiters()
 
     def _run_jobs_outside_lock(self) -> None:
         while self._jobs_outside_lock:

@@ -24,8 +24,8 @@ _PHASES = (  # for each phase: the time in `Spans` at which the phase begins, it
 
 def promise_table(promise: Any) -> str:
     """Return the table of a promise, with the times of its task."""
-    definition, spans = getattr(promise, "definition", None), promise.spans
-    facts = (("task", getattr(definition, "label", None)), ("drone", spans.drone))
+    spans = promise.spans
+    facts = (("task", promise._label()), ("drone", spans.drone))
     rows = [each for each in facts if each[1] is not None]
     times = [getattr(spans, name) for name, _, _ in _PHASES]
     return table(repr(promise), (), rows, _bar(times, promise.running(), promise.done()))

@@ -13,10 +13,11 @@ until a thread waits in a way that needs one.
     S1 and S2 under the condition and notify      C2  if claimed but not settled: wait for S2
     self._waiters                                 C3  look at _state, append to self._waiters
 
-A thread that settles promises waits for no condition that another holds: the thread for callbacks
-settles the promise then.
+A thread that settles promises waits for no condition that another holds. It settles the promise in
+a state that the standard library does not know (`_UNTOLD`), and whoever gives the condition back
+tells the waiters.
 
-See docs/decisions/0005-lock-free-promises.md for the proof that no wake-up is lost.
+See docs/decisions/0005-lock-free-promises.md for why no wake-up is lost.
 
 This module does not know drones. Classes derived from `Promise` (pool/task.py) define how it is
 withdrawn (`_withdraw`), whether its task runs (`running`) and who may not wait (`_before_wait`).
@@ -37,6 +38,7 @@ from functools import partial
 from threading import Condition, main_thread
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+from weakref import ref
 
 from ..errors import skip_own_frames
 from ..runtime import fork_guard, forked
@@ -59,9 +61,12 @@ U = TypeVar("U")
 
 PENDING = "PENDING"
 RUNNING = "RUNNING"
-# The standard library's waiters count only the notified state as done.
+# The standard library's waiters count only these two states as done.
 CANCELLED = "CANCELLED_AND_NOTIFIED"
 FINISHED = "FINISHED"
+_UNTOLD = {CANCELLED: "CANCELLED", FINISHED: "FINISHED_AND_NOT_NOTIFIED"}
+"""Until the standard library's waiters are told of these, they must not see them."""
+_DONE = frozenset({*_UNTOLD, *_UNTOLD.values()})
 
 # On CPython 3.11 a `__dict__` that is made later can be freed twice: see decision record 0005.
 DICT_AT_CREATION = sys.version_info < (3, 12)
@@ -150,6 +155,8 @@ waiters_to_wake: dict[int, list[Any]] = {}
 """By `get_ident()` of the threads of loops: locks that the thread releases before it sleeps. The
 threads that wait for these need the interpreter, too, which the loop's thread holds until then.
 """
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=waiters_to_wake.clear)
 wait_hooks: dict[int, Callable[[], object]] = {}
 """By `get_ident()` of some threads: what each calls when it begins to wait for a promise."""
 
@@ -204,7 +211,7 @@ class Promise(Future[T], Handle, Generic[T]):
     _hooks: list[Callable[[Promise[Any]], object]] | None = None
     # Approximate number of hooks of tasks that no longer wait: see pool/inputs.py.
     _stale_hooks = 0
-    _made_condition: Condition | None = None
+    _made_condition: _PromiseCondition | None = None
     output: str = ""
     """The end of the task's output, after the promise is settled (at most 4 KiB)."""
 
@@ -315,11 +322,11 @@ class Promise(Future[T], Handle, Generic[T]):
 
     def done(self) -> bool:
         """Return whether the promise has a value, has an error or was cancelled. Never waits."""
-        return self._state == FINISHED or self._state == CANCELLED
+        return self._state in _DONE
 
     def cancelled(self) -> bool:
         """Return whether the promise was cancelled, as far as this process knows."""
-        return self._state == CANCELLED
+        return self._state == CANCELLED or self._state == _UNTOLD[CANCELLED]
 
     def running(self) -> bool:
         """Return whether the task runs now, as far as this process knows."""
@@ -357,9 +364,9 @@ class Promise(Future[T], Handle, Generic[T]):
         finally:
             # Also if Ctrl-C arrives in a callback. If Ctrl-C arrives later still, the next call of
             # `cancel` withdraws the task.
-            if self._state == CANCELLED:
+            if self.cancelled():
                 self._withdraw()
-        return self._state == CANCELLED
+        return self.cancelled()
 
     # -- defined by subclasses ---------------------------------------------------------------------
 
@@ -397,7 +404,7 @@ class Promise(Future[T], Handle, Generic[T]):
     def _get_snapshot(self) -> tuple[bool, bool, Any, BaseException | None]:
         """Return what asyncio looks at, from CPython 3.14 on."""
         settled: tuple[Any, BaseException | None] = (None, None)
-        if self._state == FINISHED:
+        if self.done() and not self.cancelled():
             settled = outcome(self)
         return self.done(), self.cancelled(), *settled
 
@@ -581,7 +588,7 @@ class Promise(Future[T], Handle, Generic[T]):
         # From now on every thread that settles or cancels the promise does so under the condition:
         # see the module's docstring.
         with self._condition:
-            if self._state == CANCELLED:
+            if self.cancelled():
                 return False
             if self._state != PENDING:
                 raise InvalidStateError(f"Future in unexpected state: {self._state}")
@@ -601,7 +608,7 @@ class Promise(Future[T], Handle, Generic[T]):
         sealed = unopened(self)
         if sealed is not None and (in_green or _is_in_asyncio()):
             yield from request_opening(sealed).__await__()
-        if self._state == CANCELLED and not in_green:
+        if self.cancelled() and not in_green:
             # In a green thread that is not itself cancelled, the cancellation is an error like any
             # other.
             import asyncio
@@ -653,100 +660,76 @@ class Promise(Future[T], Handle, Generic[T]):
         self._result = result
         self._exception = exception
         self._state = state
-        if self._hooks:
-            self._call_hooks()
+        hooks = self._hooks
+        if hooks:
+            try:
+                hooks.reverse()
+                self._call_hooks()
+            finally:
+                if hooks:  # an exception came between two of them, or before the first
+                    self._call_hooks()
         return True
 
     def _settle_watched(
         self,
-        condition: Condition,
+        condition: _PromiseCondition,
         state: str,
         result: Any,
         exception: BaseException | None,
         unless_running: bool,
     ) -> bool:
-        """Settle the promise under its condition, which a caller may hold: it may have been
-        interrupted within the standard library's `wait`.
-        """
-        outcome = state, result, exception, unless_running
-        if is_settling_thread():
-            if not condition.acquire(blocking=False):
-                self._settle_later(*outcome)
-                return True
-            try:
-                settled = self._settle_under(condition, *outcome)
-            finally:
-                condition.release()
-        elif callbacks_thread.callbacks_thread.is_here():
-            is_held = condition.acquire(timeout=tuning.condition_wait_seconds)
-            try:
-                settled = self._settle_under(condition, *outcome, notifies=is_held)
-            finally:
-                if is_held:
-                    condition.release()
-        else:
-            with condition:
-                settled = self._settle_under(condition, *outcome)
-        if settled and self._hooks:
-            self._call_hooks()
-        return settled
-
-    def _settle_under(
-        self,
-        condition: Condition,
-        state: str,
-        result: Any,
-        exception: BaseException | None,
-        unless_running: bool,
-        notifies: bool = True,
-    ) -> bool:
-        """Settle the promise, holding its condition.
+        """Settle the promise under its condition.
 
         The standard library's `wait` and `as_completed` look at `_state` and install their waiters
         under the condition. So `_state` is set and the waiters are notified under the condition
-        too.
+        too. A caller may hold it for long, or for ever if it was interrupted in these.
         """
-        if unless_running and self._state == RUNNING:
-            return False
+        # `cancel` in a callback waits, because the holder may set RUNNING.
+        may_wait = not is_settling_thread() and (
+            unless_running or not callbacks_thread.callbacks_thread.is_here()
+        )
+        is_held = condition.acquire(blocking=may_wait)
         try:
-            del self._unclaimed
-        except AttributeError:
-            return False
-        self._result = result
-        self._exception = exception
-        self._state = state
+            if unless_running and self._state == RUNNING:
+                return False
+            try:
+                del self._unclaimed
+            except AttributeError:
+                return False
+            self._result = result
+            self._exception = exception
+            self._state = _UNTOLD[state]
+            condition.has_to_tell = True
+        finally:
+            if is_held:
+                condition.release()  # and tell them
+        if not is_held:
+            condition.tell()
+        hooks = self._hooks
+        if hooks:
+            try:
+                hooks.reverse()
+                self._call_hooks()
+            finally:
+                if hooks:  # as above
+                    self._call_hooks()
+        return True
+
+    def _tell_waiters(self) -> None:
+        """Tell the standard library's waiters of a promise that is settled. Called while holding
+        the condition.
+        """
+        self._state = CANCELLED if self.cancelled() else FINISHED
         for waiter in self._waiters:
-            if state == CANCELLED:
+            if self._state == CANCELLED:
                 waiter.add_cancelled(self)
-            elif exception is not None:
+            elif self._exception is not None:
                 waiter.add_exception(self)
             else:
                 waiter.add_result(self)
-        if notifies:
-            condition.notify_all()
-        return True
-
-    def _settle_later(self, *outcome: Any) -> None:
-        """Have the promise settled by the thread for callbacks, because a caller holds its
-        condition.
-        """
-        settle = partial(self._settle, *outcome)
-        if outcome[0] == CANCELLED:
-            settle = partial(self.cancel, not outcome[-1])
-        callbacks_thread.callbacks_thread.add(settle)
 
     def _call_hooks(self) -> None:
-        """Call the hooks in their order. One that raises holds up no other."""
-        assert self._hooks is not None
-        self._hooks.reverse()
-        try:
-            self._run_hooks()
-        finally:
-            if self._hooks:  # an asynchronous exception came between two of them
-                self._run_hooks()
-
-    def _run_hooks(self) -> None:
-        """Call the hooks, the last one first."""
+        """Call the hooks, the last one first. One that raises holds up no other."""
         hooks = self._hooks
         worst: BaseException | None = None
         while hooks:
@@ -758,7 +741,7 @@ class Promise(Future[T], Handle, Generic[T]):
                 hook(self)
             except Exception:
                 callbacks.exception("exception calling callback for %r", self)
-            # SystemExit and Ctrl-C are raised in the settling thread after all hooks were called.
+            # SystemExit and Ctrl-C are raised in this thread after all hooks were called.
             except BaseException as error:
                 worst = error
             finally:
@@ -818,7 +801,7 @@ class Promise(Future[T], Handle, Generic[T]):
                     waiting_threads.pop(me, None)
                 else:
                     waiting_threads[me] = outer
-        if self._state == CANCELLED:
+        if self.cancelled():
             error = CancelledError()
             error.waiter_cancelled = (  # type: ignore[attr-defined]
                 is_end_requested is not None and is_end_requested(get_ident(), True)
@@ -902,7 +885,7 @@ class Promise(Future[T], Handle, Generic[T]):
         condition = self._made_condition
         if condition is None:
             self.__dict__.setdefault("_waiters", [])
-            condition = self.__dict__.setdefault("_made_condition", Condition())
+            condition = self.__dict__.setdefault("_made_condition", _PromiseCondition(self))
         # Claimed, but the settler may not have seen the condition.
         if not hasattr(self, "_unclaimed") and not self.done():
             self._wait_for_settler(None, None)
@@ -922,10 +905,13 @@ class Promise(Future[T], Handle, Generic[T]):
         """Return the name of this promise for messages."""
         return repr(self)
 
+    def _label(self) -> str | None:
+        """Return the name of the task's function, if there is a task."""
+
     def __repr__(self) -> str:
-        if self._state == CANCELLED:
+        if self.cancelled():
             state = "cancelled"
-        elif self._state != FINISHED:
+        elif not self.done():
             state = "running" if self.running() else "pending"
         elif self._exception is not None:
             state = f"rejected: {type(self._exception).__name__}"
@@ -940,6 +926,42 @@ class Promise(Future[T], Handle, Generic[T]):
         from .html import promise_table
 
         return promise_table(self)
+
+
+class _PromiseCondition(Condition):
+    """The condition of a promise. Whoever gives it back tells the waiters what a thread that
+    settles promises has left to tell.
+    """
+
+    _lock: Any
+    _is_owned: Callable[[], bool]
+
+    def __init__(self, promise: Promise[Any]) -> None:
+        super().__init__()
+        vars(self).pop("release", None)  # that of the lock
+        self.has_to_tell = False
+        self._promise = ref(promise)
+
+    def release(self) -> None:
+        self._lock.release()
+        self.tell()
+
+    def __exit__(self, *args: Any) -> None:
+        self._lock.__exit__(*args)
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell the waiters, unless a thread holds the condition, which will."""
+        # Looked at after the release, and set before a look at the lock: so one of two sees the
+        # other.
+        while self.has_to_tell and not self._is_owned() and self._lock.acquire(blocking=False):
+            try:
+                promise = self._promise()
+                if self.has_to_tell and promise is not None:
+                    promise._tell_waiters()
+                self.has_to_tell = False
+            finally:
+                self._lock.release()
 
 
 class _Callback:
@@ -1114,7 +1136,7 @@ def wait_settled(promise: Promise[Any], timeout: float | None) -> None:
     """Wait until `promise` is settled, without opening its value. Raise as `Promise.result` if it
     is not in time, or was cancelled.
     """
-    if promise._state != FINISHED:
+    if not promise.done() or promise.cancelled():
         promise._wait(timeout, opens=False)
 
 
@@ -1145,7 +1167,7 @@ def _apply_and_follow(
         set_by_callback(receiver)
     value: Any = None
     try:
-        if done._state == CANCELLED or done._exception is not None:
+        if done.cancelled() or done._exception is not None:
             _follow(after, done)
             return
         try:
@@ -1169,7 +1191,8 @@ def _apply_and_follow(
 def _follow(after: Promise[Any], inner: Promise[Any]) -> None:
     after._awaited = ()
     try:
-        trampoline.run(after._settle, inner._state, *stored_outcome(inner))
+        state = CANCELLED if inner.cancelled() else FINISHED
+        trampoline.run(after._settle, state, *stored_outcome(inner))
     finally:
         del after  # as above
 

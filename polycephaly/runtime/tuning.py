@@ -60,11 +60,6 @@ class Tuning:
     """Interval at which any other waiting thread looks up: only then it meets an asynchronous
     exception. A Ctrl-C between settling and the hooks may leave the hooks uncalled, too.
     """
-    condition_wait_seconds: float = 1.0
-    """Time that the thread for callbacks waits for a promise's condition that another thread holds.
-    If it takes longer, that thread was interrupted within the standard library's `wait`, which
-    never gives the condition back then.
-    """
 
     # Memory
     warm_seconds: float = 1.0
