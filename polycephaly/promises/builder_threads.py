@@ -19,7 +19,7 @@ from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from threading import current_thread
 from typing import Any
 
 from ..runtime.fork_guard import OwnThread
@@ -57,7 +57,7 @@ class BuilderThreads:
         try:
             lock, _ = self._waiting.popitem()
         except KeyError:
-            if not self._start() and len(self._unused) == MAX_THREADS:
+            if self._unused and not self._start() and len(self._unused) == MAX_THREADS:
                 with suppress(ValueError):  # a thread that ends has just taken it
                     self._calls.remove(callback)
                     return False
@@ -72,21 +72,19 @@ class BuilderThreads:
             release(lock)
 
     def _start(self) -> bool:
-        """Start a thread, if there may be one more."""
         try:
-            number = self._unused.pop()
-        except IndexError:
-            return False
-        try:
-            OwnThread(f"polycephaly-builder-{number}", partial(self._run, number)).start()
-        except BaseException as error:
-            self._unused.append(number)
-            if not isinstance(error, Exception):
-                raise
+            OwnThread("polycephaly-builder", self._run).start()
+        except (RuntimeError, MemoryError):
             return False  # the system, or the interpreter at its end, has no thread for it
         return True
 
-    def _run(self, number: int) -> None:
+    def _run(self) -> None:
+        # Taken here, because the thread that starts this one may be interrupted.
+        try:
+            number = self._unused.pop()
+        except IndexError:  # others were started meanwhile
+            return
+        current_thread().name += f"-{number}"
         self._idents.add(get_ident())
         try:
             while self._go_on():
@@ -112,10 +110,13 @@ class BuilderThreads:
     def _wait_for_more(self) -> bool:
         lock = allocate_lock()
         lock.acquire()
-        self._waiting[lock] = None
-        # Looked at when others can see that this thread waits: so one of the two sees the other.
-        is_woken = bool(self._calls) or lock.acquire(timeout=IDLE_SECONDS)
-        was_taken_out = self._waiting.pop(lock, self) is self
+        try:
+            self._waiting[lock] = None
+            # Looked at when others can see that this thread waits: so one of the two sees the
+            # other.
+            is_woken = bool(self._calls) or lock.acquire(timeout=IDLE_SECONDS)
+        finally:
+            was_taken_out = self._waiting.pop(lock, self) is self
         return was_taken_out or bool(self._calls) or (is_woken and not self._are_to_end)
 
 

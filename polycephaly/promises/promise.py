@@ -9,13 +9,12 @@ until a thread waits in a way that needs one.
     S3  reverse the hooks, pop each, call it          again, and call it (a waiter ends its wait)
 
     between S1 and S2: look for a condition.      the standard library's wait(), as_completed()
-    If there is one, give the claim back, do      C1  make self._made_condition
-    S1 and S2 under the condition and notify      C2  if claimed but not settled: wait for S2
-    self._waiters                                 C3  look at _state, append to self._waiters
+    If there is one, the state of S2 is one       C1  make self._made_condition
+    of `_UNTOLD`, which the library does not      C2  if claimed but not settled: wait for S2
+    know. Before S3: whoever gets the con-        C3  holding it: look at _state, append to
+    dition sets the final one, and notifies           self._waiters
 
-A thread that settles promises waits for no condition that another holds. It settles the promise in
-a state that the standard library does not know (`_UNTOLD`), and whoever gives the condition back
-tells the waiters.
+So nothing waits for a condition that a caller holds, and perhaps never gives back.
 
 See docs/decisions/0005-lock-free-promises.md for why no wake-up is lost.
 
@@ -33,7 +32,7 @@ from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from threading import Condition, main_thread
 from types import FunctionType
@@ -585,8 +584,8 @@ class Promise(Future[T], Handle, Generic[T]):
         InvalidStateError
             If the promise is running or has settled otherwise.
         """
-        # From now on every thread that settles or cancels the promise does so under the condition:
-        # see the module's docstring.
+        # From now on every thread that settles or cancels the promise looks at the condition: see
+        # the module's docstring.
         with self._condition:
             if self.cancelled():
                 return False
@@ -678,18 +677,17 @@ class Promise(Future[T], Handle, Generic[T]):
         exception: BaseException | None,
         unless_running: bool,
     ) -> bool:
-        """Settle the promise under its condition.
+        """Settle the promise, and tell the waiters.
 
         The standard library's `wait` and `as_completed` look at `_state` and install their waiters
-        under the condition. So `_state` is set and the waiters are notified under the condition
-        too. A caller may hold it for long, or for ever if it was interrupted in these.
+        under the condition. So the state that they know is set, and the waiters are notified, under
+        the condition too. A caller may hold it for long, or for ever if it was interrupted in
+        these, so nothing waits for that.
         """
-        # `cancel` in a callback waits, because the holder may set RUNNING.
-        may_wait = not is_settling_thread() and (
-            unless_running or not callbacks_thread.callbacks_thread.is_here()
+        waits = unless_running and not (
+            is_settling_thread() or callbacks_thread.callbacks_thread.is_here()
         )
-        is_held = condition.acquire(blocking=may_wait)
-        try:
+        with condition if waits else nullcontext():  # under which RUNNING is set
             if unless_running and self._state == RUNNING:
                 return False
             try:
@@ -699,29 +697,28 @@ class Promise(Future[T], Handle, Generic[T]):
             self._result = result
             self._exception = exception
             self._state = _UNTOLD[state]
-            condition.has_to_tell = True
-        finally:
-            if is_held:
-                condition.release()  # and tell them
-        if not is_held:
+            condition.untold_state = state
+        try:
             condition.tell()
-        hooks = self._hooks
-        if hooks:
-            try:
-                hooks.reverse()
-                self._call_hooks()
-            finally:
-                if hooks:  # as above
+        finally:
+            hooks = self._hooks
+            if hooks:
+                try:
+                    hooks.reverse()
                     self._call_hooks()
+                finally:
+                    if hooks:  # as above
+                        self._call_hooks()
         return True
 
-    def _tell_waiters(self) -> None:
-        """Tell the standard library's waiters of a promise that is settled. Called while holding
-        the condition.
+    def _tell_waiters(self, state: str, untold: list[Any]) -> None:
+        """Tell waiters of the standard library that the promise is settled, and take each out of
+        the list before. Called while holding the condition.
         """
-        self._state = CANCELLED if self.cancelled() else FINISHED
-        for waiter in self._waiters:
-            if self._state == CANCELLED:
+        self._state = state
+        while untold:
+            waiter = untold.pop()
+            if state == CANCELLED:
                 waiter.add_cancelled(self)
             elif self._exception is not None:
                 waiter.add_exception(self)
@@ -929,8 +926,8 @@ class Promise(Future[T], Handle, Generic[T]):
 
 
 class _PromiseCondition(Condition):
-    """The condition of a promise. Whoever gives it back tells the waiters what a thread that
-    settles promises has left to tell.
+    """The condition of a promise. Whoever takes it or gives it back tells the waiters, if the
+    promise was settled while another thread held it.
     """
 
     _lock: Any
@@ -938,30 +935,62 @@ class _PromiseCondition(Condition):
 
     def __init__(self, promise: Promise[Any]) -> None:
         super().__init__()
-        vars(self).pop("release", None)  # that of the lock
-        self.has_to_tell = False
+        for name in ("acquire", "release", "_release_save"):
+            vars(self).pop(name, None)  # those of the lock
+        self.untold_state: str | None = None
+        """The state of the promise of which the waiters have not been told yet."""
+        self._untold: list[Any] | None = None  # those that were not, once some were
         self._promise = ref(promise)
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        is_first = not self._is_owned()
+        if not self._lock.acquire(blocking, timeout):
+            return False
+        if is_first and self.untold_state is not None:
+            self._tell()
+        return True
 
     def release(self) -> None:
         self._lock.release()
-        self.tell()
+        if self.untold_state is not None:
+            self.tell()
 
-    def __exit__(self, *args: Any) -> None:
-        self._lock.__exit__(*args)
-        self.tell()
+    def _release_save(self) -> Any:  # of `wait`
+        saved = self._lock._release_save()
+        if self.untold_state is not None:
+            self.tell()
+        return saved
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def tell(self) -> None:
-        """Tell the waiters, unless a thread holds the condition, which will."""
-        # Looked at after the release, and set before a look at the lock: so one of two sees the
-        # other.
-        while self.has_to_tell and not self._is_owned() and self._lock.acquire(blocking=False):
+        """Tell the waiters, unless a thread holds the condition, which will when it gives it back.
+
+        `untold_state` is set before a look at the lock, and looked at after each release: so one of
+        the two threads sees the other.
+        """
+        while (
+            self.untold_state is not None
+            and not self._is_owned()
+            and self._lock.acquire(blocking=False)
+        ):
             try:
-                promise = self._promise()
-                if self.has_to_tell and promise is not None:
-                    promise._tell_waiters()
-                self.has_to_tell = False
+                self._tell()
             finally:
                 self._lock.release()
+
+    def _tell(self) -> None:
+        promise, state = self._promise(), self.untold_state
+        if promise is not None and state is not None:
+            if self._untold is None:
+                self._untold = promise._waiters[::-1]
+            promise._tell_waiters(state, self._untold)
+            self.notify_all()
+        self.untold_state = None
 
 
 class _Callback:
