@@ -102,11 +102,6 @@ class TraceBuffer:
         `parts` has the number of calls of a task, if that is not one. Short calls of one function
         in a row share one span.
         """
-        if len(tasks) == 1 and parts.get(tasks[0].number, 1) == 1:
-            answer = tasks[0].answer
-            assert answer is not None
-            self._add_one(drone, tasks[0], answer, 1)
-            return
         for _, group in itertools.groupby(tasks, _definition):
             run: list[Any] = list(group)
             if (
