@@ -273,7 +273,7 @@ def settle(answered: Iterable[Task]) -> None:
                 value = StoredValue(task, payload)
             except BaseException as raised:  # no memory
                 error = raised
-            settle_promise(task.promise, FINISHED, value, error)
+            settle_promise(task.promise, value, error)
         else:
             owner = task.dispatcher
             owner.openings_left.append(None)
@@ -302,18 +302,16 @@ def _open_and_settle(task: Task) -> None:
     else:
         if error is not None:
             task.note_failure(error)
-        settle_promise(task.promise, FINISHED, value, error)
+        settle_promise(task.promise, value, error)
     del task  # as above
 
 
-def settle_promise(
-    promise: Promise[Any], state: str, value: Any, error: BaseException | None
-) -> None:
+def settle_promise(promise: Promise[Any], value: Any, error: BaseException | None) -> None:
     """Settle `promise`. An exception in one of its callbacks is logged, so that those after it are
     settled too.
     """
     try:
-        promise._settle(state, value, error)
+        promise._settle(FINISHED, value, error)
     except BaseException:
         callbacks.exception("a callback of %r failed", promise)
 

@@ -355,7 +355,7 @@ class Connection(ServerConnection, TaskRunner):
         for pop in (self.queue.popleft, lambda: self._in_flight.popitem()[1][0], self._waiting.pop):
             with suppress(IndexError, KeyError):
                 while True:
-                    settle_promise(pop().promise, FINISHED, None, copy_error(refusal))
+                    settle_promise(pop().promise, None, copy_error(refusal))
         with suppress(KeyError):
             while True:
                 reject(self._pending_requests.popitem()[1], copy_error(refusal))
