@@ -665,7 +665,8 @@ class Dispatcher(DispatcherBase):
                 self.reactor.deliver(task.promise.cancel)
             return
         for task in reversed(tasks):
-            if task.overrun is not None and not task.promise.done():  # its time was over too early
+            # Its time limit expired before it began.
+            if task.overrun is not None and not task.promise.done():
                 self.on_failed(task, task.overrun)
                 continue
             task.sending = None

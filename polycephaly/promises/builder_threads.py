@@ -7,8 +7,8 @@ Code of one value delays another only while as many as there may be threads take
 time. A thread ends when it has been idle.
 
 No lock: a caller may be interrupted anywhere in `add`, and the event loops add, too. A thread that
-waits is in `_waiting`, and whoever takes it out wakes it. The number of a thread that may still be
-started is in `_unused`. Each step is one call of a method that is atomic.
+waits is in `_waiting`, and the thread that takes it out wakes it. The number of a thread that may
+still be started is in `_unused`. Each step is one call of a method that is atomic.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ until a thread waits in a way that needs one.
     between S1 and S2: look for a condition.      the standard library's wait(), as_completed()
     If there is one, the state of S2 is one       C1  make self._made_condition
     of `_UNTOLD`, which the library does not      C2  if claimed but not settled: wait for S2
-    know. Before S3: whoever gets the con-        C3  holding it: look at _state, append to
-    dition sets the final one, and notifies           self._waiters
+    know. Before S3: the thread that gets the     C3  holding it: look at _state, append to
+    condition sets the final one, notifies            self._waiters
 
 So nothing waits for a condition that a caller holds, and perhaps never gives back.
 
@@ -650,26 +650,31 @@ class Promise(Future[T], Handle, Generic[T]):
             del self._unclaimed
         except AttributeError:
             return False
-        if self._made_condition is not None:
+        condition = self._made_condition
+        if condition is None:
+            self._result = result
+            self._exception = exception
+            self._state = state
+        else:
             # First, so that a Ctrl-C in the next call leaves no claim behind.
             self._unclaimed = None
-            return self._settle_watched(
-                self._made_condition, state, result, exception, unless_running
-            )
-        self._result = result
-        self._exception = exception
-        self._state = state
-        hooks = self._hooks
-        if hooks:
-            try:
-                hooks.reverse()
-                self._call_hooks()
-            finally:
-                if hooks:  # an exception came between two of them, or before the first
+            if not self._settle_untold(condition, state, result, exception, unless_running):
+                return False
+        try:
+            if condition is not None:
+                condition.tell()
+        finally:
+            hooks = self._hooks
+            if hooks:
+                try:
+                    hooks.reverse()
                     self._call_hooks()
+                finally:
+                    if hooks:  # an exception came between two of them, or before the first
+                        self._call_hooks()
         return True
 
-    def _settle_watched(
+    def _settle_untold(
         self,
         condition: _PromiseCondition,
         state: str,
@@ -677,7 +682,7 @@ class Promise(Future[T], Handle, Generic[T]):
         exception: BaseException | None,
         unless_running: bool,
     ) -> bool:
-        """Settle the promise, and tell the waiters.
+        """Settle the promise, of which the condition has to tell the waiters then.
 
         The standard library's `wait` and `as_completed` look at `_state` and install their waiters
         under the condition. So the state that they know is set, and the waiters are notified, under
@@ -698,18 +703,7 @@ class Promise(Future[T], Handle, Generic[T]):
             self._exception = exception
             self._state = _UNTOLD[state]
             condition.untold_state = state
-        try:
-            condition.tell()
-        finally:
-            hooks = self._hooks
-            if hooks:
-                try:
-                    hooks.reverse()
-                    self._call_hooks()
-                finally:
-                    if hooks:  # as above
-                        self._call_hooks()
-        return True
+            return True
 
     def _tell_waiters(self, state: str, untold: list[Any]) -> None:
         """Tell waiters of the standard library that the promise is settled, and take each out of
@@ -926,8 +920,8 @@ class Promise(Future[T], Handle, Generic[T]):
 
 
 class _PromiseCondition(Condition):
-    """The condition of a promise. Whoever takes it or gives it back tells the waiters, if the
-    promise was settled while another thread held it.
+    """The condition of a promise. If the promise was settled while a thread held the condition, the
+    next thread that takes it or gives it back tells the waiters.
     """
 
     _lock: Any
