@@ -116,13 +116,15 @@ def test_retries_of_one_promise(tmp_path):
 
 def test_options_hold_for_each_call_of_a_map(tmp_path, later):
     with poly.Pool(1) as pool:
-        begun = str(tmp_path / "begun")
-        notes = [str(tmp_path / "a"), str(tmp_path / "b"), begun]
-        results = pool.options(timeout=1000).map(hold_until, ["/", "/", "/nowhere"], notes)
-        for _ in "12":
+        begun = [str(tmp_path / each) for each in "abc"]
+        until = [each + "-may-end" for each in begun]
+        results = pool.options(timeout=1000).map(hold_until, until, begun)
+        for each in "ab":  # 600 s for each, 1,200 for both
+            wait_for(lambda each=each: lines(str(tmp_path / each)))
+            later(pool, 600)
+            append(str(tmp_path / each) + "-may-end", "now")
             assert next(results) == "held"
-            later(pool, 600)  # the next call may run meanwhile
-        wait_for(lambda: lines(begun))
+        wait_for(lambda: lines(begun[2]))
         later(pool, 1000)
         with pytest.raises(TimeoutError, match="more than 1000 s"):
             next(results)
