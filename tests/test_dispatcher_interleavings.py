@@ -168,6 +168,7 @@ def test_a_kept_value_that_is_computed_again_while_the_pool_ends_gets_a_drone(re
     reactor.turn()
     again = Task(dispatcher)
     again.definition, again.args = dispatcher.registry.define(brief), (1,)
+    dispatcher.unsettled[again] = None
     reactor.post(lambda: dispatcher.supervisor.on_died(handle, 0))
     reactor.post(lambda: dispatcher.resume(again))
     reactor.turn()

@@ -1,7 +1,11 @@
 """The loop's thread ends: its pools break with the cause, and the next one works."""
 
 import errno
+import sys
 from collections import deque
+from concurrent.futures import BrokenExecutor
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from scripts import run_script
@@ -202,3 +206,63 @@ def test_a_caller_that_waits_for_room_is_told_of_the_death_of_the_loop():
         """
     )
     assert done.stdout.split() == ["BrokenProcessPool", "False"], done
+
+
+def fail(text):
+    raise ValueError(text)
+
+
+def give_back(value):
+    return value
+
+
+class Nth:
+    """A profiler that raises at the `at`th call, or return from one, of what the thread does.
+
+    Where a block of the package ends (`__exit__`), and at the end of the thread, none is raised.
+    Nor if none is left, because the test has its tasks' ends.
+    """
+
+    def __init__(self, at):
+        self.left = at
+
+    def __call__(self, frame, _event, _of):
+        within = frame
+        while within is not None:
+            if within.f_code.co_name in ("__exit__", "__del__", "_end_by"):
+                return
+            within = within.f_back
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError(f"at {frame.f_code.co_qualname}, line {frame.f_lineno}")
+
+
+@pytest.mark.guarantee("death-14")
+@pytest.mark.parametrize("stride", [101, pytest.param(13, marks=pytest.mark.slow)])
+def test_no_memory_anywhere_within_the_loop_leaves_no_task_unsettled(stride, monkeypatch):
+    """The pool breaks with that error, or goes on; the next one works."""
+    monkeypatch.setattr("polycephaly.pool.dispatcher.END_AFTER_BUG_SECONDS", 0.1)
+    at, is_reached, again = stride, True, poly.Retry(2, delay=0)
+    while is_reached:
+        nth = Nth(at)
+        pool = poly.Pool(1)
+        pool._dispatcher.reactor.post(partial(sys.setprofile, nth))
+        promises = []
+        with suppress(BrokenExecutor):
+            for _ in "123":
+                promises.append(pool.submit(abs, -7))
+                promises.append(pool.submit(abs, promises[-1]))
+                promises.append(pool.submit(give_back, {7: 7}))
+                promises.append(pool.submit(fail, "as asked"))
+                promises.append(pool.options(timeout=1000).submit(abs, -7))
+                promises.append(pool.options(retries=again).submit(fail, "as asked"))
+        for each in promises:
+            error = each.exception(60)
+            if error is None:
+                assert each.result() in (7, {7: 7})
+            else:
+                assert isinstance(error, BrokenExecutor | MemoryError) or "as asked" in str(error)
+        is_reached, nth.left = nth.left <= 0, 0
+        pool.shutdown()
+        at += stride
+    assert at > 20 * stride

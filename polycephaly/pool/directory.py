@@ -392,6 +392,7 @@ class ObjectDirectory:
         task.retries = remote_object.retries
         on_recomputed = partial(self.dispatcher.post, self._on_recomputed, remote_object, task)
         when_settled(task.promise, on_recomputed)
+        self.dispatcher.unsettled[task] = None
         self.dispatcher.resume(task)
         return True
 

@@ -28,10 +28,11 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from .._compat import caller_stacklevel, renew_in_child
@@ -65,12 +66,13 @@ from .resources import Resources, insert_in_order
 from .stale import StaleWarning
 from .stall_detection import StallDetector
 from .supervisor import Supervisor
-from .task import Slice, Task
+from .task import Slice, Task, fail
 
 log = logging.getLogger(__name__)
 
 # Interval of the checks whether a malformed message has replaced an answer.
 LOST_ANSWER_CHECK_SECONDS = 0.25
+END_AFTER_BUG_SECONDS = 5.0
 _MAX_BATCH_TASKS = 2048
 MAX_UNSWEPT_TASKS = 1000
 """Cancelled tasks that may stay in queues that are shorter than that."""
@@ -111,6 +113,7 @@ class Dispatcher(DispatcherBase):
         # to `inbound`, and `dispatch` queues them in order.
         self.keeps_order = False
         self._cancelled_since_sweep = 0
+        self._unsettled_before = 0  # tasks, when `_has_unsettled` was called last
         self.has_left_reactor = False
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
         # The object that the `Pool` holds, if this was made in its place: see `_StartsAnew`.
@@ -196,11 +199,12 @@ class Dispatcher(DispatcherBase):
                 self.check_width(definition)
             if target is not None:
                 task.target = target
+            self.unsettled[task] = None
             if inputs:
                 self.awaiting_inputs.add(task)
                 task.wait_for(inputs)
                 if self.has_ended:
-                    self._reject_waiting()
+                    self.reject_unsettled()
             else:
                 self._enqueue(task)
         except BaseException:  # Ctrl-C, for example: the caller will not get the promise
@@ -262,6 +266,7 @@ class Dispatcher(DispatcherBase):
             self.check_width(task.definition)
         if task.priority:  # such tasks need no resources: see map_source.py
             self.keeps_order = True
+        self.unsettled[task] = None
         self._enqueue(task)
 
     def backlog(self, target: DroneHandle | None) -> int:
@@ -282,16 +287,14 @@ class Dispatcher(DispatcherBase):
     def _enqueue(self, task: Task) -> None:
         """Queue `task`, or let `dispatch` do so, which finds its place among several queues."""
         if self.keeps_order or task.target is not None or type(task.payload) is PayloadWithRefs:
-            queue = self.inbound
-            queue.append(task)
+            self.inbound.append(task)
             self.needs_dispatch = True
         else:
-            queue = self.queue
-            queue.append(task)
+            self.queue.append(task)
         if self.wants_tasks or self.needs_dispatch:  # else an answer makes room, and wakes it
             self.reactor.wake()
         if self.has_ended:
-            self.reject_all(queue)
+            self.reject_unsettled()
 
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
@@ -362,19 +365,11 @@ class Dispatcher(DispatcherBase):
         """Return whether no call is unsettled, no map unfinished, and this thread may wait for a
         snapshot. Any thread may call this, without the reactor's lock.
         """
-        if self._has_unqueued() or not self.reactor.can_wait():
-            return False
-        with suppress(IndexError):
-            if not self.queue[0].promise.done():  # of many tasks, one is enough
-                return False
-        handles = list(self.handles)
-        tasks = [[*self.queue], *map(list, self.resources.queues.values())]
-        for each in handles:
-            sent = [] if each.is_preparing else list(each.in_flight.values())
-            tasks += [sent, [*each.dedicated], [*each.preferred]]
         streams = [each() for each in list(self.maps.values())]
-        return all(task.promise.done() for some in tasks for task in some) and all(
-            each is None or each.is_over for each in streams
+        return (
+            self.reactor.can_wait()
+            and all(task.promise.done() for task in [*self.unsettled])
+            and all(each is None or each.is_over for each in streams)
         )
 
     def _obstacle(self) -> str | None:
@@ -477,11 +472,9 @@ class Dispatcher(DispatcherBase):
         return self.supervisor.engine.frames_address(task)
 
     def pending(self) -> int:
-        unqueued = len(self.unqueued_tasks())  # before the queues into which the tasks come
-        of_drones = sum(
-            len(each.in_flight) + len(each.dedicated) + len(each.preferred) for each in self.handles
-        )
-        return unqueued + len(self.queue) + of_drones
+        """Return how many tasks are not settled, or are cancelled and still with a drone."""
+        sent = [task for each in list(self.handles) for task in list(each.in_flight.values())]
+        return len(self.unsettled) + sum(task not in self.unsettled for task in sent)
 
     def note_waiting_thread(self) -> None:
         self.stall_detector.request_check()
@@ -619,6 +612,9 @@ class Dispatcher(DispatcherBase):
             return
         current, later = task.split(done, rest)
         followers = []
+        for each in (current, later):
+            if each.count:
+                self.unsettled[each] = None
         if state == RUNNING:
             handle.replace_in_flight(task, current)
             # Otherwise the last call had just ended: no thread waits for the report of that.
@@ -836,10 +832,21 @@ class Dispatcher(DispatcherBase):
         """Break the pool after a bug in polycephaly, so that no caller waits for ever."""
         if not self.break_if_lost():
             log.error("a bug in polycephaly breaks %s", self.config.name, exc_info=error)
-            self.break_pool(pool_error("a bug in polycephaly", error))
+            broken = pool_error("a bug in polycephaly", error)
+            try:
+                self.break_pool(broken)
+            finally:
+                # It may have met the report of a drone's end, for which the pool's end would wait.
+                self.call_later(END_AFTER_BUG_SECONDS, self._end_if_left, broken)
+
+    def _end_if_left(self, error: BaseException) -> None:
+        if not self.has_ended:
+            self._end_at_once(error)
 
     def end_at_once(self, error: BaseException) -> None:
-        lost = pool_error("the thread that serves the pools has ended", error)
+        self._end_at_once(pool_error("the thread that serves the pools has ended", error))
+
+    def _end_at_once(self, error: BaseException) -> None:
         with ExitStack() as steps:  # the last one first; each, though another fails
             steps.callback(self._end)
             for handle in self.handles:
@@ -847,7 +854,7 @@ class Dispatcher(DispatcherBase):
             steps.callback(self.supervisor.engine.end_at_once)
             if self.backpressure is not None:
                 steps.callback(self.backpressure.wake_waiters)
-            steps.callback(self.break_pool, lost)
+            steps.callback(self.break_pool, error)
 
     def _give_up(self, handle: DroneHandle) -> None:
         if handle in self.handles:
@@ -874,13 +881,25 @@ class Dispatcher(DispatcherBase):
         tasks: list[Task] = []
         for handle in self.handles:
             # Answers that still arrive are ignored: these tasks no longer have their payloads.
-            tasks += [*handle.take_in_flight(), *drain(handle.dedicated), *drain(handle.preferred)]
-        tasks += drain(self.queue)
-        unqueued = self.unqueued_tasks()
-        self.reject_or_retry([*tasks, *unqueued], error, may_retry=False)
-        for task in unqueued:
+            tasks += handle.take_in_flight()
+            drain(handle.dedicated)
+            drain(handle.preferred)
+        drain(self.queue)
+        tasks += self._unanswered_but(tasks)
+        self.reject_or_retry(tasks, error, may_retry=False)
+        for task in tasks:
             self.reactor.deliver(task.release_inputs)
+        self.reactor.deliver(self._reject_lost)
         self.abandon()
+
+    def _reject_lost(self) -> None:
+        """Reject the tasks that were forgotten, by an error in the middle of what was done with
+        them. Called without the lock, behind all deliveries that settle tasks.
+        """
+        assert self.broken is not None
+        for task in [*self.unsettled]:
+            if task not in self.openings_left:
+                fail(task, copy_error(self.broken))
 
     def give_up_starting(self, error: BaseException) -> None:
         """Break the pool because drones cannot start. If the pool has not begun, its constructor
@@ -917,15 +936,23 @@ class Dispatcher(DispatcherBase):
         self.closing = self.needs_dispatch = True
         if cancel:
             self.has_cancelled = True
-            for task in [*self.queue, *self.unqueued_tasks()]:
+            sent = [task for each in self.handles for task in each.in_flight.values()]
+            for task in self._unanswered_but(sent):
                 self.reactor.deliver(task.promise.cancel)
             for handle in self.handles:
-                for task in [*handle.dedicated, *handle.preferred]:
-                    self.reactor.deliver(task.promise.cancel)
                 # Backwards: if the running task was first, the drone would begin the next one.
                 for task in reversed(handle.in_flight.values()):
                     if running or not handle.is_running(task.number):
                         self.reactor.deliver(task.promise.cancel)
+
+    def _unanswered_but(self, tasks: Iterable[Task]) -> list[Task]:
+        """Return all other tasks, without those that are about to be settled by their answers."""
+        others = {*tasks}
+        return [
+            task
+            for task in [*self.unsettled]
+            if task not in others and (task.answer is None or task in self.parked)
+        ]
 
     def cancel_dedicated(self, handle: DroneHandle) -> None:
         """Cancel the tasks that only `handle` may run."""
@@ -934,25 +961,22 @@ class Dispatcher(DispatcherBase):
             if task.target is handle:
                 self.reactor.deliver(task.promise.cancel)
 
-    def _has_unqueued(self) -> bool:
-        """Return whether a task is neither queued nor at a drone, and not settled yet."""
-        # In this order, because any thread may move a task from the first to the second.
-        return bool(self.awaiting_inputs or self.inbound or self.parked or self.openings_left)
+    def _has_unsettled(self) -> bool:
+        """Return whether a task is not settled. If their number is what it was, each is looked at:
+        a thread that has cancelled some may have been interrupted in the middle of that.
+        """
+        count, self._unsettled_before = self._unsettled_before, len(self.unsettled)
+        if self.unsettled and count == len(self.unsettled):
+            for task in [*self.unsettled]:
+                if task.promise.done():
+                    self.unsettled.pop(task, None)
+        return bool(self.unsettled)
 
     def _unfinished(self) -> bool:
         # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
         if self.abandoned:
             return False
-        # Checked first, because a task that has left these sets is in a queue by then.
-        if self.resources.have_unsettled_tasks():
-            return True
-        if self._has_unqueued():
-            return True
-        with suppress(IndexError):
-            while self.queue[0].promise.done():  # cancelled while it was queued
-                self.queue.popleft()
-            return True
-        return any(handle.in_flight or handle.has_waiting_tasks() for handle in self.handles)
+        return self._has_unsettled() or any(handle.in_flight for handle in self.handles)
 
     def _end_if_done(self) -> None:
         """End the drones, and then this dispatcher, if all tasks are done and no more are taken."""
@@ -981,10 +1005,7 @@ class Dispatcher(DispatcherBase):
             self.record.failed,
             self.supervisor.preparation.has_pushes,
         )
-        ready = [handle for handle in self.handles if handle.state >= State.READY]
-        return any(counts) or any(
-            (self.queue, self.unqueued_tasks(), *(each.in_flight for each in ready))
-        )
+        return bool(any(counts) or self.unsettled)
 
     def disable_in_child(self) -> None:
         starts_anew = (
@@ -1006,7 +1027,8 @@ class Dispatcher(DispatcherBase):
         """Kill every drone now; their tasks are lost, with errors that give `reason`."""
         self.queue_inbound()  # those for one drone are lost with it
         self.closing = self.abandoned = True
-        for task in [*self.queue, *self.unqueued_tasks()]:
+        with_drones = [[*each.in_flight.values(), *each.dedicated] for each in self.handles]
+        for task in self._unanswered_but(chain.from_iterable(with_drones)):
             self.reactor.deliver(task.promise.cancel)
         self.awaiting_inputs.clear()
         self.parked.clear()
@@ -1017,24 +1039,27 @@ class Dispatcher(DispatcherBase):
     def _end(self) -> None:
         self.refusal = self.refusal or RuntimeError(f"{self.config.name} has ended")
         self.has_ended = True  # after `refusal`, which is the error for tasks added from here on
-        self.registry.forget()
-        self.supervisor.engine.end()
-        self.directory.close()
-        self.reactor.tenants.remove(self)
-        self.reactor.deliver(self._finish)
+        with ExitStack() as steps:  # the last one first; each, though another fails
+            steps.callback(self.reactor.deliver, self._finish)
+            steps.callback(self.reactor.tenants.remove, self)
+            steps.callback(self.directory.close)
+            steps.callback(self.supervisor.engine.end)
+            steps.callback(self.registry.forget)
 
     def _finish(self) -> None:
-        if self.finalizer is not None:
-            self.finalizer.detach()
-        self.reject_all(self.queue)
-        self.reject_all(self.inbound)
-        self._reject_waiting()
+        with ExitStack() as steps:  # as in `_end`
+            steps.callback(self._leave_reactor)
+            steps.callback(setattr, self, "waits_for_callbacks", True)
+            steps.callback(fulfill, self.over)
+            steps.callback(self._tell_not_begun)
+            steps.callback(self.reject_unsettled)
+            if self.finalizer is not None:
+                steps.callback(self.finalizer.detach)
+
+    def _tell_not_begun(self) -> None:
         if not self.begun.done():  # it was killed before a drone could be started
             assert self.refusal is not None  # set before the end
             reject(self.begun, copy_error(self.refusal))
-        fulfill(self.over)
-        self.waits_for_callbacks = True
-        self._leave_reactor()
 
     def end_if_called_back(self) -> None:
         self.reactor.post(lambda: self.reactor.deliver(self._leave_reactor))
@@ -1048,14 +1073,6 @@ class Dispatcher(DispatcherBase):
         self.has_left_reactor = True
         self.reactor.last_callbacks.append(partial(fulfill, self.ended))
         self.reactor.release()
-
-    def _reject_waiting(self) -> None:
-        """Reject the tasks that were added to `awaiting_inputs` after `abandon` had cleared it."""
-        for task in [*self.awaiting_inputs]:
-            assert self.refusal is not None  # set before the end
-            reject(task.promise, copy_error(self.refusal))
-            task.release_inputs()
-            self.awaiting_inputs.discard(task)
 
     def explain(self, error: BaseException) -> None:
         """Add the cure to the error for a name, key or attribute that came after the snapshot."""

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from functools import partial
 from time import time
 
@@ -37,9 +36,9 @@ MAX_FAILED_TASKS = 1000
 class DispatcherBase(TaskRunner, Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
 
-    Changed only while holding the reactor's lock, except `queue`, `inbound`, `awaiting_inputs`,
-    `refusal`, `output_listeners` and `needs_dispatch`, which any thread may change by one atomic
-    step.
+    Changed only while holding the reactor's lock, except `unsettled`, `queue`, `inbound`,
+    `awaiting_inputs`, `refusal`, `output_listeners` and `needs_dispatch`, which any thread may
+    change by one atomic step.
     """
 
     reactor: Reactor
@@ -112,14 +111,15 @@ class DispatcherBase(TaskRunner, Tenant):
             if handle.state < State.RETIRING and not handle.retire_when_ready
         ]
 
-    def reject_all(self, queue: deque[Task]) -> None:
-        """Reject all tasks in `queue`, each by the thread that pops it. Not called while holding
-        the reactor's lock, because callbacks run.
+    def reject_unsettled(self) -> None:
+        """Reject all tasks, after the end. Not called while holding the reactor's lock, because
+        callbacks run.
         """
         assert self.refusal is not None  # set before the end
-        with suppress(IndexError):
-            while True:
-                reject(queue.popleft().promise, copy_error(self.refusal))
+        for task in [*self.unsettled]:
+            reject(task.promise, copy_error(self.refusal))
+            task.release_inputs()
+            self.unsettled.pop(task, None)
 
     def note_failure(
         self,

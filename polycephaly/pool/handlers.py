@@ -264,27 +264,28 @@ def settle(answered: Iterable[Task]) -> None:
     arrived only when they are unpickled.
     """
     for task in answered:
-        if task.status == VALUE and task.is_opened_at_once(task.payload):
-            _open_and_settle(task)
-        elif task.status == VALUE and task.answer_objects is None:
-            payload, task.payload, task.item_payload = task.payload, b"", b""
-            value, error = None, None
-            try:
-                value = StoredValue(task, payload)
-            except BaseException as raised:  # no memory
-                error = raised
-            settle_promise(task.promise, value, error)
-        else:
-            owner = task.dispatcher
-            owner.openings_left.append(None)
-            opener_thread.opener_thread.add(partial(_settle_in_opener, task, owner))
+        try:
+            if task.status == VALUE and task.is_opened_at_once(task.payload):
+                _open_and_settle(task)
+            elif task.status == VALUE and task.answer_objects is None:
+                payload, task.payload, task.item_payload = task.payload, b"", b""
+                settle_promise(task.promise, StoredValue(task, payload), None)
+            else:
+                owner = task.dispatcher
+                owner.openings_left[task] = None
+                opener_thread.opener_thread.add(partial(_settle_in_opener, task, owner))
+        except BaseException as error:  # no memory: those behind it are settled, too
+            task.dispatcher.openings_left.pop(task, None)
+            settle_promise(task.promise, None, error)
 
 
 def _settle_in_opener(task: Task, owner: TaskRunner) -> None:
     try:
         _open_and_settle(task)
+    except BaseException as error:  # no memory
+        settle_promise(task.promise, None, error)
     finally:
-        owner.on_opened()
+        owner.on_opened(task)
         # An error that has a traceback when it arrives keeps the frames of these functions, which
         # must not keep the pool.
         del task, owner
@@ -312,8 +313,11 @@ def settle_promise(promise: Promise[Any], value: Any, error: BaseException | Non
     """
     try:
         promise._settle(FINISHED, value, error)
-    except BaseException:
-        callbacks.exception("a callback of %r failed", promise)
+    except BaseException as raised:
+        if promise.done():
+            callbacks.exception("a callback of %r failed", promise)
+        else:  # no memory
+            promise._settle(FINISHED, None, raised)
 
 
 def _open(task: Task) -> tuple[Any, BaseException | None]:
@@ -345,13 +349,13 @@ def _settle_values(
             continue
         sending, promise = task.sending, task.promise
         assert sending is not None
-        # As `Task.facts` gives them, without a call for each task.
-        promise._facts = (
-            task.number, task.definition.label, task.queued, sending.at, sending.drone, started,
-            finished, received, task.args, task.definition_bytes, 0, task.first_number,
-            task.input_numbers,
-        )  # fmt: skip
         try:
+            # As `Task.facts` gives them, without a call for each task.
+            promise._facts = (
+                task.number, task.definition.label, task.queued, sending.at, sending.drone, started,
+                finished, received, task.args, task.definition_bytes, 0, task.first_number,
+                task.input_numbers,
+            )  # fmt: skip
             try:  # the same as `Promise._settle`: its call takes 11 % of submit and gather
                 del promise._unclaimed
             except AttributeError:
@@ -365,8 +369,12 @@ def _settle_values(
                         promise._call_hooks()
                 finally:
                     promise._task = None
+                    task.dispatcher.unsettled.pop(task, None)
             else:
                 promise._unclaimed = None
                 fulfill(promise, value)
-        except BaseException:
-            callbacks.exception("a callback of %r failed", promise)
+        except BaseException as error:
+            if promise.done():
+                callbacks.exception("a callback of %r failed", promise)
+            else:  # no memory: those behind it are settled, too
+                settle_promise(promise, None, error)

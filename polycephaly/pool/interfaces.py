@@ -79,7 +79,7 @@ class End(Signal[None]):
     def __init__(self, owner: TaskRunner) -> None:
         super().__init__()
         self._owner = owner
-        owner.callbacks_left, owner.openings_left = deque(), deque()
+        owner.callbacks_left, owner.unsettled, owner.openings_left = deque(), {}, {}
 
     def _check_in_callback(self) -> None:
         owner = self._owner
@@ -98,8 +98,13 @@ class TaskRunner:
     """An entry for each callback of its tasks that was handed to the thread for callbacks, and was
     not called yet.
     """
-    openings_left: deque[None]
-    """An entry for each answer that the opener has to open before the task is settled."""
+    unsettled: dict[Any, None]
+    """Of a dispatcher: all tasks that were taken and not settled yet, in the order of the calls,
+    wherever they are, so that none is forgotten when the pool breaks or ends. A task stays there if
+    the thread that cancels it is interrupted in the middle of that.
+    """
+    openings_left: dict[Any, None]
+    """Those whose answers the opener has to open before they are settled."""
     waits_for_callbacks = ends_without_callbacks = False
 
     finishes_at_exit = False  # whether all tasks are finished before the interpreter ends
@@ -131,9 +136,9 @@ class TaskRunner:
         """Return whether other threads have yet to settle tasks, or to call their callbacks."""
         return bool(self.openings_left) or self.has_callbacks_left()
 
-    def on_opened(self) -> None:
-        """Count an answer that was opened."""
-        self.openings_left.pop()
+    def on_opened(self, task: Any) -> None:
+        """Note that the answer of `task` was opened."""
+        self.openings_left.pop(task, None)
         if self.waits_for_callbacks:
             self.end_if_called_back()
         else:

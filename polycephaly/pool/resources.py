@@ -104,9 +104,6 @@ class Resources:
             dispatcher.parked.add(task)
         return False
 
-    def have_unsettled_tasks(self) -> bool:
-        return any(self._drop_settled(queue) for queue in self.queues.values())
-
     def drain(self, handle: DroneHandle) -> list[Task]:
         """Take the tasks that only `handle` may run, which has died."""
         keys = [key for key in self.queues if key[1] is handle]

@@ -268,11 +268,16 @@ class Task:
 
     def _on_input_settled(self, settled: Promise[Any]) -> None:
         if not self.promise.done():
-            if settled.cancelled() or stored_error(settled) is not None:
-                propagate_failure(self, settled)
-            # One atomic step of the counter, which also shows the last thread that it is the last.
-            elif next(self._countdown, None) is None:
-                self._fill_inputs()
+            try:
+                if settled.cancelled() or stored_error(settled) is not None:
+                    propagate_failure(self, settled)
+                # One atomic step of the counter, which also shows the last thread that it is the
+                # last.
+                elif next(self._countdown, None) is None:
+                    self._fill_inputs()
+            except BaseException as error:  # no memory: this call is the only one for that input
+                reject(self.promise, error)
+                raise
 
     def _fill_inputs(self) -> None:
         """Put the values of the inputs into the call."""
@@ -509,10 +514,11 @@ class Task:
 
     def note_failure(self, error: BaseException) -> None:
         """Note that the task is about to be rejected with `error`, unless it was cancelled."""
-        if not self.promise.done():
-            sending = self.sending
-            drone = None if sending is None else sending.drone
-            self.dispatcher.note_failure(self.label, self.item, drone, error, self.number)
+        with suppress(BaseException):  # a lack of memory here must not leave the task unsettled
+            if not self.promise.done():
+                sending = self.sending
+                drone = None if sending is None else sending.drone
+                self.dispatcher.note_failure(self.label, self.item, drone, error, self.number)
 
     @property
     def answered_count(self) -> int:

@@ -174,6 +174,7 @@ class TaskPromise(Promise[T]):
         if task is not None:
             self._facts = self._facts or task.facts()
             self._task = None
+            task.dispatcher.unsettled.pop(task, None)
 
     def _withdraw(self) -> None:
         task = self._task

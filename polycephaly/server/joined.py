@@ -363,6 +363,7 @@ class JoinedHosts:
         task.client_function, task.args, task.is_leased = function, (item.kind, item.payload), True
         task.first_item = item.map_index
         task.timeout = item.timeout or dispatcher.task_options.timeout
+        dispatcher.unsettled[task] = None
         dispatcher.parked.add(task)
         self._send_calls(host, [task], item.target & (1 << _INDEX_SHIFT) - 1)
         return task
