@@ -234,8 +234,7 @@ class FakeHandle(DroneHandle):
         while self.unread:
             handle_message(self.dispatcher, self, self.unread.popleft())
 
-    def kill(self, reason=""):
-        self.kill_reason = self.kill_reason or reason
+    def _kill(self):
         self.kills.append(self.dispatcher.reactor.passed)
 
     def is_up(self):

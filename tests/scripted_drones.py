@@ -156,8 +156,7 @@ class ScriptedDrone(FakeHandle):
         assert self.alive, "a message for a drone whose death was handled"
         self.inbox.append(list(frames))
 
-    def kill(self, reason=""):
-        self.kill_reason = self.kill_reason or reason
+    def _kill(self):
         self.doomed = True
 
     def catch_up(self):

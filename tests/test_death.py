@@ -194,8 +194,9 @@ def test_work_pinned_to_a_drone_that_dies_is_rejected_not_moved(tmp_path):
         drone.kill()
         for p in [running, *queued]:
             assert isinstance(p.exception(), poly.DroneDied)
+            assert "because kill() was called" in str(p.exception())
         assert len(lines(path)) == 1
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="kill"):
             drone.promise(abs, 1)
 
 

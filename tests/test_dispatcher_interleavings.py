@@ -152,6 +152,30 @@ def test_a_large_result_that_a_later_one_overtook_is_lost_and_not_computed_again
     )
 
 
+@pytest.mark.parametrize("why", ["", "it is too large"])
+def test_a_drone_that_is_being_killed_gets_no_task(reactor, why):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    handle.kill(why)
+    queued, own = submitted(dispatcher, brief, 1), submitted(dispatcher, brief, 2, target=handle)
+    reactor.turn()
+    assert not handle.in_flight
+    handle.dies()
+    make_ready(dispatcher)
+    assert [*dispatcher.handles[0].in_flight.values()] == [queued]
+    assert why in str(own.promise.exception())
+
+
+def test_no_timer_keeps_a_pool_that_has_ended(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    give(dispatcher, lasting, timeout=1000).promise.cancel()
+    dispatcher.close()
+    reactor.turn()
+    dispatcher.handles[0].dies()
+    assert dispatcher.has_ended
+    assert [alarm for _, _, alarm in reactor.timers.heap if not alarm.is_over] == []
+
+
 def test_a_request_for_a_kept_value_that_is_lost_keeps_no_drone_from_its_end(reactor):
     dispatcher = dispatcher_of(reactor, 1)
     [handle] = dispatcher.handles

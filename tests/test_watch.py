@@ -709,9 +709,7 @@ def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
     dispatcher = SimpleNamespace(
         config=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None)
     )
-    dying = SimpleNamespace(
-        kill_reason="it held too much", memory=lambda enough: 0, state=State.READY
-    )
+    dying = SimpleNamespace(is_killed=True, memory=lambda enough: 0, state=State.READY)
     health.HealthMonitor(dispatcher, supervisor)._check_memory(dying, 100)
     assert supervisor.too_large_in_a_row == 1
 

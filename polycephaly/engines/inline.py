@@ -152,8 +152,7 @@ class InlineHandle(DroneHandle):
     def send(self, frames: list[bytes], tasks: Any = ()) -> None:
         self.drone.receive(frames)
 
-    def kill(self, kill_reason: str = "") -> None:
-        self.kill_reason = self.kill_reason or kill_reason
+    def _kill(self) -> None:
         self.drone.kill()
 
     def heartbeat(self) -> tuple[object, Times]:

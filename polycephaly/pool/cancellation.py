@@ -124,7 +124,8 @@ class Cancellation:
         elif not handle.overlapping or all(
             other.promise.done() or other.overrun for other in handle.in_flight.values()
         ):
-            handle.kill()
+            label = handle.in_flight[number].label
+            handle.kill(f"{label} was told to stop, and went on for {tuning.grace_seconds:g} s")
         elif handle.status_page.holder == number:  # the other tasks cannot go on either
             label = handle.in_flight[number].definition.label
             handle.kill(f"{label} was told to stop, does not await, and lets no other task run")

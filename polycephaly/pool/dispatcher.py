@@ -1041,6 +1041,7 @@ class Dispatcher(DispatcherBase):
         self.has_ended = True  # after `refusal`, which is the error for tasks added from here on
         with ExitStack() as steps:  # the last one first; each, though another fails
             steps.callback(self.reactor.deliver, self._finish)
+            steps.callback(self.reactor.timers.cancel_of, self)
             steps.callback(self.reactor.tenants.remove, self)
             steps.callback(self.directory.close)
             steps.callback(self.supervisor.engine.end)

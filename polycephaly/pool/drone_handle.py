@@ -149,7 +149,8 @@ class DroneHandle:
         # The task that has waited for long enough to be reported, and where it waits.
         self.reported_wait: tuple[int, Waiting] | None = None
         self.clock_offset = 0.0  # seconds by which its clock is ahead of the controller's
-        self.kill_reason = ""  # why the controller killed it
+        self.is_killed = False  # by the controller: its end is near
+        self.kill_reason = ""  # why, if there is more to say than the pool's end
         self.exit_reason = ""  # how it ended, if there is no exit status
         self.cause: BaseException | None = None  # the engine's error that reported its end
 
@@ -168,13 +169,21 @@ class DroneHandle:
         holding the reactor's lock.
         """
 
-    def kill(self, kill_reason: str = "") -> None:
-        """Kill the drone at once, with its running tasks. Their errors give `kill_reason`."""
+    def kill(self, reason: str = "") -> None:
+        """Kill the drone at once, with its running tasks. Their errors give the first `reason`.
+
+        From here on it is sent no tasks.
+        """
+        self.is_killed = True
+        self.kill_reason = self.kill_reason or reason
+        self._kill()
+
+    def _kill(self) -> None:
         raise NotImplementedError
 
-    def abort(self, kill_reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Kill the drone, which writes where its threads are before it ends, if the engine can."""
-        self.kill(kill_reason)
+        self.kill(reason)
 
     def last_started(self) -> int:
         """Return the number of the task begun last, as far as known, or 0. Any thread may call
@@ -324,7 +333,7 @@ class DroneHandle:
             not (self.state is State.READY or (dedicated and self.state is State.RETIRING))
             or self.preparations
             or self.unresponsive
-            or self.kill_reason  # it may respond again before it is dead
+            or self.is_killed  # it may respond again before it is dead
         ):
             return False
         if self.overlapping:

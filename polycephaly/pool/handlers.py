@@ -301,9 +301,11 @@ def _open_and_settle(task: Task) -> None:
     if error is not None and task.retry is not None and task.status == ERROR:
         task.dispatcher.post(task.dispatcher.on_failed, task, task.overrun or error)
     else:
-        if error is not None:
-            task.note_failure(error)
-        settle_promise(task.promise, value, error)
+        try:
+            if error is not None:
+                task.note_failure(error)
+        finally:  # also if there is no memory for that
+            settle_promise(task.promise, value, error)
     del task  # as above
 
 

@@ -145,7 +145,7 @@ class HealthMonitor:
         for handle in [each for each in self._dispatcher.handles if each.alive]:
             if self._config.max_memory is not None and handle.pid is not None:
                 self._check_memory(handle, self._config.max_memory)
-            may_end = handle.kill_reason or handle.unresponsive or handle.state is State.STOPPING
+            may_end = handle.is_killed or handle.unresponsive or handle.state is State.STOPPING
             if handle.spawner is not None and (handle.pid is None or may_end):
                 monitored.add(handle.spawner)  # the zygote starts the drone and reports its end
             if _should_be_active(handle):
@@ -189,7 +189,7 @@ class HealthMonitor:
             text, task = "drone %s (pid %s) does not respond: %s%s", _running_task_text(handle)
             log.warning(text, handle.name, handle.pid, reason, task)
         hang_timeout = self._config.hang_timeout
-        if hang_timeout is not None and inactive >= hang_timeout and not handle.kill_reason:
+        if hang_timeout is not None and inactive >= hang_timeout and not handle.is_killed:
             handle.abort(f"the drone did not respond for {inactive:.1f} s: {handle.unresponsive}")
 
     def _mark_responsive(self, handle: DroneHandle) -> None:
@@ -287,7 +287,7 @@ class HealthMonitor:
 
     def _check_memory(self, handle: DroneHandle, limit: int) -> None:
         # The memory of a drone that is being killed shrinks, which says nothing about the next one.
-        if handle.kill_reason:
+        if handle.is_killed:
             return
         held = handle.memory(int(limit * NEAR_LIMIT_FRACTION))
         if held < limit * NEAR_LIMIT_FRACTION:

@@ -91,8 +91,12 @@ class Tenant:
         self.reactor.post(partial(self.run_guarded, callback, *args))
 
     def call_later(self, seconds: float, callback: Callable[..., object], *args: Any) -> Timer:
-        """Have `callback` called after `seconds`, under the lock. An error breaks the pool."""
-        return self.reactor.call_later(seconds, partial(self.run_guarded, callback, *args))
+        """Have `callback` called after `seconds`, under the lock, unless this tenant has ended by
+        then. An error breaks the pool.
+        """
+        timer = self.reactor.call_later(seconds, partial(self.run_guarded, callback, *args))
+        timer.owner = self
+        return timer
 
     def run_guarded(self, callback: Callable[..., object], *args: Any) -> None:
         """Call `callback`. An error breaks the pool."""

@@ -228,7 +228,7 @@ class Supervisor:
             handle.retire_when_ready = True  # after it is ready, because it has dedicated tasks
         elif handle.state < State.READY:
             handle.state = State.STOPPING
-            handle.kill()
+            handle.kill("its pool needs fewer drones")
         self.start_missing()
 
     def resize(self, size: int) -> None:
@@ -250,7 +250,8 @@ class Supervisor:
     def stop(self, handle: DroneHandle) -> None:
         handle.state = State.STOPPING
         handle.send(pack_numbers(STOP))
-        self._dispatcher.call_later(STOP_GRACE_SECONDS, handle.kill)  # no effect on a dead one
+        reason = f"its exit handlers ran for more than {STOP_GRACE_SECONDS:g} s"
+        self._dispatcher.call_later(STOP_GRACE_SECONDS, handle.kill, reason)  # if it is alive then
 
     def kill_all(self, reason: str) -> None:
         for handle in self._dispatcher.handles:
@@ -355,7 +356,7 @@ class Supervisor:
             self._count_terminated(error)
         elif before < State.READY and self._dispatcher.target_size():
             # Killed from outside: that says little about whether drones can start.
-            killed = error.exitcode == -signal.SIGKILL and not handle.kill_reason
+            killed = error.exitcode == -signal.SIGKILL and not handle.is_killed
             reason = pool_error(f"drones of {self._config.name} die before they are ready", error)
             self._count_failed_start(reason, MAX_KILLED_STARTS if killed else MAX_FAILED_STARTS)
         elif on_death == "end":

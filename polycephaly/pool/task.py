@@ -514,11 +514,10 @@ class Task:
 
     def note_failure(self, error: BaseException) -> None:
         """Note that the task is about to be rejected with `error`, unless it was cancelled."""
-        with suppress(BaseException):  # a lack of memory here must not leave the task unsettled
-            if not self.promise.done():
-                sending = self.sending
-                drone = None if sending is None else sending.drone
-                self.dispatcher.note_failure(self.label, self.item, drone, error, self.number)
+        if not self.promise.done():
+            sending = self.sending
+            drone = None if sending is None else sending.drone
+            self.dispatcher.note_failure(self.label, self.item, drone, error, self.number)
 
     @property
     def answered_count(self) -> int:
@@ -554,8 +553,10 @@ class Task:
 
 def fail(task: Task, error: BaseException) -> None:
     """Reject a task that was run, and note that. Not called while holding the reactor's lock."""
-    task.note_failure(error)
-    reject(task.promise, error)
+    try:
+        task.note_failure(error)
+    finally:  # also if there is no memory for that
+        reject(task.promise, error)
 
 
 def _value_in_call(arg: Any) -> Any:

@@ -32,11 +32,12 @@ class Alarm(Protocol):
 class Timer:
     """An alarm that calls the given function."""
 
-    __slots__ = ("fire", "is_over")
+    __slots__ = ("fire", "is_over", "owner")
 
     def __init__(self, action: Callable[[], object]) -> None:
         self.fire = action
         self.is_over = False
+        self.owner: object = None  # with which the timer ends: see `Timers.cancel_of`
 
 
 def _do_nothing() -> None:
@@ -79,6 +80,13 @@ class Timers:
             self.heap[:] = [entry for entry in self.heap if not entry[2].is_over]
             heapify(self.heap)
             self._cancelled = 0
+
+    def cancel_of(self, owner: object) -> None:
+        """Cancel the timers of an owner that has ended, so that they do not keep it."""
+        for _, _, alarm in [*self.heap]:
+            if type(alarm) is Timer and alarm.owner is owner:
+                alarm.owner = None
+                self.cancel(alarm)
 
     def fire_due(self) -> None:
         """Call all alarms that are due."""

@@ -110,17 +110,16 @@ class LocalHandle(DroneHandle):
             broken = pool_error("messages need ZeroMQ", error)
             self.dispatcher.post(self.dispatcher.break_pool, broken)
 
-    def kill(self, kill_reason: str = "") -> None:
-        self.kill_reason = self.kill_reason or kill_reason
+    def _kill(self) -> None:
         self.launcher.kill(self.number)
 
-    def abort(self, kill_reason: str) -> None:
+    def abort(self, reason: str) -> None:
         if self.pid is not None and state_of(self.pid) not in ("T", "t"):  # a stopped one cannot
+            self.is_killed, self.kill_reason = True, self.kill_reason or reason
             self.launcher.kill(self.number, signal.SIGABRT)
-            self.kill_reason = self.kill_reason or kill_reason
             self.dispatcher.call_later(tuning.abort_seconds, self.kill)
         else:
-            self.kill(kill_reason)
+            self.kill(reason)
 
     # -- state of the drone ------------------------------------------------------------------------
 

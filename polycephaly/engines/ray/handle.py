@@ -143,8 +143,7 @@ class RayHandle(DroneHandle):
         on_answer = partial(self._on_answer, attachment, is_last)
         self._engine.when_done(answer, on_answer, partial(self._on_not_answered, frames, tasks))
 
-    def kill(self, kill_reason: str = "") -> None:
-        self.kill_reason = self.kill_reason or kill_reason
+    def _kill(self) -> None:
         if not self.dying:
             self._engine.kill(self)
 
