@@ -123,7 +123,7 @@ class FakeReactor(FakeTime):
             self._inbox.popleft()()
         self.timers.fire_due()
         for dispatcher in self.tenants[:]:
-            if dispatcher.queue or dispatcher.needs_dispatch:
+            if dispatcher.inbound or dispatcher.queue or dispatcher.needs_dispatch:
                 dispatcher.dispatch(self.now)
             dispatcher.after_critical_section()
 

@@ -34,6 +34,7 @@ from polycephaly.pool.handlers import handle_message, handle_unsent_results
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.retry import Retry
 from polycephaly.pool.task import Slice, Task
+from polycephaly.pool.validation import validate
 from polycephaly.promises.promise import Promise, fulfill
 from polycephaly.wire import placeholders
 from polycephaly.wire.exceptions import pack_exception
@@ -785,9 +786,9 @@ class Interleaving:
         ]
         for name, size in self.config["resources"]:
             assert self.dispatcher.resources.free()[name] == size - sum(held) >= 0
-        if self.dispatcher.keeps_order:
-            priorities = [task.priority for task in self.dispatcher.queue]
-            assert priorities == sorted(priorities, reverse=True)
+        priorities = [task.priority for task in self.dispatcher.queue]
+        assert priorities == sorted(priorities, reverse=True)
+        validate(self.dispatcher)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -4,10 +4,12 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 
 import pytest
 from engines import local_only, on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
+from in_time import dispatcher_of, give, submitted
 from scripts import run_script
 
 pytestmark = on_each_engine
@@ -245,3 +247,37 @@ def test_inputs_of_a_fast_map_are_taken_only_as_far_as_needed():
 def test_a_limit_that_makes_no_sense_is_refused(wrong, kind):
     with pytest.raises(kind, match="max_queued"):
         poly.Pool(1, max_queued=wrong)
+
+
+@local_only
+def test_a_cancel_searches_no_queue_and_makes_room(reactor):
+    """So that to cancel many takes no time for each pair of them."""
+
+    class Queue(deque):
+        def remove(self, task):
+            raise AssertionError("a search")
+
+    dispatcher = dispatcher_of(reactor, 1, max_queued=100)
+    give(dispatcher, hold_until, "/nowhere")
+    dispatcher.queue = Queue()
+    tasks = [submitted(dispatcher, abs, -1) for _ in range(100)]
+    reactor.turn()
+    assert not dispatcher.has_room()
+    for task in reversed(tasks):
+        task.promise.cancel()
+    reactor.turn()
+    assert dispatcher.backlog(None) == 0
+
+
+@local_only
+def test_cancelled_work_is_not_queued(paths):
+    gate, started, _ = paths
+    with poly.Pool(1) as pool:
+        holding = pool.promise(hold_until, gate, started)
+        wait_for(lambda: lines(started))
+        queued = [pool.promise(abs, -i) for i in range(5)]
+        for each in queued[:3]:
+            each.cancel()
+        wait_for(lambda: pool.status()["queued"] == 2)
+        open_gate(gate)
+        assert [each.value for each in (holding, *queued[3:])] == ["held", 3, 4]

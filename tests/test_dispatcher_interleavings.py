@@ -15,7 +15,14 @@ from polycephaly.pool.collecting import take_timeline
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.supervisor import LATE_RESULTS_SECONDS
 from polycephaly.pool.task import Slice, Task
-from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
+from polycephaly.wire.messages import (
+    CALLS,
+    SPLIT,
+    pack_outcome,
+    pack_outcomes,
+    unpack_lists,
+    unpack_work,
+)
 from polycephaly.wire.slices import ENDED, ITEMS, RUNNING, pack_answers, pack_calls, split_head
 
 STEPS = 60
@@ -150,6 +157,26 @@ def test_a_large_result_that_a_later_one_overtook_is_lost_and_not_computed_again
         and small.promise.done()
         and not last.promise.done()
     )
+
+
+def test_calls_of_one_function_go_in_order_whatever_their_arguments_are(reactor, monkeypatch):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    handle.answers(give(dispatcher, brief))  # known as short, many are sent at once
+    tasks = [submitted(dispatcher, brief, x) for x in (1, {2: 2}, 3, 4, {5: 5}, {6: 6}, "7" * 99)]
+    messages = []
+    monkeypatch.setattr(handle, "send", lambda frames, tasks: messages.append(frames))
+    reactor.turn()
+    numbers = []
+    for frames in messages:
+        for number, kind, _, payload in unpack_work(frames):
+            if kind == CALLS:
+                some, calls = unpack_lists(payload, 2)
+                assert set(map(type, calls)) == {tuple}
+                numbers += some
+            else:
+                numbers.append(number)
+    assert numbers == [task.number for task in tasks]
 
 
 @pytest.mark.parametrize("why", ["", "it is too large"])

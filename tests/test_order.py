@@ -478,8 +478,10 @@ def test_an_error_while_a_task_is_queued_rejects_it(reactor, monkeypatch):
     dispatcher = dispatcher_of(reactor, 1)
     task = Task(dispatcher)
     task.definition, task.args = dispatcher.registry.define(brief), (1,)
-    monkeypatch.setattr(dispatcher, "insert", Mock(side_effect=MemoryError))
-    dispatcher.inbound.append(task)
+    monkeypatch.setattr(dispatcher, "_place", Mock(side_effect=MemoryError))
+    task.priority = 1
+    dispatcher.unsettled[task] = None
+    dispatcher._enqueue(task)
     with pytest.raises(MemoryError):
         dispatcher.queue_inbound()
     monkeypatch.undo()

@@ -361,7 +361,11 @@ class Hosts(JoinedHosts):
 
     def __init__(self, **dispatcher):
         self.said, self.posted = [], []
-        usual = {"queue": [], "handles": [], "post": lambda act, *args: self.posted.append(act)}
+        usual = {
+            "has_queued": lambda: False,
+            "handles": [],
+            "post": lambda act, *args: self.posted.append(act),
+        }
         super().__init__(SimpleNamespace(**usual | dispatcher), self.posted.append)
 
     def admit_one(self, **properties):

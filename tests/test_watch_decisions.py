@@ -223,11 +223,12 @@ def test_one_that_is_idle_is_not_told_whatever_it_does(reactor, caplog):
 
 
 def test_one_that_is_quiet_is_given_nothing_till_it_has_a_pulse_again(reactor, caplog):
-    handle, _ = busy(reactor)
+    handle, running = busy(reactor)
     handle.dispatcher.registry.define(sleep).record_duration(
         1e-4, 1
     )  # known to be short: it would be sent ahead
     handle.load, handle.unknown = 1e-4, 0
+    running.sending.estimate = 1e-4
     handle.quiet = True
     reactor.pass_(FIRST + QUIET + A_MOMENT)
     waiting = give(handle.dispatcher, sleep, 2, target=handle)

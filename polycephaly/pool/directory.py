@@ -44,6 +44,7 @@ from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .interfaces import State
 from .task import Task
+from .task_state import PARKED
 
 
 def _queue_drops(number: int, holders: dict[DroneHandle, int], pid: int) -> None:
@@ -314,12 +315,14 @@ class ObjectDirectory:
             best, _ = self.best_holder(task.payload.remote_objects.values())
             if best is not None and best is not handle:
                 task.preferred_drone = best
+                self.dispatcher.leave_queue(task)
                 self.dispatcher.insert(task)
                 return False
         lost = next((each for each in missing if not self._request_value(each)), None)
         if lost is not None:
             self.dispatcher.reject_later(task, partial(self.loss_error, lost))
         else:
+            self.dispatcher.leave_queue(task, PARKED)
             self.dispatcher.parked.add(task)
             missing[0].change_callbacks.append(partial(self.dispatcher.resume, task))
         return False

@@ -1,21 +1,21 @@
 """The dispatcher: the task queue of one `Pool` or `Drone`, and the drones that serve the queue.
 
-    submit (any thread) ──> queue ──dispatch──> handle.in_flight ──RESULTS──> promise
-                              ^                     │ recalled, or the drone died before it began
-                              └─────────────────────┘
+    submit (any thread) ──> inbox, queue ──dispatch──> handle.in_flight ──RESULTS──> promise
+                                   ^                     │ recalled, or the drone died before
+                                   └─────────────────────┘ it began
 
-A task with a `target` waits in that drone's `dedicated` queue, one that needs resources in
-resources.py, and one whose kept values a drone has in locality.py. All others wait in `queue`. Any
-thread appends to `queue` and to `inbound`, from which `dispatch` puts tasks into the other queues.
-From the first task with a priority or resources on, all come by `inbound`. A drone receives up to
-`tuning.batch_seconds` of known short tasks at once, but only one task at a time if the task is long
-or its length is not known yet. If a drone turns out to be busy with tasks behind the running one
-while another drone is idle, the tasks that have not begun are recalled.
+Callers append to the inbox (`inbound`), from which `dispatch` puts tasks into the queues. A task
+with a `target` waits in that drone's `dedicated` queue, one that needs resources in resources.py,
+and one whose kept values a drone has in locality.py. All others wait in `queue`.
+
+A drone receives up to `tuning.batch_seconds` of known short tasks at once, but only one task at a
+time if the task is long or its length is not known yet. If a drone turns out to be busy with tasks
+behind the running one while another drone is idle, the tasks that have not begun are recalled.
 
 The supervisor (supervisor.py) decides which drones exist, and starts and ends them. The supervisor
 and the other parts of the dispatcher share the state in dispatcher_base.py.
 
-At any moment a task is in one place: in a queue, or in flight at one drone. See
+At any moment a task is in one place, which its state tells: see task_state.py, and
 docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for the race between
 `submit` and the end of the dispatcher.
 """
@@ -54,7 +54,7 @@ from .cancellation import Cancellation
 from .config import PoolConfig
 from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase, pool_error
-from .drone_handle import DroneHandle, drain, drop_settled
+from .drone_handle import DroneHandle, drop_settled
 from .engine import Engine
 from .freshness import Freshness
 from .health import HealthMonitor
@@ -67,6 +67,8 @@ from .stale import StaleWarning
 from .stall_detection import StallDetector
 from .supervisor import Supervisor
 from .task import Slice, Task, fail
+from .task_state import ENDING, QUEUED
+from .validation import VALIDATES, validate
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +111,10 @@ class Dispatcher(DispatcherBase):
         self.resource_sizes = self.resources.sizes
         # Those of the `Pool` that may not have been read in full, by `id`.
         self.maps: Mapping[int, weakref.ref[Any]] = {}
-        # Set for good by the first task with a priority or resources: from then on all tasks come
-        # to `inbound`, and `dispatch` queues them in order.
-        self.keeps_order = False
         self._cancelled_since_sweep = 0
+        # All tasks in the inbox go to the end of `queue`: they have no priority, drone, resource or
+        # kept value.
+        self.inbox_is_plain = True
         self._unsettled_before = 0  # tasks, when `_has_unsettled` was called last
         self.has_left_reactor = False
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
@@ -180,8 +182,6 @@ class Dispatcher(DispatcherBase):
             task = Task(self)
         if task_options is not None:
             task.set_options(task_options)
-            if task.priority or task.resources:
-                self.keeps_order = True
         try:
             definition = self.registry.define(work)
             if definition.takes_function:
@@ -264,8 +264,6 @@ class Dispatcher(DispatcherBase):
         self.check_open()
         if self.checks_width and not task.definition.overlaps:
             self.check_width(task.definition)
-        if task.priority:  # such tasks need no resources: see map_source.py
-            self.keeps_order = True
         self.unsettled[task] = None
         self._enqueue(task)
 
@@ -273,24 +271,36 @@ class Dispatcher(DispatcherBase):
         """Return how many tasks for `target` only, or, if None, for any drone, count for
         back-pressure.
         """
-        waiting = self.resources.count(target)
-        if self.inbound:
-            waiting += sum(task.target is target for task in [*self.inbound])
+        if self.inbox_is_plain:
+            waiting = len(self.inbound) if target is None else 0
+        else:  # the loop has been woken, so there are few
+            waiting = sum(task.target is target for task in [*self.inbound])
         if target is not None:
-            return waiting + len(target.dedicated)
-        preferred = sum(len(handle.preferred) for handle in self.handles)
-        return waiting + len(self.queue) + preferred + len(self.delayed)
+            return waiting + target.queued
+        return waiting + self.queued + len(self.delayed)
+
+    def has_queued(self) -> bool:
+        """Return whether tasks that any drone may run are queued. Any thread may call this."""
+        return bool(self.inbound or self.queue)
 
     def has_room(self) -> bool:
         return self.backpressure is None or self.backpressure.has_room(None)
 
     def _enqueue(self, task: Task) -> None:
-        """Queue `task`, or let `dispatch` do so, which finds its place among several queues."""
-        if self.keeps_order or task.target is not None or type(task.payload) is PayloadWithRefs:
+        """Put `task` into the inbox."""
+        task.state = QUEUED
+        if (
+            task.target is not None
+            or task.priority
+            or task.resources
+            or type(task.payload) is PayloadWithRefs
+        ):
+            # First, so that the loop does not take it for one that just goes to the end.
+            self.inbox_is_plain = False
             self.inbound.append(task)
             self.needs_dispatch = True
         else:
-            self.queue.append(task)
+            self.inbound.append(task)
         if self.wants_tasks or self.needs_dispatch:  # else an answer makes room, and wakes it
             self.reactor.wake()
         if self.has_ended:
@@ -499,9 +509,9 @@ class Dispatcher(DispatcherBase):
         """Send what drones can take: first the tasks for one drone, then those with resources and
         those of the queue, by priority.
         """
-        if self.needs_dispatch:
-            self.needs_dispatch = False
-            self.queue_inbound()
+        is_needed, self.needs_dispatch = self.needs_dispatch, False
+        self.queue_inbound()  # after that: a caller appends, and then sets the flag
+        if is_needed or self.needs_dispatch:
             for handle in self.handles:
                 if handle.dedicated and handle.can_take(dedicated=True):
                     self.send(handle, handle.dedicated, len(handle.dedicated), now)
@@ -545,6 +555,8 @@ class Dispatcher(DispatcherBase):
         """Note whether more tasks could be sent at once, and move tasks that wait behind a busy
         drone. Called at the end of each critical section.
         """
+        if VALIDATES:
+            validate(self)
         if self.closing and not self.has_ended:
             self._end_if_done()
         if self.backpressure:
@@ -635,12 +647,29 @@ class Dispatcher(DispatcherBase):
                 self.reactor.deliver(each.promise.cancel)
 
     def queue_inbound(self) -> None:
-        """Queue the inbound tasks in order. After the end, a thread that adds one rejects it."""
-        while self.inbound and not self.has_ended:
-            self._queue_in_order(self.inbound[0])
-            self.inbound.popleft()  # only now, so that an error leaves it to `break_pool`
+        """Queue the tasks of the inbox in order. After the end, a thread that adds one rejects
+        it.
+        """
+        inbound, queue = self.inbound, self.queue
+        count = len(inbound)
+        if not count:
+            return
+        takes_all = not (self.abandoned or self.broken or self.has_ended)
+        # `inbox_is_plain` is looked at after the count: see `_enqueue`.
+        if takes_all and self.inbox_is_plain and not (queue and queue[-1].priority < 0):
+            queue.extend([inbound.popleft() for _ in range(count)])
+            self.queued += count
+            return
+        while inbound and not self.has_ended:
+            self.inbox_is_plain = True
+            for _ in range(len(inbound)):
+                task = inbound.popleft()
+                owner: Any = task.target or self
+                owner.queued += 1
+                self._queue_in_order(task)
 
     def _queue_in_order(self, task: Task) -> None:
+        """Queue `task`, which comes from the inbox, or was parked or delayed."""
         # Read once: if the task is cancelled, another thread may clear the payload.
         payload = task.payload
         if type(payload) is PayloadWithRefs:
@@ -648,9 +677,10 @@ class Dispatcher(DispatcherBase):
                 payload.remote_objects.values()
             )
         if task.promise.done():
+            self.leave_queue(task)
             self.stop_if_retired(task.target)
         else:
-            self.insert(task)
+            self._place(task, first=False)
 
     def requeue(self, tasks: list[Task]) -> None:
         """Put `tasks` back into their queues, in the same order, before other tasks of their
@@ -676,9 +706,15 @@ class Dispatcher(DispatcherBase):
         """Queue `task` behind the tasks of its priority; if `first`, before them. Reject or cancel
         it if its drone or the pool has ended.
         """
+        self.enter_queue(task)
+        self._place(task, first)
+
+    def _place(self, task: Task, first: bool) -> None:
+        """Put `task`, which counts as queued, into its queue."""
         if self.broken is not None:
             self.reject_later(task, partial(copy_error, self.broken))
         elif self.abandoned:
+            self.leave_queue(task)
             self.reactor.deliver(task.promise.cancel)
         elif task.target is not None and task.target.state is State.DEAD:
             self.reject_later(task, task.target.closed_error)
@@ -712,6 +748,7 @@ class Dispatcher(DispatcherBase):
     def resume(self, task: Task) -> None:
         self.parked.discard(task)
         self.delayed.pop(task, None)
+        self.enter_queue(task)
         self._queue_in_order(task)
 
     def recompute_inputs(self, tasks: list[Task], lost: Lost) -> None:
@@ -756,14 +793,9 @@ class Dispatcher(DispatcherBase):
         if handle is not None and task.number in handle.in_flight and handle.alive:
             self.cancellation.interrupt(handle, task)
         else:
+            self.leave_queue(task)
             task.payload = b""
             self.stop_if_retired(target)
-            if self.backpressure is not None:  # a cancelled task must not take up room
-                preferred = [each.preferred for each in self.handles]
-                queues = [self.queue, *preferred] if target is None else [target.dedicated]
-                for queue in [*queues, *self.resources.queues.values()]:
-                    with suppress(ValueError):
-                        queue.remove(task)
             self._cancelled_since_sweep += 1
             if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS and not self.has_ended:
                 self._sweep_queues()
@@ -780,7 +812,8 @@ class Dispatcher(DispatcherBase):
         if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS + sum(map(len, queues)) // 2:
             self._cancelled_since_sweep = 0
             for queue in queues:
-                drop_settled(queue)
+                for task in drop_settled(queue):
+                    self.leave_queue(task)
 
     def interrupt(self, handle: DroneHandle) -> None:
         """Interrupt the task that `handle` runs."""
@@ -882,12 +915,14 @@ class Dispatcher(DispatcherBase):
         for handle in self.handles:
             # Answers that still arrive are ignored: these tasks no longer have their payloads.
             tasks += handle.take_in_flight()
-            drain(handle.dedicated)
-            drain(handle.preferred)
-        drain(self.queue)
+            self.drain(handle.dedicated)
+            self.drain(handle.preferred)
+        for queue in (self.queue, *self.resources.queues.values()):
+            self.drain(queue)
         tasks += self._unanswered_but(tasks)
         self.reject_or_retry(tasks, error, may_retry=False)
         for task in tasks:
+            self.leave_queue(task)
             self.reactor.deliver(task.release_inputs)
         self.reactor.deliver(self._reject_lost)
         self.abandon()
@@ -1030,6 +1065,8 @@ class Dispatcher(DispatcherBase):
         with_drones = [[*each.in_flight.values(), *each.dedicated] for each in self.handles]
         for task in self._unanswered_but(chain.from_iterable(with_drones)):
             self.reactor.deliver(task.promise.cancel)
+            if task.state is not QUEUED:  # else it stays in its queue until it is dropped there
+                task.state = ENDING
         self.awaiting_inputs.clear()
         self.parked.clear()
         for task in list(self.delayed):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from time import time
+from typing import Any
 
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal, fulfill, reject
@@ -23,12 +24,13 @@ from ..wire.exceptions import describe_error, message_of
 from ..wire.messages import PROFILE
 from ..wire.output import Listener
 from .config import PoolConfig
-from .drone_handle import DroneHandle, drain
+from .drone_handle import DroneHandle
 from .interfaces import End, State, TaskRunner
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .stack_requests import StackRequests
 from .task import Task, fail
+from .task_state import DELAYED, ENDING, QUEUED, TaskState
 
 MAX_FAILED_TASKS = 1000
 
@@ -36,9 +38,9 @@ MAX_FAILED_TASKS = 1000
 class DispatcherBase(TaskRunner, Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
 
-    Changed only while holding the reactor's lock, except `unsettled`, `queue`, `inbound`,
-    `awaiting_inputs`, `refusal`, `output_listeners` and `needs_dispatch`, which any thread may
-    change by one atomic step.
+    Changed only while holding the reactor's lock, except `unsettled`, `inbound`, `awaiting_inputs`,
+    `refusal`, `output_listeners` and `needs_dispatch`, which any thread may change by one atomic
+    step.
     """
 
     reactor: Reactor
@@ -66,10 +68,12 @@ class DispatcherBase(TaskRunner, Tenant):
         self.output = config.output
         # Receivers of tagged output in place of `output`, by tag.
         self.output_listeners: dict[str, Listener] = {}
-        self.queue: deque[Task] = deque()
-        # To be queued by `dispatch`: tasks for one drone, those that take kept values, and all if
-        # there are priorities or resources.
+        # The inbox, to which callers append: the loop puts the tasks into the queues.
         self.inbound: deque[Task] = deque()
+        self.queue: deque[Task] = deque()
+        # How many tasks that any drone may run are `QUEUED` and in a queue. Each handle counts its
+        # own.
+        self.queued = 0
         # Tasks that wait for promises among their arguments.
         self.awaiting_inputs: set[Task] = set()
         # Tasks that wait for kept values, resources or another attempt, or are leased to another
@@ -135,12 +139,34 @@ class DispatcherBase(TaskRunner, Tenant):
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 
+    def enter_queue(self, task: Task) -> None:
+        """Note that `task` comes into a queue."""
+        owner: Any = task.target or self
+        owner.queued += 1
+        task.state = QUEUED
+
+    def leave_queue(self, task: Task, state: TaskState = ENDING) -> None:
+        """Note the state that `task` gets. If it was queued, it counts as that no more."""
+        if task.state is QUEUED:
+            owner: Any = task.target or self
+            owner.queued -= 1
+        task.state = state
+
+    def drain(self, queue: deque[Task]) -> list[Task]:
+        """Take all tasks from `queue`."""
+        tasks = [*queue]
+        queue.clear()
+        for task in tasks:
+            self.leave_queue(task)
+        return tasks
+
     def unqueued_tasks(self) -> list[Task]:
         # In this order, because any thread may move a task from the first to the second.
         return [*self.awaiting_inputs, *self.inbound, *self.parked]
 
     def reject_later(self, task: Task, make_error: Callable[[], BaseException]) -> None:
         """Reject `task` after the lock is released, where `make_error` may run code of users."""
+        self.leave_queue(task)
         task.payload = b""
         self.reactor.deliver(lambda: reject(task.promise, make_error()))
         self.post(self.stop_if_retired, task.target)
@@ -149,7 +175,7 @@ class DispatcherBase(TaskRunner, Tenant):
         """Requeue the tasks that prefer `handle`, which takes no more. The drone ends if these were
         all that it had.
         """
-        for task in drain(handle.preferred):
+        for task in self.drain(handle.preferred):
             task.preferred_drone = None
             self.resume(task)
         self.stop_if_retired(handle)
@@ -193,6 +219,7 @@ class DispatcherBase(TaskRunner, Tenant):
             self.stop_if_retired(task.target)
         else:
             task.start_over()
+            task.state = DELAYED
             self.parked.add(task)
             self.delayed[task] = self.call_later(delay, self.resume, task)
 
@@ -206,6 +233,7 @@ class DispatcherBase(TaskRunner, Tenant):
         taken = [task for task in self.delayed if task.target is handle]
         for task in taken:
             self._cancel_delay(task)
+            task.state = ENDING
         self.parked.difference_update(taken)
         return taken
 

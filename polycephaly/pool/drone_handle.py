@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from math import inf
 from pickle import dumps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -43,11 +43,12 @@ from ..wire.messages import (
     unpack_work,
 )
 from ..wire.output import Line, OutputItems, OutputRecord, deliver, deliver_tagged
-from ..wire.placeholders import PayloadWithRefs, sent_bytes
+from ..wire.placeholders import PayloadWithRefs, sent_bytes, split_remote_objects
 from ..wire.status_page import NO_PAGE
 from .interfaces import State
 from .reactor import ReactorSignal, Tenant
 from .task import Sending, Task
+from .task_state import ENDING, QUEUED, SENT
 
 if TYPE_CHECKING:
     from ..runtime.timers import Timer
@@ -110,6 +111,7 @@ class DroneHandle:
         # Tasks that were sent and not answered, in the order in which the drone runs them.
         self.in_flight: dict[int, Task] = {}
         self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
+        self.queued = 0  # those of them that are `QUEUED`, there or for a resource
         self.preferred: deque[Task] = deque()  # tasks whose kept values this drone has
         # What it runs before it takes tasks, and whether it runs the first of that: preparation.py.
         self.preparations: deque[Any] = deque()
@@ -352,27 +354,31 @@ class DroneHandle:
         self, queue: deque[Task], limit: int, now: float
     ) -> tuple[list[Task], list[bytes]]:
         """Move tasks that fit the current load from the head of `queue` into flight, at most
-        `limit`. Return them and the message that carries them, with the functions that the drone
-        does not have yet.
+        `limit`. Return them and the message that carries them.
+        """
+        runs = self._choose_tasks(queue, limit, now)
+        return [*chain.from_iterable(runs)], self._pack_tasks(runs)
+
+    def _choose_tasks(self, queue: deque[Task], limit: int, now: float) -> list[list[Task]]:
+        """Decide which tasks the drone gets, and note them as sent. Return them in order: each run
+        of calls whose arguments are pickled together, and each other task alone.
 
         A task of unknown length goes alone. Overlapped tasks go only with their like, up to the
         width. Tasks that are settled already (cancelled while queued) are dropped.
         """
-        batch: list[Task] = []
-        message = TaskBatch()
-        in_flight, load, budget = self.in_flight, self.load, tuning.batch_seconds
-        definition: Any = None  # of the current run of calls that are pickled together
-        seconds: float | None = None
-        overlaps = False
-        numbers: list[int] = []
-        calls: list[tuple[Any, ...]] = []
-        size = 0
-        while len(batch) < limit and size < MAX_BATCH_BYTES:
-            try:
-                task = queue.popleft()
-            except IndexError:
-                break
+        runs: list[list[Task]] = []
+        load = self.load
+        definition: Any = None
+        is_open = False  # the last run may go on
+        size = count = 0
+        left = 0  # tasks that were counted as queued
+        owner: Any = None  # what has counted them: their only drone, or the dispatcher
+        while queue and count < limit and size < MAX_BATCH_BYTES:
+            task = queue.popleft()
+            owner = task.target or self.dispatcher
             if task.promise._state != PENDING:
+                left += task.state is QUEUED
+                task.state = ENDING
                 continue
             if (
                 task.args is None
@@ -381,81 +387,91 @@ class DroneHandle:
             ):
                 continue
             if task.definition is not definition:
-                if numbers:
-                    message.add_calls(definition.number, numbers, calls)
-                    numbers, calls = [], []
-                definition = task.definition
-                seconds, overlaps = definition.seconds, definition.overlaps
-            if overlaps or self.overlapping:
-                alike = overlaps and self.overlapping == len(in_flight)
-                if not alike or self.overlapping >= self.dispatcher.width:
-                    queue.appendleft(task)
-                    break
+                definition, is_open = task.definition, False
+            estimate = self._estimate(task, load)
+            if estimate is None:
+                queue.appendleft(task)
+                break
+            if definition.overlaps:
                 self.overlapping += 1
-                estimate = 0.0
-            elif seconds is None:
-                if in_flight:
-                    queue.appendleft(task)
-                    break
+            elif estimate < 0:
                 self.unknown += 1
-                estimate = -1.0
                 limit = 1
             else:
-                if task.timeout is not None:  # alone, so that no other task uses up its time
-                    if in_flight:
-                        queue.appendleft(task)
-                        break
-                    limit = 1
-                estimate = seconds * task.count
-                if estimate < MIN_TASK_SECONDS:
-                    estimate = MIN_TASK_SECONDS
-                if load + estimate > budget and in_flight:
-                    queue.appendleft(task)
-                    break
                 load += estimate
+                if task.timeout is not None:
+                    limit = 1
+            left += task.state is QUEUED
+            sending = task.sending = Sending(self.reference, self.name, now, estimate)
+            task.state = SENT
+            self.sent_count = task.position = self.sent_count + 1
+            self.in_flight[task.number] = task
+            count += 1
+            shares = _shares_pickle(task)
+            if is_open and shares:
+                runs[-1].append(task)
+            else:
+                runs.append([task])
+            is_open = shares
+            size += task.weight if is_open else _message_bytes(task)
+            if is_open and queue and estimate > 0 and task.weight == Task.weight:
+                room = min(
+                    limit - count,
+                    int((tuning.batch_seconds - load) / estimate),
+                    (MAX_BATCH_BYTES - size) // task.weight,
+                )
+                more, settled = _take_similar(definition, queue, room, sending, self.sent_count)
+                self.sent_count += len(more)
+                self.in_flight.update([(each.number, each) for each in more])
+                runs[-1] += more
+                left += len(more) + settled
+                load += estimate * len(more)
+                count += len(more)
+                size += task.weight * len(more)
+        if left:
+            owner.queued -= left
+        self.load, self.last_contact_at = load, now
+        return runs
+
+    def _estimate(self, task: Task, load: float) -> float | None:
+        """Return the seconds by which `task` adds to the `load`, negative if they are not known.
+        None if the drone does not take it now.
+        """
+        definition, in_flight = task.definition, self.in_flight
+        if definition.overlaps or self.overlapping:
+            alike = definition.overlaps and self.overlapping == len(in_flight)
+            return 0.0 if alike and self.overlapping < self.dispatcher.width else None
+        seconds = definition.seconds
+        # One with a time limit goes alone, so that no other task uses up its time.
+        if in_flight and (seconds is None or task.timeout is not None):
+            return None
+        if seconds is None:
+            return -1.0
+        estimate = max(seconds * task.count, MIN_TASK_SECONDS)
+        return None if in_flight and load + estimate > tuning.batch_seconds else estimate
+
+    def _pack_tasks(self, runs: list[list[Task]]) -> list[bytes]:
+        """Return the message that carries the tasks, with the functions that the drone does not
+        have yet.
+        """
+        message = TaskBatch()
+        for run in runs:
+            task = run[0]
+            definition = task.definition
             if definition.number not in self._defined:
                 task.definition_bytes = self._define(definition, message)
-            sending = task.sending = Sending(self.reference, self.name, now, estimate)
-            number = task.number
-            self.sent_count = task.position = self.sent_count + 1
-            in_flight[number] = task
-            batch.append(task)
-            if not (task.args is None or overlaps or task.keeps or definition.captures):
-                numbers.append(number)
-                calls.append(task.args)
-                size += task.weight
-                if queue and estimate > 0 and task.weight == Task.weight:
-                    room = min(
-                        limit - len(batch),
-                        int((budget - load) / estimate),
-                        (MAX_BATCH_BYTES - size) // task.weight,
-                    )
-                    more = _take_similar(definition, queue, room, self.sent_count)
-                    self.sent_count += len(more)
-                    for each in more:
-                        each.sending = sending
-                    more_numbers = [each.number for each in more]
-                    in_flight.update(zip(more_numbers, more, strict=True))
-                    numbers += more_numbers
-                    calls += [each.args for each in more]  # type: ignore[misc]  # none is None
-                    batch += more
-                    load += estimate * len(more)
-                    size += task.weight * len(more)
+            if _shares_pickle(task):
+                numbers = [each.number for each in run]
+                calls: list[Any] = [each.args for each in run]
+                message.add_calls(definition.number, numbers, calls)
             else:
-                if numbers:
-                    message.add_calls(definition.number, numbers, calls)
-                    numbers, calls = [], []
-                size += self._add(task, message)
-        if numbers:
-            message.add_calls(definition.number, numbers, calls)
-        self.load = load
-        self.last_contact_at = now
-        if batch and (self.ref_table.returned or self._dropped or self._defined.unused):
+                self._add(task, message)
+        if runs and (self.ref_table.returned or self._dropped or self._defined.unused):
             self._add_released(message)
-        return batch, message.frames()
+        return message.frames()
 
-    def _add(self, task: Task, message: TaskBatch) -> int:
-        """Add a task as an item of its own. Return the size of its payload."""
+    def _add(self, task: Task, message: TaskBatch) -> None:
+        """Add a task as an item of its own."""
         payload, kind = task.payload, task.kind
         if task.keeps:
             kind |= KEEP
@@ -470,7 +486,6 @@ class DroneHandle:
         if task.definition.captures:  # otherwise the drone would keep the captured values
             self._defined.remove(task.definition.number)
             message.add(task.definition.number, FORGET, 0, b"")
-        return len(payload)
 
     def _add_kept_values(self, remote_objects: Iterable[Any], message: TaskBatch) -> None:
         """Add the kept values that the drone does not have."""
@@ -555,6 +570,7 @@ class DroneHandle:
             self.load -= sending.estimate
             self.unknown += 1
         part.number, part.position = task.number, task.position
+        part.state, task.state = SENT, ENDING
         part.sending = Sending(self.reference, self.name, sending.at, -1.0, sending.by_bulk)
         self.in_flight[part.number] = part
 
@@ -567,6 +583,7 @@ class DroneHandle:
         known = unknown = 0.0
         for task in tasks:
             if task is not None:
+                task.state = ENDING
                 estimate = task.sending.estimate  # type: ignore[union-attr]  # set, since in flight
                 if estimate < 0:
                     unknown += 1
@@ -584,6 +601,7 @@ class DroneHandle:
         """Remove a task from flight and return it, or None if it is not in flight."""
         task = self.in_flight.pop(number, None)
         if task is not None:
+            task.state = ENDING
             sending = task.sending
             assert sending is not None
             if sending.by_bulk:
@@ -667,24 +685,46 @@ def drain(queue: deque[T]) -> list[T]:
     return items
 
 
-def drop_settled(queue: deque[Task]) -> None:
-    """Remove the settled tasks from `queue`, to which other threads only append meanwhile."""
+def drop_settled(queue: deque[Task]) -> list[Task]:
+    """Remove the settled tasks from `queue`, to which other threads only append meanwhile, and
+    return them.
+    """
     tasks = [queue.popleft() for _ in range(len(queue))]
+    settled = [task for task in tasks if task.promise.done()]
     queue.extendleft(task for task in reversed(tasks) if not task.promise.done())
+    return settled
+
+
+def _shares_pickle(task: Task) -> bool:
+    """Return whether the arguments of `task` are pickled together with those of the calls of the
+    same function behind it.
+    """
+    definition = task.definition
+    return not (task.args is None or task.keeps or definition.overlaps or definition.captures)
+
+
+def _message_bytes(task: Task) -> int:
+    """Return about how many bytes of a message a task takes that is an item of its own."""
+    payload, _ = split_remote_objects(task.payload)
+    return task.weight + (len(payload) if isinstance(payload, bytes) else 0)
 
 
 def _take_similar(
-    definition: RemoteFunction, queue: deque[Task], limit: int, position: int
-) -> list[Task]:
+    definition: RemoteFunction, queue: deque[Task], limit: int, sending: Sending, position: int
+) -> tuple[list[Task], int]:
     """Take at most `limit` calls of `definition` that can be pickled together from the head of
-    `queue`. They get the positions after `position`.
+    `queue`, and note them as sent, with the positions after `position`. Return them, and how many
+    others were taken that counted as queued, but were settled.
     """
     more: list[Task] = []
+    settled = 0
     weight, popleft = Task.weight, queue.popleft
     with suppress(IndexError):
         for _ in range(limit):
             task = popleft()
             if task.promise._state != PENDING:
+                settled += task.state is QUEUED
+                task.state = ENDING
                 continue
             if (
                 task.definition is definition
@@ -693,8 +733,10 @@ def _take_similar(
                 and not task.timeout
             ):
                 more.append(task)
-                task.position = position + len(more)
+                task.state, task.sending = SENT, sending
+                position += 1
+                task.position = position
             else:
                 queue.appendleft(task)
                 break
-    return more
+    return more, settled

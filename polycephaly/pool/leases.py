@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from .dispatcher_base import DispatcherBase
 from .task import Task
+from .task_state import ENDING, LEASED
 
 # Tasks that cannot be leased, after which the search for others behind them is given up.
 _MAX_SKIPPED_TASKS = 1000
@@ -33,11 +34,13 @@ def lease(
     with suppress(IndexError):
         while len(taken) < max_tasks and len(skipped) < _MAX_SKIPPED_TASKS:
             task = dispatcher.queue.popleft()
-            if not task.promise.done():
+            if task.promise.done():
+                dispatcher.leave_queue(task)
+            else:
                 (taken if can_lease(task) else skipped).append(task)
     dispatcher.queue.extendleft(reversed(skipped))
     for task in taken:
-        task.is_leased = True
+        dispatcher.leave_queue(task, LEASED)
     dispatcher.parked.update(taken)
     return taken
 
@@ -59,10 +62,14 @@ def on_lost(dispatcher: DispatcherBase, tasks: list[Task], error: BaseException)
 
 
 def on_settled(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
+    """Forget tasks that are settled, or were given back to the pool that they came from."""
+    for task in tasks:
+        task.state = ENDING
+        dispatcher.unsettled.pop(task, None)
     dispatcher.parked.difference_update(tasks)
 
 
 def _reclaim(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
     for task in tasks:
-        task.is_leased = task.runs_elsewhere = False
+        task.state, task.runs_elsewhere = ENDING, False
     dispatcher.parked.difference_update(tasks)

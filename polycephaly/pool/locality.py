@@ -52,6 +52,7 @@ class Locality:
                 due = task.preferred_since + patience
                 if task.promise.done():
                     busy.preferred.remove(task)
+                    dispatcher.leave_queue(task)
                 elif due > now:
                     soonest = min(soonest, due)
                     break

@@ -25,6 +25,7 @@ from .dispatcher_base import DispatcherBase, pool_error
 from .drone_handle import DroneHandle
 from .interfaces import State
 from .task import Task
+from .task_state import ENDING
 
 
 class Step:
@@ -133,6 +134,7 @@ class Preparation:
             task = Task(self._dispatcher)
             task.definition, task.target = step.task.definition, handle
             task.args, task.kind, task.payload = step.task.args, step.task.kind, step.task.payload
+            task.state = ENDING  # it comes from no queue
             when_settled(task.promise, partial(self._report, handle, step))
             now = self._dispatcher.reactor.timers.now()
             batch, frames = handle.load_batch(deque([task]), 1, now)

@@ -1,6 +1,6 @@
 """The event loop of a controller process, in a thread of its own.
 
-    callers ──append──> dispatcher.queue ┐           ┌──WORK──> fast transport, or ROUTER ──> drones
+    callers ──append──> its inbox ───────┐           ┌──WORK──> fast transport, or ROUTER ──> drones
     callers ──post────> inbox ───────────┤──lock─────┤
     drones ──RESULTS──> fast transports ─┤           └──> deliveries ── after release ──> promises
                         ROUTER ──────────┤
@@ -65,11 +65,12 @@ class Tenant:
     output: Callable[[Line], object] | None
     output_listeners: dict[str, Listener]
     unqueued_tasks: Callable[[], list[Any]]
+    inbound: deque[Any]
     queue: deque[Any]
     wants_tasks = False
-    """Tasks in `queue` can be sent: a thread that adds one wakes the reactor."""
+    """Tasks in `inbound` can be sent: a thread that adds one wakes the reactor."""
     needs_dispatch = False
-    """`dispatch` may have something to send that is not in `queue`."""
+    """`dispatch` may have something to send that is in neither."""
 
     def dispatch(self, now: float) -> None:
         """Send tasks. Called if there are any."""
@@ -240,7 +241,7 @@ class Reactor(EventLoop):
     def _run_tenants(self) -> None:
         for tenant in self.tenants[:]:
             try:
-                if tenant.queue or tenant.needs_dispatch:
+                if tenant.inbound or tenant.queue or tenant.needs_dispatch:
                     tenant.dispatch(self.timers.now())
                 tenant.after_critical_section()
             except Exception as error:
@@ -249,7 +250,7 @@ class Reactor(EventLoop):
     def _has_anything_to_do(self) -> bool:
         # A plain loop, because this is on the path of every round trip.
         for tenant in self.tenants:
-            if (tenant.wants_tasks and tenant.queue) or tenant.needs_dispatch:
+            if (tenant.wants_tasks and tenant.inbound) or tenant.needs_dispatch:
                 return True
         return super()._has_anything_to_do()
 

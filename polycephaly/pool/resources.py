@@ -38,12 +38,6 @@ class Resources:
         # Until it begins that task, it is sent nothing from the pool's queue.
         self.reserved: DroneHandle | None = None
 
-    def count(self, target: DroneHandle | None) -> int:
-        """Return how many tasks wait for `target` only, or, if None, for any drone. Any thread may
-        call this.
-        """
-        return sum(len(queue) for key, queue in list(self.queues.items()) if key[1] is target)
-
     def free(self) -> dict[str, int]:
         """Return how much of each resource no task holds. Any thread may call this."""
         return dict(self._free)
@@ -107,7 +101,7 @@ class Resources:
     def drain(self, handle: DroneHandle) -> list[Task]:
         """Take the tasks that only `handle` may run, which has died."""
         keys = [key for key in self.queues if key[1] is handle]
-        taken = [task for key in keys for task in self.queues.pop(key)]
+        taken = [task for key in keys for task in self._dispatcher.drain(self.queues.pop(key))]
         self._dispatcher.parked.difference_update(taken)
         return taken
 
@@ -120,7 +114,9 @@ class Resources:
     def _drop_settled(self, queue: deque[Task]) -> bool:
         """Drop settled tasks from the head; return False if no others are left."""
         while queue and queue[0].promise.done():
-            self._dispatcher.parked.discard(queue.popleft())
+            task = queue.popleft()
+            self._dispatcher.parked.discard(task)
+            self._dispatcher.leave_queue(task)
         return bool(queue)
 
     def _comes_later(self, task: Task) -> bool:

@@ -40,9 +40,13 @@ class StallDetector:
     def _check(self) -> None:
         dispatcher = self._dispatcher
         self._is_scheduled = False
-        if dispatcher.queue or any(
-            handle.in_flight or handle.dedicated or handle.preferred
-            for handle in dispatcher.handles
+        if (
+            dispatcher.inbound
+            or dispatcher.queue
+            or any(
+                handle.in_flight or handle.dedicated or handle.preferred
+                for handle in dispatcher.handles
+            )
         ):
             if dispatcher.awaiting_inputs:
                 self.schedule_check()

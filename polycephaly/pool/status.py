@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..runtime.version import __version__
 from .drone_handle import DroneHandle
 from .interfaces import State
+from .task_state import QUEUED
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
@@ -24,7 +25,7 @@ COLUMNS = ("drone", "pid", "state", "runs", "done")  # of a table in a notebook
 
 def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
     """Return the dict of `Pool.status`. Any thread may call this."""
-    queued = len(dispatcher.queue) + len(dispatcher.inbound)
+    queued = dispatcher.queued + len(dispatcher.inbound)
     waiting = len(dispatcher.awaiting_inputs)
     in_flight = running = 0
     for task in list(dispatcher.parked):
@@ -33,8 +34,9 @@ def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
             running += task.runs_elsewhere
         elif task not in dispatcher.awaiting_inputs:
             waiting += 1
+            queued -= task.state is QUEUED  # until a resource is free
     for handle in list(dispatcher.handles):
-        queued += len(handle.dedicated) + len(handle.preferred)
+        queued += handle.queued
         in_flight += len(handle.in_flight)
         running += handle.overlapping or handle.last_started() in handle.in_flight
     free = dispatcher.resources.free()

@@ -30,7 +30,7 @@ from ..runtime.timers import Timer
 from ..wire.messages import RECALL, STOP, pack_numbers
 from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase, pool_error
-from .drone_handle import DroneHandle, drain
+from .drone_handle import DroneHandle
 from .engine import Engine
 from .interfaces import State
 from .items import with_item
@@ -314,7 +314,7 @@ class Supervisor:
             (lost if is_lost else not_begun).append(task)
         dedicated = [
             *(task for task in not_begun if task.target),
-            *drain(handle.dedicated),
+            *self._dispatcher.drain(handle.dedicated),
             *self._resources.drain(handle),
             *self._dispatcher.take_delayed(handle),
         ]
@@ -387,7 +387,7 @@ class Supervisor:
         handle.print_output()
         handle.close()
         handle.state = State.DEAD
-        tasks = drain(handle.dedicated)
+        tasks = self._dispatcher.drain(handle.dedicated)
         self._dispatcher.reject_or_retry(tasks, handle.closed_error(), may_retry=False)
         self._dispatcher.release_preferred(handle)
         if handle in self._dispatcher.handles:

@@ -52,6 +52,7 @@ from ..wire.slices import MIN_SEPARATE_LENGTH, Answers, Calls, args_of_call, sli
 from .inputs import propagate_failure, remove_settled_hooks
 from .interfaces import TaskOptions, TaskRunner
 from .task_promise import TaskPromise, address_of_frames, facts_of, release_kept_frames
+from .task_state import LEASED, QUEUED, WAITING
 
 if TYPE_CHECKING:
     from .retry import Retry
@@ -78,6 +79,7 @@ class Task:
     """
 
     promise_type: type[TaskPromise[Any]] = TaskPromise
+    state = QUEUED
     # `DroneHandle`s, or None: the only drone that may run the task (of a client, a `RemoteHandle`),
     # and the drone that has most of its kept values.
     target: Any = None
@@ -123,7 +125,6 @@ class Task:
     shared_refs: Any = None
     # Kept values whose handles are in the answer, held until the answer is unpickled.
     answer_objects: list[object] | None = None
-    is_leased = False  # leased to another process, which may be running it
     is_withdrawn = False  # cancelled, and counted as such
     runs_elsewhere = False  # another process has reported the start
     # While the task waits: the promises to wait for, and the other values in `args`.
@@ -254,6 +255,7 @@ class Task:
         """Have `Dispatcher.on_inputs_ready` called once: when all `inputs` have values, or when one
         has failed and this task is rejected for that.
         """
+        self.state = WAITING
         self.inputs = inputs if self.args is None else self.args
         self.input_numbers = tuple(
             [facts_of(each).call_number for each in inputs if isinstance(each, TaskPromise)]
@@ -470,6 +472,11 @@ class Task:
             if self.args is not None:
                 self.args = ()
             remove_settled_hooks(inputs)
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the task is leased to another process, which may be running it."""
+        return self.state is LEASED
 
     @property
     def handle(self) -> Any:

@@ -37,6 +37,7 @@ from ..pool.interfaces import State
 from ..pool.items import with_item
 from ..pool.status import IDENTITY_FIELDS
 from ..pool.task import Task
+from ..pool.task_state import LEASED
 from ..promises.promise import Promise, fulfill, reject, when_settled
 from ..runtime.clock import monotonic
 from ..timeline.plain import unpack_timeline
@@ -127,7 +128,7 @@ class JoinedHosts:
                 unused = each.sent_functions.pop_unused()
                 each.send_now(messages.pack_work(messages.forget_items(unused)))
         credits = [(each, each.credit) for each in self if each.credit > 0 and each.drones]
-        if credits and self._dispatcher.queue and not self._is_lending:
+        if credits and self._dispatcher.has_queued() and not self._is_lending:
             self._is_lending = True
             self._dispatcher.post(self._lend, credits)
 
@@ -220,7 +221,7 @@ class JoinedHosts:
 
         A host's window was sized for short calls; calls may turn out to wait behind long ones.
         """
-        if self._dispatcher.queue:
+        if self._dispatcher.has_queued():
             return
         idle = sum(
             handle.state is State.READY and not handle.in_flight
@@ -360,7 +361,8 @@ class JoinedHosts:
         task = Task(dispatcher)
         task.definition = dispatcher.registry.define(function.forwarded)
         task.definition.label = function.label
-        task.client_function, task.args, task.is_leased = function, (item.kind, item.payload), True
+        task.client_function, task.args = function, (item.kind, item.payload)
+        task.state = LEASED
         task.first_item = item.map_index
         task.timeout = item.timeout or dispatcher.task_options.timeout
         dispatcher.unsettled[task] = None
