@@ -222,6 +222,21 @@ def test_one_that_is_idle_is_not_told_whatever_it_does(reactor, caplog):
     assert not handle.felt and not caplog.records
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_one_with_a_beat_is_felt_only_for_its_waits(reactor, waits, monkeypatch):
+    handle, _ = busy(reactor, report_waiting=60.0 if waits else None)
+    monkeypatch.setattr(handle, "beat", lambda: reactor.now)
+    monkeypatch.setattr(handle, "activity", lambda threads: (reactor.now, threads))
+    reactor.pass_(31)
+    assert handle.felt == (about(FIRST, FIRST + 15, FIRST + 30) if waits else [])
+    monkeypatch.setattr(handle, "beat", lambda: "none any more")
+    handle.quiet = True
+    reactor.pass_(31 + LOOK + QUIET - reactor.passed - A_MOMENT)
+    assert not handle.unresponsive
+    reactor.pass_(LOOK)
+    assert handle.unresponsive == WHY
+
+
 def test_one_that_is_quiet_is_given_nothing_till_it_has_a_pulse_again(reactor, caplog):
     handle, running = busy(reactor)
     handle.dispatcher.registry.define(sleep).record_duration(

@@ -197,6 +197,12 @@ class DroneHandle:
         """Return the number of the last task whose answer was sent and may still arrive, or 0."""
         return self.status_page.answered
 
+    def beat(self) -> object:
+        """Return a value that changes while the drone lives, if that is known at no cost. None if
+        not; then `heartbeat` tells.
+        """
+        return None
+
     def heartbeat(self) -> tuple[object, Times]:
         """Return a value that changes while the drone lives, and the processor times of its
         threads.

@@ -1,7 +1,7 @@
 """The health monitor: observes the drones of a pool from outside, at intervals.
 
     status page: started, answered, beats ┐
-    /proc: processor time ─────────────────┴─> unchanged for `stalled_seconds`: reported;
+    /proc: processor time, if these stand ─┴─> unchanged for `stalled_seconds`: reported;
                                                unchanged for `hang_timeout`: killed
     /proc: threads let run ──> none for `report_waiting` seconds: the wait is reported
     /proc: memory ──> near `max_memory`: replaced after its tasks; more than that: killed
@@ -47,12 +47,18 @@ less than a hundredth."""
 NEAR_LIMIT_FRACTION = 0.9  # of max_memory
 
 
+LOOKS_PER_WAIT = 4
+"""A drone is looked at for a wait after that part of the time that is left until it is reported."""
+_UNKNOWN = object()  # the heartbeat of a drone that has just beaten
+
+
 class _ActivityTracker:
     """The signs of life of one drone or zygote."""
 
-    __slots__ = ("_heartbeat", "_since", "_threads", "reported")
+    __slots__ = ("_beat", "_heartbeat", "_since", "_threads", "reported")
 
     def __init__(self, now: float) -> None:
+        self._beat: object = None
         self._heartbeat: object = None
         self._threads: Times | None = {}  # times when last active; None: those of the next look
         self._since = now
@@ -62,10 +68,19 @@ class _ActivityTracker:
         """Ignore the processor time that threads have used up to now."""
         self._since, self._threads = when, None
 
+    def has_beaten(self, now: float, beat: object) -> bool:
+        """Return whether `beat` has changed: then nothing else needs to be looked at."""
+        if beat is None or beat == self._beat:
+            return False
+        self._beat, self._heartbeat, self._since, self._threads = beat, _UNKNOWN, now, None
+        return True
+
     def inactive_seconds(self, now: float, heartbeat: object, threads: Times) -> float:
         """Return the seconds since `heartbeat` has changed or one of `threads` has computed."""
         if self._threads is None:
             self._threads = threads
+        if self._heartbeat is _UNKNOWN:
+            self._heartbeat = heartbeat
         if heartbeat != self._heartbeat or any(
             self._computes(now, thread, *threads[thread]) for thread in threads
         ):
@@ -87,9 +102,10 @@ class _WaitTracker:
     whether or not this process looked meanwhile.
     """
 
-    __slots__ = ("_children", "_own", "request")
+    __slots__ = ("_children", "_own", "next_look", "request")
 
     def __init__(self, now: float) -> None:
+        self.next_look = now
         self._own = _ActivityTracker(now)
         self._children = _ActivityTracker(now)
         self.request: StackRequest | None = None  # for its frames
@@ -172,10 +188,15 @@ class HealthMonitor:
     # -- heartbeats --------------------------------------------------------------------------------
 
     def _check_drone(self, handle: DroneHandle, tracker: _ActivityTracker, now: float) -> None:
-        heartbeat, threads = handle.heartbeat()
-        if self._config.report_waiting is not None:
-            self._check_wait(handle, now, handle.activity(threads), self._config.report_waiting)
-        inactive = tracker.inactive_seconds(now, heartbeat, threads)
+        report_waiting, wait = self._config.report_waiting, self._wait_trackers.get(handle)
+        looks_for_wait = report_waiting is not None and (wait is None or now >= wait.next_look)
+        inactive = 0.0
+        # The files of /proc take 20 us for each thread, and most drones have a beat.
+        if looks_for_wait or not tracker.has_beaten(now, handle.beat()):
+            heartbeat, threads = handle.heartbeat()
+            if looks_for_wait and report_waiting is not None:
+                self._check_wait(handle, now, handle.activity(threads), report_waiting)
+            inactive = tracker.inactive_seconds(now, heartbeat, threads)
         if inactive < self._stall_seconds:
             if handle.unresponsive is not None:
                 self._mark_responsive(handle)
@@ -231,6 +252,7 @@ class HealthMonitor:
         if wait is None:
             wait = self._wait_trackers[handle] = _WaitTracker(now)
         seconds = wait.seconds(now, activity, handle.children_activity)
+        wait.next_look = now + (after - seconds) / LOOKS_PER_WAIT
         if seconds < after:
             if wait.request is not None:
                 self._end_wait(handle)

@@ -123,6 +123,10 @@ class LocalHandle(DroneHandle):
 
     # -- state of the drone ------------------------------------------------------------------------
 
+    def beat(self) -> object:
+        page = self.status_page
+        return page.started, page.answered, page.beats
+
     def heartbeat(self) -> tuple[object, Times]:
         assert self.pid is not None
         page, pid = self.status_page, self.pid
