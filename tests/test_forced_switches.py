@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import CancelledError, InvalidStateError, _base
 from pickle import dumps
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import switches
@@ -78,6 +79,7 @@ class Runner(TaskRunner):
     registry = FunctionRegistry(MainSnapshot(()), None)
     reactor = SimpleNamespace(belongs_to_parent=False)
     withdraw = None
+    unsettled: ClassVar[dict] = {}
 
     def post(self, callback, *args):
         pass

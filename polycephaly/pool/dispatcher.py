@@ -206,7 +206,7 @@ class Dispatcher(DispatcherBase):
                 if self.has_ended:
                     self.reject_unsettled()
             else:
-                self._enqueue(task)
+                self._enqueue(task, target is None and task_options is None)
         except BaseException:  # Ctrl-C, for example: the caller will not get the promise
             # Near the recursion limit, `cancel` may fail here too; this call is of C code alone.
             cancel = task.promise.cancel
@@ -286,21 +286,16 @@ class Dispatcher(DispatcherBase):
     def has_room(self) -> bool:
         return self.backpressure is None or self.backpressure.has_room(None)
 
-    def _enqueue(self, task: Task) -> None:
-        """Put `task` into the inbox."""
-        task.state = QUEUED
-        if (
-            task.target is not None
-            or task.priority
-            or task.resources
-            or type(task.payload) is PayloadWithRefs
-        ):
+    def _enqueue(self, task: Task, has_no_options: bool = False) -> None:
+        """Put `task` into the inbox. `has_no_options`: nor a drone of its own."""
+        is_plain = has_no_options or not (task.target or task.priority or task.resources)
+        if is_plain and type(task.payload) is not PayloadWithRefs:
+            self.inbound.append(task)
+        else:
             # First, so that the loop does not take it for one that just goes to the end.
             self.inbox_is_plain = False
             self.inbound.append(task)
             self.needs_dispatch = True
-        else:
-            self.inbound.append(task)
         if self.wants_tasks or self.needs_dispatch:  # else an answer makes room, and wakes it
             self.reactor.wake()
         if self.has_ended:
@@ -309,6 +304,7 @@ class Dispatcher(DispatcherBase):
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
         if not task.promise.done():
+            task.state = QUEUED
             self._enqueue(task)
         self.awaiting_inputs.discard(task)
         if self.closing or (task.target is not None and task.target.state is State.RETIRING):
@@ -654,19 +650,31 @@ class Dispatcher(DispatcherBase):
         count = len(inbound)
         if not count:
             return
-        takes_all = not (self.abandoned or self.broken or self.has_ended)
+        if (self.abandoned or self.broken is not None) and not self.has_ended:
+            refusal = self.broken or self.refusal
+            assert refusal is not None
+            for _ in range(count):
+                self._count_taken(task := inbound.popleft())
+                self.reject_later(task, partial(copy_error, refusal))
+            return
         # `inbox_is_plain` is looked at after the count: see `_enqueue`.
-        if takes_all and self.inbox_is_plain and not (queue and queue[-1].priority < 0):
+        is_last = not queue or queue[-1].priority >= 0
+        if self.inbox_is_plain and is_last and not self.has_ended:
             queue.extend([inbound.popleft() for _ in range(count)])
             self.queued += count
             return
         while inbound and not self.has_ended:
             self.inbox_is_plain = True
             for _ in range(len(inbound)):
-                task = inbound.popleft()
-                owner: Any = task.target or self
-                owner.queued += 1
+                self._count_taken(task := inbound.popleft())
                 self._queue_in_order(task)
+
+    def _count_taken(self, task: Task) -> None:
+        """Count `task`, which comes from the inbox, as queued. If it was cancelled before, it was
+        subtracted then.
+        """
+        owner: Any = task.target or self
+        owner.queued += 1
 
     def _queue_in_order(self, task: Task) -> None:
         """Queue `task`, which comes from the inbox, or was parked or delayed."""
@@ -927,6 +935,11 @@ class Dispatcher(DispatcherBase):
         self.reactor.deliver(self._reject_lost)
         self.abandon()
 
+    def settle_lost(self, error: BaseException) -> None:
+        for task in [*self.unsettled]:
+            if task.state is ENDING and task not in self.openings_left:
+                fail(task, copy_error(error))
+
     def _reject_lost(self) -> None:
         """Reject the tasks that were forgotten, by an error in the middle of what was done with
         them. Called without the lock, behind all deliveries that settle tasks.
@@ -960,7 +973,7 @@ class Dispatcher(DispatcherBase):
 
     def target_size(self) -> int:
         """Return how many drones there should be now."""
-        return 0 if self.abandoned or (self.closing and not self._unfinished()) else self.size
+        return 0 if self.abandoned or (self.closing and not self._needs_drones()) else self.size
 
     def _adopt(self, snapshot: Any, adopted: Signal[None]) -> None:
         if self.supervisor.replace_all(snapshot):
@@ -1006,6 +1019,12 @@ class Dispatcher(DispatcherBase):
                 if task.promise.done():
                     self.unsettled.pop(task, None)
         return bool(self.unsettled)
+
+    def _needs_drones(self) -> bool:
+        """Return whether a task runs, or has yet to run."""
+        return any(handle.in_flight for handle in self.handles) or any(
+            task.state is not ENDING or task in self.parked for task in [*self.unsettled]
+        )
 
     def _unfinished(self) -> bool:
         # If a thread had checked `refusal` before, the task that it adds is rejected at the end.

@@ -428,7 +428,8 @@ class DroneHandle:
                 )
                 more, settled = _take_similar(definition, queue, room, sending, self.sent_count)
                 self.sent_count += len(more)
-                self.in_flight.update([(each.number, each) for each in more])
+                numbers = [each.number for each in more]
+                self.in_flight.update(zip(numbers, more, strict=True))
                 runs[-1] += more
                 left += len(more) + settled
                 load += estimate * len(more)

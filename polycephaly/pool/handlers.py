@@ -10,7 +10,7 @@ are unpickled in `settle`. Small immutable values, which share a pickle, are unp
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import Malformed, skip_own_frames
 from ..memory.references import Received
 from ..promises import opener_thread
-from ..promises.promise import FINISHED, Promise, callbacks, fulfill
+from ..promises.promise import FINISHED, callbacks, fulfill, settle_promise
 from ..wire.exceptions import unpack_exception
 from ..wire.messages import (
     ERROR,
@@ -211,7 +211,8 @@ def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, no
         handle.highest_answered = last.position
     handle.count_done(len(tasks))
     outcomes = zip(tasks, values, started, finished, strict=True)
-    dispatcher.reactor.deliver(partial(_settle_values, outcomes, now))
+    forget = dispatcher.unsettled.pop
+    dispatcher.reactor.deliver(partial(_settle_values, outcomes, now, forget))
 
 
 def _handle_event_log(dispatcher: Dispatcher, handle: DroneHandle, payload: Any) -> None:
@@ -309,19 +310,6 @@ def _open_and_settle(task: Task) -> None:
     del task  # as above
 
 
-def settle_promise(promise: Promise[Any], value: Any, error: BaseException | None) -> None:
-    """Settle `promise`. An exception in one of its callbacks is logged, so that those after it are
-    settled too.
-    """
-    try:
-        promise._settle(FINISHED, value, error)
-    except BaseException as raised:
-        if promise.done():
-            callbacks.exception("a callback of %r failed", promise)
-        else:  # no memory
-            promise._settle(FINISHED, None, raised)
-
-
 def _open(task: Task) -> tuple[Any, BaseException | None]:
     """Return the value and the error of the answer."""
     payload, task.payload = task.payload, b""
@@ -344,7 +332,9 @@ def _open(task: Task) -> tuple[Any, BaseException | None]:
 
 
 def _settle_values(
-    outcomes: Iterable[tuple[Task | None, Any, float, float]], received: float
+    outcomes: Iterable[tuple[Task | None, Any, float, float]],
+    received: float,
+    forget: Callable[[Task, None], None],
 ) -> None:
     for task, value, started, finished in outcomes:
         if task is None:
@@ -371,7 +361,7 @@ def _settle_values(
                         promise._call_hooks()
                 finally:
                     promise._task = None
-                    task.dispatcher.unsettled.pop(task, None)
+                    forget(task, None)
             else:
                 promise._unclaimed = None
                 fulfill(promise, value)

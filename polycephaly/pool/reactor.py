@@ -78,6 +78,11 @@ class Tenant:
     def after_critical_section(self) -> None:
         """Act on the changes of a critical section, at its end."""
 
+    def settle_lost(self, error: BaseException) -> None:
+        """Reject the tasks whose delivery was lost, which has raised `error`. Called without the
+        lock, behind all deliveries before.
+        """
+
     def fail(self, error: Exception) -> None:
         """Give up, because a method has raised `error`."""
 
@@ -246,6 +251,10 @@ class Reactor(EventLoop):
                 tenant.after_critical_section()
             except Exception as error:
                 tenant.fail(error)
+
+    def _on_delivery_failed(self, error: BaseException) -> None:
+        for tenant in self.tenants[:]:
+            self.deliver(partial(tenant.settle_lost, error))
 
     def _has_anything_to_do(self) -> bool:
         # A plain loop, because this is on the path of every round trip.

@@ -30,6 +30,7 @@ from ..promises.promise import (
     Promise,
     reject,
     request_opening,
+    settle_promise,
     stored_error,
     stored_value,
     unopened,
@@ -563,7 +564,7 @@ def fail(task: Task, error: BaseException) -> None:
     try:
         task.note_failure(error)
     finally:  # also if there is no memory for that
-        reject(task.promise, error)
+        settle_promise(task.promise, None, error)
 
 
 def _value_in_call(arg: Any) -> Any:

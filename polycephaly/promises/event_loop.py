@@ -336,6 +336,8 @@ class EventLoop:
     def _call_guarded(self, callback: Callable[[], object]) -> None:
         try:
             callback()
+        except MemoryError:  # what the callback had to do is lost, and something waits for it
+            raise
         except Exception:
             log.exception("a bug in polycephaly: %r failed", callback)
 
@@ -359,9 +361,13 @@ class EventLoop:
             except BaseException as error:  # SystemExit too: this thread serves all
                 forked.exit_if_forked(generation, error)
                 callbacks.exception("a callback failed")
+                self._on_delivery_failed(error)
             forked.exit_if_forked(generation)
             if self._deliveries:  # the next one may take long
                 self._wake_waiters()
+
+    def _on_delivery_failed(self, error: BaseException) -> None:
+        """Act on the loss of a delivery that has raised `error`. Called without the lock."""
 
     def _run_jobs_outside_lock(self) -> None:
         while self._jobs_outside_lock:

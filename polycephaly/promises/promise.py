@@ -1105,6 +1105,19 @@ def fulfill(promise: Promise[Any], value: object = None) -> bool:
     return promise._settle(FINISHED, value, None)
 
 
+def settle_promise(promise: Promise[Any], value: Any, error: BaseException | None) -> None:
+    """Settle `promise`, unless it is settled. An exception in one of its callbacks is logged, so
+    that those after it are settled too. If there is no memory, it is rejected for that.
+    """
+    try:
+        promise._settle(FINISHED, value, error)
+    except BaseException as raised:
+        if promise.done():
+            callbacks.exception("a callback of %r failed", promise)
+        else:
+            promise._settle(FINISHED, None, raised)
+
+
 def reject(promise: Promise[Any], error: BaseException) -> bool:
     """Settle `promise` with `error`. Return False if the promise was settled before."""
     return promise._settle(FINISHED, None, error)

@@ -34,11 +34,18 @@ from ...drone.forwarded import NO_SHARED_NAMES
 from ...errors import DroneDied, Malformed, copy_error
 from ...pool.dispatcher import MAX_UNSWEPT_TASKS
 from ...pool.drone_handle import drain, drop_settled
-from ...pool.handlers import settle, settle_promise
+from ...pool.handlers import settle
 from ...pool.interfaces import End, TaskOptions, TaskRunner
 from ...pool.reactor import finish_submitted
 from ...pool.task import Task
-from ...promises.promise import FINISHED, Promise, reject, stored_error, when_settled
+from ...promises.promise import (
+    FINISHED,
+    Promise,
+    reject,
+    settle_promise,
+    stored_error,
+    when_settled,
+)
 from ...runtime.signal_handlers import is_of_signal_handler
 from ...runtime.timers import Timer
 from ...runtime.tuning import tuning
