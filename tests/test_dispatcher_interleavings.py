@@ -3,6 +3,7 @@
 """
 
 import random
+from collections import deque
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +14,7 @@ from scripted_drones import brief, interleave, lasting, overlapped
 from polycephaly import DroneDied, Promise
 from polycephaly.pool.collecting import take_timeline
 from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.supervisor import LATE_RESULTS_SECONDS
 from polycephaly.pool.task import Slice, Task
 from polycephaly.wire.messages import (
@@ -177,6 +179,23 @@ def test_calls_of_one_function_go_in_order_whatever_their_arguments_are(reactor,
             else:
                 numbers.append(number)
     assert numbers == [task.number for task in tasks]
+
+
+def test_a_task_for_one_drone_that_comes_as_the_inbox_is_emptied_is_that_drones(reactor):
+    dispatcher = dispatcher_of(reactor, 2)
+    one, _ = dispatcher.handles
+    give(dispatcher, brief, 0, target=one)  # it takes no other task meanwhile
+
+    class Inbox(deque):
+        def append(self, task):
+            reactor.turn()
+            super().append(task)
+
+    submitted(dispatcher, brief, 1, task_options=TaskOptions(priority=1))
+    dispatcher.inbound = Inbox(dispatcher.inbound)
+    late = submitted(dispatcher, brief, 2, target=one)
+    reactor.turn()
+    assert [*one.dedicated] == [late]
 
 
 @pytest.mark.parametrize("why", ["", "it is too large"])

@@ -112,9 +112,9 @@ class Dispatcher(DispatcherBase):
         # Those of the `Pool` that may not have been read in full, by `id`.
         self.maps: Mapping[int, weakref.ref[Any]] = {}
         self._cancelled_since_sweep = 0
-        # All tasks in the inbox go to the end of `queue`: they have no priority, drone, resource or
-        # kept value.
-        self.inbox_is_plain = True
+        # An entry for each task that is in the inbox, or about to come, and has a priority, drone,
+        # resource or kept value. If there is none, all just go to the end of `queue`.
+        self._special: deque[None] = deque()
         self._unsettled_before = 0  # tasks, when `_has_unsettled` was called last
         self.has_left_reactor = False
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
@@ -271,10 +271,10 @@ class Dispatcher(DispatcherBase):
         """Return how many tasks for `target` only, or, if None, for any drone, count for
         back-pressure.
         """
-        if self.inbox_is_plain:
-            waiting = len(self.inbound) if target is None else 0
-        else:  # the loop has been woken, so there are few
+        if self._special:  # the loop has been woken, so there are few in the inbox
             waiting = sum(task.target is target for task in [*self.inbound])
+        else:
+            waiting = len(self.inbound) if target is None else 0
         if target is not None:
             return waiting + target.queued
         return waiting + self.queued + len(self.delayed)
@@ -293,7 +293,8 @@ class Dispatcher(DispatcherBase):
             self.inbound.append(task)
         else:
             # First, so that the loop does not take it for one that just goes to the end.
-            self.inbox_is_plain = False
+            self._special.append(None)
+            task.is_special = True
             self.inbound.append(task)
             self.needs_dispatch = True
         if self.wants_tasks or self.needs_dispatch:  # else an answer makes room, and wakes it
@@ -654,27 +655,28 @@ class Dispatcher(DispatcherBase):
             refusal = self.broken or self.refusal
             assert refusal is not None
             for _ in range(count):
-                self._count_taken(task := inbound.popleft())
-                self.reject_later(task, partial(copy_error, refusal))
+                self.reject_later(self._take_inbound(), partial(copy_error, refusal))
             return
-        # `inbox_is_plain` is looked at after the count: see `_enqueue`.
+        # `_special` is looked at after the count: see `_enqueue`.
         is_last = not queue or queue[-1].priority >= 0
-        if self.inbox_is_plain and is_last and not self.has_ended:
+        if not self._special and is_last and not self.has_ended:
             queue.extend([inbound.popleft() for _ in range(count)])
             self.queued += count
             return
-        while inbound and not self.has_ended:
-            self.inbox_is_plain = True
-            for _ in range(len(inbound)):
-                self._count_taken(task := inbound.popleft())
-                self._queue_in_order(task)
+        for _ in range(0 if self.has_ended else count):
+            self._queue_in_order(self._take_inbound())
 
-    def _count_taken(self, task: Task) -> None:
-        """Count `task`, which comes from the inbox, as queued. If it was cancelled before, it was
+    def _take_inbound(self) -> Task:
+        """Take a task from the inbox, and count it as queued. If it was cancelled before, it was
         subtracted then.
         """
+        task = self.inbound.popleft()
+        if task.is_special:
+            task.is_special = False
+            self._special.popleft()
         owner: Any = task.target or self
         owner.queued += 1
+        return task
 
     def _queue_in_order(self, task: Task) -> None:
         """Queue `task`, which comes from the inbox, or was parked or delayed."""
@@ -810,7 +812,7 @@ class Dispatcher(DispatcherBase):
 
     def _sweep_queues(self) -> None:
         """Remove the cancelled tasks, which would pile up while all drones are busy, if they may be
-        a third of all. Not after the end, because other threads take tasks then.
+        a third of all.
         """
         queues = [
             self.queue,

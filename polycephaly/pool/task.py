@@ -126,6 +126,7 @@ class Task:
     shared_refs: Any = None
     # Kept values whose handles are in the answer, held until the answer is unpickled.
     answer_objects: list[object] | None = None
+    is_special = False  # it is in the inbox, with an entry in `Dispatcher._special`
     is_withdrawn = False  # cancelled, and counted as such
     runs_elsewhere = False  # another process has reported the start
     # While the task waits: the promises to wait for, and the other values in `args`.

@@ -39,10 +39,7 @@ class FairOrder:
             self._dispatcher.post(self._order)
 
     def _order(self) -> None:
-        """Reorder the queues, holding the reactor's lock.
-
-        Until the dispatcher has ended, other threads only append to the queue and take nothing.
-        """
+        """Reorder the queues, which only the reactor's thread changes."""
         started_at, dispatcher = monotonic(), self._dispatcher
         if not dispatcher.has_ended:
             dispatcher.queue_inbound()
@@ -65,6 +62,5 @@ def _take_turns(queue: deque[Task]) -> None:
             if tasks:
                 turns.append(tasks)
         ordered.sort(key=attrgetter("priority"), reverse=True)  # stable
-        for _ in ordered:
-            queue.popleft()  # others only append
-        queue.extendleft(reversed(ordered))
+        queue.clear()
+        queue.extend(ordered)
