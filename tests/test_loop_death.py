@@ -226,7 +226,7 @@ def give_back(value):
 
 class Nth:
     \"\"\"A profiler that raises in place of the `at`th call that the thread makes, unless a block
-    of the package ends there (`__exit__`), a pool, or the thread.
+    of the package ends there (`__exit__`), a pool, or the thread, or a hook of a promise begins.
     \"\"\"
 
     def __init__(self, at):
@@ -234,6 +234,8 @@ class Nth:
 
     def __call__(self, frame, event, of):
         if event not in ("call", "c_call") or getattr(of, "__name__", "") == "__exit__":
+            return
+        if "_call_hooks" in (frame.f_code.co_name, frame.f_back and frame.f_back.f_code.co_name):
             return
         within = frame
         while within is not None:

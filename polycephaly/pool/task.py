@@ -271,17 +271,17 @@ class Task:
                 when_settled(each, on_settled)
 
     def _on_input_settled(self, settled: Promise[Any]) -> None:
-        if not self.promise.done():
-            try:
-                if settled.cancelled() or stored_error(settled) is not None:
-                    propagate_failure(self, settled)
-                # One atomic step of the counter, which also shows the last thread that it is the
-                # last.
-                elif next(self._countdown, None) is None:
-                    self._fill_inputs()
-            except BaseException as error:  # no memory: this call is the only one for that input
-                reject(self.promise, error)
-                raise
+        try:
+            if self.promise.done():
+                return
+            if settled.cancelled() or stored_error(settled) is not None:
+                propagate_failure(self, settled)
+            # One atomic step of the counter, which also shows the last thread that it is the last.
+            elif next(self._countdown, None) is None:
+                self._fill_inputs()
+        except BaseException as error:  # no memory: this call is the only one for that input
+            reject(self.promise, error)
+            raise
 
     def _fill_inputs(self) -> None:
         """Put the values of the inputs into the call."""
