@@ -147,6 +147,9 @@ class FakeReactor(FakeTime):
     def post(self, act):
         self._inbox.append(act)
 
+    def request_turn(self):
+        """Turns are taken until nothing is left to deliver."""
+
     def deliver(self, act):
         self._deliveries.append(act)
 

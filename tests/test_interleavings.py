@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -45,6 +46,47 @@ class Held:
         self.begun.set()
         self.let_go.wait(30)
         return int, (3,)
+
+
+def test_the_end_after_the_last_result_waits_for_no_timer(monkeypatch):
+    monkeypatch.setattr("polycephaly.promises.event_loop.MAX_SLEEP_SECONDS", 1000.0)
+    monkeypatch.setattr(tuning, "health_check_seconds", 1000.0)
+    with poly.Pool(1) as pool:
+        pool.submit(time.sleep, 0.2)
+    drone = poly.Drone()
+    drone.promise(time.sleep, 0.2)
+    drone.release()
+
+
+class SlowError(Exception):
+    """Opening it takes until `go_on` is set, in the process that has set `opens`."""
+
+    opens, go_on = threading.Event(), threading.Event()
+
+    def __reduce__(self):
+        return open_slowly, (os.getpid(), self.args[0])
+
+
+def open_slowly(drone, text):
+    if os.getpid() != drone:
+        SlowError.opens.set()
+        SlowError.go_on.wait(30)
+    return SlowError(text)
+
+
+def raise_slow_error():
+    raise SlowError("mine")
+
+
+def test_an_answer_that_is_being_opened_comes_though_the_pool_is_killed():
+    pool = poly.Pool(1)
+    failed = pool.submit(raise_slow_error)
+    assert SlowError.opens.wait(30)
+    pool._dispatcher.kill()
+    wait_for(lambda: pool._dispatcher.has_ended)
+    SlowError.go_on.set()
+    assert isinstance(failed.exception(30), SlowError)
+    pool.shutdown()
 
 
 @pytest.mark.parametrize("inputs", [0, 1])

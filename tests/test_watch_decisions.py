@@ -783,6 +783,20 @@ def get_sigterm(dispatcher, times, ready):
         dispatcher.handles[-1].dies(-signal.SIGTERM)
 
 
+@pytest.mark.parametrize("on_request", [True, False])
+def test_kills_on_request_do_not_show_that_drones_cannot_start(reactor, on_request):
+    dispatcher = dispatcher_of(reactor, 1, ready=False)
+    for _ in range(MAX_FAILED_STARTS):
+        assert dispatcher.refusal is None
+        handle = dispatcher.handles[-1]
+        handle.starts()
+        handle.kill("it was told to", on_request)
+        handle.dies()
+        handle.kill("it is dead")
+        assert handle.kill_reason == "it was told to" and len(handle.kills) == 1
+    assert (dispatcher.refusal is None) == on_request
+
+
 @pytest.mark.guarantee("end-3")
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("on_death", ["replace", "break"])

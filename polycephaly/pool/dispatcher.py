@@ -67,7 +67,7 @@ from .stale import StaleWarning
 from .stall_detection import StallDetector
 from .supervisor import Supervisor
 from .task import Slice, Task, fail
-from .task_state import ENDING, QUEUED
+from .task_state import ENDING, QUEUED, WAITING
 from .validation import VALIDATES, validate
 
 log = logging.getLogger(__name__)
@@ -199,9 +199,11 @@ class Dispatcher(DispatcherBase):
                 self.check_width(definition)
             if target is not None:
                 task.target = target
+            if inputs:
+                task.state = WAITING
+                self.awaiting_inputs.add(task)
             self.unsettled[task] = None
             if inputs:
-                self.awaiting_inputs.add(task)
                 task.wait_for(inputs)
                 if self.has_ended:
                     self.reject_unsettled()
@@ -271,7 +273,7 @@ class Dispatcher(DispatcherBase):
         """Return how many tasks for `target` only, or, if None, for any drone, count for
         back-pressure.
         """
-        if self._special:  # the loop has been woken, so there are few in the inbox
+        if self._special:  # the loop was woken, so there should be few in the inbox
             waiting = sum(task.target is target for task in [*self.inbound])
         else:
             waiting = len(self.inbound) if target is None else 0
@@ -305,7 +307,6 @@ class Dispatcher(DispatcherBase):
     def on_inputs_ready(self, task: Task) -> None:
         """Queue `task`, whose inputs are all there, unless the task is settled."""
         if not task.promise.done():
-            task.state = QUEUED
             self._enqueue(task)
         self.awaiting_inputs.discard(task)
         if self.closing or (task.target is not None and task.target.state is State.RETIRING):
@@ -372,6 +373,10 @@ class Dispatcher(DispatcherBase):
         """Return whether no call is unsettled, no map unfinished, and this thread may wait for a
         snapshot. Any thread may call this, without the reactor's lock.
         """
+        # Of many, one is enough. Another thread may change them meanwhile.
+        with suppress(StopIteration, RuntimeError):
+            if not next(iter(self.unsettled)).promise.done():
+                return False
         streams = [each() for each in list(self.maps.values())]
         return (
             self.reactor.can_wait()
@@ -660,22 +665,26 @@ class Dispatcher(DispatcherBase):
         # `_special` is looked at after the count: see `_enqueue`.
         is_last = not queue or queue[-1].priority >= 0
         if not self._special and is_last and not self.has_ended:
-            queue.extend([inbound.popleft() for _ in range(count)])
-            self.queued += count
+            self.queued += count  # before: a caller that looks for room counts none too few
+            for _ in range(count):
+                task = inbound.popleft()
+                if task.state is ENDING:  # cancelled before it came
+                    self.queued -= 1
+                else:
+                    task.state = QUEUED
+                    queue.append(task)
             return
         for _ in range(0 if self.has_ended else count):
             self._queue_in_order(self._take_inbound())
 
     def _take_inbound(self) -> Task:
-        """Take a task from the inbox, and count it as queued. If it was cancelled before, it was
-        subtracted then.
-        """
+        """Take a task from the inbox, and count it as queued, unless it was cancelled before."""
         task = self.inbound.popleft()
         if task.is_special:
             task.is_special = False
             self._special.popleft()
-        owner: Any = task.target or self
-        owner.queued += 1
+        if task.state is not ENDING:
+            self.enter_queue(task)
         return task
 
     def _queue_in_order(self, task: Task) -> None:
@@ -776,6 +785,7 @@ class Dispatcher(DispatcherBase):
         self.requeue([task for task in others if not task.promise.done()])
         for task in recomputed:
             if not task.promise.done():
+                task.state = WAITING
                 self.awaiting_inputs.add(task)
                 try:
                     task.recompute_inputs(lost)
@@ -1028,6 +1038,16 @@ class Dispatcher(DispatcherBase):
             task.state is not ENDING or task in self.parked for task in [*self.unsettled]
         )
 
+    def _are_being_settled(self) -> bool:
+        """Return whether nothing is queued or runs, and deliveries are about to settle tasks."""
+        if self.queued or self.inbound or any(handle.in_flight for handle in self.handles):
+            return False
+        waiting = self.openings_left
+        return any(
+            task.state is ENDING and task not in waiting and task not in self.parked
+            for task in [*self.unsettled]
+        )
+
     def _unfinished(self) -> bool:
         # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
         if self.abandoned:
@@ -1037,6 +1057,9 @@ class Dispatcher(DispatcherBase):
     def _end_if_done(self) -> None:
         """End the drones, and then this dispatcher, if all tasks are done and no more are taken."""
         if self._unfinished():
+            if self._are_being_settled():
+                # After these deliveries, no turn would be due.
+                self.reactor.deliver(self.reactor.request_turn)
             if self.awaiting_inputs:
                 self.stall_detector.schedule_check()
             # A kept value was requested after the last drone had ended, and is computed again.

@@ -121,9 +121,10 @@ class DispatcherBase(TaskRunner, Tenant):
         """
         assert self.refusal is not None  # set before the end
         for task in [*self.unsettled]:
-            reject(task.promise, copy_error(self.refusal))
-            task.release_inputs()
-            self.unsettled.pop(task, None)
+            if task not in self.openings_left:  # else the opener has its answer
+                reject(task.promise, copy_error(self.refusal))
+                task.release_inputs()
+                self.unsettled.pop(task, None)
 
     def note_failure(
         self,

@@ -183,7 +183,7 @@ class Drone(DroneBase):
 
         The tasks that it runs are rejected with `DroneDied`.
         """
-        self._dispatcher.post(self._handle.kill, "kill() was called")
+        self._dispatcher.post(self._handle.kill, "kill() was called", True)
         self._handle.ended.result()
 
     def release(self, wait: bool = True) -> None:

@@ -152,6 +152,7 @@ class DroneHandle:
         self.reported_wait: tuple[int, Waiting] | None = None
         self.clock_offset = 0.0  # seconds by which its clock is ahead of the controller's
         self.is_killed = False  # by the controller: its end is near
+        self.killed_on_request = False
         self.kill_reason = ""  # why, if there is more to say than the pool's end
         self.exit_reason = ""  # how it ended, if there is no exit status
         self.cause: BaseException | None = None  # the engine's error that reported its end
@@ -171,14 +172,17 @@ class DroneHandle:
         holding the reactor's lock.
         """
 
-    def kill(self, reason: str = "") -> None:
-        """Kill the drone at once, with its running tasks. Their errors give the first `reason`.
+    def kill(self, reason: str = "", on_request: bool = False) -> None:
+        """Kill the drone, unless it is dead, at once, with its running tasks. Their errors give the
+        first `reason`. If that is a user's request, it says nothing about the next drones.
 
         From here on it is sent no tasks.
         """
-        self.is_killed = True
-        self.kill_reason = self.kill_reason or reason
-        self._kill()
+        if self.alive:
+            self.is_killed = True
+            self.kill_reason = self.kill_reason or reason
+            self.killed_on_request = self.killed_on_request or on_request
+            self._kill()
 
     def _kill(self) -> None:
         raise NotImplementedError

@@ -253,8 +253,9 @@ class Reactor(EventLoop):
                 tenant.fail(error)
 
     def _on_delivery_failed(self, error: BaseException) -> None:
+        # By the inbox: a task that failed may be about to run again, which comes first.
         for tenant in self.tenants[:]:
-            self.deliver(partial(tenant.settle_lost, error))
+            self.post(partial(self.deliver, partial(tenant.settle_lost, error)))
 
     def _has_anything_to_do(self) -> bool:
         # A plain loop, because this is on the path of every round trip.

@@ -228,7 +228,7 @@ class Supervisor:
             handle.retire_when_ready = True  # after it is ready, because it has dedicated tasks
         elif handle.state < State.READY:
             handle.state = State.STOPPING
-            handle.kill("its pool needs fewer drones")
+            handle.kill()
         self.start_missing()
 
     def resize(self, size: int) -> None:
@@ -355,8 +355,9 @@ class Supervisor:
             log.info("%s", error)
             self._count_terminated(error)
         elif before < State.READY and self._dispatcher.target_size():
-            # Killed from outside: that says little about whether drones can start.
-            killed = error.exitcode == -signal.SIGKILL and not handle.is_killed
+            # Killed by others: that says little about whether drones can start.
+            by_others = handle.killed_on_request or not handle.is_killed
+            killed = by_others and error.exitcode == -signal.SIGKILL
             reason = pool_error(f"drones of {self._config.name} die before they are ready", error)
             self._count_failed_start(reason, MAX_KILLED_STARTS if killed else MAX_FAILED_STARTS)
         elif on_death == "end":

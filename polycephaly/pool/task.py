@@ -53,7 +53,7 @@ from ..wire.slices import MIN_SEPARATE_LENGTH, Answers, Calls, args_of_call, sli
 from .inputs import propagate_failure, remove_settled_hooks
 from .interfaces import TaskOptions, TaskRunner
 from .task_promise import TaskPromise, address_of_frames, facts_of, release_kept_frames
-from .task_state import LEASED, QUEUED, WAITING
+from .task_state import INBOUND, LEASED
 
 if TYPE_CHECKING:
     from .retry import Retry
@@ -80,7 +80,7 @@ class Task:
     """
 
     promise_type: type[TaskPromise[Any]] = TaskPromise
-    state = QUEUED
+    state = INBOUND
     # `DroneHandle`s, or None: the only drone that may run the task (of a client, a `RemoteHandle`),
     # and the drone that has most of its kept values.
     target: Any = None
@@ -257,7 +257,6 @@ class Task:
         """Have `Dispatcher.on_inputs_ready` called once: when all `inputs` have values, or when one
         has failed and this task is rejected for that.
         """
-        self.state = WAITING
         self.inputs = inputs if self.args is None else self.args
         self.input_numbers = tuple(
             [facts_of(each).call_number for each in inputs if isinstance(each, TaskPromise)]

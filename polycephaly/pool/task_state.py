@@ -3,9 +3,11 @@ validation.py.
 
     state     where the task is                     what comes next
     --------  ------------------------------------  -----------------------------------------------
-    WAITING   in `awaiting_inputs`                  all inputs have values: QUEUED
-    QUEUED    in the inbox, or in one of the        a drone takes it: SENT; another process takes
-              queues                                it: LEASED; it takes values that are not there
+    INBOUND   in the inbox, or about to come        the loop takes it: QUEUED
+    WAITING   in `awaiting_inputs`, and then, with  the loop takes it from the inbox: QUEUED
+              all inputs, in the inbox
+    QUEUED    in one of the queues                  a drone takes it: SENT; another process takes
+                                                    it: LEASED; it takes values that are not there
                                                     yet: PARKED
     PARKED    behind a kept value (directory.py)    the value has come: QUEUED
     SENT      in `in_flight` of one drone           answered: ENDING; returned, or its drone died
@@ -16,9 +18,8 @@ validation.py.
     ENDING    nowhere: its promise is about to be   a `Retry` allows another attempt: DELAYED or
               settled                               QUEUED
 
-A call begins as WAITING or QUEUED. From each state, a task that is cancelled, or that has no drone
-or pool any more, comes to ENDING. Only the loop's thread changes a state, except that a caller, or
-the thread that settles the last input, makes a task QUEUED as it puts that into the inbox.
+A call begins as INBOUND or WAITING. From each state, a task that is cancelled, or that has no drone
+or pool any more, comes to ENDING. Only the loop's thread changes a state.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from enum import Enum
 
 
 class TaskState(Enum):
-    WAITING, QUEUED, PARKED, SENT, LEASED, DELAYED, ENDING = range(7)
+    INBOUND, WAITING, QUEUED, PARKED, SENT, LEASED, DELAYED, ENDING = range(8)
 
 
 # A global is looked up faster than a member.
-WAITING, QUEUED, PARKED, SENT, LEASED, DELAYED, ENDING = TaskState
+INBOUND, WAITING, QUEUED, PARKED, SENT, LEASED, DELAYED, ENDING = TaskState

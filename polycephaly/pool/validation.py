@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
 from .task import Task
-from .task_state import DELAYED, ENDING, LEASED, PARKED, QUEUED, SENT, WAITING
+from .task_state import DELAYED, ENDING, INBOUND, LEASED, PARKED, QUEUED, SENT, WAITING
 
 VALIDATES = os.environ.get("POLYCEPHALY_VALIDATE") == "1"
 """Whether `validate` is called after each turn of the loop."""
@@ -47,8 +47,9 @@ def _places(dispatcher: DispatcherBase) -> dict[Task, list[str]]:
 
 
 _PLACES = {
-    WAITING: ([], ["inbox"]),  # the thread that makes it QUEUED may be in the middle of that
-    QUEUED: (["queue"], ["inbox"], []),
+    INBOUND: (["inbox"], []),
+    WAITING: ([], ["inbox"]),
+    QUEUED: (["queue"],),
     PARKED: ([],),
     SENT: (["drone"],),
     LEASED: ([],),
@@ -89,14 +90,12 @@ def _check_counts(dispatcher: DispatcherBase) -> None:
     own = [each.dedicated for each in dispatcher.handles]
     shared = [dispatcher.queue, *(each.preferred for each in dispatcher.handles)]
     by_key = dispatcher.resources.queues.items()
-    # Cancelled before they came into a queue: counted then, and to be counted when they come.
-    early = Counter(task.target for task in [*dispatcher.inbound] if task.state is ENDING)
     for handle in dispatcher.handles:
         queues = [handle.dedicated, *(queue for key, queue in by_key if key[1] is handle)]
-        count = _count_queued(queues) - early[handle]
+        count = _count_queued(queues)
         assert count == handle.queued, f"{handle.name}: {count}, not {handle.queued}, are queued"
     shared += [queue for key, queue in by_key if key[1] is None]
-    count = _count_queued(shared) - early[None]
+    count = _count_queued(shared)
     assert count == dispatcher.queued, f"{count}, not {dispatcher.queued}, are queued"
     assert all(task.target is not None for queue in own for task in queue)
     held = Counter[str]()

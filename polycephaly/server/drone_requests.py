@@ -56,7 +56,7 @@ def _interrupt(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
 def _kill(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
     handle = find_drone(dispatcher, number)
     when_settled(handle.ended, lambda _: reply(value=None))
-    dispatcher.post(handle.kill, "a client called kill()")
+    dispatcher.post(handle.kill, "a client called kill()", True)
 
 
 def _take_stack(dispatcher: Dispatcher, number: int, reply: Reply) -> None:
