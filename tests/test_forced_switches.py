@@ -58,7 +58,7 @@ def many():
     """As the reactor settles the short answers of one message."""
     task = alone()
     task.sending, outcome = work.Sending(None, "drone", 0.0, 0.0), (task, 7, 0.0, 1.0)
-    return task.promise, lambda: handlers._settle_values([outcome], 2.0)
+    return task.promise, lambda: handlers._settle_values([outcome], 2.0, {}.pop)
 
 
 def node():
