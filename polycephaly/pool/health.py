@@ -191,7 +191,7 @@ class HealthMonitor:
         report_waiting, wait = self._config.report_waiting, self._wait_trackers.get(handle)
         looks_for_wait = report_waiting is not None and (wait is None or now >= wait.next_look)
         inactive = 0.0
-        # The files of /proc take 20 us for each thread, and most drones have a beat.
+        # The files of /proc take 12 us for each thread, and most drones have a beat.
         if looks_for_wait or not tracker.has_beaten(now, handle.beat()):
             heartbeat, threads = handle.heartbeat()
             if looks_for_wait and report_waiting is not None:
