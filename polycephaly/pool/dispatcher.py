@@ -944,22 +944,15 @@ class Dispatcher(DispatcherBase):
         for task in tasks:
             self.leave_queue(task)
             self.reactor.deliver(task.release_inputs)
-        self.reactor.deliver(self._reject_lost)
+        self.reactor.deliver(partial(self.settle_lost, error))
         self.abandon()
 
     def settle_lost(self, error: BaseException) -> None:
         for task in [*self.unsettled]:
-            if task.state is ENDING and task not in self.openings_left:
-                fail(task, copy_error(error))
-
-    def _reject_lost(self) -> None:
-        """Reject the tasks that were forgotten, by an error in the middle of what was done with
-        them. Called without the lock, behind all deliveries that settle tasks.
-        """
-        assert self.broken is not None
-        for task in [*self.unsettled]:
-            if task not in self.openings_left:
-                fail(task, copy_error(self.broken))
+            # In a broken pool none is left, but those that an error has met on their way.
+            is_lost = task.state is ENDING or self.broken is not None
+            if is_lost and task not in self.openings_left:
+                fail(task, copy_error(self.broken or error))
 
     def give_up_starting(self, error: BaseException) -> None:
         """Break the pool because drones cannot start. If the pool has not begun, its constructor
@@ -1034,19 +1027,9 @@ class Dispatcher(DispatcherBase):
 
     def _needs_drones(self) -> bool:
         """Return whether a task runs, or has yet to run."""
-        return any(handle.in_flight for handle in self.handles) or any(
-            task.state is not ENDING or task in self.parked for task in [*self.unsettled]
-        )
-
-    def _are_being_settled(self) -> bool:
-        """Return whether nothing is queued or runs, and deliveries are about to settle tasks."""
         if self.queued or self.inbound or any(handle.in_flight for handle in self.handles):
-            return False
-        waiting = self.openings_left
-        return any(
-            task.state is ENDING and task not in waiting and task not in self.parked
-            for task in [*self.unsettled]
-        )
+            return True
+        return any(task.state is not ENDING or task in self.parked for task in [*self.unsettled])
 
     def _unfinished(self) -> bool:
         # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
@@ -1057,8 +1040,10 @@ class Dispatcher(DispatcherBase):
     def _end_if_done(self) -> None:
         """End the drones, and then this dispatcher, if all tasks are done and no more are taken."""
         if self._unfinished():
-            if self._are_being_settled():
-                # After these deliveries, no turn would be due.
+            if not self._needs_drones() and any(
+                task not in self.openings_left for task in [*self.unsettled]
+            ):
+                # Deliveries settle the last tasks, and after these no turn would be due.
                 self.reactor.deliver(self.reactor.request_turn)
             if self.awaiting_inputs:
                 self.stall_detector.schedule_check()

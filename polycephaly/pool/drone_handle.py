@@ -382,7 +382,7 @@ class DroneHandle:
         is_open = False  # the last run may go on
         size = count = 0
         left = 0  # tasks that were counted as queued
-        owner: Any = None  # what has counted them: their only drone, or the dispatcher
+        owner: Any = None  # has counted them: their only drone, or the dispatcher
         while queue and count < limit and size < MAX_BATCH_BYTES:
             task = queue.popleft()
             owner = task.target or self.dispatcher

@@ -62,7 +62,7 @@ def _check_place(dispatcher: DispatcherBase, task: Task, places: list[str]) -> N
     state = task.state
     assert places in _PLACES[state], f"{task.promise!r} is {state.name} and in {places}"
     assert state is not WAITING or task in dispatcher.awaiting_inputs or places, (
-        f"{task.promise!r} waits for inputs that nobody knows"
+        f"{task.promise!r} waits for inputs and is not in `awaiting_inputs`"
     )
     is_parked = task in dispatcher.parked
     assert is_parked or state not in (PARKED, LEASED, DELAYED), f"{task.promise!r} is not parked"

@@ -336,7 +336,7 @@ class EventLoop:
     def _call_guarded(self, callback: Callable[[], object]) -> None:
         try:
             callback()
-        except MemoryError:  # what the callback had to do is lost, and something waits for it
+        except MemoryError:  # the callback is lost, and a caller may wait for its effect
             raise
         except Exception:
             log.exception("a bug in polycephaly: %r failed", callback)
