@@ -110,8 +110,8 @@ def of_map(pool: poly.Pool) -> dict[str, float]:
 def main(runs: int) -> None:
     """Prints microseconds a task: median, least and most of the runs."""
     clock = Clock()
-    clock.watch_method(dispatchers.Dispatcher, "dispatch", "  choosing a drone")
-    clock.watch_method(drone_handle.DroneHandle, "load_batch", "  packing")
+    clock.watch_method(dispatchers.Dispatcher, "take_turn", "  choosing a drone")
+    clock.watch_method(drone_handle.DroneHandle, "pack", "  packing")
     clock.watch_method(LocalHandle, "send", "  sending")
     clock.watch(local_handle, "handle_message", "  unpacking")
     clock.watch(handlers, "_settle_values", "  settling")

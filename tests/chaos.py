@@ -412,10 +412,8 @@ def tell_of(phase: Phase) -> None:
         print(f"  task {i} ({KINDS[phase.kinds[i]]}): {promise!r} {promise.spans}", file=sys.stderr)
     if phase.pool is not None:
         dispatcher = phase.pool._dispatcher
-        print(
-            f"  {len(dispatcher.queue)} in the queue, wants tasks {dispatcher.wants_tasks}",
-            file=sys.stderr,
-        )
+        queued = len(dispatcher.assignment.queue)
+        print(f"  {queued} in the queue, wants tasks {dispatcher.wants_tasks}", file=sys.stderr)
         for handle in dispatcher.handles:
             print(
                 f"  {handle.name} pid {handle.pid} {handle.state!r} "

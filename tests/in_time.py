@@ -123,9 +123,7 @@ class FakeReactor(FakeTime):
             self._inbox.popleft()()
         self.timers.fire_due()
         for dispatcher in self.tenants[:]:
-            if dispatcher.inbound or dispatcher.queue or dispatcher.needs_dispatch:
-                dispatcher.dispatch(self.now)
-            dispatcher.after_critical_section()
+            dispatcher.take_turn(self.now)
 
     def deliver_all(self):
         acts, self._deliveries = self._deliveries, []

@@ -785,8 +785,8 @@ class Interleaving:
             for _, amount in task.resources
         ]
         for name, size in self.config["resources"]:
-            assert self.dispatcher.resources.free()[name] == size - sum(held) >= 0
-        priorities = [task.priority for task in self.dispatcher.queue]
+            assert self.dispatcher.assignment.resources.free()[name] == size - sum(held) >= 0
+        priorities = [task.priority for task in self.dispatcher.assignment.queue]
         assert priorities == sorted(priorities, reverse=True)
         validate(self.dispatcher)
 

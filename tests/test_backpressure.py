@@ -48,7 +48,7 @@ def test_a_call_that_is_one_too_many_waits_for_room(paths):
 def test_many_threads_never_have_more_waiting_than_may(limit):
     most = 0
     with poly.Pool(2, max_queued=limit) as pool:
-        queue = pool._dispatcher.queue
+        queue = pool._dispatcher.assignment.queue
         done = []
 
         def submit(n):
@@ -259,7 +259,7 @@ def test_a_cancel_searches_no_queue_and_makes_room(reactor):
 
     dispatcher = dispatcher_of(reactor, 1, max_queued=100)
     give(dispatcher, hold_until, "/nowhere")
-    dispatcher.queue = Queue()
+    dispatcher.assignment.queue = Queue()
     tasks = [submitted(dispatcher, abs, -1) for _ in range(100)]
     reactor.turn()
     assert not dispatcher.has_room()

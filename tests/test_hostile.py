@@ -456,7 +456,7 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
         held = many.promise(hold_until, gate)
         wait_for(held.running)
         others = [many.promise(append, told, "many") for _ in range(500)]
-        wait_for(lambda: len(pool._dispatcher.queue) > 200)
+        wait_for(lambda: len(pool._dispatcher.assignment.queue) > 200)
         mine = [one.promise(append, told, "one") for _ in range(2)]
         clients = server._clients.values()
         tag = wait_for(
@@ -464,7 +464,9 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
         )
         queued = wait_for(
             lambda: (
-                (found := [each.client_tag for each in [*pool._dispatcher.queue]][:4]).count(tag)
+                (
+                    found := [each.client_tag for each in [*pool._dispatcher.assignment.queue]][:4]
+                ).count(tag)
                 == 2
                 and found
             )
@@ -479,27 +481,31 @@ def test_a_call_waits_for_one_of_another_client_not_for_all(tmp_path):
 def test_what_is_ordered_stays_in_order_and_whole(tmp_path):
     dispatcher = Mock(
         has_ended=False,
-        queue=deque(
-            Mock(client_tag=tag, number=n, priority=0)
-            for n, tag in enumerate("aaaabab" + "c" * 100)
+        assignment=Mock(
+            queue=deque(
+                Mock(client_tag=tag, number=n, priority=0)
+                for n, tag in enumerate("aaaabab" + "c" * 100)
+            ),
+            resources=Mock(queues={}),
         ),
-        resources=Mock(queues={}),
     )
     dispatcher.post.side_effect = lambda act: (
-        dispatcher.queue.append(Mock(client_tag="late", number=-1, priority=0)),
+        dispatcher.assignment.queue.append(Mock(client_tag="late", number=-1, priority=0)),
         act(),
     )
-    works, turns = [*dispatcher.queue], FairOrder(dispatcher)
+    works, turns = [*dispatcher.assignment.queue], FairOrder(dispatcher)
     turns.order_if_due()  # nothing is due
-    assert [*dispatcher.queue] == works
+    assert [*dispatcher.assignment.queue] == works
     turns.due = True
     turns.order_if_due()
-    assert "".join(work.client_tag for work in dispatcher.queue).startswith("abclateabcacacac")
-    assert {id(work) for work in works} < {id(work) for work in dispatcher.queue} and len(
-        dispatcher.queue
-    ) == len(works) + 1
+    assert "".join(work.client_tag for work in dispatcher.assignment.queue).startswith(
+        "abclateabcacacac"
+    )
+    assert {id(work) for work in works} < {
+        id(work) for work in dispatcher.assignment.queue
+    } and len(dispatcher.assignment.queue) == len(works) + 1
     for party in "abc":
-        numbers = [work.number for work in dispatcher.queue if work.client_tag == party]
+        numbers = [work.number for work in dispatcher.assignment.queue if work.client_tag == party]
         assert numbers == sorted(numbers)
     turns.due = turns._is_posted = True  # the reactor has not come to it yet
     turns.order_if_due()

@@ -158,35 +158,12 @@ def test_work_that_waits_for_promises_and_then_for_what_it_takes_is_called_off_w
         by_hand = poly.Promise()
         work = pool.promise(lambda *both: both, kept, by_hand)
         by_hand.set_result([1])
-        wait_for(lambda: work not in pool._dispatcher.queue)
+        wait_for(lambda: work not in pool._dispatcher.assignment.queue)
         pool.shutdown(wait=False, cancel_futures=True)
         try:
             wait_for(work.cancelled)
         finally:
             append(gate, "open")
-
-
-def test_work_for_a_drone_is_seen_that_is_given_while_another_gets_ready():
-    class Meanwhile(deque):
-        def __len__(self):
-            dispatcher.needs_dispatch = True  # as a caller's thread says it
-            return 0
-
-    with poly.Pool(2) as pool:
-        pool.doit(abs, -1)
-        dispatcher, seen = pool._dispatcher, poly.Promise()
-
-        def turn():
-            handle = dispatcher.handles[0]
-            before, handle.dedicated = handle.dedicated, Meanwhile()
-            dispatcher.needs_dispatch = False
-            dispatcher.supervisor._mark_ready(handle)
-            handle.dedicated = before
-            said = dispatcher.needs_dispatch
-            dispatcher.reactor.deliver(lambda: seen.set_result(said))
-
-        dispatcher.reactor.post(turn)
-        assert seen.result(30)
 
 
 class _BeginsAsTheControlThreadParks:

@@ -145,7 +145,7 @@ def test_the_turns_of_many_calls_take_no_time_for_each_pair_of_them(reactor):
         __setitem__ = __getitem__
 
     dispatcher = dispatcher_of(reactor, 1)
-    dispatcher.queue = queue = Queue(
+    dispatcher.assignment.queue = queue = Queue(
         SimpleNamespace(client_tag=tag, priority=0) for tag in ["a"] * 1_000 + ["b", "c"]
     )
     first, *_, b, c = queue
@@ -163,7 +163,7 @@ def test_a_cancelled_call_and_a_closed_pool_leave_nothing_behind(reactor):
     tasks[4].promise.cancel()
     dispatcher.close()
     assert sorted(end_all(dispatcher)) == [0, 1, 2, 6, 7]
-    assert dispatcher.pending() == 0 and not any(dispatcher.resources.queues.values())
+    assert dispatcher.pending() == 0 and not any(dispatcher.assignment.resources.queues.values())
 
 
 def test_tasks_that_are_still_to_be_queued_take_up_room(reactor):
@@ -188,9 +188,9 @@ def test_no_more_run_at_once_than_the_resource_allows_and_others_overtake(reacto
     for key in range(4, 7):
         submit(dispatcher, key)
     assert sorted(running(dispatcher)) == [0, 1, 4, 5]
-    assert dispatcher.resources.free() == {"db": 0}
+    assert dispatcher.assignment.resources.free() == {"db": 0}
     ended = end_all(dispatcher)
-    assert sorted(ended) == list(range(7)) and dispatcher.resources.free() == {"db": 2}
+    assert sorted(ended) == list(range(7)) and dispatcher.assignment.resources.free() == {"db": 2}
 
 
 def test_what_waits_for_a_resource_keeps_its_place_when_that_is_free(reactor):
@@ -240,7 +240,7 @@ def test_a_call_with_resources_is_sent_where_it_begins_at_once(reactor):
     reactor.turn()
     submit(dispatcher, 1, resources=DB)
     submit(dispatcher, 2, resources=DB, target=dispatcher.handles[0])
-    assert running(dispatcher) == [0] and dispatcher.resources.free() == {"db": 1}
+    assert running(dispatcher) == [0] and dispatcher.assignment.resources.free() == {"db": 1}
     assert end_all(dispatcher) == [0, 1, 2]
 
 
@@ -344,7 +344,7 @@ def test_what_only_a_drone_may_run_dies_with_it(reactor):
     assert isinstance(waiting.promise.exception(), DroneDied)
     with pytest.raises(DroneDied):
         submit(dispatcher, 2, resources=DB, target=first)
-    assert dispatcher.resources.free() == {"db": 0}
+    assert dispatcher.assignment.resources.free() == {"db": 0}
 
 
 def test_a_pool_that_ends_rejects_what_waits_for_a_resource(reactor):
@@ -518,6 +518,10 @@ def test_cancelled_tasks_do_not_pile_up_behind_those_that_wait(reactor, where):
         reactor.turn()
         task.promise.cancel()
     reactor.turn()
-    queues = dispatcher.queue, handle.dedicated, *dispatcher.resources.queues.values()
+    queues = (
+        dispatcher.assignment.queue,
+        handle.dedicated,
+        *dispatcher.assignment.resources.queues.values(),
+    )
     assert sum(map(len, queues)) < len(waiting) + 1.5 * MAX_UNSWEPT_TASKS
     assert end_all(dispatcher) == [0, 1, 2]

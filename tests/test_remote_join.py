@@ -172,7 +172,7 @@ def test_who_leaves_gives_back_what_has_not_begun(remote, joined, far, server, t
     warm_up(remote)
     promises = [remote.promise(note_and_hold, ran, i, gate) for i in range(60)]
     wait_for(lambda: len(lines(ran)) == 2)
-    wait_for(lambda: far._dispatcher.queue or len(joined._session.calls) == 1)
+    wait_for(lambda: far._dispatcher.assignment.queue or len(joined._session.calls) == 1)
     leaving = poly.green.spawn(joined.leave)
     wait_for(lambda: len(joined._session.calls) == 1)  # what it runs
     append(gate, "open")

@@ -403,7 +403,11 @@ def test_cancelled_tasks_do_not_pile_up_while_the_drone_is_busy():
             promise.cancel()
         reactor.turn()
     kept = give(pool, abs, -2)
-    assert len(pool.queue) < 2500 and pool.queue[-1] is kept and not running.promise.done()
+    assert (
+        len(pool.assignment.queue) < 2500
+        and pool.assignment.queue[-1] is kept
+        and not running.promise.done()
+    )
 
 
 def test_a_drone_reserved_for_resources_does_not_keep_the_pool_busy():
@@ -415,7 +419,7 @@ def test_a_drone_reserved_for_resources_does_not_keep_the_pool_busy():
     give(pool, wait)
     pool.submit(abs, (-1,), {}, task_options=TaskOptions(None, 0, 0, (("r", 1),)))
     give(pool, wait)
-    assert pool.queue and not pool.wants_tasks
+    assert pool.assignment.queue and not pool.wants_tasks
 
 
 def test_a_pool_has_begun_when_its_first_drone_has_started(reactor):

@@ -30,8 +30,8 @@ def dispatcher(reactor):
     submitted(dispatcher, act, Promise())
     again = submitted(dispatcher, act, 5, task_options=TaskOptions(retries=Retry(2, delay=9)))
     reactor.turn()
-    dispatcher.queue.remove(again)
-    dispatcher.leave_queue(again)
+    dispatcher.assignment.queue.remove(again)
+    dispatcher.assignment.leave_queue(again)
     dispatcher.on_failed(again, ValueError("once"))
     reactor.turn()
     validate(dispatcher)
@@ -48,11 +48,11 @@ def sent_twice(dispatcher):
 
 
 def queued_twice(dispatcher):
-    dispatcher.queue.append(dispatcher.queue[0])
+    dispatcher.assignment.queue.append(dispatcher.assignment.queue[0])
 
 
 def queued_and_sent(dispatcher):
-    dispatcher.queue.append(one(dispatcher, SENT))
+    dispatcher.assignment.queue.append(one(dispatcher, SENT))
 
 
 def forgotten_in_flight(dispatcher):
@@ -64,7 +64,7 @@ def dropped_from_the_queue_of_a_drone(dispatcher):
 
 
 def dropped_from_the_queue_of_a_resource(dispatcher):
-    dispatcher.resources.queues.clear()
+    dispatcher.assignment.resources.queues.clear()
 
 
 def a_delay_without_a_timer(dispatcher):
@@ -80,11 +80,11 @@ def inputs_that_nothing_waits_for(dispatcher):
 
 
 def an_end_in_the_queue(dispatcher):
-    dispatcher.queue[0].state = ENDING
+    dispatcher.assignment.queue[0].state = ENDING
 
 
 def a_lease_in_the_queue(dispatcher):
-    dispatcher.queue[0].state = LEASED
+    dispatcher.assignment.queue[0].state = LEASED
 
 
 def parked_while_it_runs(dispatcher):
@@ -101,7 +101,7 @@ def sent_to_another_drone_than_its_own(dispatcher):
 
 
 def one_more_queued(dispatcher):
-    dispatcher.queued += 1
+    dispatcher.assignment.queued += 1
 
 
 def one_less_queued_for_a_drone(dispatcher):
@@ -109,11 +109,11 @@ def one_less_queued_for_a_drone(dispatcher):
 
 
 def a_resource_that_is_never_free_again(dispatcher):
-    dispatcher.resources._free["db"] -= 1
+    dispatcher.assignment.resources._free["db"] -= 1
 
 
 def a_resource_that_two_have(dispatcher):
-    dispatcher.resources._free["db"] += 1
+    dispatcher.assignment.resources._free["db"] += 1
 
 
 def an_unknown_time_too_many(dispatcher):

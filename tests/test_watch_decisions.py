@@ -1149,7 +1149,7 @@ def test_what_only_one_of_them_may_run_is_queued_too(reactor, caplog):
 def give_to_none(dispatcher):
     """A call that is in no queue."""
     task = give(dispatcher, abs, 1)
-    dispatcher.queue.remove(task)
+    dispatcher.assignment.queue.remove(task)
     return task
 
 
@@ -1209,7 +1209,7 @@ def test_what_is_retried_keeps_its_order_and_goes_before_what_was_queued_later(r
     handle.highest_answered = len(begun)
     later = submitted(handle.dispatcher, sleep, 1, task_options=TaskOptions(None, 0))
     handle.dies()
-    assert [*handle.dispatcher.queue] == [*begun, later]
+    assert [*handle.dispatcher.assignment.queue] == [*begun, later]
 
 
 def test_the_reason_of_a_broken_pool_ends_with_the_type_of_an_error_without_text():

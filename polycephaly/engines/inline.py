@@ -142,13 +142,6 @@ class InlineHandle(DroneHandle):
         self.status_page = StatusPage(memoryview(bytearray(HEADER_BYTES)))
         self.drone = InlineDrone(engine, self)
 
-    def can_take(self, dedicated: bool = False) -> bool:
-        """One drone at a time: see above."""
-        handles = self.dispatcher.handles
-        if not super().can_take(dedicated) or any(h.in_flight for h in handles if h is not self):
-            return False
-        return dedicated or next(h for h in handles if DroneHandle.can_take(h)) is self
-
     def send(self, frames: list[bytes], tasks: Any = ()) -> None:
         self.drone.receive(frames)
 
@@ -231,4 +224,3 @@ class InlineDrone(DroneExecutor):
 
     def _on_answer(self, frames: list[bytes]) -> None:
         handle_message(self._handle.dispatcher, self._handle, frames)
-        self._handle.dispatcher.needs_dispatch = True  # of other drones, whose turn it may be

@@ -131,6 +131,7 @@ class Cancellation:
             handle.kill(f"{label} was told to stop, does not await, and lets no other task run")
         else:  # other live tasks run beside it and would die too, so they finish first
             handle.hung.add(number)
+            handle.changed()
             self._schedule_check(handle, number, GRACE_STEPS)
 
 

@@ -33,7 +33,7 @@ def take_news(dispatcher: Dispatcher, cursor: Cursor) -> tuple[Timeline, Cursor]
     # Before the tasks under way: a task that is answered in between would be shown twice.
     entries, threads, cursor = record.since(cursor)
     under_way = _under_way(dispatcher, now)
-    timeline = Timeline(under_way, list(record.drones), waiting=dispatcher.queued)
+    timeline = Timeline(under_way, list(record.drones), waiting=dispatcher.assignment.queued)
     timeline.add_record(entries, threads)
     engine = dispatcher.supervisor.engine
     if engine.name in ("local", "inline"):

@@ -42,6 +42,7 @@ from ..wire.messages import FETCH, TaskBatch
 from ..wire.placeholders import known_owners, resolve
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
+from .drone_record import DroneRecord
 from .interfaces import State
 from .task import Task
 from .task_state import PARKED
@@ -315,19 +316,19 @@ class ObjectDirectory:
             best, _ = self.best_holder(task.payload.remote_objects.values())
             if best is not None and best is not handle:
                 task.preferred_drone = best
-                self.dispatcher.leave_queue(task)
+                self.dispatcher.assignment.leave_queue(task)
                 self.dispatcher.insert(task)
                 return False
         lost = next((each for each in missing if not self._request_value(each)), None)
         if lost is not None:
             self.dispatcher.reject_later(task, partial(self.loss_error, lost))
         else:
-            self.dispatcher.leave_queue(task, PARKED)
+            self.dispatcher.assignment.leave_queue(task, PARKED)
             self.dispatcher.parked.add(task)
             missing[0].change_callbacks.append(partial(self.dispatcher.resume, task))
         return False
 
-    def can_move(self, task: Task, handle: DroneHandle) -> bool:
+    def can_move(self, task: Task, handle: DroneRecord) -> bool:
         """Return whether `task` can be sent to drone `handle`.
 
         If not, values that it takes are packed, so that the task can be sent there later.
@@ -337,7 +338,7 @@ class ObjectDirectory:
             self._request_value(each)
         return not missing
 
-    def _missing_values(self, task: Task, handle: DroneHandle) -> list[RemoteObject]:
+    def _missing_values(self, task: Task, handle: DroneRecord) -> list[RemoteObject]:
         """Return the values that `task` takes and that cannot go to drone `handle` with it."""
         return [
             each

@@ -1,16 +1,12 @@
 """The dispatcher: the task queue of one `Pool` or `Drone`, and the drones that serve the queue.
 
-    submit (any thread) ──> inbox, queue ──dispatch──> handle.in_flight ──RESULTS──> promise
-                                   ^                     │ recalled, or the drone died before
-                                   └─────────────────────┘ it began
+    submit (any thread) ──> inbox, queue ──assign──> handle.in_flight ──RESULTS──> promise
+                                   ^                   │ recalled, or the drone died before
+                                   └───────────────────┘ it began
 
-Callers append to the inbox (`inbound`), from which `dispatch` puts tasks into the queues. A task
-with a `target` waits in that drone's `dedicated` queue, one that needs resources in resources.py,
-and one whose kept values a drone has in locality.py. All others wait in `queue`.
-
-A drone receives up to `tuning.batch_seconds` of known short tasks at once, but only one task at a
-time if the task is long or its length is not known yet. If a drone turns out to be busy with tasks
-behind the running one while another drone is idle, the tasks that have not begun are recalled.
+Callers append to the inbox (`inbound`), from which each turn of the loop puts tasks into the
+queues. Which drone gets which task is decided in assignment.py; what that decides is packed and
+sent here.
 
 The supervisor (supervisor.py) decides which drones exist, and starts and ends them. The supervisor
 and the other parts of the dispatcher share the state in dispatcher_base.py.
@@ -49,12 +45,13 @@ from ..wire.functions import RemoteFunction
 from ..wire.messages import CANCEL, DEFINE_CODE, RECALL, pack_numbers
 from ..wire.placeholders import PayloadWithRefs
 from ..wire.slices import FAILED, RUNNING
+from .assignment import Send
 from .backpressure import BackPressure
 from .cancellation import Cancellation
 from .config import PoolConfig
 from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase, pool_error
-from .drone_handle import DroneHandle, drop_settled
+from .drone_handle import DroneHandle
 from .engine import Engine
 from .freshness import Freshness
 from .health import HealthMonitor
@@ -62,7 +59,6 @@ from .hints import explain
 from .interfaces import State, TaskOptions
 from .locality import Locality
 from .reactor import PROGRAM_ENDS, acquire_reactor
-from .resources import Resources, insert_in_order
 from .stale import StaleWarning
 from .stall_detection import StallDetector
 from .supervisor import Supervisor
@@ -75,7 +71,6 @@ log = logging.getLogger(__name__)
 # Interval of the checks whether a malformed message has replaced an answer.
 LOST_ANSWER_CHECK_SECONDS = 0.25
 END_AFTER_BUG_SECONDS = 5.0
-_MAX_BATCH_TASKS = 2048
 MAX_UNSWEPT_TASKS = 1000
 """Cancelled tasks that may stay in queues that are shorter than that."""
 
@@ -107,8 +102,7 @@ class Dispatcher(DispatcherBase):
             self.needs_checks = True
         # Until the first plain function.
         self.checks_width = config.width > 1
-        self.resources: Resources = Resources(self, config.resources)
-        self.resource_sizes = self.resources.sizes
+        self.resource_sizes = self.assignment.resources.sizes
         # Those of the `Pool` that may not have been read in full, by `id`.
         self.maps: Mapping[int, weakref.ref[Any]] = {}
         self._cancelled_since_sweep = 0
@@ -123,12 +117,13 @@ class Dispatcher(DispatcherBase):
         # Ends this with its owner. The owner refers to the callback only weakly.
         self.owner_callback: object = None
         self.directory: ObjectDirectory = ObjectDirectory(self)
+        self.assignment.prepare = self.directory.prepare_to_send
         self.locality = Locality(self, self.directory)
         self.stall_detector = StallDetector(self)
         limit = config.max_queued
         self.backpressure = None if limit is None else BackPressure(self, limit)
         self.cancellation = Cancellation(self)
-        self.supervisor = Supervisor(self, self.directory, self.resources)
+        self.supervisor = Supervisor(self, self.directory)
         self.stop_if_retired = self.supervisor.stop_if_retired
         self.health_monitor = HealthMonitor(self, self.supervisor)
         self.schedule_health_check = self.health_monitor.schedule_check
@@ -141,6 +136,7 @@ class Dispatcher(DispatcherBase):
                     self.supervisor.use(open_engine(self))
                     if self.supervisor.engine.runs_here:
                         self.stale_warning = None
+                        self.assignment.runs_one_at_a_time = True
                 except BaseException:
                     self.reactor.release()
                     raise
@@ -279,11 +275,11 @@ class Dispatcher(DispatcherBase):
             waiting = len(self.inbound) if target is None else 0
         if target is not None:
             return waiting + target.queued
-        return waiting + self.queued + len(self.delayed)
+        return waiting + self.assignment.queued + len(self.delayed)
 
     def has_queued(self) -> bool:
         """Return whether tasks that any drone may run are queued. Any thread may call this."""
-        return bool(self.inbound or self.queue)
+        return bool(self.inbound or self.assignment.queue)
 
     def has_room(self) -> bool:
         return self.backpressure is None or self.backpressure.has_room(None)
@@ -507,112 +503,61 @@ class Dispatcher(DispatcherBase):
             else:
                 self.supervisor.start_missing()
 
-    def dispatch(self, now: float) -> None:
-        """Send what drones can take: first the tasks for one drone, then those with resources and
-        those of the queue, by priority.
-        """
-        is_needed, self.needs_dispatch = self.needs_dispatch, False
-        self.queue_inbound()  # after that: a caller appends, and then sets the flag
-        if is_needed or self.needs_dispatch:
-            for handle in self.handles:
-                if handle.dedicated and handle.can_take(dedicated=True):
-                    self.send(handle, handle.dedicated, len(handle.dedicated), now)
-                if handle.preferred and handle.can_take():
-                    self.send(handle, handle.preferred, len(handle.preferred), now)
-        reserved = None
-        if self.resources.queues:
-            self.resources.dispatch(now)
-            reserved = self.resources.reserved
-        queue = self.queue
-        if len(queue) == 1:
-            for handle in self.handles:
-                if not handle.in_flight and handle.can_take():
-                    self.send(handle, queue, 1, now)
-                    break
-        while queue:
-            takers = [
-                handle for handle in self.handles if handle.can_take() and handle is not reserved
-            ]
-            if not takers:
-                break
-            takers.sort(key=lambda handle: (bool(handle.in_flight), handle.load))
-            share = -(-len(queue) // len(takers))
-            if not sum(self.send(handle, queue, share, now) for handle in takers):
-                break
-        if self.resources.queues:
-            self.resources.dispatch(now)  # the tasks that came behind those of the queue
-
-    def send(self, handle: DroneHandle, queue: deque[Task], share: int, now: float) -> int:
-        """Send at most `share` tasks from the head of `queue`, and return how many."""
-        limit = min(share, _MAX_BATCH_TASKS, handle.tasks_left(self.config.max_tasks))
-        batch, frames = handle.load_batch(queue, limit, now)
-        if batch:
-            handle.send(frames, batch)
-            self.schedule_health_check()
-            if handle.overlapping or batch[0].timeout is not None:
-                self.cancellation.set_deadlines(handle, batch, now)
-        return len(batch)
-
-    def after_critical_section(self) -> None:
-        """Note whether more tasks could be sent at once, and move tasks that wait behind a busy
-        drone. Called at the end of each critical section.
-        """
+    def take_turn(self, now: float) -> None:
+        assignment = self.assignment
+        if self.inbound or self.needs_dispatch:
+            self.needs_dispatch = False
+            self.queue_inbound()  # after that: a caller appends, and then sets the flag
+        if assignment.changed:
+            assignment.update()
+        if assignment.has_anything_to_assign():
+            for each in assignment.assign(now):
+                self.send(each, now)
         if VALIDATES:
             validate(self)
         if self.closing and not self.has_ended:
             self._end_if_done()
         if self.backpressure:
             self.backpressure.wake_waiters()
-        idle = False
-        for handle in self.handles:
-            if not handle.in_flight and handle.can_take():
-                idle = True
-                break
-        self.wants_tasks = idle or (self.config.width > 1 and self._could_overlap())
-        if idle and not self.queue:
-            has_preferred = False
-            for handle in self.handles:
-                has_preferred = has_preferred or bool(handle.preferred)
-                if (
-                    len(handle.in_flight) - handle.overlapping > 1
-                    and not handle.recall_pending
-                    and handle.state is State.READY
-                ):
-                    handle.recall_pending = True
-                    seconds = 2 * tuning.batch_seconds
-                    self.call_later(seconds, self._recall_if_stuck, handle, handle.last_contact_at)
-            if has_preferred:
-                self.locality.rebalance(self.reactor.timers.now())
+        if assignment.changed:
+            assignment.update()
+        idle = assignment.is_any_idle()
+        self.wants_tasks = idle or (self.config.width > 1 and assignment.could_overlap())
+        if idle and not self.assignment.queue:
+            if assignment.crowded:
+                self._watch_crowded()
+            if assignment.preferring:
+                self.locality.rebalance(now)
 
-    def _could_overlap(self) -> bool:
-        """Return whether a drone could take one more task beside those that it overlaps. False if
-        the head of the queue does not overlap, because no task overtakes that one.
+    def send(self, send: Send, now: float) -> None:
+        handle, runs = send
+        batch = [*chain.from_iterable(runs)]
+        handle.send(handle.pack(runs), batch)
+        self.schedule_health_check()
+        if handle.overlapping or batch[0].timeout is not None:
+            self.cancellation.set_deadlines(handle, batch, now)
+
+    def _watch_crowded(self) -> None:
+        """Recall the tasks that wait behind a busy drone, which an idle one could run, unless it
+        answers soon.
         """
-        with suppress(IndexError):
-            if not self.queue[0].definition.overlaps:
-                return False
-        max_tasks = self.config.max_tasks
-        return any(
-            handle.overlapping
-            and handle.can_take()
-            and handle.tasks_left(max_tasks) > 0
-            and handle is not self.resources.reserved
-            for handle in self.handles
-        )
+        for handle in self.assignment.take_crowded():
+            seconds = 2 * tuning.batch_seconds
+            self.call_later(seconds, self._recall_if_stuck, handle, handle.last_contact_at)
 
     def _recall_if_stuck(self, handle: DroneHandle, last_contact_at: float) -> None:
-        handle.recall_pending = False
         if (
             handle.state is State.READY
             and len(handle.in_flight) > 1
             and handle.last_contact_at == last_contact_at
-            and not self.queue
+            and not self.assignment.queue
         ):
-            handle.recall_pending = True  # until the drone answers
-            handle.send(pack_numbers(RECALL))
+            handle.send(pack_numbers(RECALL))  # pending until the drone answers
+        else:
+            self.assignment.note_recalled(handle)
 
     def requeue_returned(self, handle: DroneHandle, numbers: tuple[int, ...]) -> None:
-        handle.recall_pending = False
+        self.assignment.note_recalled(handle)
         returned = map(handle.remove_in_flight, numbers)
         self.requeue([task for task in returned if task is not None])
         self.after_answer(handle)
@@ -652,7 +597,7 @@ class Dispatcher(DispatcherBase):
         """Queue the tasks of the inbox in order. After the end, a thread that adds one rejects
         it.
         """
-        inbound, queue = self.inbound, self.queue
+        inbound, queue = self.inbound, self.assignment.queue
         count = len(inbound)
         if not count:
             return
@@ -665,11 +610,12 @@ class Dispatcher(DispatcherBase):
         # `_special` is looked at after the count: see `_enqueue`.
         is_last = not queue or queue[-1].priority >= 0
         if not self._special and is_last and not self.has_ended:
-            self.queued += count  # before: a caller that looks for room counts none too few
+            # Before the queue: a caller that looks for room counts none too few.
+            self.assignment.queued += count
             for _ in range(count):
                 task = inbound.popleft()
                 if task.state is ENDING:  # cancelled before it came
-                    self.queued -= 1
+                    self.assignment.queued -= 1
                 else:
                     task.state = QUEUED
                     queue.append(task)
@@ -684,7 +630,7 @@ class Dispatcher(DispatcherBase):
             task.is_special = False
             self._special.popleft()
         if task.state is not ENDING:
-            self.enter_queue(task)
+            self.assignment.enter_queue(task)
         return task
 
     def _queue_in_order(self, task: Task) -> None:
@@ -696,7 +642,7 @@ class Dispatcher(DispatcherBase):
                 payload.remote_objects.values()
             )
         if task.promise.done():
-            self.leave_queue(task)
+            self.assignment.leave_queue(task)
             self.stop_if_retired(task.target)
         else:
             self._place(task, first=False)
@@ -725,7 +671,7 @@ class Dispatcher(DispatcherBase):
         """Queue `task` behind the tasks of its priority; if `first`, before them. Reject or cancel
         it if its drone or the pool has ended.
         """
-        self.enter_queue(task)
+        self.assignment.enter_queue(task)
         self._place(task, first)
 
     def _place(self, task: Task, first: bool) -> None:
@@ -733,29 +679,17 @@ class Dispatcher(DispatcherBase):
         if self.broken is not None:
             self.reject_later(task, partial(copy_error, self.broken))
         elif self.abandoned:
-            self.leave_queue(task)
+            self.assignment.leave_queue(task)
             self.reactor.deliver(task.promise.cancel)
         elif task.target is not None and task.target.state is State.DEAD:
             self.reject_later(task, task.target.closed_error)
-        elif task.resources:
-            self.resources.add(task, first=first)
-        elif task.target is not None:
-            insert_in_order(task.target.dedicated, task, first=first)
-            self.needs_dispatch = True
-        elif task.preferred_drone is not None and task.preferred_drone.state < State.RETIRING:
-            if not first:
-                task.preferred_since = self.reactor.timers.now()
-            insert_in_order(task.preferred_drone.preferred, task, first=first)
-            self.needs_dispatch = True
         else:
-            insert_in_order(self.queue, task, first=first)
+            self.assignment.place(task, self.reactor.timers.now(), first=first)
 
     def after_answer(self, handle: DroneHandle) -> None:
         """Update `handle` after an answer to one of its tasks in flight."""
         if handle.preparations:
             self.supervisor.preparation.go_on(handle)
-        if handle.dedicated or handle.preferred or self.resources.queues:
-            self.needs_dispatch = True
         if handle.state is not State.READY:
             self.stop_if_retired(handle)
         elif handle.tasks_left(self.config.max_tasks) <= 0 and len(handle.in_flight) <= 1:
@@ -767,7 +701,7 @@ class Dispatcher(DispatcherBase):
     def resume(self, task: Task) -> None:
         self.parked.discard(task)
         self.delayed.pop(task, None)
-        self.enter_queue(task)
+        self.assignment.enter_queue(task)
         self._queue_in_order(task)
 
     def recompute_inputs(self, tasks: list[Task], lost: Lost) -> None:
@@ -802,9 +736,7 @@ class Dispatcher(DispatcherBase):
         self.awaiting_inputs.discard(task)
         self.parked.discard(task)
         self._cancel_delay(task)
-        if task.resources or self.inbound:
-            # Others may have waited for its resources, or a Ctrl-C in `_enqueue` may have left it
-            # in `inbound` without this flag.
+        if self.inbound:  # a Ctrl-C in `_enqueue` may have left it there without this flag
             self.needs_dispatch = True
         if not task.is_withdrawn:
             task.is_withdrawn = True
@@ -813,7 +745,7 @@ class Dispatcher(DispatcherBase):
         if handle is not None and task.number in handle.in_flight and handle.alive:
             self.cancellation.interrupt(handle, task)
         else:
-            self.leave_queue(task)
+            self.assignment.leave_queue(task)
             task.payload = b""
             self.stop_if_retired(target)
             self._cancelled_since_sweep += 1
@@ -824,16 +756,10 @@ class Dispatcher(DispatcherBase):
         """Remove the cancelled tasks, which would pile up while all drones are busy, if they may be
         a third of all.
         """
-        queues = [
-            self.queue,
-            *self.resources.queues.values(),
-            *(queue for each in self.handles for queue in (each.dedicated, each.preferred)),
-        ]
-        if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS + sum(map(len, queues)) // 2:
+        queued = self.assignment.count_in_queues()
+        if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS + queued // 2:
             self._cancelled_since_sweep = 0
-            for queue in queues:
-                for task in drop_settled(queue):
-                    self.leave_queue(task)
+            self.assignment.drop_settled()
 
     def interrupt(self, handle: DroneHandle) -> None:
         """Interrupt the task that `handle` runs."""
@@ -935,14 +861,11 @@ class Dispatcher(DispatcherBase):
         for handle in self.handles:
             # Answers that still arrive are ignored: these tasks no longer have their payloads.
             tasks += handle.take_in_flight()
-            self.drain(handle.dedicated)
-            self.drain(handle.preferred)
-        for queue in (self.queue, *self.resources.queues.values()):
-            self.drain(queue)
+        self.assignment.drop_all()
         tasks += self._unanswered_but(tasks)
         self.reject_or_retry(tasks, error, may_retry=False)
         for task in tasks:
-            self.leave_queue(task)
+            self.assignment.leave_queue(task)
             self.reactor.deliver(task.release_inputs)
         self.reactor.deliver(partial(self.settle_lost, error))
         self.abandon()
@@ -1010,7 +933,8 @@ class Dispatcher(DispatcherBase):
     def cancel_dedicated(self, handle: DroneHandle) -> None:
         """Cancel the tasks that only `handle` may run."""
         in_flight = reversed(handle.in_flight.values())
-        for task in [*handle.dedicated, *self.unqueued_tasks(), *in_flight]:
+        queued = self.assignment.tasks_of(handle)
+        for task in [*queued, *self.unqueued_tasks(), *in_flight]:
             if task.target is handle:
                 self.reactor.deliver(task.promise.cancel)
 
@@ -1027,7 +951,9 @@ class Dispatcher(DispatcherBase):
 
     def _needs_drones(self) -> bool:
         """Return whether a task runs, or has yet to run."""
-        if self.queued or self.inbound or any(handle.in_flight for handle in self.handles):
+        assignment = self.assignment
+        assignment.update()
+        if assignment.queued or self.inbound or assignment.busy:
             return True
         return any(task.state is not ENDING or task in self.parked for task in [*self.unsettled])
 
@@ -1035,7 +961,8 @@ class Dispatcher(DispatcherBase):
         # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
         if self.abandoned:
             return False
-        return self._has_unsettled() or any(handle.in_flight for handle in self.handles)
+        self.assignment.update()
+        return self._has_unsettled() or bool(self.assignment.busy)
 
     def _end_if_done(self) -> None:
         """End the drones, and then this dispatcher, if all tasks are done and no more are taken."""

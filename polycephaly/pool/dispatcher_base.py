@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from time import time
-from typing import Any
 
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal, fulfill, reject
@@ -23,6 +22,7 @@ from ..runtime.timers import Timer
 from ..wire.exceptions import describe_error, message_of
 from ..wire.messages import PROFILE
 from ..wire.output import Listener
+from .assignment import Assignment, Send
 from .config import PoolConfig
 from .drone_handle import DroneHandle
 from .interfaces import End, State, TaskRunner
@@ -30,7 +30,7 @@ from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .stack_requests import StackRequests
 from .task import Task, fail
-from .task_state import DELAYED, ENDING, QUEUED, TaskState
+from .task_state import DELAYED, ENDING
 
 MAX_FAILED_TASKS = 1000
 
@@ -44,9 +44,10 @@ class DispatcherBase(TaskRunner, Tenant):
     """
 
     reactor: Reactor
+    assignment: Assignment
 
     # Methods of `Dispatcher`.
-    send: Callable[[DroneHandle, deque[Task], int, float], int]
+    send: Callable[[Send, float], None]
     requeue: Callable[[list[Task]], None]
     insert: Callable[..., None]
     queue_inbound: Callable[[], None]
@@ -70,17 +71,14 @@ class DispatcherBase(TaskRunner, Tenant):
         self.output_listeners: dict[str, Listener] = {}
         # The inbox, to which callers append: the loop puts the tasks into the queues.
         self.inbound: deque[Task] = deque()
-        self.queue: deque[Task] = deque()
-        # How many tasks that any drone may run are `QUEUED` and in a queue. Each handle counts its
-        # own.
-        self.queued = 0
+        self.assignment = Assignment(config.width, config.max_tasks, config.resources)
         # Tasks that wait for promises among their arguments.
         self.awaiting_inputs: set[Task] = set()
-        # Tasks that wait for kept values, resources or another attempt, or are leased to another
-        # process. They may be in `awaiting_inputs` too, until `on_inputs_ready` returns.
+        # Tasks that wait for kept values or another attempt, or are leased to another process. They
+        # may be in `awaiting_inputs` too, until `on_inputs_ready` returns.
         self.parked: set[Task] = set()
         self.delayed: dict[Task, Timer] = {}  # those of `parked` that run again after a delay
-        self.handles: list[DroneHandle] = []
+        self.handles: list[DroneHandle] = self.assignment.drones
         # The first: a drone is idle, so a thread that adds a task wakes the reactor.
         self.wants_tasks = self.needs_dispatch = False
         self.has_ended = False
@@ -140,34 +138,13 @@ class DispatcherBase(TaskRunner, Tenant):
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 
-    def enter_queue(self, task: Task) -> None:
-        """Note that `task` comes into a queue."""
-        owner: Any = task.target or self
-        owner.queued += 1
-        task.state = QUEUED
-
-    def leave_queue(self, task: Task, state: TaskState = ENDING) -> None:
-        """Note the state that `task` gets. If it was queued, it counts as that no more."""
-        if task.state is QUEUED:
-            owner: Any = task.target or self
-            owner.queued -= 1
-        task.state = state
-
-    def drain(self, queue: deque[Task]) -> list[Task]:
-        """Take all tasks from `queue`."""
-        tasks = [*queue]
-        queue.clear()
-        for task in tasks:
-            self.leave_queue(task)
-        return tasks
-
     def unqueued_tasks(self) -> list[Task]:
         # In this order, because any thread may move a task from the first to the second.
         return [*self.awaiting_inputs, *self.inbound, *self.parked]
 
     def reject_later(self, task: Task, make_error: Callable[[], BaseException]) -> None:
         """Reject `task` after the lock is released, where `make_error` may run code of users."""
-        self.leave_queue(task)
+        self.assignment.leave_queue(task)
         task.payload = b""
         self.reactor.deliver(lambda: reject(task.promise, make_error()))
         self.post(self.stop_if_retired, task.target)
@@ -176,7 +153,7 @@ class DispatcherBase(TaskRunner, Tenant):
         """Requeue the tasks that prefer `handle`, which takes no more. The drone ends if these were
         all that it had.
         """
-        for task in self.drain(handle.preferred):
+        for task in self.assignment.take_preferring(handle):
             task.preferred_drone = None
             self.resume(task)
         self.stop_if_retired(handle)

@@ -206,7 +206,8 @@ class HealthMonitor:
         if not _should_be_active(handle):
             return
         if handle.unresponsive is None:
-            reason = handle.unresponsive = handle.stall_reason()
+            reason = handle.stall_reason()
+            handle.note_response(reason)
             text, task = "drone %s (pid %s) does not respond: %s%s", _running_task_text(handle)
             log.warning(text, handle.name, handle.pid, reason, task)
         hang_timeout = self._config.hang_timeout
@@ -214,9 +215,8 @@ class HealthMonitor:
             handle.abort(f"the drone did not respond for {inactive:.1f} s: {handle.unresponsive}")
 
     def _mark_responsive(self, handle: DroneHandle) -> None:
-        """Note that the drone responds again. Its dedicated tasks may have waited for that."""
-        handle.unresponsive = None
-        self._dispatcher.needs_dispatch = True
+        """Note that the drone responds again. Tasks may have waited for that."""
+        handle.note_response(None)
 
     def _check_zygote(self, spawner: Spawner, tracker: _ActivityTracker, now: float) -> None:
         """Check whether a signal has stopped the zygote. That is the only sign of trouble, because
@@ -281,7 +281,7 @@ class HealthMonitor:
             self._mutual_wait_reported = False
             return
         queued = [
-            *self._dispatcher.queue,
+            *self._dispatcher.assignment.queue,
             *(task for handle in handles for task in [*handle.dedicated, *handle.preferred]),
         ]
         queued = [task for task in queued if not task.promise.done()]

@@ -33,14 +33,14 @@ def lease(
     skipped: list[Task] = []
     with suppress(IndexError):
         while len(taken) < max_tasks and len(skipped) < _MAX_SKIPPED_TASKS:
-            task = dispatcher.queue.popleft()
+            task = dispatcher.assignment.queue.popleft()
             if task.promise.done():
-                dispatcher.leave_queue(task)
+                dispatcher.assignment.leave_queue(task)
             else:
                 (taken if can_lease(task) else skipped).append(task)
-    dispatcher.queue.extendleft(reversed(skipped))
+    dispatcher.assignment.queue.extendleft(reversed(skipped))
     for task in taken:
-        dispatcher.leave_queue(task, LEASED)
+        dispatcher.assignment.leave_queue(task, LEASED)
     dispatcher.parked.update(taken)
     return taken
 

@@ -42,17 +42,15 @@ class Locality:
         the task.
         """
         dispatcher = self._dispatcher
-        idle = [
-            handle for handle in dispatcher.handles if not handle.in_flight and handle.can_take()
-        ]
-        soonest = inf
-        for busy in sorted(dispatcher.handles, key=lambda handle: -len(handle.preferred)):
+        assignment = dispatcher.assignment
+        idle, soonest = [*assignment.idle], inf
+        for busy in sorted(assignment.preferring, key=lambda drone: -len(drone.preferred)):
             for task in list(islice(busy.preferred, _MAX_CHECKED_TASKS)) if idle else ():
                 patience = 2 * tuning.batch_seconds + task.bytes_to_move * MOVE_SECONDS_PER_BYTE
                 due = task.preferred_since + patience
                 if task.promise.done():
-                    busy.preferred.remove(task)
-                    dispatcher.leave_queue(task)
+                    assignment.drop_preferring(task, busy)
+                    assignment.leave_queue(task)
                 elif due > now:
                     soonest = min(soonest, due)
                     break
@@ -61,12 +59,13 @@ class Locality:
                     or self._directory.can_move(task, idle[-1])
                 ):
                     handle = idle.pop()
-                    busy.preferred.remove(task)
-                    handle.preferred.appendleft(task)
-                    dispatcher.send(handle, handle.preferred, 1, now)
+                    assignment.move_preferring(task, busy, handle)
+                    send = assignment.choose(handle, handle.preferred, 1, now)
+                    if send is not None:
+                        dispatcher.send(send, now)
         if idle and soonest < self._next_rebalance_at:
             self._next_rebalance_at = soonest
             dispatcher.call_later(soonest - now, self._rebalance_again)
 
     def _rebalance_again(self) -> None:
-        self._next_rebalance_at = inf  # `after_critical_section` calls `rebalance`
+        self._next_rebalance_at = inf  # `take_turn` calls `rebalance`

@@ -105,8 +105,8 @@ class Preparation:
 
     def begin(self, handle: DroneHandle) -> None:
         """Prepare a drone that has just started."""
-        handle.state = State.PREPARING
         handle.preparations.extend(self._steps)
+        handle.become(State.PREPARING)
         self.go_on(handle)
 
     def add_push(self, step: Step) -> None:
@@ -116,6 +116,7 @@ class Preparation:
         for handle in current:
             if handle.state > State.STARTING:
                 handle.preparations.append(step)
+                handle.changed()
                 self.go_on(handle)
         if current and all(map(_runs_calls, current)):  # perhaps for long
             self._accept(step)
@@ -137,8 +138,9 @@ class Preparation:
             task.state = ENDING  # it comes from no queue
             when_settled(task.promise, partial(self._report, handle, step))
             now = self._dispatcher.reactor.timers.now()
-            batch, frames = handle.load_batch(deque([task]), 1, now)
-            handle.send(frames, batch)
+            send = self._dispatcher.assignment.choose(handle, deque([task]), 1, now)
+            assert send is not None  # it has no other task
+            handle.send(handle.pack(send.runs), [task])
 
     def _on_ended(
         self,
@@ -158,6 +160,7 @@ class Preparation:
             self._withdraw(step, error)
         handle.is_preparing = False
         handle.preparations.popleft()
+        handle.changed()
         self.go_on(handle)
 
     def _accept(self, step: Step) -> None:

@@ -57,8 +57,7 @@ class Tenant:
 
     reactor: Reactor
     directory: Any  # an `ObjectDirectory`
-    resources: Any  # `Resources`
-    width: int
+    assignment: Any  # an `Assignment`
     tasks_done: int
     has_ended: bool
     broken: BaseException | None
@@ -66,17 +65,13 @@ class Tenant:
     output_listeners: dict[str, Listener]
     unqueued_tasks: Callable[[], list[Any]]
     inbound: deque[Any]
-    queue: deque[Any]
     wants_tasks = False
     """Tasks in `inbound` can be sent: a thread that adds one wakes the reactor."""
     needs_dispatch = False
-    """`dispatch` may have something to send that is in neither."""
+    """A task in `inbound` may be one that is sent although no drone is idle."""
 
-    def dispatch(self, now: float) -> None:
-        """Send tasks. Called if there are any."""
-
-    def after_critical_section(self) -> None:
-        """Act on the changes of a critical section, at its end."""
+    def take_turn(self, now: float) -> None:
+        """Send what can be sent, and act on what has changed. Called at the end of each turn."""
 
     def settle_lost(self, error: BaseException) -> None:
         """Reject the tasks whose delivery was lost, which has raised `error`. Called without the
@@ -246,9 +241,7 @@ class Reactor(EventLoop):
     def _run_tenants(self) -> None:
         for tenant in self.tenants[:]:
             try:
-                if tenant.inbound or tenant.queue or tenant.needs_dispatch:
-                    tenant.dispatch(self.timers.now())
-                tenant.after_critical_section()
+                tenant.take_turn(self.timers.now())
             except Exception as error:
                 tenant.fail(error)
 

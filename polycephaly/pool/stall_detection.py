@@ -42,7 +42,7 @@ class StallDetector:
         self._is_scheduled = False
         if (
             dispatcher.inbound
-            or dispatcher.queue
+            or dispatcher.assignment.queue
             or any(
                 handle.in_flight or handle.dedicated or handle.preferred
                 for handle in dispatcher.handles

@@ -25,8 +25,10 @@ COLUMNS = ("drone", "pid", "state", "runs", "done")  # of a table in a notebook
 
 def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
     """Return the dict of `Pool.status`. Any thread may call this."""
-    queued = dispatcher.queued + len(dispatcher.inbound)
-    waiting = len(dispatcher.awaiting_inputs)
+    scarce = [*dispatcher.assignment.resources.queues.values()]  # tasks that wait for resources
+    for_resources = sum(task.state is QUEUED for queue in scarce for task in [*queue])
+    queued = dispatcher.assignment.queued + len(dispatcher.inbound) - for_resources
+    waiting = len(dispatcher.awaiting_inputs) + for_resources
     in_flight = running = 0
     for task in list(dispatcher.parked):
         if task.is_leased:
@@ -34,12 +36,11 @@ def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
             running += task.runs_elsewhere
         elif task not in dispatcher.awaiting_inputs:
             waiting += 1
-            queued -= task.state is QUEUED  # until a resource is free
     for handle in list(dispatcher.handles):
         queued += handle.queued
         in_flight += len(handle.in_flight)
         running += handle.overlapping or handle.last_started() in handle.in_flight
-    free = dispatcher.resources.free()
+    free = dispatcher.assignment.resources.free()
     engine = dispatcher.supervisor.engine
     shared_memory, shared_memory_limit = engine.shared_memory()
     return {

@@ -35,7 +35,6 @@ from .engine import Engine
 from .interfaces import State
 from .items import with_item
 from .preparation import Preparation
-from .resources import Resources
 from .stack_requests import fatal_frames, format_remote
 from .task import Task
 
@@ -53,12 +52,9 @@ PASSING_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.
 class Supervisor:
     engine: Engine
 
-    def __init__(
-        self, dispatcher: DispatcherBase, directory: ObjectDirectory, resources: Resources
-    ) -> None:
+    def __init__(self, dispatcher: DispatcherBase, directory: ObjectDirectory) -> None:
         self._dispatcher = dispatcher
         self._directory = directory
-        self._resources = resources
         self._config = dispatcher.config
         self.preparation = Preparation(dispatcher, self._mark_ready, self._on_not_prepared)
         self._numbers = itertools.count(1)
@@ -188,11 +184,8 @@ class Supervisor:
     def _mark_ready(self, handle: DroneHandle) -> None:
         """Let a drone take tasks that is prepared, or prepared anew."""
         if handle.state < State.READY:
-            handle.state = State.READY
+            handle.become(State.READY)
             self._failed_starts = 0
-        # No `|=`: between its read and its write another thread may set the flag.
-        if handle.dedicated or handle.preferred or self._resources.queues:
-            self._dispatcher.needs_dispatch = True
         if handle.retire_when_ready:
             self.retire(handle)
         self.stop_if_retired(handle)
@@ -219,7 +212,7 @@ class Supervisor:
     def retire(self, handle: DroneHandle) -> None:
         """Send `handle` no new tasks, and stop it when its dedicated tasks are done."""
         if handle.state is State.READY:
-            handle.state = State.RETIRING
+            handle.become(State.RETIRING)
             if len(handle.in_flight) > 1:
                 handle.send(pack_numbers(RECALL))
             self._directory.evacuate(handle)
@@ -227,7 +220,7 @@ class Supervisor:
         elif handle.state < State.READY and handle.has_waiting_tasks():
             handle.retire_when_ready = True  # after it is ready, because it has dedicated tasks
         elif handle.state < State.READY:
-            handle.state = State.STOPPING
+            handle.become(State.STOPPING)
             handle.kill()
         self.start_missing()
 
@@ -248,14 +241,14 @@ class Supervisor:
             self.stop(handle)
 
     def stop(self, handle: DroneHandle) -> None:
-        handle.state = State.STOPPING
+        handle.become(State.STOPPING)
         handle.send(pack_numbers(STOP))
         reason = f"its exit handlers ran for more than {STOP_GRACE_SECONDS:g} s"
         self._dispatcher.call_later(STOP_GRACE_SECONDS, handle.kill, reason)  # if it is alive then
 
     def kill_all(self, reason: str) -> None:
         for handle in self._dispatcher.handles:
-            handle.state = max(handle.state, State.STOPPING)
+            handle.become(max(handle.state, State.STOPPING))
             handle.kill(reason)
         self.engine.give_up_starts()
 
@@ -288,7 +281,7 @@ class Supervisor:
         if before <= State.RETIRING:
             # For threads that read `death` from here on; the running task is added below.
             handle.death = _death(handle, None)
-        handle.state = State.DEAD
+        handle.become(State.DEAD)
         # A task that was answered in time may still wait for that answer to arrive.
         handle.cancel_timer()
         handle.print_output()
@@ -314,8 +307,7 @@ class Supervisor:
             (lost if is_lost else not_begun).append(task)
         dedicated = [
             *(task for task in not_begun if task.target),
-            *self._dispatcher.drain(handle.dedicated),
-            *self._resources.drain(handle),
+            *self._dispatcher.assignment.take_dedicated(handle),
             *self._dispatcher.take_delayed(handle),
         ]
         if running is not None:
@@ -387,12 +379,11 @@ class Supervisor:
         """Forget a drone that has ended."""
         handle.print_output()
         handle.close()
-        handle.state = State.DEAD
-        tasks = self._dispatcher.drain(handle.dedicated)
+        handle.become(State.DEAD)
+        tasks = self._dispatcher.assignment.take_dedicated(handle)
         self._dispatcher.reject_or_retry(tasks, handle.closed_error(), may_retry=False)
         self._dispatcher.release_preferred(handle)
-        if handle in self._dispatcher.handles:
-            self._dispatcher.handles.remove(handle)
+        self._dispatcher.assignment.remove(handle)
         self._dispatcher.settle_signal(handle.pid_known)
         self._dispatcher.settle_signal(handle.ended)
         self.engine.reclaim(handle)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable
 
 from .dispatcher_base import DispatcherBase
-from .drone_handle import DroneHandle
 from .task import Task
 from .task_state import DELAYED, ENDING, INBOUND, LEASED, PARKED, QUEUED, SENT, WAITING
 
@@ -26,16 +23,16 @@ def validate(dispatcher: DispatcherBase) -> None:
         if not task.promise.done():
             _check_place(dispatcher, task, places.get(task, []))
     for handle in dispatcher.handles:
-        _check_handle(handle)
+        handle.validate()
     if not dispatcher.has_ended:
-        _check_counts(dispatcher)
+        dispatcher.assignment.validate()
 
 
 def _places(dispatcher: DispatcherBase) -> dict[Task, list[str]]:
     """Return the names of the places where tasks are."""
     found: dict[Task, list[str]] = {}
-    named = [("inbox", [*dispatcher.inbound]), ("queue", dispatcher.queue)]
-    named += [("queue", queue) for queue in dispatcher.resources.queues.values()]
+    named = [("inbox", [*dispatcher.inbound]), ("queue", dispatcher.assignment.queue)]
+    named += [("queue", queue) for queue in dispatcher.assignment.resources.queues.values()]
     for handle in dispatcher.handles:
         named += [("queue", handle.dedicated), ("queue", handle.preferred)]
         named.append(("drone", [*handle.in_flight.values()]))
@@ -67,44 +64,3 @@ def _check_place(dispatcher: DispatcherBase, task: Task, places: list[str]) -> N
     is_parked = task in dispatcher.parked
     assert is_parked or state not in (PARKED, LEASED, DELAYED), f"{task.promise!r} is not parked"
     assert task.target is None or state is not SENT or task.handle is task.target
-
-
-def _check_handle(handle: DroneHandle) -> None:
-    sent = [*handle.in_flight.values()]
-    overlapping = sum(task.definition.overlaps for task in sent)
-    unknown = sum(
-        task.sending is not None and task.sending.estimate < 0 and not task.definition.overlaps
-        for task in sent
-    )
-    assert handle.overlapping == overlapping, f"{handle.name} overlaps {handle.overlapping} tasks"
-    assert handle.unknown == unknown, f"{handle.name} has {handle.unknown} of unknown length"
-    assert handle.load > -1e-6, f"{handle.name} has a load of {handle.load}"
-    positions = [task.position for task in sent]
-    assert positions == sorted(positions), f"{handle.name}: {positions}"
-    assert sum(task.sending is not None and task.sending.by_bulk for task in sent) == (
-        handle.bulk_unanswered
-    )
-
-
-def _check_counts(dispatcher: DispatcherBase) -> None:
-    own = [each.dedicated for each in dispatcher.handles]
-    shared = [dispatcher.queue, *(each.preferred for each in dispatcher.handles)]
-    by_key = dispatcher.resources.queues.items()
-    for handle in dispatcher.handles:
-        queues = [handle.dedicated, *(queue for key, queue in by_key if key[1] is handle)]
-        count = _count_queued(queues)
-        assert count == handle.queued, f"{handle.name}: {count}, not {handle.queued}, are queued"
-    shared += [queue for key, queue in by_key if key[1] is None]
-    count = _count_queued(shared)
-    assert count == dispatcher.queued, f"{count}, not {dispatcher.queued}, are queued"
-    assert all(task.target is not None for queue in own for task in queue)
-    held = Counter[str]()
-    for handle in dispatcher.handles:
-        for task in [*handle.in_flight.values()]:
-            held.update(dict(task.resources))
-    free = dispatcher.resources.free()
-    assert all(free[name] + held[name] == size for name, size in dispatcher.resources.sizes.items())
-
-
-def _count_queued(queues: Iterable[Iterable[Task]]) -> int:
-    return sum(task.state is QUEUED for queue in queues for task in queue)

@@ -43,7 +43,10 @@ class FairOrder:
         started_at, dispatcher = monotonic(), self._dispatcher
         if not dispatcher.has_ended:
             dispatcher.queue_inbound()
-            for queue in (dispatcher.queue, *dispatcher.resources.queues.values()):
+            for queue in (
+                dispatcher.assignment.queue,
+                *dispatcher.assignment.resources.queues.values(),
+            ):
                 _take_turns(queue)
         now = monotonic()
         self._not_before = now + PAUSE_FACTOR * (now - started_at)

@@ -115,7 +115,7 @@ class LocalHandle(DroneHandle):
 
     def abort(self, reason: str) -> None:
         if self.pid is not None and state_of(self.pid) not in ("T", "t"):  # a stopped one cannot
-            self.is_killed, self.kill_reason = True, self.kill_reason or reason
+            self.note_kill(reason)
             self.launcher.kill(self.number, signal.SIGABRT)
             self.dispatcher.call_later(tuning.abort_seconds, self.kill)
         else:

@@ -170,7 +170,7 @@ class RayEngine(Engine):
             self.on_call_failed(handle, error)
             return
         if handle.state is not State.DEAD:
-            handle.dying = True
+            handle.note_dying()
             start_error = RuntimeError(
                 f"Ray could not start {handle.name}: {_failure_reason(error)}"
             )
@@ -253,7 +253,7 @@ class RayEngine(Engine):
         if not isinstance(error, _DEATH_ERRORS):
             self.dispatcher.fail(error)
             return
-        handle.dying = True
+        handle.note_dying()
         # Without the traceback, because its frames refer to the pool.
         handle.exit_reason, handle.cause = (_failure_reason(error), error.with_traceback(None))
         # An actor that was only unreachable for a moment must not go on.
@@ -279,7 +279,7 @@ class RayEngine(Engine):
 
     def _report_death(self, handle: RayHandle, exitcode: int | None) -> None:
         if handle.state is not State.DEAD:
-            handle.dying = True
+            handle.note_dying()
             self._supervisor.on_died(handle, exitcode)
 
     def _check_drones(self) -> None:

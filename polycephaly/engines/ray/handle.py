@@ -57,6 +57,7 @@ class ActorOwner(Protocol):
 
 
 class RayHandle(DroneHandle):
+    takes_behind_others = False  # tasks behind a call of an actor cannot be recalled
     dispatcher: Dispatcher
     ref_table: RayRefTable
 
@@ -86,10 +87,11 @@ class RayHandle(DroneHandle):
         return self.alive and not self.dying and ray.is_initialized()
 
     def can_take(self, dedicated: bool = False) -> bool:
-        """One batch at a time, because tasks behind a call of an actor cannot be recalled."""
-        if not self.is_up() or (self.in_flight and not self.overlapping):
-            return False
-        return super().can_take(dedicated)
+        return not self.dying and super().can_take(dedicated)
+
+    def note_dying(self) -> None:
+        self.dying = True
+        self.changed()
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
         try:

@@ -33,9 +33,9 @@ from weakref import WeakSet
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...errors import DroneDied, Malformed, copy_error
 from ...pool.dispatcher import MAX_UNSWEPT_TASKS
-from ...pool.drone_handle import drain, drop_settled
 from ...pool.handlers import settle
 from ...pool.interfaces import End, TaskOptions, TaskRunner
+from ...pool.queues import drain, drop_settled
 from ...pool.reactor import finish_submitted
 from ...pool.task import Task
 from ...promises.promise import (

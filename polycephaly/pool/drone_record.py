@@ -1,0 +1,212 @@
+"""What a pool knows of one drone: its state, its tasks, and how much more it takes.
+
+    STARTING ──HELLO──> PREPARING (initializer) ──> READY ──> RETIRING (no new tasks) ──> STOPPING
+                                                          any state ──exited──> DEAD
+
+Nothing here sends, waits or looks at a clock. A handle (drone_handle.py) is a record with a way to
+the drone; assignment.py chooses the tasks. Only the loop's thread changes a record, but any thread
+may read `state`, `in_flight`, `unresponsive` and the counts.
+
+Each change of what the drone takes ends with `changed`, so that the pool looks again at this drone,
+and at no other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..runtime.tuning import tuning
+from .interfaces import State
+from .task import Sending, Task
+from .task_state import ENDING, SENT
+
+
+class Observer(Protocol):
+    """What the records of a pool report to: an `Assignment`."""
+
+    width: int
+    has_resources: bool
+    note_change: Callable[[DroneRecord], object]
+    release_resources: Callable[[Task], None]
+
+
+class DroneRecord:
+    takes_behind_others = True
+    """Whether the drone may get tasks behind those that it has: they can be recalled."""
+
+    def __init__(self, observer: Observer, number: int, name: str) -> None:
+        self._observer = observer
+        self.number = number  # in the order in which the drones were started
+        self.name = name
+        self.reference = weakref.ref(self)
+        self.state = State.STARTING
+        # Tasks that were sent and not answered, in the order in which the drone runs them.
+        self.in_flight: dict[int, Task] = {}
+        self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
+        self.queued = 0  # those of them that are `QUEUED`, there or for a resource
+        self.preferred: deque[Task] = deque()  # tasks whose kept values this drone has
+        # What it runs before it takes tasks, and whether it runs the first of that: preparation.py.
+        self.preparations: deque[Any] = deque()
+        self.is_preparing = False
+        self.load = 0.0  # estimated seconds of the tasks in flight
+        self.unknown = 0  # tasks in flight without an estimate
+        self.overlapping = 0  # tasks in flight that overlap; if any do, all do
+        self.bulk_unanswered = 0  # tasks in flight that were sent by ZeroMQ (local drones only)
+        # Cancelled or timed-out overlapped tasks that ignored their interrupt. While any remain, no
+        # new tasks are sent, so that the drone can be killed without losing live ones.
+        self.hung: set[int] = set()
+        self.sent_count = 0  # tasks that were sent in all
+        # The highest `position` of an answered task. All tasks up to it have begun.
+        self.highest_answered = 0
+        self.retire_when_ready = False  # to be retired as soon as it is ready
+        self.tasks_done = 0
+        self.last_contact_at = 0.0  # when tasks were last sent, or results last received
+        self.recall_pending = False
+        self.listed_in: list[DroneRecord] | None = None  # of the observer's lists
+        # Of the tasks with a time limit, by number: the deadline, and the request for their frames.
+        self.deadlines: dict[int, tuple[float, Any]] = {}
+        self.unresponsive: str | None = None  # why there is no heartbeat; None while there is one
+        self.is_killed = False  # by the controller: its end is near
+        self.killed_on_request = False
+        self.kill_reason = ""  # why, if there is more to say than the pool's end
+
+    @property
+    def alive(self) -> bool:
+        return self.state is not State.DEAD
+
+    def changed(self) -> None:
+        """Have the pool look at what this drone takes. Called after each change of that."""
+        self._observer.note_change(self)
+
+    def become(self, state: State) -> None:
+        self.state = state
+        self.changed()
+
+    def note_kill(self, reason: str, on_request: bool = False) -> None:
+        """Note that the drone is about to be killed. From here on it gets no tasks."""
+        self.is_killed = True
+        self.kill_reason = self.kill_reason or reason
+        self.killed_on_request = self.killed_on_request or on_request
+        self.changed()
+
+    def note_response(self, stall_reason: str | None) -> None:
+        """Note that the drone does not respond, and why, or that it does (None)."""
+        self.unresponsive = stall_reason
+        self.changed()
+
+    # -- what it takes -----------------------------------------------------------------------------
+
+    def can_take(self, dedicated: bool = False) -> bool:
+        """Return whether the drone may be sent a task now.
+
+        An idle drone takes any task. A busy drone takes known short tasks until half of the budget
+        is used, and overlapped tasks beside others of that kind. A retiring drone takes only
+        dedicated tasks, one that is being prepared none.
+        """
+        if (
+            not (self.state is State.READY or (dedicated and self.state is State.RETIRING))
+            or self.preparations
+            or self.unresponsive
+            or self.is_killed  # it may respond again before it is dead
+        ):
+            return False
+        if self.overlapping:
+            return self.overlapping < self._observer.width and not self.hung
+        if not self.in_flight:
+            return True
+        return (
+            self.takes_behind_others and not self.unknown and self.load < tuning.batch_seconds / 2
+        )
+
+    def tasks_left(self, max_tasks: int | None) -> int:
+        """Return how many more tasks the drone may be sent until it has had `max_tasks`. There is
+        no limit for the dedicated tasks of a retiring drone.
+        """
+        if max_tasks is None or self.state is State.RETIRING:
+            return 1 << 30
+        return max_tasks - self.tasks_done - len(self.in_flight) + self.is_preparing
+
+    # -- tasks leave flight ------------------------------------------------------------------------
+
+    def replace_in_flight(self, task: Task, part: Task) -> None:
+        """Let `part`, the rest of the slice `task` on this drone, take its place and number. The
+        time that `part` takes is not known.
+        """
+        sending = task.sending
+        assert sending is not None
+        if sending.estimate >= 0:
+            self.load -= sending.estimate
+            self.unknown += 1
+        part.number, part.position = task.number, task.position
+        part.state, task.state = SENT, ENDING
+        part.sending = Sending(self.reference, self.name, sending.at, -1.0, sending.by_bulk)
+        self.in_flight[part.number] = part
+        self.changed()
+
+    def remove_many_in_flight(self, numbers: list[int]) -> list[Task | None]:
+        """Remove many tasks from flight, as `remove_in_flight` does."""
+        if self.bulk_unanswered or self.overlapping or self._observer.has_resources:
+            return [self.remove_in_flight(number) for number in numbers]
+        in_flight = self.in_flight
+        tasks = [in_flight.pop(number, None) for number in numbers]
+        known = unknown = 0.0
+        for task in tasks:
+            if task is not None:
+                task.state = ENDING
+                estimate = task.sending.estimate  # type: ignore[union-attr]  # set, since in flight
+                if estimate < 0:
+                    unknown += 1
+                else:
+                    known += estimate
+        self.load = self.load - known if in_flight else 0.0
+        self.unknown -= int(unknown)
+        self.changed()
+        return tasks
+
+    def take_in_flight(self) -> list[Task]:
+        """Remove all tasks from flight and return them."""
+        return [*filter(None, self.remove_many_in_flight(list(self.in_flight)))]
+
+    def remove_in_flight(self, number: int) -> Task | None:
+        """Remove a task from flight and return it, or None if it is not in flight."""
+        task = self.in_flight.pop(number, None)
+        if task is not None:
+            task.state = ENDING
+            sending = task.sending
+            assert sending is not None
+            if sending.by_bulk:
+                self.bulk_unanswered -= 1
+            if task.timeout is not None:
+                self.deadlines.pop(number, None)
+            if task.definition.overlaps:
+                self.overlapping -= 1
+                self.hung.discard(number)
+            elif sending.estimate < 0:
+                self.unknown -= 1
+            else:
+                self.load -= sending.estimate
+            if not self.in_flight:
+                self.load = 0.0
+            if task.resources:
+                self._observer.release_resources(task)
+            self.changed()
+        return task
+
+    def validate(self) -> None:
+        """Raise `AssertionError` if a count is wrong: see `Assignment.validate`."""
+        sent = [*self.in_flight.values()]
+        overlapping = sum(task.definition.overlaps for task in sent)
+        unknown = sum(
+            task.sending is not None and task.sending.estimate < 0 and not task.definition.overlaps
+            for task in sent
+        )
+        assert self.overlapping == overlapping, f"{self.name} overlaps {self.overlapping} tasks"
+        assert self.unknown == unknown, f"{self.name} has {self.unknown} of unknown length"
+        assert self.load > -1e-6, f"{self.name} has a load of {self.load}"
+        positions = [task.position for task in sent]
+        assert positions == sorted(positions), f"{self.name}: {positions}"
+        by_bulk = sum(task.sending is not None and task.sending.by_bulk for task in sent)
+        assert self.bulk_unanswered == by_bulk, f"{self.name}: {self.bulk_unanswered} by ZeroMQ"
