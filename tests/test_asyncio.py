@@ -10,14 +10,11 @@ import time
 import pytest
 from engines import local_only, on_each_engine, poly
 from faults import append, block_for_ever, fail_at_seven, hold_until, lines, wait_for
+from work import double
 
 from polycephaly import green
 
 pytestmark = on_each_engine
-
-
-def double(n):
-    return 2 * n
 
 
 def doze(n, path):

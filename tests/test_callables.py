@@ -21,6 +21,7 @@ import pytest
 from engines import NO_FORK, local_only, on_each_engine, poly
 from faults import wait_for
 from scripts import output_of
+from work import loaded_functions
 
 from polycephaly import green
 from polycephaly.memory.arena import Arena
@@ -1038,18 +1039,12 @@ def test_a_drone_forgets_a_function_that_nobody_has_any_more():
     with poly.Pool(1) as pool:
         functions = [make(b"x" * 1000) for make in MAKERS]
         assert [pool.promise(function).value for function in functions] == [1000] * len(functions)
-        assert pool.doit(_opened) >= len(
+        assert pool.doit(loaded_functions) >= len(
             MAKERS
         )  # itself too, and the one that changes not any more
         del functions
-        wait_for(lambda: pool.doit(_opened) <= 1)  # itself
+        wait_for(lambda: pool.doit(loaded_functions) <= 1)  # itself
         assert not pool._dispatcher.handles[0]._defined.unused
-
-
-def _opened():
-    """The functions that this drone has."""
-    gc.collect()
-    return sum(type(each).__qualname__ == "LoadedFunction" for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("use", [_recursive, _with_a_namespace])

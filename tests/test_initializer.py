@@ -7,6 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from engines import local_only, on_each_engine, poly, told
 from faults import append, exit_hard, lines, wait_for
+from work import fail
 
 pytestmark = on_each_engine
 
@@ -19,10 +20,6 @@ def set_up(path, value):
 
 def look(_):
     return was_set_up
-
-
-def fail(text):
-    raise ValueError(text)
 
 
 def test_it_runs_once_in_each_drone_before_any_work(tmp_path):

@@ -10,6 +10,7 @@ import warnings
 import pytest
 from faults import append, hold_until, lines, wait_for
 from scripts import Script, output_of, run_script
+from work import double, invert
 
 import polycephaly as poly
 
@@ -18,10 +19,6 @@ numpy = pytest.importorskip("numpy")
 from joblib import Parallel, delayed, parallel_config  # noqa: E402
 
 poly.joblib.register()
-
-
-def double(x):
-    return 2 * x
 
 
 def pid(_=None):
@@ -232,10 +229,6 @@ def test_threads_of_native_libraries_are_limited():
 
 
 # -- errors ----------------------------------------------------------------------------------------
-
-
-def invert(x):
-    return 1 / x
 
 
 def test_errors_come_home_with_their_remote_traceback_and_the_pool_goes_on():

@@ -10,6 +10,7 @@ import tracemalloc
 import numpy
 import pytest
 from scripts import output_of
+from work import echo
 
 import polycephaly as poly
 
@@ -21,12 +22,8 @@ MANY = 700
 @pytest.fixture
 def pool():
     with poly.Pool(2, output="discard") as pool:
-        list(pool.map(same, range(500)))  # so that calls are known to be short
+        list(pool.map(echo, range(500)))  # so that calls are known to be short
         yield pool
-
-
-def same(value):
-    return value
 
 
 def _grown(value):
@@ -49,7 +46,7 @@ as_input = pytest.mark.parametrize("as_input", [list, iter])
 def test_each_call_has_an_object_of_its_own_though_all_items_are_one(pool, as_input, item):
     assert list(pool.map(_grown, as_input([item] * MANY))) == [(2, 3)] * MANY
     assert len(item) == 2
-    got = list(pool.map(same, as_input([item] * MANY)))
+    got = list(pool.map(echo, as_input([item] * MANY)))
     assert got == [item] * MANY
     assert len(set(map(id, got))) == MANY
 
@@ -62,7 +59,7 @@ def test_an_item_is_sent_as_it_was_when_it_was_taken(pool):
             cells[:] = [i, i]
             yield record if i % 2 else cells
 
-    got = list(pool.map(same, reused()))
+    got = list(pool.map(echo, reused()))
     assert got == [{"i": i} if i % 2 else [i, i] for i in range(MANY)]
 
 
@@ -144,7 +141,7 @@ def test_a_copy_has_the_same_keys_and_order_and_types(pool):
         {}, [], set(), {"z": 1, "a": 2}, [1, True, 1.0, None], {(1, (2, 3))}, {"": ""},
         [float("inf"), -0.0], {Text("key"): 1}, [Text("x")], {"k": Text("y")}, bytearray(b"ab"),
     ]  # fmt: skip
-    got = list(pool.map(same, odd * 60))
+    got = list(pool.map(echo, odd * 60))
     for one, other in zip(got, odd * 60, strict=True):
         assert repr(one) == repr(other)
         assert type(one) is type(other)
@@ -178,8 +175,8 @@ def _shape_of(array):
 def test_arrays_arrive_as_single_calls_would_give_them(pool, as_input, name):
     array = ARRAYS[name]
     count = 40 if name == "large" else 300
-    expected = _shape_of(pool.promise(same, array).value)
-    got = list(pool.map(same, as_input([array] * count)))
+    expected = _shape_of(pool.promise(echo, array).value)
+    got = list(pool.map(echo, as_input([array] * count)))
     assert set(map(_shape_of, got)) == {expected}
     assert set(pool.map(_shape_of, as_input([array] * count))) == {expected}
 
@@ -218,8 +215,8 @@ def test_where_a_reducer_is_registered_for_arrays_one_that_fails_does_so_alone(p
 
     monkeypatch.setitem(copyreg.dispatch_table, numpy.ndarray, reduce)
     arrays = [numpy.zeros(3)] * 300
-    assert list(pool.map(same, arrays)) == [1] * 300
-    results = pool.map(same, [*arrays, numpy.full(3, 7), *arrays])
+    assert list(pool.map(echo, arrays)) == [1] * 300
+    results = pool.map(echo, [*arrays, numpy.full(3, 7), *arrays])
     assert [next(results) for _ in arrays] == [1] * 300
     with pytest.raises(ValueError, match="stays here"):
         next(results)

@@ -29,6 +29,7 @@ import pytest
 from faults import Counting, append, block_for_ever, hold_until, lines, note, wait_for
 from in_time import FakeReactor, dispatcher_of
 from scripts import Script, output_of
+from work import double, echo
 
 import polycephaly as poly
 from polycephaly.drone.slices import MAX_MARKED_CALLS
@@ -222,16 +223,8 @@ class Scaler:
         return self.called, n * self.k
 
 
-def same(x):
-    return x
-
-
 def both(a, b):
     return [a, b]
-
-
-def double(n):
-    return n * 2
 
 
 def wrapped(n):
@@ -405,7 +398,7 @@ def zip_three(a, b, c):
 
 def functions(k):
     return [
-        same,
+        echo,
         lambda x: (k, x),
         lambda x, of=k: [of, x],
         functools.partial(both, k),
@@ -492,7 +485,7 @@ def keep_the_last_ones(n):
 def test_two_results_never_share_an_object(pool):
     results = list(pool.map(wrapped, range(900)))
     assert len({id(each) for each in results}) == 900
-    boxes = list(pool.map(same, [[0]] * 900))
+    boxes = list(pool.map(echo, [[0]] * 900))
     boxes[0].append(1)
     assert boxes[1:] == [[0]] * 899
 
@@ -517,7 +510,7 @@ def test_an_item_is_as_it_was_when_it_was_taken(pool):
 
     assert list(pool.map(len, growing())) == list(range(1, 1501))
     items = [[n] for n in range(400)]
-    results = pool.map(same, Counting(items))
+    results = pool.map(echo, Counting(items))
     first = next(results)
     for each in items:
         each.append("later")
@@ -526,7 +519,7 @@ def test_an_item_is_as_it_was_when_it_was_taken(pool):
     assert [first, *rest] == [[n] for n in range(taken)] + [[n, "later"] for n in range(taken, 400)]
     items = [[n] for n in range(10)]
     said = []
-    for each in pool.map(same, items, buffersize=1):
+    for each in pool.map(echo, items, buffersize=1):
         said.append(each)
         items[9].append(len(said))
     assert said[9] == [9, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -534,7 +527,7 @@ def test_an_item_is_as_it_was_when_it_was_taken(pool):
 
 def test_inputs_are_taken_one_after_another_in_the_callers_thread_and_not_far_ahead(pool):
     threads = set()
-    make_known_as_short(pool, same)
+    make_known_as_short(pool, echo)
 
     def source():
         for n in itertools.count():
@@ -542,7 +535,7 @@ def test_inputs_are_taken_one_after_another_in_the_callers_thread_and_not_far_ah
             yield n
 
     counting = Counting(source())
-    results = pool.map(same, counting)
+    results = pool.map(echo, counting)
     for n in range(3000):
         assert next(results) == n
         assert counting.taken <= n + 1 + 8192
@@ -552,10 +545,10 @@ def test_inputs_are_taken_one_after_another_in_the_callers_thread_and_not_far_ah
 
 
 def test_buffersize_bounds_slices_too(pool):
-    make_known_as_short(pool, same)
+    make_known_as_short(pool, echo)
     for size in (1, 2, 40, 500):
         counting = Counting(itertools.count())
-        results = pool.map(same, counting, buffersize=size)
+        results = pool.map(echo, counting, buffersize=size)
         for n in range(max(100, 2 * size)):
             assert next(results) == n
             assert counting.taken <= n + 1 + size
@@ -815,13 +808,13 @@ class Locked:
 )
 def test_an_item_that_cannot_be_sent_is_an_error_in_its_place(pool, home_is_known, bad):
     with poly.Pool(2) as pool:
-        make_known_as_short(pool, same)
+        make_known_as_short(pool, echo)
         for around in ([0] * 300, [[0]] * 300):
-            results = pool.map(same, [*around, bad, *around])
+            results = pool.map(echo, [*around, bad, *around])
             assert [next(results) for _ in around] == around
             with pytest.raises((TypeError, LookupError)) as raised:
                 next(results)
-            assert "pickling the arguments of same" in str(raised.value.__notes__)
+            assert "pickling the arguments of echo" in str(raised.value.__notes__)
             assert list(results) == []
         assert list(pool.map(type, [1, [1]])) == [int, list]
 
@@ -1470,11 +1463,11 @@ def test_thousands_of_mixed_calls_each_get_their_own_answer(pool, dice):
         lambda i: ((pow, i, 2), i * i),
         lambda i: ((double, f"s{i}"), f"s{i}s{i}"),
         lambda i: ((wrapped, i), [i]),
-        lambda i: ((same, [i, [i]]), [i, [i]]),
+        lambda i: ((echo, [i, [i]]), [i, [i]]),
         lambda i: ((both, i, {"k": i}), [i, {"k": i}]),
         lambda i: ((lambda n: n + 1, i), i + 1),
         lambda i: ((functools.partial(both, i), None), [i, None]),
-        lambda i: ((same, b"b" * (i % 600)), b"b" * (i % 600)),
+        lambda i: ((echo, b"b" * (i % 600)), b"b" * (i % 600)),
         lambda i: ((boom, i), ValueError),
         lambda i: ((int, "ff", 16), 255),
         lambda i: ((f"{i} + 1",), i + 1) if i % 50 == 0 else ((str, i), str(i)),
@@ -1624,7 +1617,7 @@ def test_a_call_that_is_refused_harms_none_before_or_after_it(pool):
         if i % 100 == 50:
             with pytest.raises(TypeError):
                 pool.promise(i)
-            bad = pool.promise(same, threading.Lock())
+            bad = pool.promise(echo, threading.Lock())
             assert isinstance(bad.exception(PATIENCE), TypeError)
             assert isinstance(pool.promise(threading.Lock().acquire).exception(PATIENCE), TypeError)
         made.append(pool.promise(double, i))
@@ -1701,10 +1694,10 @@ def test_values_that_cannot_change_share_a_pickle_and_arrive_as_they_are(pool):
     assert all(bytes_together([each]) >= 0 for each in nested)
     items = nested * 20
     for ordered in (items, iter(items)):
-        got = list(pool.map(same, ordered))
+        got = list(pool.map(echo, ordered))
         assert list(map(_described, got)) == list(map(_described, items))
         assert list(map(type, got)) == list(map(type, items))
-    assert {type(each) for each in pool.map(same, [numpy.float64(1)] * 500)} == {numpy.float64}
+    assert {type(each) for each in pool.map(echo, [numpy.float64(1)] * 500)} == {numpy.float64}
 
 
 def _described(value):
@@ -1731,12 +1724,12 @@ class MyInt(int):
 @pytest.mark.guarantee("pool-7")
 def test_among_values_that_share_a_pickle_a_bad_one_fails_alone(pool):
     good = [MOMENT, Decimal(1)] * 200
-    list(pool.map(same, good))
+    list(pool.map(echo, good))
     for bad in (MOMENT.replace(tzinfo=Zone()), [Text("a")], {"a": Text("a")}):
-        results = pool.map(same, [*good, bad, *good], return_exceptions=True)
+        results = pool.map(echo, [*good, bad, *good], return_exceptions=True)
         failed = [at for at, each in enumerate(results) if isinstance(each, ValueError)]
         assert failed == [len(good)]
-        results = pool.map(same, iter([*good, bad]))
+        results = pool.map(echo, iter([*good, bad]))
         assert [next(results) for _ in good] == good
         with pytest.raises(ValueError, match="stays here"):
             next(results)
@@ -1750,7 +1743,7 @@ def test_a_reducer_that_is_registered_for_a_type_is_asked_for_each_value(pool, m
         return str, (f"it is {value}",)
 
     monkeypatch.setitem(copyreg.dispatch_table, Decimal, reduce)
-    results = pool.map(same, [Decimal(1)] * 300 + [Decimal(7), 2])
+    results = pool.map(echo, [Decimal(1)] * 300 + [Decimal(7), 2])
     assert [next(results) for _ in range(300)] == ["it is 1"] * 300
     with pytest.raises(ValueError, match="stays here"):
         next(results)
@@ -1762,7 +1755,7 @@ def test_containers_have_what_is_in_them_and_share_nothing(pool, as_input):
     shared = [1]
     items = [{"id": i, "value": i * 0.5, "own": [i]} for i in range(1200, 1700)]  # 0x93 in many
     items[300:300] = [{"shared": shared}, {"shared": shared}, {"of": Fraction(1, 2)}, {"a": {3}}]
-    got = list(pool.map(same, as_input(items)))
+    got = list(pool.map(echo, as_input(items)))
     assert got == items
     assert got[300]["shared"] is not got[301]["shared"]
     parts = list(pool.map(_touch, as_input([shared] * 500)))
@@ -1887,7 +1880,7 @@ def test_objects_of_main_go_by_name_if_the_drones_have_their_class_and_else_by_v
 
 def test_one_slow_report_does_not_make_the_next_slices_small():
     """The drone had lost its core for a moment."""
-    source = Source(dispatcher_of(FakeReactor(), 2), TaskOptions(), same, [itertools.count()])
+    source = Source(dispatcher_of(FakeReactor(), 2), TaskOptions(), echo, [itertools.count()])
     source._definition.seconds = 1e-5
     usual = source.best_size()
     source._estimate(0.5, 10)
@@ -1900,7 +1893,7 @@ def test_one_slow_report_does_not_make_the_next_slices_small():
 
 
 def test_the_last_calls_are_divided_among_the_drones_unless_that_costs_more_than_they_do():
-    source = Source(dispatcher_of(FakeReactor(), 4), TaskOptions(), same, [list(range(100))])
+    source = Source(dispatcher_of(FakeReactor(), 4), TaskOptions(), echo, [list(range(100))])
     source._definition.seconds = 1e-4
     assert source.best_size() == 20  # two milliseconds
     source._rows, source._sized_rows = iter(()), iter(range(16))

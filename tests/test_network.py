@@ -21,6 +21,7 @@ import pytest
 import zmq
 from faults import append, block_for_ever, hold_until, lines, spin_for_ever, wait_for
 from scripts import Script, run_script
+from work import slow
 
 import polycephaly as poly
 from polycephaly.engines.remote import connection as connection_module
@@ -51,11 +52,6 @@ class Point:
 
 def refuse(x):
     raise ValueError("not this one", x)
-
-
-def slow(seconds):
-    time.sleep(seconds)
-    return seconds
 
 
 # -- work ------------------------------------------------------------------------------------------

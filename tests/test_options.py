@@ -10,17 +10,13 @@ import weakref
 import pytest
 from engines import local_only, on_each_engine, poly
 from faults import append, hold_until, lines, wait_for
+from work import slow
 
 from polycephaly import green
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.task_promise import facts_of
 
 pytestmark = on_each_engine
-
-
-def slow(seconds):
-    time.sleep(seconds)
-    return seconds
 
 
 def die_once(path):

@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import pytest
 from engines import local_only, on_each_engine, poly
 from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
+from work import double, fail_with
 
 import polycephaly.pool.map
 from polycephaly.pool.items import add_note, describe
@@ -36,10 +37,6 @@ pytestmark = on_each_engine
 def pool(engine):
     with poly.Pool(2) as pool:
         yield pool
-
-
-def double(n):
-    return n * 2
 
 
 def slow_at_start(n):
@@ -774,10 +771,6 @@ def test_an_error_names_its_item(pool, short):
 @dataclass
 class Data:
     n: int
-
-
-def fail_with(item):
-    raise KeyError("no")
 
 
 def die_with(item):

@@ -7,15 +7,12 @@ import threading
 import pytest
 from engines import on_each_engine, poly
 from faults import fail_at_seven
+from work import double
 
 from polycephaly import green
 from polycephaly.runtime.progress import Progress
 
 pytestmark = on_each_engine
-
-
-def double(n):
-    return 2 * n
 
 
 def last_state(capsys):

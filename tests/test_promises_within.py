@@ -6,6 +6,7 @@ import operator
 import threading
 
 import pytest
+from work import arguments
 
 import polycephaly as poly
 from polycephaly import Promise
@@ -17,14 +18,10 @@ def pool():
         yield pool
 
 
-def echo(*args, **kwargs):
-    return args, kwargs
-
-
 @pytest.mark.guarantee("graph-1")
 def test_promises_at_any_depth_arrive_as_values(pool):
     a, b, c = pool.promise(pow, 2, 3), pool.promise(str.upper, "b"), Promise()
-    p = pool.promise(echo, [a, (b, {"c": [c, 1], "a": a})], 7, c, key={"deep": ([[[c]]],)})
+    p = pool.promise(arguments, [a, (b, {"c": [c, 1], "a": a})], 7, c, key={"deep": ([[[c]]],)})
     c.set_result(None)
     assert p.value == (
         ([8, ("B", {"c": [None, 1], "a": 8})], 7, None),
@@ -58,7 +55,7 @@ def test_deeper_than_python_would_like(pool):
     for _ in range(60):
         nested = [nested]
     inner.set_result("found")
-    (found,), _ = pool.promise(echo, nested).value
+    (found,), _ = pool.promise(arguments, nested).value
     for _ in range(60):
         (found,) = found
     assert found == "found"
@@ -109,7 +106,7 @@ def test_drones_and_served_pools_take_them_too(pool, tmp_path):
             poly.serve(pool, file=tmp_path / "card.json"),
             poly.connect(tmp_path / "card.json") as remote,
         ):
-            mine = remote.promise(echo, [late, {"x": remote.promise(abs, -5)}], late)
+            mine = remote.promise(arguments, [late, {"x": remote.promise(abs, -5)}], late)
             late.set_result(10)
             assert mine.value == (([10, {"x": 5}], 10), {})
         assert there.value == 11
@@ -138,9 +135,9 @@ def test_inside_other_objects_they_are_their_values_too(pool, is_settled):
     if is_settled:
         p.set_result(1)
     calls = [
-        pool.promise(echo, {p}),
-        pool.promise(echo, {p: 2}),
-        pool.promise(echo, Row([p]), other),
+        pool.promise(arguments, {p}),
+        pool.promise(arguments, {p: 2}),
+        pool.promise(arguments, Row([p]), other),
         pool.promise(lambda holder: holder.promise, Holder(p)),
         pool.promise(lambda: p),
         pool.promise(lambda a, b=p: a + b, other),
@@ -192,7 +189,7 @@ def test_initargs_take_values_only():
 def test_a_future_of_the_library_is_refused_with_what_to_give_and_that_works(pool):
     future = concurrent.futures.Future()
     for args in ((future,), (Promise(), future), ([1, future],), ([Promise()], (future,))):
-        error = pool.promise(echo, *args).exception(30)
+        error = pool.promise(arguments, *args).exception(30)
         assert isinstance(error, TypeError) and "polycephaly.race(future)" in str(error.__notes__)
     p = pool.promise(abs, poly.race(future))
     future.set_result(-3)
@@ -200,7 +197,7 @@ def test_a_future_of_the_library_is_refused_with_what_to_give_and_that_works(poo
 
 
 def test_another_argument_that_does_not_pickle_is_the_one_that_is_named(pool):
-    error = pool.promise(echo, [Promise()], [threading.Lock()]).exception(30)
+    error = pool.promise(arguments, [Promise()], [threading.Lock()]).exception(30)
     assert isinstance(error, TypeError) and any(
         note.endswith("argument 1, a list") for note in error.__notes__
     )
@@ -208,7 +205,7 @@ def test_another_argument_that_does_not_pickle_is_the_one_that_is_named(pool):
 
 def test_a_value_that_is_a_promise_itself_is_refused_and_breaks_nothing(pool):
     inner, outer = Promise(), Promise()
-    waits = [pool.promise(echo, outer), pool.promise(echo, [outer])]
+    waits = [pool.promise(arguments, outer), pool.promise(arguments, [outer])]
     outer.set_result([inner])
     assert all(isinstance(p.exception(30), TypeError) for p in waits)
     assert pool.doit(abs, -1) == 1

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from faults import append, block_for_ever, fail_at_seven, hold_until, lines, wait_for
 from scripts import Script
+from work import fail_with, loaded_functions
 
 import polycephaly as poly
 from polycephaly.engines.remote import connection
@@ -30,10 +31,6 @@ SOON = 60.0
 def pool():
     with poly.Pool(2, name="lab") as pool:
         yield pool
-
-
-def fail_with(item):
-    raise KeyError("no")
 
 
 @pytest.mark.parametrize(
@@ -595,12 +592,6 @@ def test_its_timeline_is_that_of_the_pool(remote, pool, tmp_path):
 # -- what it keeps of clients that have left -------------------------------------------------------
 
 
-def opened():
-    """The functions that this drone has, its own and those of clients."""
-    gc.collect()
-    return sum(type(each).__qualname__ == "LoadedFunction" for each in gc.get_objects())
-
-
 def test_the_functions_of_a_client_that_has_left_are_forgotten(pool, card):
     with poly.serve(pool, file=card):
         for _ in range(3):
@@ -611,10 +602,10 @@ def test_the_functions_of_a_client_that_has_left_are_forgotten(pool, card):
         wait_for(
             lambda: (
                 gc.collect() is not None
-                and not pool._dispatcher.registry._entries.keys() - {id(opened), id(abs)}
+                and not pool._dispatcher.registry._entries.keys() - {id(loaded_functions), id(abs)}
             )
         )
-        wait_for(lambda: max(p.value for p in pool.everywhere(opened)) <= 2)
+        wait_for(lambda: max(p.value for p in pool.everywhere(loaded_functions)) <= 2)
 
 
 def test_a_server_forgets_a_function_that_its_client_has_no_more(pool, card, monkeypatch):

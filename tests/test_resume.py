@@ -19,6 +19,7 @@ import pytest
 from engines import local_only, on_each_engine, poly
 from faults import append, kill_myself, lines, note, wait_for
 from scripts import Script, output_of, run_script
+from work import invert
 
 import polycephaly
 from polycephaly import green
@@ -43,10 +44,6 @@ def calls(tmp_path):
 
 def made(calls):
     return sorted(map(int, lines(calls)))
-
-
-def invert(n):
-    return 1 / n
 
 
 def work(calls, i):

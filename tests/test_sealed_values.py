@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faults import append, hold_until, lines, wait_for
+from work import echo
 
 import polycephaly as poly
 from polycephaly import green
@@ -176,11 +177,7 @@ def test_a_value_can_be_built_after_the_end_of_its_pool():
 
 def test_what_takes_no_code_of_its_own_is_there_at_once(pool):
     for value in (7, None, "x" * 5000, [1, {"a": (2, None)}], {"b"}, b"c" * 5000):
-        assert type(value).__name__ in repr(settled(pool.promise(take_back, value)))
-
-
-def take_back(value):
-    return value
+        assert type(value).__name__ in repr(settled(pool.promise(echo, value)))
 
 
 # -- what waits does so no longer than it should ---------------------------------------------------
@@ -344,7 +341,7 @@ READERS = {
     "gather in time": lambda pool, promise: poly.gather(promise).result(60)[0],
     "asyncio": lambda pool, promise: asyncio.run(awaited(promise)),
     "green": lambda pool, promise: green.run(awaited, promise),
-    "then": lambda pool, promise: promise.then(take_back).value,
+    "then": lambda pool, promise: promise.then(echo).value,
 }
 
 

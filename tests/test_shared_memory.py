@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from faults import append, bind_zeromq, hold_until, kill_myself, lines, open_bulk, wait_for
 from scripts import Script, output_of, run_script
+from work import arguments, echo
 
 import polycephaly as poly
 from polycephaly.memory import arena as arena_module
@@ -282,10 +283,6 @@ def flags(it):
     return it.flags.c_contiguous, it.flags.f_contiguous, it.flags.writeable, it.flags.aligned
 
 
-def echo(it):
-    return it
-
-
 def make(name, size):
     return CASES[name](size)
 
@@ -482,10 +479,6 @@ def captured(a):
     return lambda factor: a * factor
 
 
-def take(*args, **kwargs):
-    return args, kwargs
-
-
 def test_captured_by_a_function_as_a_default_in_a_partial_and_by_keyword(way):
     for size in (400, 300_000):
         a = numbers(size, np.int32)
@@ -493,7 +486,8 @@ def test_captured_by_a_function_as_a_default_in_a_partial_and_by_keyword(way):
         assert not differs(way.doit(lambda it=a: it), a)
         assert not differs(way.doit(functools.partial(echo, a)), a)
         assert not differs(
-            way.doit(functools.partial(take, a, k=a), 1, z=a[::2]), ((a, 1), {"k": a, "z": a[::2]})
+            way.doit(functools.partial(arguments, a, k=a), 1, z=a[::2]),
+            ((a, 1), {"k": a, "z": a[::2]}),
         )
         assert not differs(way.doit(Experiment("e", a, b"").values.tolist), a.tolist())
 
@@ -509,9 +503,10 @@ def test_a_function_that_captured_an_array_is_as_it_was_at_each_call(way):
 def test_by_way_of_promises_that_are_arguments(way):
     a = numbers(300_000, np.int32)
     first = way.promise(echo, a)
-    assert not differs(way.doit(take, first, 1, k=first), ((a, 1), {"k": a}))
+    assert not differs(way.doit(arguments, first, 1, k=first), ((a, 1), {"k": a}))
     assert not differs(
-        way.doit(take, first, way.promise(make, "nested", 300_000))[0][1], make("nested", 300_000)
+        way.doit(arguments, first, way.promise(make, "nested", 300_000))[0][1],
+        make("nested", 300_000),
     )
 
 
@@ -1047,14 +1042,14 @@ def test_a_shared_value_arrives_as_the_value_wherever_the_handle_stands(pool):
     a = full(3)
     shared = pool.share(a)
     assert not differs(pool.doit(echo, shared), a)
-    assert not differs(pool.doit(take, shared, 1, k=shared), ((a, 1), {"k": a}))
+    assert not differs(pool.doit(arguments, shared, 1, k=shared), ((a, 1), {"k": a}))
     assert pool.doit(lambda items: first_of(items[0]), [shared]) == ("ndarray", 3.0)
     assert pool.doit(lambda items: first_of(items["k"]), {"k": shared}) == ("ndarray", 3.0)
     assert pool.doit(lambda: first_of(shared)) == ("ndarray", 3.0)
-    assert not differs(list(pool.map(take, [shared, a], [1, 2])), [((a, 1), {}), ((a, 2), {})])
+    assert not differs(list(pool.map(arguments, [shared, a], [1, 2])), [((a, 1), {}), ((a, 2), {})])
     assert not differs(pool.doit(echo, [shared])[0], a)
     first = pool.promise(echo, 5)
-    assert not differs(pool.doit(take, shared, first), ((a, 5), {}))
+    assert not differs(pool.doit(arguments, shared, first), ((a, 5), {}))
 
 
 @pytest.mark.parametrize("name", [

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from faults import exit_hard, hold_until, wait_for
+from work import double, fail
 
 import polycephaly as poly
 from polycephaly import green
@@ -33,10 +34,6 @@ def noop(x):
     return x
 
 
-def double(x):
-    return 2 * x
-
-
 def nap(seconds):
     time.sleep(seconds)
 
@@ -45,10 +42,6 @@ def spin(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass
-
-
-def fail(x):
-    raise ValueError(x)
 
 
 def calls(timeline):
