@@ -220,6 +220,40 @@ class FailsWhenCollected:
         fail(self.how)
 
 
+class Unreadable:
+    """Is pickled, but not unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+class StopsTheLoop:
+    """Its unpickling raises what ends an `async for`."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _stop_the_loop, ()
+
+
+def _stop_the_loop() -> None:
+    raise StopAsyncIteration
+
+
+class Bomb:
+    """Tells in a file that it was unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return append, (self.path, "exploded")
+
+
+def failing_source() -> Iterator[int]:
+    """An input that breaks off."""
+    yield 1
+    raise LookupError("no more")
+
+
 def take(thing: object) -> str:
     return "taken"
 

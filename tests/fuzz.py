@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 import zmq
 from census import homes
-from faults import append, bind_zeromq, hold_until, wait_for
+from faults import Bomb, bind_zeromq, hold_until, wait_for
 
 import polycephaly as poly
 from polycephaly.drone import executor as image_runner
@@ -169,16 +169,6 @@ class Finding(AssertionError):
 
 
 # -- originals -------------------------------------------------------------------------------------
-
-
-class Bomb:
-    """Tells in a file that it was unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return append, (self.path, "exploded")
 
 
 @contextlib.contextmanager

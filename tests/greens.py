@@ -39,6 +39,22 @@ async def turns(n=3):
         await green.sleep(0)
 
 
+async def double(x):
+    return 2 * x
+
+
+async def fail(error):
+    raise error
+
+
+async def forever():
+    await green.sleep(1000)
+
+
+async def awaited(promise):
+    return await promise
+
+
 async def outcome(promise):
     """The value of `promise`, or the class of its error."""
     try:

@@ -10,6 +10,7 @@ from concurrent.futures import _base
 
 import pytest
 from faults import append, hold_until, wait_for
+from greens import awaited
 
 import polycephaly as poly
 from polycephaly import green
@@ -204,10 +205,6 @@ def settled_by(later):
     promise = poly.Promise()
     later.then(promise.set_result)
     return promise.result()
-
-
-async def awaited(promise):
-    return await promise
 
 
 async def ended(later):

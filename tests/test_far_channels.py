@@ -21,7 +21,7 @@ from time import monotonic
 
 import psutil
 import pytest
-from faults import append, hold_until, lines, wait_for
+from faults import StopsTheLoop, Unreadable, append, hold_until, lines, wait_for
 from greens import nobody_waits, run, turns
 from scripts import Script, output_of, run_script
 
@@ -1899,7 +1899,7 @@ def test_an_end_that_a_call_has_stored_stays_though_the_call_comes_to_nothing(po
 
 def test_an_end_behind_an_argument_that_cannot_be_unpickled_is_gone_with_its_call(pool):
     ch = Channel()
-    failed = pool.promise(lambda *args: None, Unopenable(), ch.sender())
+    failed = pool.promise(lambda *args: None, Unreadable(), ch.sender())
     assert "lost with its call: invalid literal" in items_and_error(ch)[-1]
     assert isinstance(failed.exception(20), ValueError)
 
@@ -2023,15 +2023,6 @@ class Exits:
 
     def __getstate__(self):
         return {"x": 1}
-
-
-class StopsTheLoop:
-    def __reduce__(self):
-        return stop_the_loop, ()
-
-
-def stop_the_loop():
-    raise StopAsyncIteration
 
 
 def test_an_item_whose_opening_raises_stop_async_iteration_does_not_end_the_loop_in_silence():
@@ -2413,11 +2404,6 @@ def test_what_cannot_be_spread_is_said_to_be_so(pool):
 # -- items that cannot travel, and other bad input -------------------------------------------------
 
 
-class Unopenable:
-    def __reduce__(self):
-        return int, ("no number",)
-
-
 class Ends:
     def __reduce__(self):
         raise SystemExit(4)
@@ -2472,7 +2458,7 @@ def test_what_cannot_be_unpickled_is_told_to_its_receiver(pool):
         for home in homes(pool):
             ch = channel_in(home)
             p = pool.drones[2].promise(receiver, ch)
-            await ch.send(Unopenable())
+            await ch.send(Unreadable())
             await ch.send("next")
             assert await p == [
                 "while unpickling an item that another process sent through a channel",

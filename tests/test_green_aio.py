@@ -13,7 +13,7 @@ from functools import partial
 import httpx
 import pytest
 from faults import append, lines, wait_for
-from greens import run
+from greens import fail, run
 from scripts import output_of
 
 import polycephaly as poly
@@ -37,10 +37,6 @@ async def double(x):
 async def green_double(x):
     await green.sleep(0)
     return 2 * x
-
-
-async def fail(error):
-    raise error
 
 
 # -- asyncio in green threads ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from greens import outcome, run, turns
+from greens import awaited, outcome, run, turns
 
 import polycephaly as poly
 from polycephaly import green
@@ -428,7 +428,7 @@ def test_who_is_cancelled_while_it_closes_leaves_the_others_alone():
         ferry = Ferry()
         first = green.spawn(ferry.batched, 1)
         await ferry.is_under_way()
-        waits = green.spawn(wait_for, ferry.batched.close())
+        waits = green.spawn(awaited, ferry.batched.close())
         await turns()
         waits.cancel()
         assert await outcome(waits) is CancelledError
@@ -436,10 +436,6 @@ def test_who_is_cancelled_while_it_closes_leaves_the_others_alone():
         return await first
 
     assert run(main) == ("over", 1)
-
-
-async def wait_for(promise):
-    return await promise
 
 
 def test_plain_code_closes_it_too():

@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 from faults import wait_for
+from greens import forever
 from scripts import Script
 
 import polycephaly as poly
@@ -36,10 +37,6 @@ def as_it_was():
     yield
     history.records.clear()
     green.configure(window=0.001, native_threads=MAX_NATIVE_THREADS)
-
-
-async def forever():
-    await green.sleep(1000)
 
 
 async def spin(until):

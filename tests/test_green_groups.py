@@ -8,14 +8,11 @@ from concurrent.futures import CancelledError
 
 import pytest
 from faults import wait_for
+from greens import forever
 
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.green.testing import all_waiting
-
-
-async def forever():
-    await green.sleep(1000)
 
 
 async def clean_up(cleaned, clock):

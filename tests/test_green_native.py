@@ -11,14 +11,11 @@ from functools import partial
 
 import pytest
 from faults import wait_for
+from greens import double
 
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.green.scheduler import scheduler
-
-
-async def double(x):
-    return 2 * x
 
 
 def test_a_plain_function_runs_beside_the_coroutines_on_a_native_thread_of_its_own():

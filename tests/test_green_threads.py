@@ -18,6 +18,7 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 from faults import wait_for
+from greens import double, fail, forever
 from scripts import Script, output_of, run_script
 
 import polycephaly as poly
@@ -28,18 +29,6 @@ from polycephaly.green.testing import all_waiting, virtual_time
 from polycephaly.promises.promise import Signal
 
 var = contextvars.ContextVar("var", default="unset")
-
-
-async def double(x):
-    return 2 * x
-
-
-async def fail(error):
-    raise error
-
-
-async def forever():
-    await green.sleep(1000)
 
 
 # -- starting and ending ---------------------------------------------------------------------------

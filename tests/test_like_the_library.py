@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError, Proces
 
 import pytest
 import stand_in
-from faults import append, hold_until, lines, wait_for
+from faults import append, failing_source, hold_until, lines, wait_for
 from scripts import run_script
 
 import polycephaly as poly
@@ -34,11 +34,6 @@ def fail():
 
 def recurse(depth):
     return recurse(depth + 1)
-
-
-def failing_source():
-    yield 1
-    raise LookupError("no more")
 
 
 def put(queue, item):

@@ -19,7 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 import zmq
-from faults import append, block_for_ever, hold_until, lines, spin_for_ever, wait_for
+from faults import Bomb, append, block_for_ever, hold_until, lines, spin_for_ever, wait_for
 from scripts import Script, run_script
 from work import slow
 
@@ -699,16 +699,6 @@ def test_what_a_client_raises_is_not_rebuilt_by_the_server(remote, tmp_path, mon
     assert isinstance(remote.promise(interrupt, str(tmp_path / "by")).exception(SOON), LookupError)
     assert len(unpacked) == 1
     assert str(os.getpid()) not in lines(tmp_path / "by")  # the server is in this process
-
-
-class Bomb:
-    """Whoever unpickles it makes a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (self.path, "w")
 
 
 def zmtp(mechanism):

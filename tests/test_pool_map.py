@@ -19,7 +19,16 @@ from unittest.mock import Mock
 
 import pytest
 from engines import local_only, on_each_engine, poly
-from faults import Counting, append, block_for_ever, hold_until, lines, wait_for
+from faults import (
+    Counting,
+    Unreadable,
+    append,
+    block_for_ever,
+    failing_source,
+    hold_until,
+    lines,
+    wait_for,
+)
 from work import double, fail_with
 
 import polycephaly.pool.map
@@ -78,11 +87,6 @@ def test_an_asynchronous_input_is_refused_with_the_cure(pool):
             pool.map(pow, *inputs)
 
 
-def rows_that_fail():
-    yield 1
-    raise LookupError("no more")
-
-
 def taken(pool, error, *args, **options):
     results = pool.map(*args, **options)
     with contextlib.suppress(error):
@@ -116,7 +120,7 @@ ENDINGS = {
     "closed": lambda pool: closed(pool, 1),
     "closed unread": lambda pool: closed(pool, 0),
     "failed": lambda pool: taken(pool, ValueError, fail_at_five, range(5000)),
-    "failed input": lambda pool: taken(pool, LookupError, double, rows_that_fail()),
+    "failed input": lambda pool: taken(pool, LookupError, double, failing_source()),
     "late": lambda pool: taken(pool, TimeoutError, block_for_ever, range(2), timeout=0.1),
 }
 
@@ -829,11 +833,6 @@ def test_the_arguments_of_calls_that_have_not_failed_are_let_go(pool):
             task.promise.exception()
             assert task.item_payload == b""
         assert len(list(results)) == len(items)
-
-
-class Unreadable:
-    def __reduce__(self):
-        return int, ("no number",)
 
 
 def test_an_item_that_does_not_unpickle_is_told_by_its_index(pool):

@@ -21,7 +21,7 @@ from functools import partial
 
 import pytest
 from census import alive, descriptors
-from faults import wait_for
+from faults import StopsTheLoop, wait_for
 from greens import run
 from scripts import output_of, run_script
 
@@ -193,15 +193,6 @@ def test_each_senders_messages_come_in_its_order_and_each_once(pool):
         assert [value for value in values if value < 10_000] == list(range(5000))
         assert [value for value in values if value >= 10_000] == list(range(10_000, 15_000))
         assert [each.value for each in done] == [None, None]
-
-
-def stop_the_loop():
-    raise StopAsyncIteration
-
-
-class StopsTheLoop:
-    def __reduce__(self):
-        return stop_the_loop, ()
 
 
 def test_a_message_whose_unpickling_raises_stop_async_iteration_is_an_error():

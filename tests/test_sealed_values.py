@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faults import append, hold_until, lines, wait_for
+from greens import awaited
 from work import echo
 
 import polycephaly as poly
@@ -343,10 +344,6 @@ READERS = {
     "green": lambda pool, promise: green.run(awaited, promise),
     "then": lambda pool, promise: promise.then(echo).value,
 }
-
-
-async def awaited(promise):
-    return await promise
 
 
 @pytest.mark.guarantee("promise-10")

@@ -18,7 +18,7 @@ import pytest
 import zmq
 from census import homes
 from engines import local_only
-from faults import append, bind_zeromq, lines, wait_for
+from faults import Bomb, bind_zeromq, lines, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -256,14 +256,6 @@ def test_a_control_thread_that_fails_lets_no_other_thread_tell_what_was_sent():
 
 
 # -- with a pool
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return append, (self.path, "exploded")
 
 
 @pytest.mark.guarantee("wire-2")
