@@ -15,6 +15,8 @@ from collections import deque
 from pickle import dumps
 from unittest import mock
 
+import pytest
+
 import polycephaly.pool.dispatcher
 from polycephaly.engines.local.launcher import Launcher
 from polycephaly.memory.references import RefTable
@@ -41,6 +43,7 @@ from polycephaly.wire.messages import (
 )
 
 BEGINNING = 1000.0  # of the time: no 0, which could stand for something else
+A_MOMENT = 1e-6  # times that are closer are the same
 PID = 7000  # and more, of drones
 WHY = "the process is stopped by a signal"
 
@@ -366,6 +369,19 @@ def dispatcher_of(reactor, size, *, ready=True, launcher=None, engine=None, **co
 
 def _raise(error):
     raise error
+
+
+def task(*inputs):
+    """Work for drones that run nothing, as `overlapped`."""
+    raise AssertionError("nothing is run here")
+
+
+async def overlapped(*inputs):
+    raise AssertionError("nothing is run here")
+
+
+def about(*times):
+    return pytest.approx([*times], abs=A_MOMENT)
 
 
 def make_ready(dispatcher):

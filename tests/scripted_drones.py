@@ -25,7 +25,7 @@ from random import Random
 from time import monotonic
 from unittest import mock
 
-from in_time import PID, FakeEngine, FakeHandle, FakeReactor, dispatcher_of
+from in_time import PID, FakeEngine, FakeHandle, FakeReactor, dispatcher_of, overlapped
 
 from polycephaly.errors import DroneDied, Lost
 from polycephaly.pool import leases
@@ -91,10 +91,6 @@ def brief(key, *inputs):
 
 
 def lasting(key, *inputs):
-    raise AssertionError("nothing is run here")
-
-
-async def overlapped(key, *inputs):
     raise AssertionError("nothing is run here")
 
 

@@ -8,8 +8,8 @@ from collections import deque
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from in_time import dispatcher_of, give, make_ready, submitted
-from scripted_drones import brief, interleave, lasting, overlapped
+from in_time import dispatcher_of, give, make_ready, overlapped, submitted
+from scripted_drones import brief, interleave, lasting
 
 from polycephaly import DroneDied, Promise
 from polycephaly.pool.collecting import take_timeline

@@ -8,7 +8,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from in_time import dispatcher_of, give
+from in_time import A_MOMENT, about, dispatcher_of, give, overlapped
 
 from polycephaly.pool.cancellation import GRACE_STEPS, STACK_SECONDS
 from polycephaly.pool.handlers import handle_message
@@ -18,11 +18,6 @@ from polycephaly.wire.messages import CANCEL, FRAMES, pack_frames
 
 GRACE = tuning.grace_seconds
 STEP = GRACE / GRACE_STEPS
-A_MOMENT = 1e-6
-
-
-async def overlapped(x):
-    return x
 
 
 @pytest.fixture
@@ -47,10 +42,6 @@ def run(handle, timeout=None, what=abs):
 def known_to_be_short(handle):
     """So that several calls are sent at once."""
     handle.dispatcher.registry.define(abs).record_duration(1e-4, 1)
-
-
-def about(*times):
-    return pytest.approx([*times], abs=A_MOMENT)
 
 
 # -- limits ----------------------------------------------------------------------------------------

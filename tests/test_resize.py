@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from engines import poly as any_poly
 from faults import append, hold_until, lines, wait_for
-from in_time import PID, FakeReactor, dispatcher_of, give, make_ready, submitted
+from in_time import PID, FakeReactor, dispatcher_of, give, make_ready, submitted, task
 
 import polycephaly as poly
 from polycephaly import DroneDied, Promise
@@ -19,10 +19,6 @@ from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.map_source import Source
 from polycephaly.pool.supervisor import surplus
 from polycephaly.wire.messages import HELLO, PROTOCOL, RECALL, STOP, Malformed, pack_numbers
-
-
-def task(*inputs):
-    raise AssertionError("nothing is run here")
 
 
 def resize(dispatcher, size):

@@ -14,7 +14,17 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from in_time import WHY, FakeZygote, dispatcher_of, give, make_ready, submitted
+from in_time import (
+    A_MOMENT,
+    WHY,
+    FakeZygote,
+    about,
+    dispatcher_of,
+    give,
+    make_ready,
+    overlapped,
+    submitted,
+)
 
 from polycephaly.pool import health
 from polycephaly.pool.dispatcher_base import pool_error
@@ -33,7 +43,6 @@ LOOK, QUIET, STOPPED = (
 )
 FIRST = LOOK  # when the first pulse of what is begun at 0 is felt
 LIMIT = 1000 << 20
-A_MOMENT = 1e-6
 HOUR = 3600
 
 
@@ -59,20 +68,12 @@ def sleep(seconds):
     raise AssertionError("nothing is run here")
 
 
-async def overlapped(x):
-    return x
-
-
 async def overlapped_too(x):
     return x
 
 
 def told(caplog, level=logging.WARNING):
     return [record.getMessage() for record in caplog.records if record.levelno == level]
-
-
-def about(*times):
-    return pytest.approx([*times], abs=A_MOMENT)
 
 
 def times_of_looks(every, until):
