@@ -60,11 +60,8 @@ PACKAGES = ("polycephaly", "joblib", "multiprocessing", "concurrent")
 def tier_of(test: pytest.Function) -> str:
     if test.module.__name__ in MARKED:
         return MARKED[test.module.__name__]
-    fixtures = [
-        definition.func
-        for known in test._fixtureinfo.name2fixturedefs.values()
-        for definition in known
-    ]
+    # Of those of one name, the last is in use: the others it overrides.
+    fixtures = [known[-1].func for known in test._fixtureinfo.name2fixturedefs.values()]
     fixtures = [each for each in fixtures if each.__name__ != "nothing_is_left" and _is_ours(each)]
     return _tier_of(test.function, *fixtures)
 
