@@ -34,11 +34,11 @@ from typing import Any
 from zlib import crc32
 
 import census
-import engines
 import faults
 import pytest
 import pytest_timeout
 import tiers
+from engines import ENGINES, RAY, poly, running
 
 import polycephaly
 from polycephaly.green.testing import Clock, virtual_time
@@ -388,6 +388,26 @@ def reactor() -> Any:
 
 
 @pytest.fixture
+def started(tmp_path: Path) -> str:
+    """The file that work writes to when it has begun."""
+    return str(tmp_path / "started")
+
+
+@pytest.fixture
+def pool() -> Iterator[polycephaly.Pool]:
+    """Two drones, for one test. A file that needs another pool has its own `pool`."""
+    with poly.Pool(2, output="discard") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def drone(engine: str) -> Iterator[polycephaly.Drone]:
+    """One drone for all tests of a file."""
+    with poly.Drone() as drone:
+        yield drone
+
+
+@pytest.fixture
 def card(tmp_path: Path) -> str:
     """The connection file of `server`."""
     return str(tmp_path / "pool.json")
@@ -395,7 +415,7 @@ def card(tmp_path: Path) -> str:
 
 @pytest.fixture
 def server(pool: polycephaly.Pool, card: str) -> Iterator[Any]:
-    """The file's own `pool`, served."""
+    """The file's `pool`, served."""
     with polycephaly.serve(pool, file=card) as server:
         yield server
 
@@ -406,15 +426,15 @@ def remote(server: Any, card: str) -> Iterator[Any]:
         yield remote
 
 
-@pytest.fixture(scope="session", params=engines.ENGINES)
+@pytest.fixture(scope="session", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    with engines.running(request.param):
+    with running(request.param):
         yield request.param
 
 
-@pytest.fixture(scope="module", params=["local", "inline", engines.RAY])
+@pytest.fixture(scope="module", params=["local", "inline", RAY])
 def any_engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    with engines.running(request.param):
+    with running(request.param):
         yield request.param
 
 

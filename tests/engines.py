@@ -70,6 +70,18 @@ class OnEngine:
 poly = OnEngine()
 
 
+def pool_of_file(size: int, **how: Any) -> Any:
+    """A fixture: `pool = pool_of_file(2)` at the top of a file has all its tests share one pool, on
+    each engine."""
+
+    @pytest.fixture(scope="module")
+    def pool(engine: str) -> Iterator[polycephaly.Pool]:
+        with poly.Pool(size, **how) as pool:
+            yield pool
+
+    return pool
+
+
 def rounds(times: int) -> range:
     """How often something is done that starts drones: a second each on Ray, milliseconds here."""
     return range(times if poly.engine == "local" else max(2, times // 8))

@@ -18,7 +18,7 @@ import weakref
 from types import ModuleType
 
 import pytest
-from engines import NO_FORK, local_only, on_each_engine, poly
+from engines import NO_FORK, local_only, on_each_engine, poly, pool_of_file
 from faults import wait_for
 from scripts import output_of
 from work import loaded_functions
@@ -66,10 +66,7 @@ async def sleep_and_return(n):
     return n
 
 
-@pytest.fixture(scope="module")
-def pool(engine):
-    with poly.Pool(2) as pool:
-        yield pool
+pool = pool_of_file(2)
 
 
 @pytest.mark.parametrize(

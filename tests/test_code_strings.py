@@ -42,12 +42,6 @@ def code():
     ]
 
 
-@pytest.fixture(scope="module")
-def drone(engine):
-    with poly.Drone() as drone:
-        yield drone
-
-
 @pytest.mark.guarantee("work-9")
 def test_statements_run_and_a_last_expressions_value_comes_back(drone, code):
     for source, value in code:

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 
 import pytest
-from engines import READ_ONLY, local_only, on_each_engine, poly
+from engines import READ_ONLY, local_only, on_each_engine, poly, pool_of_file
 from faults import block_for_ever, lines, wait_for
 
 from polycephaly import green
@@ -38,10 +38,7 @@ def parts(items):
     return total(items["array"]), items["name"]
 
 
-@pytest.fixture(scope="module")
-def pool(engine):
-    with poly.Pool(2, name="pair", output="discard") as pool:
-        yield pool
+pool = pool_of_file(2, name="pair", output="discard")
 
 
 # -- promises of drones, together ------------------------------------------------------------------

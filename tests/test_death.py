@@ -40,12 +40,6 @@ def die_the_first_time(path):
     return "lived"
 
 
-@pytest.fixture
-def pool():
-    with poly.Pool(2, output="discard") as pool:
-        yield pool
-
-
 @pytest.mark.guarantee("death-1")
 @pytest.mark.parametrize(
     ("work", "args", "status", "told_as"),

@@ -17,7 +17,7 @@ import weakref
 from concurrent.futures.process import _RemoteTraceback
 
 import pytest
-from engines import on_each_engine, poly
+from engines import on_each_engine, poly, pool_of_file
 from faults import wait_for
 
 from polycephaly.errors import copy_error
@@ -179,10 +179,7 @@ def open_missing():
     open("/no/such/file")  # noqa: SIM115
 
 
-@pytest.fixture(scope="module")
-def pool(engine):
-    with poly.Pool(2, output="discard") as pool:
-        yield pool
+pool = pool_of_file(2, output="discard")
 
 
 def remote_traceback(error):

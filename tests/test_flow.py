@@ -66,12 +66,6 @@ class Account:
         return 2 * x
 
 
-@pytest.fixture
-def pool():
-    with poly.Pool(2) as pool:
-        yield pool
-
-
 # -- where a call is a node ------------------------------------------------------------------------
 
 

@@ -22,12 +22,6 @@ from polycephaly.wire import placeholders
 from polycephaly.wire.messages import DROP, TaskBatch
 
 
-@pytest.fixture
-def pool():
-    with poly.Pool(2) as pool:
-        yield pool
-
-
 def filled(n, value=1.0):
     return np.full(n, value)
 

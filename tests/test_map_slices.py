@@ -49,12 +49,6 @@ SOAKS = int(os.environ.get("POLYCEPHALY_SOAKS", "3"))
 
 
 @pytest.fixture
-def pool():
-    with poly.Pool(2, output="discard") as pool:
-        yield pool
-
-
-@pytest.fixture
 def dice():
     seed = int(os.environ.get("POLYCEPHALY_SEED", "0")) or random.randrange(1 << 32)
     print("POLYCEPHALY_SEED", seed)

@@ -6,12 +6,6 @@ from engines import on_each_engine, poly
 pytestmark = on_each_engine
 
 
-@pytest.fixture(scope="module")
-def drone(engine):
-    with poly.Drone() as drone:
-        yield drone
-
-
 @pytest.mark.guarantee("work-10")
 def test_what_is_pushed_can_be_used_and_pulled(drone):
     drone.push({"a": 1, "b": [2, 3]})

@@ -39,12 +39,6 @@ np = pytest.importorskip("numpy")
 SOON = 60.0
 
 
-@pytest.fixture
-def pool():
-    with poly.Pool(2) as pool:
-        yield pool
-
-
 class Point:
     def __init__(self, x):
         self.x = x

@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from engines import local_only, on_each_engine, poly
+from engines import local_only, on_each_engine, poly, pool_of_file
 from faults import (
     Counting,
     Unreadable,
@@ -42,10 +42,7 @@ from polycephaly.wire.messages import DEFINE_CALLABLE
 pytestmark = on_each_engine
 
 
-@pytest.fixture(scope="module")
-def pool(engine):
-    with poly.Pool(2) as pool:
-        yield pool
+pool = pool_of_file(2)
 
 
 def slow_at_start(n):

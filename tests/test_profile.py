@@ -66,11 +66,6 @@ def gate(tmp_path):
     return str(tmp_path / "gate")
 
 
-@pytest.fixture
-def started(tmp_path):
-    return str(tmp_path / "started")
-
-
 def profiled(pool, gate, tasks, enough=60):
     """A profile of tasks that run until there are so many samples of this process, and so, as many
     of theirs."""

@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from engines import on_each_engine, poly
+from engines import on_each_engine, poly, pool_of_file
 from faults import append, hold_until, lines, wait_for
 
 from polycephaly import Promise
@@ -15,10 +15,7 @@ from polycephaly import Promise
 pytestmark = on_each_engine
 
 
-@pytest.fixture(scope="module")
-def pool(engine):
-    with poly.Pool(2) as pool:
-        yield pool
+pool = pool_of_file(2)
 
 
 @pytest.mark.guarantee("promise-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
-from engines import DIFFERENCES, on_ray, poly
+from engines import DIFFERENCES, on_ray, poly, pool_of_file
 from faults import append, lines, wait_for
 from scripts import Script, run_script
 
@@ -24,10 +24,7 @@ def make(size):
     return bytearray(size)
 
 
-@pytest.fixture(scope="module")
-def pool(engine):
-    with poly.Pool(2, output="discard") as pool:
-        yield pool
+pool = pool_of_file(2, output="discard")
 
 
 def answers_of(folder, text, *args, timeout):

@@ -21,12 +21,6 @@ np = pytest.importorskip("numpy")
 SOON = 60.0
 
 
-@pytest.fixture
-def pool():
-    with poly.Pool(2, name="lab") as pool:
-        yield pool
-
-
 def held(server):
     return sum(len(client.session.shared) for client in server._clients.values())
 

@@ -595,17 +595,6 @@ def test_each_attempt_is_in_the_timeline_and_the_graph_has_one_node(tmp_path):
 # -- in a served pool ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def remote(tmp_path):
-    card = str(tmp_path / "pool.json")
-    with (
-        poly.Pool(2, output="discard") as pool,
-        poly.serve(pool, file=card),
-        poly.connect(card) as remote,
-    ):
-        yield remote
-
-
 def test_a_client_repeats_calls_of_a_served_pool(remote, tmp_path):
     retried = remote.options(retries=poly.Retry(2, **AT_ONCE))
     assert retried.doit(fail_until, str(tmp_path / "a"), 3) == (3,)

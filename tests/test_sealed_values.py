@@ -83,12 +83,6 @@ class Held:
         assert self.let_go.wait(60)
 
 
-@pytest.fixture
-def pool():
-    with poly.Pool(2) as pool:
-        yield pool
-
-
 @pytest.fixture(autouse=True)
 def no_gates():
     yield

@@ -330,12 +330,6 @@ def way(request):
                 assert arena_of(pool).used() == 0
 
 
-@pytest.fixture
-def pool():
-    with poly.Pool(2, output="discard") as pool:
-        yield pool
-
-
 def arena_of(pool):
     return pool._dispatcher.supervisor.engine._arena
 

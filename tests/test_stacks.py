@@ -79,11 +79,6 @@ def last(stack):
     return frame.filename, frame.lineno, frame.name, frame.line
 
 
-@pytest.fixture
-def started(tmp_path):
-    return str(tmp_path / "started")
-
-
 def begun(started, count=1):
     wait_for(lambda: len(lines(started)) == count)
 

@@ -41,11 +41,6 @@ from polycephaly.runtime.tuning import tuning
 MIB = 1 << 20
 
 
-@pytest.fixture
-def started(tmp_path):
-    return str(tmp_path / "started")
-
-
 def sleep(seconds=1000.0):
     time.sleep(seconds)
     return "slept"
