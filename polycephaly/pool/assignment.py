@@ -335,10 +335,13 @@ class Assignment:
             return drone
         return takers[0] if takers else min(beside, key=_overlapping, default=None)
 
-    def _next_free(self) -> DroneRecord | None:
-        """Return the drone that is expected to be free first."""
-        ready = (each for each in self.busy if each.state is State.READY and not each.unresponsive)
-        return min(ready, key=_expected_end, default=None)
+    def _next_free(self, reserved: DroneRecord | None) -> DroneRecord | None:
+        """Return the drone that is expected to be free first: the one that was `reserved` for that,
+        if it still takes tasks, so that not all are looked at each time.
+        """
+        if reserved is not None and _works(reserved):
+            return reserved
+        return min(filter(_works, self.busy), key=_expected_end, default=None)
 
     def _limit(self, drone: DroneRecord, share: int) -> int:
         return min(share, _MAX_BATCH_TASKS, drone.tasks_left(self._max_tasks))
@@ -542,6 +545,10 @@ def _take_similar(
                 queue.appendleft(task)
                 break
     return more, settled
+
+
+def _works(drone: DroneRecord) -> bool:
+    return drone.state is State.READY and not (drone.unresponsive or drone.is_killed)
 
 
 def _load(drone: DroneRecord) -> float:

@@ -63,7 +63,7 @@ class Resources:
         self,
         queue: deque[Task],
         find_taker: Callable[[Task], DroneRecord | None],
-        next_free: Callable[[], DroneRecord | None],
+        next_free: Callable[[DroneRecord | None], DroneRecord | None],
     ) -> tuple[DroneRecord, Task] | None:
         """Take the first task that can begin, with its resources, and the drone for it. None if
         there is none. One that any drone may run is not taken before the head of `queue`, the
@@ -73,7 +73,7 @@ class Resources:
         Otherwise tasks that need little would overtake it for ever. A task for one drone that is
         busy claims nothing, because it could not use them now.
         """
-        self.reserved = None
+        before, self.reserved = self.reserved, None
         claimed: set[str] = set()
         for waiting in sorted(self._heads(), key=lambda each: _place(each[0])):
             task = waiting[0]
@@ -85,7 +85,7 @@ class Resources:
                 if drone is not None or task.target is None:
                     claimed |= names
             elif drone is None:
-                self.reserved = self.reserved or task.target or next_free()
+                self.reserved = self.reserved or task.target or next_free(before)
             else:
                 for name, amount in task.resources:
                     self._free[name] -= amount
