@@ -97,9 +97,6 @@ class DroneHandle(DroneRecord):
         self.packing: set[int] = set()  # kept values that it was asked to pickle
         # Kept values without references, of which the drone has to be informed: numbers, claims.
         self._dropped: deque[tuple[int, int]] = deque()
-        # After a malformed message: tasks up to this `position` may have been answered in that. See
-        # `Dispatcher.watch_for_lost_answer`.
-        self.suspect_position = 0
         self.stderr: deque[str] = deque(maxlen=_MAX_STDERR_LINES)
         self.stack: list[str] = []
         self.task_frames: list[str] = []  # the lines of `stack` for the task, innermost first

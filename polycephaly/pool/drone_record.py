@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..runtime.tuning import tuning
 from .interfaces import State
@@ -31,6 +31,17 @@ class Observer(Protocol):
     has_resources: bool
     note_change: Callable[[DroneRecord], object]
     release_resources: Callable[[Task], None]
+
+
+class Fates(NamedTuple):
+    """The tasks of a dead drone that it will not answer, in the order in which they were sent."""
+
+    begun: list[Task]
+    """They run again if their `retries` allow that, and are rejected otherwise."""
+    not_begun: list[Task]
+    """They are queued again, except those for this drone only, which are rejected."""
+    running: Task | None
+    """The last of those that have begun."""
 
 
 class DroneRecord:
@@ -61,6 +72,9 @@ class DroneRecord:
         self.sent_count = 0  # tasks that were sent in all
         # The highest `position` of an answered task. All tasks up to it have begun.
         self.highest_answered = 0
+        # After a malformed message: tasks up to this `position` may have been answered in that. See
+        # `Dispatcher.watch_for_lost_answer`.
+        self.suspect_position = 0
         self.retire_when_ready = False  # to be retired as soon as it is ready
         self.tasks_done = 0
         self.last_contact_at = 0.0  # when tasks were last sent, or results last received
@@ -165,6 +179,29 @@ class DroneRecord:
         self.unknown -= int(unknown)
         self.changed()
         return tasks
+
+    def take_unanswered(self, answered: int, begun: int) -> Fates:
+        """Take out of flight what this drone, which has died, will not answer. `answered` is the
+        number of the last task whose answer was sent, and may still arrive; `begun` that of the
+        last task begun.
+        """
+        in_flight = self.in_flight
+        last_answered, last_begun = (
+            max(self.highest_answered, in_flight[number].position if number in in_flight else 0)
+            for number in (answered, begun)
+        )
+        fates = Fates([], [], None)
+        for task in [*in_flight.values()]:
+            # Overlapped tasks are answered in any order, but begun in the order of sending.
+            if task.position <= last_answered and not task.definition.overlaps:
+                continue
+            self.remove_in_flight(task.number)
+            if task.position <= last_begun:
+                fates = fates._replace(running=task)
+            # A malformed message may have been the answer of any task sent before.
+            has_begun = task.position <= max(last_begun, self.suspect_position)
+            (fates.begun if has_begun else fates.not_begun).append(task)
+        return fates
 
     def take_in_flight(self) -> list[Task]:
         """Remove all tasks from flight and return them."""

@@ -175,7 +175,8 @@ class HealthMonitor:
             if handle.unresponsive is not None and handle not in monitored:
                 self._mark_responsive(handle)
         for process in monitored:
-            tracker = self._trackers.setdefault(process, _ActivityTracker(now))
+            known = self._trackers.get(process)
+            tracker = known or self._trackers.setdefault(process, _ActivityTracker(now))
             if isinstance(process, DroneHandle):
                 self._check_drone(process, tracker, now)
             else:

@@ -272,9 +272,7 @@ class Supervisor:
     def on_died(self, handle: DroneHandle, exitcode: int | None) -> None:
         """Handle the death of a drone. `exitcode` is None if the engine cannot know it.
 
-        Answered tasks are settled first. Of the others, tasks that had not begun are queued again,
-        except tasks for this drone only, which are rejected. Tasks that had begun run again if
-        `retries` allow, and are rejected otherwise.
+        Answered tasks are settled first. What becomes of the others is told in drone_record.py.
         """
         before = handle.state
         handle.exitcode = exitcode
@@ -286,30 +284,13 @@ class Supervisor:
         handle.cancel_timer()
         handle.print_output()
         handle.collect_last_results()
-        in_flight = handle.in_flight
-        answered, begun = (
-            max(handle.highest_answered, in_flight[number].position if number in in_flight else 0)
-            for number in (handle.last_answered(), handle.last_started())
-        )
-        # By position: tasks whose answers were sent, tasks begun, tasks not begun.
-        lost: list[Task] = []
-        not_begun: list[Task] = []
-        running: Task | None = None
-        for task in list(in_flight.values()):
-            # Overlapped tasks are answered in any order, but begun in the order of sending.
-            if task.position <= answered and not task.definition.overlaps:
-                continue
-            handle.remove_in_flight(task.number)
-            if task.position <= begun:
-                running = task
-            # A malformed message may have been the answer of any task sent before.
-            is_lost = task.position <= max(begun, handle.suspect_position)
-            (lost if is_lost else not_begun).append(task)
+        fates = handle.take_unanswered(handle.last_answered(), handle.last_started())
         dedicated = [
-            *(task for task in not_begun if task.target),
+            *(task for task in fates.not_begun if task.target),
             *self._dispatcher.assignment.take_dedicated(handle),
             *self._dispatcher.take_delayed(handle),
         ]
+        running = fates.running
         if running is not None:
             calls = handle.status_page.call  # of its slice; 0 if not known
             running.lost_call = calls - 1 if 0 < calls <= running.count else None
@@ -317,9 +298,9 @@ class Supervisor:
         if error.__cause__ is not handle.cause:
             # Before the rejections. Not while holding the lock: reading source files takes time.
             self._dispatcher.reactor.deliver(partial(_tell_frames, error, handle.task_frames))
-        self._dispatcher.requeue([task for task in not_begun if task.target is None])
-        self._dispatcher.record.add_lost(handle.name, lost)
-        self._dispatcher.reject_or_retry(lost, error, may_retry=True)
+        self._dispatcher.requeue([task for task in fates.not_begun if task.target is None])
+        self._dispatcher.record.add_lost(handle.name, fates.begun)
+        self._dispatcher.reject_or_retry(fates.begun, error, may_retry=True)
         self._dispatcher.reject_or_retry(dedicated, error, may_retry=False)
         if handle.in_flight:
             self._dispatcher.call_later(
