@@ -255,6 +255,16 @@ def test_a_control_thread_that_fails_lets_no_other_thread_tell_what_was_sent():
     assert drone.socket_lock.locked()  # until the process has ended, which is next
 
 
+def test_a_control_thread_sees_that_calls_which_came_together_go_on():
+    # It mostly gets to run where the main thread sends: between two calls.
+    drone = LocalDrone.__new__(LocalDrone)
+    drone._current, drone._calls = 0, object()
+    seen = []
+    for drone._last_done in (0, 1, 2):
+        seen.append(drone.current)
+    assert len(set(seen)) == 3 and max(seen) < 0
+
+
 # -- with a pool
 
 

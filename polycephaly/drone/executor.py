@@ -603,8 +603,10 @@ class DroneExecutor:
 
     @property
     def current(self) -> int:
-        """The number of the running task; 0: none; negative: between tasks that came together."""
-        return self._current or (-1 if self._calls is not None else 0)
+        """The number of the running task; 0: none; negative: between tasks that came together, with
+        another value after each of them.
+        """
+        return self._current or (-1 - self._last_done if self._calls is not None else 0)
 
     def beat(self) -> None:
         self._status_page.beats += 1
