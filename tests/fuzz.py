@@ -89,6 +89,7 @@ from polycephaly.wire.messages import (
     LARGE,
     MIN_LARGE_BYTES,
     OPEN,
+    PROCESSOR_TIME,
     PROFILE,
     PROTOCOL,
     RANGE_RELEASED,
@@ -140,12 +141,11 @@ UNLIKELY = 0x7000_0000  # numbers from here on are nobody's
 Frames = list[bytes]
 
 
-def trail_of_one(number: int) -> bytes:
-    """What a drone tells of its green threads, and of the work with that number."""
+def trail_of_one() -> bytes:
+    """What a drone tells of its green threads."""
     made = event_log.EventLog()
     event = Span("a function", "", 1.0, 2.0, thread="a thread #1", cpu=0.5, note="7")
     made.events.append(event)
-    made.cpu_times.append((number, 1000))
     return made.pop_packed()
 
 
@@ -287,7 +287,8 @@ def result_messages(
         [outcome(one, SPLIT, split_head(1, 2, RUNNING) + answers)],
         [outcome(other, SPLIT, split_head(0, 3, ENDED) + answers), outcome(one, VALUE, b"")],
         [outcome(one, SPLIT, split_head(1, 1, FAILED) + answers)],
-        [outcome(0, EVENT_LOG, trail_of_one(one)), outcome(one, VALUE, value)],
+        [outcome(0, EVENT_LOG, trail_of_one()), outcome(one, PROCESSOR_TIME, b""),
+            outcome(one, VALUE, value)],
         [outcome(one, VALUE | SHARED, shared_payload(store, ref_table))],
         [outcome(one, SPLIT | SHARED, split_head(3, 0, ENDED) + shared_payload(store, ref_table))],
     ]  # fmt: skip

@@ -20,6 +20,7 @@ from work import double, fail
 import polycephaly as poly
 from polycephaly import green
 from polycephaly.pool import collecting
+from polycephaly.pool.record import TraceBuffer
 from polycephaly.pool.task_promise import facts_of
 from polycephaly.runtime.tuning import tuning
 from polycephaly.timeline import Span, Sums, event_log
@@ -419,20 +420,25 @@ def test_many_green_threads_are_counted_where_they_are_too_many_to_be_kept():
     "sent",
     [
         b"", b"{", b"[]", b"null", b'{"names": []}',
-        b'{"names": [1], "events": [[1]], "work": [], "lost": 0}',
-        b'{"names": ["a"], "events": [[0, 7, 1, 1, 1, 0, ""]], "work": [], "lost": 0}',
-        b'{"names": ["a"], "events": [[0, 0, "x", 1, 1, 0, ""]], "work": [], "lost": 0}',
-        b'{"names": ["a"], "events": [], "work": [[1]], "lost": 0}',
-        b'{"names":[],"events":[],"work":[],"lost":"x"}',
-        b'{"names": ["a"], "events": [[0, 0, NaN, 1, 1, 0, ""]], "work": [], "lost": 0}',
-        b'{"names": ["a"], "events": [[0, 0, 1e300, 1, 1, 0, ""]], "work": [], "lost": 0}',
-        b'{"names": [], "events": [], "work": [[1, Infinity]], "lost": 0}',
-        b"\xff\xfe", b'{"names": ["a"], "events": 5, "work": [], "lost": 0}', b"[" * 100_000,
+        b'{"names": [1], "events": [[1]], "lost": 0}',
+        b'{"names": ["a"], "events": [[0, 7, 1, 1, 1, 0, ""]], "lost": 0}',
+        b'{"names": ["a"], "events": [[0, 0, "x", 1, 1, 0, ""]], "lost": 0}',
+        b'{"names":[],"events":[],"lost":"x"}',
+        b'{"names": ["a"], "events": [[0, 0, NaN, 1, 1, 0, ""]], "lost": 0}',
+        b'{"names": ["a"], "events": [[0, 0, 1e300, 1, 1, 0, ""]], "lost": 0}',
+        b"\xff\xfe", b'{"names": ["a"], "events": 5, "lost": 0}', b"[" * 100_000,
     ],
 )  # fmt: skip
 def test_a_trail_that_is_none_is_refused(sent):
     with pytest.raises(ValueError):
         event_log.unpack_events(sent, "")
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_processor_time_that_cannot_be_is_not_kept(seconds):
+    record = TraceBuffer()
+    record.note_processor_time(1, seconds)
+    assert not record._cpu
 
 
 def test_a_malformed_trail_is_told_and_harms_nothing(caplog):

@@ -130,7 +130,6 @@ class DroneExecutor:
         self._store = store
         self._ref_table = ref_table
         self._drone_store = DroneStore(name)
-        self._events = events
         self._snapshot = snapshot
         tail = self._take_over_process(snapshot)
         self._outcomes = self._buffer_type(
@@ -302,7 +301,7 @@ class DroneExecutor:
         finished = monotonic()
         brief = finished - started < BRIEF_TASK_SECONDS
         if not brief and not definition.brief:
-            self._events.cpu_times.append((number, round((self._cpu_time() - cpu_start) * 1e6)))
+            outcomes.add_processor_time(number, self._cpu_time() - cpu_start)
         definition.brief = brief
         head = b""
         if self._slice is not None:

@@ -34,6 +34,7 @@ from ..wire.messages import (
     KEPT_VALUES,
     LARGE,
     MIN_LARGE_BYTES,
+    PROCESSOR_TIME,
     RANGE_RELEASED,
     SHARED,
     VALUE,
@@ -199,6 +200,10 @@ class ResultBuffer:
         self._values.append((number, started, finished, value))
         return self._status_page.keep(pack_outcome(number, VALUE, started, finished, pickled, b""))
 
+    def add_processor_time(self, number: int, seconds: float) -> None:
+        """Add the processor time of a task whose outcome comes next."""
+        self._entries.append((pack_outcome(number, PROCESSOR_TIME, 0.0, seconds, b"", b""), []))
+
     # -- sending -----------------------------------------------------------------------------------
 
     def take_message(self) -> list[bytes]:
@@ -206,7 +211,6 @@ class ResultBuffer:
         waiting = self._entries
         taken = waiting[:]
         del waiting[: len(taken)]
-        # First: the processor time of a task must arrive before its outcome.
         events = self._events.pop_packed()
         entries = [pack_outcome(0, EVENT_LOG, 0.0, 0.0, events, b"")] if events else []
         entries += [entry for entry, _ in taken]

@@ -30,6 +30,7 @@ from ..wire.messages import (
     NOT_PACKED,
     OPEN,
     PACKED,
+    PROCESSOR_TIME,
     PROFILE,
     PROTOCOL,
     RANGE_RELEASED,
@@ -110,6 +111,9 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
             if status > WITHDRAWN:
                 if status == VALUES:
                     _handle_values(dispatcher, handle, payload, now)
+                    continue
+                if status == PROCESSOR_TIME:
+                    dispatcher.record.note_processor_time(number, finished)
                     continue
                 if status == RANGE_RELEASED:
                     handle.ref_table.release(number)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from operator import attrgetter
 from time import time
 from typing import Any, TypeVar
@@ -175,19 +176,23 @@ class TraceBuffer:
     def add_events(
         self, drone: str, data: bytes, clock_offset: float, with_notes: bool = True
     ) -> None:
-        """Record the events of a drone's green threads, and the cost of its next answers.
+        """Record the events of a drone's green threads.
 
         The drone's clock is `clock_offset` seconds ahead. Without `with_notes`, nothing is kept of
         items and arguments. Raises `ValueError` if `data` is malformed.
         """
-        events, cpu, lost = unpack_events(data, drone, clock_offset)
+        events, lost = unpack_events(data, drone, clock_offset)
         if not with_notes:
             events = [each._replace(note="") for each in events]
-        if len(self._cpu) > MAX_KEPT_CPU_TIMES:  # of tasks that were never answered
-            self._cpu.clear()
-        self._cpu.update(cpu)
         self.threads_lost += lost + max(0, len(self.threads) + len(events) - MAX_KEPT_THREAD_SPANS)
         self.threads.extend(zip(self._thread_numbers, events, strict=False))
+
+    def note_processor_time(self, number: int, seconds: float) -> None:
+        """Note the processor time of a task that is about to be answered."""
+        if len(self._cpu) > MAX_KEPT_CPU_TIMES:  # of tasks that were never answered
+            self._cpu.clear()
+        if 0.0 <= seconds < inf:
+            self._cpu[number] = seconds
 
     # -- any thread --------------------------------------------------------------------------------
 

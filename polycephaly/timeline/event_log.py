@@ -39,8 +39,6 @@ class EventLog:
     def __init__(self) -> None:
         self.events: deque[Span] = deque(maxlen=MAX_KEPT_EVENTS)
         self.lost = 0  # events that were too many, about: two threads may count at once
-        # Of a drone's tasks: number, microseconds of processor time.
-        self.cpu_times: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
 
     # -- green threads add -------------------------------------------------------------------------
@@ -94,9 +92,8 @@ class EventLog:
 
     def pop_packed(self) -> bytes:
         """Return a part of the log to be sent to the controller; empty if there is none."""
-        if not self.events and not self.cpu_times:
+        if not self.events:
             return b""
-        cpu_times = [self.cpu_times.popleft() for _ in range(len(self.cpu_times))]
         events = [self.events.popleft() for _ in range(min(MAX_EVENTS_SENT, len(self.events)))]
         lost, self.lost = self.lost, 0
         names: dict[str, int] = {}
@@ -112,18 +109,15 @@ class EventLog:
             )
             for each in events
         ]
-        content = {"names": [*names], "events": rows, "work": cpu_times, "lost": lost}
+        content = {"names": [*names], "events": rows, "lost": lost}
         return json.dumps(content, separators=(",", ":")).encode()
 
 
-def unpack_events(
-    data: bytes, drone: str, clock_offset: float = 0.0
-) -> tuple[list[Span], dict[int, float], int]:
+def unpack_events(data: bytes, drone: str, clock_offset: float = 0.0) -> tuple[list[Span], int]:
     """Read the data that `pop_packed` returned in `drone`, whose clock is `clock_offset` seconds
     ahead.
 
-    Returns the events, the processor time by task, and the number of lost events. Raises
-    `ValueError`.
+    Returns the events, and the number of lost events. Raises `ValueError`.
     """
     try:
         content = json.loads(data)
@@ -138,8 +132,7 @@ def unpack_events(
             )
             for thread, name, started, took, cpu, flags, note in content["events"]
         ]  # fmt: skip
-        cpu_times = {int(number): _seconds(cpu) for number, cpu in content["work"]}
-        return events, cpu_times, int(content["lost"])
+        return events, int(content["lost"])
     except (LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(
             f"malformed event log of green threads: {type(error).__name__}: {error}"

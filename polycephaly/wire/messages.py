@@ -45,7 +45,7 @@ CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS = range(5, 10)
 RELEASE_RANGE, STORE, FETCH, DROP = range(10, 14)
 # Statuses of RESULTS items.
 VALUE, ERROR, WITHDRAWN, SPLIT, VALUES = range(1, 6)
-RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES = range(6, 11)
+RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES, PROCESSOR_TIME = range(6, 12)
 # CALLS and VALUES stand for many tasks at once, whose arguments or values are small and immutable:
 # pickles of (numbers, arguments) and of (numbers, start times, end times, values). EVENT_LOG
 # belongs to no task: it is the event log of green threads, as JSON (timeline/event_log.py). STORE,
@@ -53,6 +53,8 @@ RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES = range(6, 11)
 # their number is that of the task whose value is kept, or the number that the drone gave to the
 # value. KEPT_VALUES comes before the result of a task in which are handles of values made by the
 # drone, which it lists, or ends of channels: such a result must be unpickled on arrival.
+# PROCESSOR_TIME comes before the result of a task, too: its end time is the seconds of processor
+# time that the task took.
 # RELEASE_RANGE and RANGE_RELEASED belong to no task: their number is that of an object reference
 # (memory/references.py) that its receiver no longer needs.
 
@@ -263,7 +265,7 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
         else:
             payload = body[at : at + size]
             at += size
-        if not VALUE <= status & ~SHARED <= KEPT_VALUES:
+        if not VALUE <= status & ~SHARED <= PROCESSOR_TIME:
             raise Malformed(f"outcome {number}: unknown status {status}")
         output = ""
         if printed:
