@@ -16,8 +16,9 @@ thread from those sent by the main thread at the end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pickle import loads
 from typing import Any
 
@@ -26,10 +27,18 @@ from ..runtime import forked
 from ..runtime.clock import monotonic
 from ..runtime.coroutines import is_coroutine
 from ..wire import placeholders
-from ..wire.detached import CONTAINER_TYPES, HIT, MAX_MISSES, Detacher, Returned, size_of
+from ..wire.detached import (
+    CONTAINER_TYPES,
+    HIT,
+    MAX_MISSES,
+    Detacher,
+    Returned,
+    size_of,
+    size_of_container,
+)
 from ..wire.main_names import MainSnapshot
 from ..wire.pickling import capture_builtins
-from ..wire.shareable import BATCHED_TYPES, SMALL_TYPES, fits_together
+from ..wire.shareable import BATCHED_TYPES, ITEM_BYTES, SMALL_TYPES, check_of
 from ..wire.slices import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls
 from .sigterm import Sigterm
 
@@ -75,9 +84,9 @@ class SliceRun:
         self._open = open_function
         self._pack = pack
         self._detacher = Detacher(snapshot)
-        # Of values that were copied. A class is asked once a slice whether its instances can
-        # be: if a call adds a hook of pickle to it, the results of the next slice obey.
-        self._copied_kinds = set[type](CONTAINER_TYPES)
+        # How to add a value, by its type. A class is asked once a slice how its instances are
+        # pickled: if a call adds a hook of pickle to it, the results of the next slice obey.
+        self._ways = _WAYS.copy()
         self._mark_call = mark_call
         self._sigterm = sigterm
         self._bytes = 0
@@ -106,6 +115,7 @@ class SliceRun:
         # SIGTERM ends the slice only where the control thread cuts it: a check would take a tenth
         # of the time of such short calls.
         next_item, add_small, small = self.calls.popleft, self.done.append, SMALL_TYPES
+        ways, add_other = self._ways, SliceRun._add_other
         while True:
             try:
                 item = next_item()
@@ -115,12 +125,12 @@ class SliceRun:
             kind = type(value)
             if kind in small:
                 add_small(value)
-            elif (  # as `_add_answer` does, in a third of the time
+            elif (  # as `_add_text` does, in a third of the time
                 kind is str and len(value) < MIN_SEPARATE_LENGTH and self._bytes < MAX_ANSWER_BYTES
             ):
                 self._bytes += len(value)
                 add_small(value)
-            elif self._add_answer(value):
+            elif ways.get(kind, add_other)(self, value):
                 return
 
     def _run_pickled(self, function: Callable[..., Any]) -> None:
@@ -172,32 +182,51 @@ class SliceRun:
 
     def _add_answer(self, value: Any) -> bool:
         """Add a value; return True if the slice must end because its answers are so large."""
-        kind = type(value)
-        if kind is tuple or kind is frozenset:
-            size = size_of(value)
-        elif kind in self._copied_kinds:
-            return self._add_copy(value)
-        elif kind is str or kind is bytes:
-            size = len(value)
-        elif kind in SMALL_TYPES:
-            size = 0
-        else:
-            return self._add_other(value)
-        if 0 <= size < MAX_ANSWER_BYTES - self._bytes:
-            self._bytes += size
-            self.done.append(value)
-            return False
-        return self._add_packed(value)
+        return self._ways.get(type(value), SliceRun._add_other)(self, value)
+
+    def _add_small(self, value: Any) -> bool:
+        self.done.append(value)
+        return False
+
+    def _add_text(self, value: str | bytes) -> bool:
+        size = self._bytes + len(value)
+        if size >= MAX_ANSWER_BYTES:
+            return self._add_packed(value)
+        self._bytes = size
+        self.done.append(value)
+        return False
+
+    def _add_tuple(self, value: Collection[Any]) -> bool:
+        size = size_of(value)
+        if not 0 <= size < MAX_ANSWER_BYTES - self._bytes:
+            return self._add_packed(value)
+        self._bytes += size
+        self.done.append(value)
+        return False
 
     def _add_other(self, value: Any) -> bool:
-        """Add a value that is not of a builtin type."""
+        """Add a value of a type that no call of the slice has returned before."""
         if is_coroutine(value):
             from ..green import run
 
             return self._add_answer(run(value))
-        if fits_together(value):
-            self.done.append(value)
-            return False
+        kind = type(value)
+        is_fit = check_of(kind)
+        way: Way = SliceRun._add_copy if is_fit is None else partial(_add_if, is_fit)
+        self._ways[kind] = way
+        return way(self, value)
+
+    def _add_container(self, value: Any) -> bool:
+        """Add a copy of a dict, list or set. As `_add_copy` does, in two thirds of the time."""
+        room = MAX_ANSWER_BYTES - self._bytes
+        if ITEM_BYTES * len(value) < room:
+            copy = value.copy()
+            size = size_of_container(copy)
+            if 0 <= size < room:
+                self._bytes += size
+                self.done.append(copy)
+                return False
+        self._ways[type(value)] = SliceRun._add_copy  # which gives up after some
         return self._add_copy(value)
 
     def _add_copy(self, value: Any) -> bool:
@@ -208,7 +237,6 @@ class SliceRun:
         copy, size = detached
         if type(copy) is Returned:
             self.packed = True
-        self._copied_kinds.add(type(value))
         self._bytes += size
         self.done.append(copy)
         return False
@@ -257,6 +285,24 @@ class SliceRun:
                 taken += 1
         self._cut_calls += taken
         return taken
+
+
+def _add_if(is_fit: Callable[[Any], bool], run: SliceRun, value: Any) -> bool:
+    """Add a value as it is if it `is_fit` to share a pickle."""
+    if not is_fit(value):
+        return run._add_copy(value)
+    run.done.append(value)
+    return False
+
+
+Way = Callable[[SliceRun, Any], bool]
+"""Adds a value; returns True if the slice must end because its answers are so large."""
+_WAYS: dict[type, Way] = {
+    **dict.fromkeys(SMALL_TYPES, SliceRun._add_small),
+    **dict.fromkeys((str, bytes), SliceRun._add_text),
+    **dict.fromkeys((tuple, frozenset), SliceRun._add_tuple),
+    **dict.fromkeys(CONTAINER_TYPES, SliceRun._add_container),
+}
 
 
 def _arguments(pickled: bytes, function: Any) -> Any:

@@ -44,7 +44,7 @@ def bytes_together(values: Sequence[Any]) -> int:
         of_kind = [each for each in values if type(each) is kind] if len(kinds) > 1 else values
         if kind is str or kind is bytes:
             size += sum(map(len, of_kind))
-        elif (is_fit := _check_of(kind)) is None or not all(map(is_fit, of_kind)):
+        elif (is_fit := check_of(kind)) is None or not all(map(is_fit, of_kind)):
             return -1
     return size
 
@@ -53,11 +53,11 @@ def fits_together(value: Any) -> bool:
     """Return whether `value` is of a small, immutable type of the standard library or NumPy, and
     may share a pickle. For tuples and `BATCHED_TYPES`, see `bytes_together`.
     """
-    is_fit = _check_of(type(value))
+    is_fit = check_of(type(value))
     return is_fit is not None and is_fit(value)
 
 
-def _check_of(kind: type) -> Callable[[Any], bool] | None:
+def check_of(kind: type) -> Callable[[Any], bool] | None:
     """Return a function that tells whether a value of this type may share a pickle; None if none
     may.
     """
@@ -96,7 +96,7 @@ def _is_plain_zone(zone: Any) -> bool:
 
 def _has_plain_zone(value: Any) -> bool:
     zone = value.tzinfo
-    return zone is None or (_check_of(type(zone)) is _is_plain_zone and _is_plain_zone(zone))
+    return zone is None or (check_of(type(zone)) is _is_plain_zone and _is_plain_zone(zone))
 
 
 def _is_plain_uuid(value: Any) -> bool:
