@@ -353,10 +353,10 @@ class Ordered:
             self._send_ahead()
 
     def _send_ahead(self) -> None:
+        if self._closed or self.source.is_at_end():
+            return
         max_calls = self._buffersize or self.source.calls_ahead()
         max_tasks = self.source.tasks_ahead()
-        if self._closed:
-            return
         fills_buffer = self._buffersize is not None and not self._has_begun
         self._has_begun = True
         if self._inputs_are_slow and self._has_result():
@@ -451,7 +451,7 @@ class Ordered:
         answered = task.answered_count
         self._calls_in_flight -= answered
         self._taken += answered
-        self.source.record_times(task)
+        self.source.record_times(task, answered)
         return [task]
 
     def next_promise(self) -> Promise[Any] | None:

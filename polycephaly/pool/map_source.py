@@ -198,18 +198,18 @@ class Source:
         dispatcher = self.dispatcher
         return dispatcher.calls_ahead or 4 * dispatcher.size * dispatcher.width + 2 * self._answered
 
-    def record_times(self, task: Task) -> None:
-        """Add the times of a finished task. Followers of a slice that was cut count when they are
-        answered.
+    def record_times(self, task: Task, answered: int) -> None:
+        """Add the times of a finished task, of which so many calls were answered. Followers of a
+        slice that was cut count when they are answered.
         """
         self._answered += 1
         facts = facts_of(task.promise)
         if facts.started is not None and facts.finished is not None:
             seconds = facts.finished - facts.started
             self._seconds += seconds
-            self._estimate(seconds, task.answered_count)
+            self._estimate(seconds, answered)
             self._bytes += facts.bytes_sent + facts.bytes_received
-            self._calls += task.answered_count
+            self._calls += answered
 
     def _estimate(self, seconds: float, calls: int) -> None:
         """Update the time of a typical call. A drone that has lost its core for a moment makes a
@@ -223,6 +223,10 @@ class Source:
             self._call_seconds = typical * min(2.0, sqrt(change))
         else:
             self._call_seconds = typical * (change if calls >= MANY_CALLS else sqrt(change))
+
+    def is_at_end(self) -> bool:
+        """Return whether `send_next` would return None."""
+        return self.exhausted and self._next is None
 
     def send_next(self, max_calls: int) -> Task | None:
         """Send the next task, of at most `max_calls` calls, and return it; None at the end of the
@@ -323,11 +327,15 @@ class Source:
             if max_calls > 1:
                 return self._slice(form, part)
             self._rows = iter(part)
+        if max_calls == 1:
+            for row in self._until_error(islice(self._rows, 1)):
+                return self._call(self._args(row), self.item)
+            self.exhausted = True
+            return None
         rows: list[Any] = []
         size = 0
-        task: Task | None
         source: Iterator[Any] = islice(self._rows, max_calls)
-        if self._are_plain and max_calls > 1:
+        if self._are_plain:
             try:
                 rows = list(source)
             # The input was changed since the last call, so the error is that of the first row.
@@ -349,7 +357,7 @@ class Source:
         until = monotonic() + SLICE_SECONDS  # if inputs come slowly, those that are there go first
         pickling = PicklingContext(None, self.dispatcher.registry.snapshot)
         for row in self._until_error(source):
-            if form != PICKLED and max_calls > 1:
+            if form != PICKLED:
                 if type(row) in SMALL_TYPES or self._fit_together([row]):
                     rows.append(row)
                     if monotonic() > until:
@@ -364,14 +372,10 @@ class Source:
                     if size > self._max_bytes or monotonic() > until:
                         break
                     continue
-            args = (row,) if self._has_one_iterable else row
-            pickled = self._pickled(args, pickling) if max_calls > 1 else None
+            args = self._args(row)
+            pickled = self._pickled(args, pickling)
             if pickled is None:
-                task = self.latest_task = Task(self.dispatcher)
-                task.first_item = self.item + len(rows)
-                fn = self._definition if self._is_defined() else self._fn
-                self.dispatcher.submit(fn, args, {}, None, self._task_options, task)
-                self._next = task
+                self._next = self._call(args, self.item + len(rows))
                 break
             if form != PICKLED:
                 rows = self._pickled_apart(rows)
@@ -385,6 +389,17 @@ class Source:
         if rows:
             return self._slice(form, rows)
         task, self._next = self._next, None
+        return task
+
+    def _args(self, row: Any) -> tuple[Any, ...]:
+        return (row,) if self._has_one_iterable else row
+
+    def _call(self, args: tuple[Any, ...], item: int) -> Task:
+        """Send a call as a task by itself."""
+        task = self.latest_task = Task(self.dispatcher)
+        task.first_item = item
+        fn = self._definition if self._is_defined() else self._fn
+        self.dispatcher.submit(fn, args, {}, None, self._task_options, task)
         return task
 
     def _until_error(self, source: Iterator[Any]) -> Iterator[Any]:

@@ -259,10 +259,10 @@ class ResumedSource(Source):
             )
             raise
 
-    def record_times(self, task: Task) -> None:
+    def record_times(self, task: Task, answered: int) -> None:
         """Add the times of a finished task, whose results are about to be read."""
         self._collect(task)
-        super().record_times(task)
+        super().record_times(task, answered)
 
     # -- storing -----------------------------------------------------------------------------------
 

@@ -530,6 +530,8 @@ class Task:
     @property
     def answered_count(self) -> int:
         """The number of its calls that no follower has taken over."""
+        if not self.followers:
+            return self.count
         return self.count - sum(each.count for each in self.followers)
 
     @property
