@@ -1889,7 +1889,7 @@ def test_one_slow_report_does_not_make_the_next_slices_small():
 def test_the_last_calls_are_divided_among_the_drones_unless_that_costs_more_than_they_do():
     source = Source(dispatcher_of(FakeReactor(), 4), TaskOptions(), echo, [list(range(100))])
     source._definition.seconds = 1e-4
-    assert source.best_size() == 20  # two milliseconds
+    assert source.best_size() == 25  # a quarter: less than four milliseconds
     source._rows, source._sized_rows = iter(()), iter(range(16))
     assert source.best_size() == 4
     source._definition.seconds = 1e-6

@@ -3,8 +3,8 @@
     calls ──main thread: popleft, call──> done ──> the outcome
       └──control thread: pop, from the end──> returned, if the slice takes too long
 
-A slice is meant for two milliseconds of work, estimated from earlier calls. If a slice takes longer
-than the control thread's window, that thread *cuts* the slice: calls that were not begun are
+A slice is meant for four milliseconds of work, estimated from earlier calls. If a slice takes
+longer than the control thread's window, that thread *cuts* the slice: calls that were not begun are
 returned, so that other drones can run them, and the answers so far are sent. The main thread goes
 on with the current call and sends that answer by itself.
 
