@@ -21,6 +21,7 @@ from polycephaly.pool.resources import Resources
 from polycephaly.pool.task_state import ENDING
 from polycephaly.promises.promise import FINISHED, PENDING
 from polycephaly.runtime.tuning import tuning
+from polycephaly.wire.placeholders import PayloadWithRefs
 
 EVENTS = 20
 SIZES = (("db", 2), ("gpu", 1))
@@ -104,7 +105,7 @@ class Walk:
     def start(self):
         number = next(self.numbers)
         drone = DroneRecord(self.assignment, number, f"pool.{number}")
-        self.assignment.drones.append(drone)
+        self.assignment.add(drone)
         drone.become(State.READY)
 
     def submit(self):
@@ -245,6 +246,7 @@ class Walk:
         for drone in self.assignment.drones:
             drone.validate()
         self.assignment.validate()
+        self.assignment.validate_idle()
         self.check_that_none_waits_in_vain()
 
     def check(self, drone, tasks):
@@ -533,6 +535,65 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
         walk(range(600))
 
 
+# -- found in other ways ---------------------------------------------------------------------------
+
+
+def assignment_of(size, resources=()):
+    assignment = Assignment(1, None, resources)
+    for number in range(size):
+        drone = DroneRecord(assignment, number, str(number))
+        assignment.add(drone)
+        drone.become(State.READY)
+    return assignment
+
+
+def queued(assignment, task):
+    assignment.enter_queue(task)
+    assignment.place(task, 0.0)
+    return task
+
+
+def sent_to(assignment):
+    assignment.update()
+    return [
+        (drone, *[task for run in runs for task in run]) for drone, runs in assignment.assign(0)
+    ]
+
+
+def test_a_task_that_gets_another_drone_as_it_is_sent_goes_there_at_once():
+    assignment = assignment_of(2)
+    _, second = assignment.drones
+
+    def prepare(task, drone):
+        if drone is second:
+            return True
+        task.preferred_drone = second
+        assignment.leave_queue(task)
+        queued(assignment, task)
+        return False
+
+    assignment.prepare = prepare
+    task = FakeTask(1, function(), args=None, payload=PayloadWithRefs(b"", {}))
+    queued(assignment, task)
+    assert sent_to(assignment) == [(second, task)]
+    assignment.validate_idle()
+
+
+def test_a_drone_that_is_reserved_and_gets_a_task_of_its_own_is_reserved_no_more():
+    assignment = assignment_of(2, SIZES)
+    first, second = assignment.drones
+    brief, lasting = function(1e-4), function()
+    busy = [queued(assignment, FakeTask(number, brief)) for number in range(2)]
+    assert sent_to(assignment) == [(first, busy[0]), (second, busy[1])]
+    scarce = queued(assignment, FakeTask(2, lasting, resources=(("db", 1),), priority=1))
+    assert sent_to(assignment) == [] and assignment.resources.reserved is first
+    own = queued(assignment, FakeTask(3, lasting, target=first))
+    first.remove_in_flight(0)
+    assert sent_to(assignment) == [(first, own)] and assignment.resources.reserved is second
+    second.remove_in_flight(1)
+    assert sent_to(assignment) == [(second, scarce)]
+
+
 # -- the cost of a step ----------------------------------------------------------------------------
 
 
@@ -543,17 +604,12 @@ def test_a_task_and_its_answer_take_a_look_at_one_drone_however_many_there_are(m
         looks.append(self.number)
         return can_take(self, dedicated)
 
-    assignment = Assignment(1, None, ())
-    assignment.drones += [DroneRecord(assignment, number, str(number)) for number in range(500)]
-    for drone in assignment.drones:
-        drone.become(State.READY)
+    assignment = assignment_of(500)
     assignment.update()
     assert len(assignment.idle) == 500
     monkeypatch.setattr(DroneRecord, "can_take", take)
     for number in range(3):
-        task = FakeTask(number, function())
-        assignment.enter_queue(task)
-        assignment.place(task, 0.0)
+        queued(assignment, FakeTask(number, function()))
         [(drone, _)] = assignment.assign(0.0)
         assignment.update()
         assert drone is assignment.drones[0] and drone not in assignment.idle

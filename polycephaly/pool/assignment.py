@@ -13,9 +13,9 @@ A drone receives up to `tuning.batch_seconds` of known short tasks at once, but 
 time if the task is long or its length is not known yet. If a drone turns out to be busy with tasks
 behind the running one while another drone is idle, the tasks that have not begun are recalled.
 
-No step looks at all drones. Each record reports its changes, and the next step looks at those that
-have changed; so the lists of idle drones, of those that take more beside what they have, and of
-those with more than one task are always up to date.
+No step looks at all drones, but at most at those that take more beside what they have. Each record
+reports its changes, and the next step looks at those that have changed; so the lists of idle
+drones, of those that take more, and of those with more than one task are always up to date.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _number = attrgetter("number")
 class Send(NamedTuple):
     """Tasks that a drone is to be sent, and that count as sent."""
 
-    drone: Any  # the `DroneHandle` that `add` was given
+    drone: Any  # a `DroneHandle`
     runs: list[list[Task]]
     """In order: each run of calls whose arguments are pickled together, and each other task
     alone."""
@@ -76,10 +76,11 @@ class Assignment:
         self.resources = Resources(resource_sizes, self.leave_queue)
         self.has_resources = bool(self.resources.sizes)
         self.release_resources: Callable[[Task], None] = self.resources.release
+        self._last_reserved: tuple[DroneRecord | None, int] = None, 0  # and its `sent_count`
         # Returns whether a task that takes kept values can go to that drone now. If not, it has got
         # another place. Set by the directory.
         self.prepare: Callable[[Task, Any], bool]
-        self.runs_one_at_a_time = False  # in the whole pool
+        self.runs_one_at_a_time = False  # one message of tasks, in the whole pool
         # By number, so the first drones get the tasks of a pool that has few.
         self.idle: list[DroneRecord] = []
         self.partly_busy: list[DroneRecord] = []  # they take more beside what they have
@@ -90,10 +91,16 @@ class Assignment:
         self.changed: set[DroneRecord] = set()  # those for `update` to look at
         self.note_change: Callable[[DroneRecord], None] = self.changed.add
 
+    def add(self, drone: DroneRecord) -> None:
+        self.drones.append(drone)
+        self.changed.add(drone)
+
     def remove(self, drone: DroneRecord) -> None:
         """Forget a drone that has ended, and has no task left."""
         if drone in self.drones:
             self.drones.remove(drone)
+        if self._last_reserved[0] is drone:
+            self._last_reserved = None, 0
         self.changed.add(drone)
 
     # -- queues ------------------------------------------------------------------------------------
@@ -256,10 +263,21 @@ class Assignment:
         """Yield what is to be sent, drone by drone, so that the first can begin while the tasks of
         the next are chosen.
         """
-        if self.with_own:
-            yield from self._assign_own(now)
-        if self.resources.queues:
-            yield from self._assign_with_resources(now)
+        is_first = True
+        # Again if a task that takes kept values has got another drone meanwhile: see `prepare`.
+        while is_first or (self.with_own and not self._is_blocked()):
+            is_first = False
+            if self.with_own:
+                yield from self._assign_own(now)
+            if self.resources.queues:
+                yield from self._assign_with_resources(now)
+            if self.queue:
+                yield from self._assign_queue(now)
+            if self.resources.queues:  # the tasks that came behind those of the queue
+                yield from self._assign_with_resources(now)
+            self.update()
+
+    def _assign_queue(self, now: float) -> Iterator[Send]:
         queue = self.queue
         while queue:
             takers = self._takers(len(queue))
@@ -270,10 +288,10 @@ class Assignment:
                 if send is not None:
                     is_any_sent = True
                     yield send
+                elif drone.in_flight and queue and not queue[0].definition.overlaps:
+                    break  # the others have more to do, and would not take it either
             if not is_any_sent:
                 break
-        if self.resources.queues:  # the tasks that came behind those of the queue
-            yield from self._assign_with_resources(now)
 
     def _assign_own(self, now: float) -> Iterator[Send]:
         for drone in sorted(self.with_own, key=_number):
@@ -335,13 +353,15 @@ class Assignment:
             return drone
         return takers[0] if takers else min(beside, key=_overlapping, default=None)
 
-    def _next_free(self, reserved: DroneRecord | None) -> DroneRecord | None:
-        """Return the drone that is expected to be free first: the one that was `reserved` for that,
-        if it still takes tasks, so that not all are looked at each time.
+    def _next_free(self) -> DroneRecord | None:
+        """Return the drone that is expected to be free first: the one that was reserved last, if it
+        has got no task since, so that not all are looked at each time.
         """
-        if reserved is not None and _works(reserved):
-            return reserved
-        return min(filter(_works, self.busy), key=_expected_end, default=None)
+        drone, sent = self._last_reserved
+        if drone is None or drone.sent_count != sent or not _works(drone):
+            drone = min(filter(_works, self.busy), key=_expected_end, default=None)
+            self._last_reserved = drone, 0 if drone is None else drone.sent_count
+        return drone
 
     def _limit(self, drone: DroneRecord, share: int) -> int:
         return min(share, _MAX_BATCH_TASKS, drone.tasks_left(self._max_tasks))
@@ -486,9 +506,23 @@ class Assignment:
             found = getattr(self, name)
             assert found == expected, f"{name}: {_names(found)}, not {_names(expected)}"
         for drone in drones:
-            begins = drone.dedicated and drone.can_take(dedicated=True) and not drone.in_flight
-            begins = begins or (drone.preferred and drone in self.idle)
-            assert not begins or drone in self.with_own, f"{drone.name} has tasks of its own"
+            assert drone in self.with_own or not self._has_own_to_begin(drone), (
+                f"{drone.name} is idle, and its own tasks are forgotten"
+            )
+
+    def validate_idle(self) -> None:
+        """Raise `AssertionError` if an idle drone has tasks of its own, after all was sent that
+        `assign` has told.
+        """
+        self.update()
+        for drone in self.drones:
+            assert self._is_blocked() or not self._has_own_to_begin(drone), (
+                f"{drone.name} is idle, and its own tasks wait"
+            )
+
+    def _has_own_to_begin(self, drone: DroneRecord) -> bool:
+        takes_own = drone.can_take(dedicated=True) and not drone.in_flight
+        return bool(drone.dedicated and takes_own) or bool(drone.preferred and drone in self.idle)
 
 
 def shares_pickle(task: Task) -> bool:

@@ -515,6 +515,7 @@ class Dispatcher(DispatcherBase):
                 self.send(each, now)
         if VALIDATES:
             validate(self)
+            assignment.validate_idle()
         if self.closing and not self.has_ended:
             self._end_if_done()
         if self.backpressure:
@@ -523,7 +524,7 @@ class Dispatcher(DispatcherBase):
             assignment.update()
         idle = assignment.is_any_idle()
         self.wants_tasks = idle or (self.config.width > 1 and assignment.could_overlap())
-        if idle and not self.assignment.queue:
+        if idle and not assignment.queue:
             if assignment.crowded:
                 self._watch_crowded()
             if assignment.preferring:

@@ -44,7 +44,9 @@ class Locality:
         dispatcher = self._dispatcher
         assignment = dispatcher.assignment
         idle, soonest = [*assignment.idle], inf
-        for busy in sorted(assignment.preferring, key=lambda drone: -len(drone.preferred)):
+        for busy in sorted(
+            assignment.preferring, key=lambda drone: (-len(drone.preferred), drone.number)
+        ):
             for task in list(islice(busy.preferred, _MAX_CHECKED_TASKS)) if idle else ():
                 patience = 2 * tuning.batch_seconds + task.bytes_to_move * MOVE_SECONDS_PER_BYTE
                 due = task.preferred_since + patience

@@ -57,13 +57,15 @@ class Resources:
 
     def remove_queues(self, drone: DroneRecord) -> list[deque[Task]]:
         """Take the queues of the tasks that only `drone` may run, which has died."""
+        if self.reserved is drone:
+            self.reserved = None
         return [self.queues.pop(key) for key in [*self.queues] if key[1] is drone]
 
     def take_next(
         self,
         queue: deque[Task],
         find_taker: Callable[[Task], DroneRecord | None],
-        next_free: Callable[[DroneRecord | None], DroneRecord | None],
+        next_free: Callable[[], DroneRecord | None],
     ) -> tuple[DroneRecord, Task] | None:
         """Take the first task that can begin, with its resources, and the drone for it. None if
         there is none. One that any drone may run is not taken before the head of `queue`, the
@@ -73,7 +75,7 @@ class Resources:
         Otherwise tasks that need little would overtake it for ever. A task for one drone that is
         busy claims nothing, because it could not use them now.
         """
-        before, self.reserved = self.reserved, None
+        self.reserved = None
         claimed: set[str] = set()
         for waiting in sorted(self._heads(), key=lambda each: _place(each[0])):
             task = waiting[0]
@@ -85,7 +87,7 @@ class Resources:
                 if drone is not None or task.target is None:
                     claimed |= names
             elif drone is None:
-                self.reserved = self.reserved or task.target or next_free(before)
+                self.reserved = self.reserved or task.target or next_free()
             else:
                 for name, amount in task.resources:
                     self._free[name] -= amount

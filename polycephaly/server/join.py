@@ -1,6 +1,6 @@
 """`join`: lend the drones of this process to a pool that another process serves.
 
-    server ── WORK, within our window ──> client session ──> dispatcher.queue ──> our drones
+    server ── WORK, within our window ──> client session ──> the pool's queue ──> our drones
            <── RESULTS ───────────────────────────────────── promises, as they settle
            <── RETURNED ── recalled, or when we leave ── leases.lease ─┘
 

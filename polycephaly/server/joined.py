@@ -1,6 +1,6 @@
 """The server's side of `join`: clients' calls that drones of another process run.
 
-    dispatcher.queue ── lease ──> host.in_flight ── WORK ──> the host's queue ──> its drones
+    the pool's queue ── lease ──> host.in_flight ── WORK ──> the host's queue ──> its drones
         ^                                 │ RESULTS ──> the call's promise
         ├── requeue_unstarted <─ RETURNED ┤
         └── retries, or DroneDied <───────┘ the host was lost
