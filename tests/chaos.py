@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, wait
 
 import numpy as np
-from faults import Killer, append, bind_zeromq, fail, lines, wait_for
+from faults import Killer, append, fail, lines, wait_for
 
 import polycephaly as poly
 from polycephaly.pool.task import Task
@@ -271,7 +271,6 @@ class Phase:
     def run(self, until: float, tasks: int) -> None:
         options = self.options
         with poly.Pool(options.drones, retries=self.retries, output=lambda line: None) as self.pool:
-            bind_zeromq()
             helpers = [threading.Thread(target=each) for each in (self._cancel, self._map)]
             if options.forks:
                 helpers.append(threading.Thread(target=self._fork))

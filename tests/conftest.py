@@ -34,7 +34,6 @@ from typing import Any
 from zlib import crc32
 
 import census
-import faults
 import pytest
 import pytest_timeout
 import tiers
@@ -303,7 +302,6 @@ def pytest_collection_finish() -> None:
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     census.wait_for_actors()
     census.wait_for_drones()
-    faults.bind_zeromq()
     before = census.Census.take()
     _set_hard_deadline(request.node)
     tiers.started.clear()

@@ -42,8 +42,7 @@ BEFORE, AFTER = "before", "after"
 POINTS = {
     f"{who} {what}": (who, f"polycephaly.{place}")
     for who, what, place in (
-        ("controller", "makes its directory", "engines.local.bulk:BulkSocket.open"),
-        ("controller", "binds its router", "engines.local.bulk:BulkSocket.bind"),
+        ("controller", "makes its directory", "wire.private_directory:PrivateDirectory.open"),
         ("controller", "makes a zygote", "engines.local.launcher:Launcher.__init__"),
         ("controller", "forks", "engines.local.launcher:Launcher._fork"),
         ("controller", "reads reports", "engines.local.engine:LocalEngine._read_reports"),
@@ -57,7 +56,6 @@ POINTS = {
         ("controller", "sends a batch", "engines.local.handle:LocalHandle.send"),
         ("controller", "hears", "engines.local.handle:handle_message"),
         ("controller", "splits a slice", "pool.dispatcher:Dispatcher.split"),
-        ("controller", "receives by bulk", "engines.local.bulk:BulkSocket.receive"),
         ("controller", "delivers", "promises.event_loop:EventLoop._deliver"),
         ("controller", "writes into shared memory", "memory.blocks:Store.put"),
         ("controller", "takes a loan", "memory.references:RefTable.receive"),
@@ -85,7 +83,7 @@ POINTS = {
         ("drone", "listens", "engines.local.drone:LocalDrone._receive"),
         ("drone", "sleeps", "engines.local.drone:LocalDrone._wait"),
         ("drone", "hears all", "engines.local.drone:LocalDrone.receive_all"),
-        ("drone", "receives", "wire.fast_transport:FastTransport.receive"),
+        ("drone", "receives", "wire.message_socket:MessageSocket.receive"),
         ("drone", "hears", "drone.executor:DroneExecutor._handle_message"),
         ("drone", "takes the next", "drone.executor:DroneExecutor._run_next"),
         ("drone", "runs", "drone.executor:DroneExecutor._run"),
@@ -107,9 +105,7 @@ POINTS = {
         ("drone", "flushes", "drone.executor:DroneExecutor._flush"),
         ("drone", "says what it has sent", "wire.status_page:StatusPage.mark_all_answered"),
         ("drone", "sends", "engines.local.drone:LocalDrone._send"),
-        ("drone", "sends by its fast transport", "wire.fast_transport:FastTransport.send"),
-        ("drone", "sends by bulk", "engines.local.drone:LocalDrone._send_by_bulk"),
-        ("drone", "opens bulk", "engines.local.drone:LocalDrone.open_bulk"),
+        ("drone", "sends", "wire.message_socket:MessageSocket.send"),
         ("drone", "beats", "drone.executor:DroneExecutor.beat"),
         (
             "drone",
@@ -134,7 +130,7 @@ ONCE = {
     "zygote begins to serve", "zygote starts a drone", "zygote reaps", "zygote ends a group",
     "zygote ends everything", "drone is tied to its parent", "drone enters the arena",
     "drone is hatched", "drone opens its console", "drone sends its logs home", "drone is made",
-    "drone makes its control thread", "drone serves", "drone opens bulk", "drone closes",
+    "drone makes its control thread", "drone serves", "drone closes",
 }  # fmt: skip
 """Where no process comes a third time, or not in every run."""
 

@@ -465,27 +465,3 @@ def fill_disk(path: str) -> None:
     with open(path, "wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-
-
-def bind_zeromq() -> None:
-    """Have this process's reactor, if there is one, make its socket of ZeroMQ now.
-
-    A pool makes it when a message first needs it, and keeps it. So a test that counts descriptors
-    calls this before.
-    """
-    loaded: Any = sys.modules.get("polycephaly.pool.reactor")
-    reactor = None if loaded is None else loaded._reactor
-    if reactor is not None and not reactor.has_ended:
-        with reactor._lock:
-            for source in reactor._sources_made.values():
-                if source._is_open:
-                    source.bind()
-
-
-def open_bulk() -> None:
-    """On a drone: have it make its socket of ZeroMQ now, as `bind_zeromq` does."""
-    from polycephaly.drone import executor
-
-    (drone,) = executor._executors
-    with drone.socket_lock:
-        drone.open_bulk()  # type: ignore[attr-defined]

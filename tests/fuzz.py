@@ -8,11 +8,9 @@
 
     stage       who says it                                     what has to hold
     decoders    nobody: each decoder is given it                it returns, or raises `Malformed`
-    strangers   unknown identities and raw bytes                dropped unseen: nothing unpickled,
-                to the reactor                                  nobody else disturbed
-    reactor     a drone, by both of its transports              the pool goes on, all promises are
+    reactor     a drone, packets and whole messages             the pool goes on, all promises are
                                                                 settled
-    drones      the reactor, by both, to idle and busy drones   the drone goes on, and so does its
+    drones      the reactor, both, to idle and busy drones      the drone goes on, and so does its
                                                                 control thread
 
 Each message follows from seed and number alone. A stage runs in a process of its own, so that
@@ -52,9 +50,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import zmq
-from census import homes
-from faults import Bomb, bind_zeromq, hold_until, wait_for
+from faults import hold_until, wait_for
 
 import polycephaly as poly
 from polycephaly.drone import executor as image_runner
@@ -70,7 +66,7 @@ from polycephaly.pool.stack_requests import read_report
 from polycephaly.timeline import Span, event_log
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
-from polycephaly.wire.fast_transport import MAX_PACKET_BYTES, FastTransport
+from polycephaly.wire.message_socket import MAX_PACKET_BYTES, MessageSocket
 from polycephaly.wire.messages import (
     CALL,
     CALL_FILLED,
@@ -88,7 +84,6 @@ from polycephaly.wire.messages import (
     HELLO,
     LARGE,
     MIN_LARGE_BYTES,
-    OPEN,
     PROCESSOR_TIME,
     PROFILE,
     PROTOCOL,
@@ -234,7 +229,6 @@ def order_messages(first: int = UNLIKELY) -> list[Frames]:
         pack_numbers(CANCEL, (first, first + 1)),
         pack_numbers(CANCEL, (0,)),
         pack_numbers(RECALL),
-        pack_numbers(OPEN),
         pack_numbers(FRAMES, (first,)),
         pack_numbers(PROFILE, (first, 100)),
         pack_numbers(PROFILE, (first, 0)),
@@ -435,10 +429,10 @@ class Decoders:
             *result_messages(store, self._ref_table),
         ]
         self._ref_table.lent.clear()
-        self._mine, its = FastTransport.pair()
-        self._fast_transport = FastTransport(its)
+        self._mine, its = MessageSocket.pair()
+        self._socket = MessageSocket(its)
         self._stack.callback(self._mine.close)
-        self._stack.callback(self._fast_transport.close)
+        self._stack.callback(self._socket.close)
 
     def __enter__(self) -> Decoders:
         return self
@@ -449,9 +443,9 @@ class Decoders:
     def decode(self, frames: Frames, dice: random.Random) -> None:
         """Raises `Finding`."""
         self._mine.send(sent := packet(frames, dice))
-        heard = self._strictly(self._fast_transport.receive, given=[sent])
+        heard = self._strictly(self._socket.receive, given=[sent])
         if heard is not None and not heard:
-            raise Finding("the fast transport says that its other end was closed", [[sent]])
+            raise Finding("the socket says that its other end was closed", [[sent]])
         for each in (frames, heard) if heard else (frames,):
             if self._strictly(message_type, each) is not None:
                 self._strictly(unpack_numbers, each)
@@ -669,119 +663,6 @@ def little_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-# -- stage: strangers ------------------------------------------------------------------------------
-
-
-GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00NULL" + bytes(48)
-READY = (
-    b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x11\x01"
-    + b"0123456789abcdef"
-)
-
-
-def raw_bytes(frames: Frames, dice: random.Random) -> bytes:
-    """What ZeroMQ itself would write into the socket, with something changed in it, or not."""
-    pieces = [GREETING, bytes((4, len(READY))) + READY]
-    for index, frame in enumerate(frames):
-        more = index + 1 < len(frames)
-        pieces.append(bytes((2 | more,)) + len(frame).to_bytes(8, "big") + frame)
-    if dice.random() < 0.8:
-        at = dice.randrange(len(pieces))
-        pieces[at] = (mutated(pieces[at : at + 1], dice))[0]
-    return b"".join(pieces)
-
-
-def fuzz_strangers(
-    seed: int, first: int, last: int, progress: Callable[[int], object]
-) -> dict[str, int]:
-    """Of 50 messages one comes as raw bytes of somebody who speaks no ZeroMQ, or half of it."""
-    with tempfile.TemporaryDirectory() as folder, memory(7) as (store, ref_table):
-        path = os.path.join(folder, "exploded")
-        bomb = pickle.dumps(Bomb(path))
-        pickle.loads(bomb)  # it does
-        assert os.path.exists(path)
-        os.unlink(path)
-        explosive = [
-            pack_outcomes(
-                [pack_outcome(number, status, 0.0, 1.0, bomb, b"") for number in range(1, 40)]
-            )
-            for status in (VALUE, ERROR, VALUES, SPLIT)
-        ]
-        batch = TaskBatch()
-        batch.add(1, CALLS, 1, bomb)
-        originals = [
-            *work_messages(store, ref_table),
-            *result_messages(store, ref_table, range(1, 9)),
-            *order_messages(),
-        ]
-        originals += [*explosive, batch.frames()] * 4
-        raw = 0
-        with (
-            Heard() as heard,
-            poly.Pool(2, output=heard.line) as pool,
-            contextlib.ExitStack() as ends,
-        ):
-            bind_zeromq()
-            (home,) = homes()
-            address = f"{home}/zmq"
-            context = ends.enter_context(zmq.Context())
-            dice = random.Random(seed)
-            strangers = [_stranger(context, address, None)]
-            strangers += [_stranger(context, address, dice.randbytes(n)) for n in (1, 5, 17, 255)]
-            strangers += [_stranger(context, address, b"\x01" + dice.randbytes(16))]
-            for each in strangers:
-                ends.callback(each.close)
-                each.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
-            sent = len(strangers)
-            answers(pool, heard)
-            for number in range(first, last):
-                progress(number)
-                frames = message(seed, number, originals)
-                if number % 50 == 17:
-                    raw += 1
-                    _say_raw(address, raw_bytes(frames, random.Random(~number)))
-                    continue
-                strangers[number % len(strangers)].send_multipart(frames)
-                sent += 1
-                if not sent & 1023:
-                    _check_strangers(pool, heard, path, sent - 30_000)
-            _check_strangers(pool, heard, path, sent)
-            if any(each.poll(0) for each in strangers):
-                raise Finding("a stranger was answered")
-            answers(pool, heard)
-        return {"dropped": heard.strangers, "as raw bytes": raw}
-
-
-def _stranger(context: zmq.Context[Any], address: str, identity: bytes | None) -> zmq.Socket[bytes]:
-    stranger = context.socket(zmq.DEALER)
-    stranger.linger = 0
-    stranger.sndtimeo = int(SOON * 1000)
-    if identity:
-        stranger.setsockopt(zmq.IDENTITY, identity)
-    stranger.connect(f"ipc://{address}")
-    return stranger
-
-
-def _say_raw(address: str, what: bytes) -> None:
-    with socket.socket(socket.AF_UNIX) as end:
-        end.settimeout(SOON)
-        end.connect(address)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reactor has hung up
-            end.sendall(what)
-
-
-def _check_strangers(pool: poly.Pool, heard: Heard, path: str, at_least: int) -> None:
-    if pool.promise(abs, -2).result(SOON) != 2:
-        raise Finding("a call among strangers has a wrong value")
-    if not heard.wait_for(lambda: heard.strangers >= at_least):
-        raise Finding(
-            f"of {at_least} messages of strangers the reactor has heard {heard.strangers}"
-        )
-    if os.path.exists(path):
-        raise Finding("the reactor has unpickled a message of a stranger")
-    heard.check()
-
-
 # -- stage: reactor --------------------------------------------------------------------------------
 
 
@@ -805,18 +686,17 @@ def say(seed: int, by: str, first: int, last: int) -> int:
         for number in range(first, last):
             frames = message(seed, number, originals)
             with drone.socket_lock:
-                if by == "bulk":
-                    drone._send_by_bulk(frames)
+                if by == "messages":
+                    drone._send(frames)
                 else:
                     send_all(
-                        drone._fast_transport._socket,
-                        packet(frames, random.Random(~(seed << 32 | number))),
+                        drone._socket._socket, packet(frames, random.Random(~(seed << 32 | number)))
                     )
     return last - first
 
 
 def say_one(seed: int, number: int) -> int:
-    return say(seed, "fast", number, number + 1)
+    return say(seed, "packets", number, number + 1)
 
 
 def send_all(end: socket.socket, what: bytes) -> None:
@@ -828,7 +708,7 @@ def send_all(end: socket.socket, what: bytes) -> None:
             return
         except BlockingIOError:
             if not select.select([], [end], [], SOON)[1]:
-                raise TimeoutError("nobody reads the fast transport") from None
+                raise TimeoutError("nobody reads the socket") from None
 
 
 def fuzz_reactor(
@@ -839,7 +719,7 @@ def fuzz_reactor(
         answers(pool, heard)
         for start in range(first, last, batch):
             progress(start)
-            by = "bulk" if start // batch % 4 == 3 else "fast"
+            by = "messages" if start // batch % 4 == 3 else "packets"
             works = [pool.promise(abs, -1) for _ in range(20)]
             spoken = pool.promise(say, seed, by, start, min(start + batch, last))
             works += [pool.promise(abs, -1) for _ in range(20)]
@@ -893,7 +773,7 @@ class ToDrones:
         return next(each for each in handles if each.state is State.READY)
 
     def say(self, by: str, said: Sequence[Any], *, busy: bool) -> bool:
-        """Messages by bulk, or packets by the fast transport, to one drone: whether it lives and
+        """Messages, or packets, to one drone: whether it lives and
         has heard all of it. The control thread of a busy one hears them."""
         handle = self.ready_drone()
         self._marks += 1
@@ -908,10 +788,7 @@ class ToDrones:
             wait_for(lambda: os.path.exists(go + " started") or not handle.alive, SOON)
         try:
             self._send(handle, by, [*said, self._marking(by, mark)])
-        except (
-            OSError,
-            AttributeError,
-        ) as error:  # its fast transport is closed, by it or by the reactor
+        except (OSError, AttributeError) as error:  # its socket is closed, by it or by the reactor
             if isinstance(error, TimeoutError) or not _comes_true(lambda: not handle.alive):
                 lines = "\n".join(self._heard.lines)
                 raise Finding(f"a drone that lives does not hear: {error!r}\n{lines}") from error
@@ -923,17 +800,12 @@ class ToDrones:
         return mark in self._heard.marks
 
     def _send(self, handle: DroneHandle, by: str, said: Sequence[Any]) -> None:
-        assert handle.fast_transport is not None
-        if by == "fast":
-            for each in said:
-                send_all(handle.fast_transport._socket, each)
-            return
         reactor = self._pool._dispatcher.reactor
-        if not handle.bulk_open:
-            send_all(handle.fast_transport._socket, well_formed(pack_numbers(OPEN)))
-            wait_for(lambda: handle.bulk_open or not handle.alive, SOON)
         for each in said:
-            reactor.post(partial(handle._bulk.send, handle.identity, list(each)))
+            if by == "packets":
+                send_all(handle.socket._socket, each)
+            else:
+                reactor.post(partial(handle.send, list(each)))
 
     def _marking(self, by: str, mark: str) -> Any:
         """Work that tells, when it is run, that what came before it was heard."""
@@ -942,7 +814,7 @@ class ToDrones:
         batch.add(number, DEFINE_CODE, 0, f"print({mark!r}, flush=True)".encode())
         batch.add(number, CALL, number, b"")
         batch.add(number, FORGET, 0, b"")
-        return well_formed(batch.frames()) if by == "fast" else batch.frames()
+        return well_formed(batch.frames()) if by == "packets" else batch.frames()
 
 
 def _comes_true(condition: Callable[[], object]) -> bool:
@@ -972,11 +844,11 @@ def fuzz_drones(
         answers(pool, heard)
         for start in range(first, last, batch):
             progress(start)
-            by = "bulk" if start // batch % 3 == 2 else "fast"
+            by = "messages" if start // batch % 3 == 2 else "packets"
             said: list[Any] = []
             for number in range(start, min(start + batch, last)):
                 frames = message(seed, number, originals)
-                if by == "bulk":
+                if by == "messages":
                     said.append(frames if frames[0][:1] != STOP else [b"?"])
                 else:
                     sent = packet(frames, random.Random(~(seed << 32 | number)))
@@ -998,7 +870,7 @@ def fuzz_drones(
 
 
 class Noise:
-    """In the place of a fast transport's `send`: something happens to every third message. `count`
+    """In the place of a socket's `send`: something happens to every third message. `count`
     is of
     these, in shared memory."""
 
@@ -1023,7 +895,7 @@ class Noise:
             return went
         if self._kind == "duplicated" and message_type(frames) != RETURNED:
             # What is given back twice may have been sent once more meanwhile, and would run twice:
-            # no fast transport does so.
+            # no socket does so.
             self._send(frames)
         elif self._kind == "truncated":
             *first, last = frames
@@ -1043,7 +915,6 @@ class Noise:
 Stage = Callable[[int, int, int, Callable[[int], object]], dict[str, int]]
 STAGES: dict[str, Stage] = {
     "decoders": fuzz_decoders,
-    "strangers": fuzz_strangers,
     "reactor": fuzz_reactor,
     "drones": fuzz_drones,
 }

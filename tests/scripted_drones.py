@@ -134,7 +134,6 @@ class ScriptedDrone(FakeHandle):
     def __init__(self, dispatcher, number, name, launcher):
         super().__init__(dispatcher, number, name, launcher)
         self.inbox = deque()  # messages for the drone that it has not read
-        self.in_transit = deque()  # messages of the drone that ZeroMQ has still
         self.known = {}  # functions
         self.todo = deque()
         self.running = {}  # tasks by number: several, if they overlap
@@ -324,18 +323,20 @@ class ScriptedDrone(FakeHandle):
         if not task.overlaps or not self.running:
             self.last_done = task.number
         if form == 7 and not task.is_slice:  # as if it were too large to be kept
-            self.flush(by_bulk=True)
+            if self.world.choose(8) == 7:  # so it is sent in pieces, and not all of them are
+                self.world.die(self, -9)
+            else:
+                self.flush()
 
-    def flush(self, by_bulk=False):
-        """All outcomes are sent; by bulk they may be lost with the drone for a while."""
+    def flush(self):
+        """All outcomes are sent."""
         entries, self.outcomes = self.outcomes, []
-        self.put(pack_outcomes(entries), by_bulk)
+        self.put(pack_outcomes(entries))
         self.sent = self.last_done
-        if not by_bulk and not self.in_transit:
-            self.kept.clear()
+        self.kept.clear()
 
-    def put(self, frames, by_bulk=False):
-        (self.in_transit if by_bulk or self.in_transit else self.unread).append(frames)
+    def put(self, frames):
+        self.unread.append(frames)
 
     def hello(self):
         self.put(pack_numbers(HELLO, (PROTOCOL, self.pid)))
@@ -638,14 +639,10 @@ class Interleaving:
 
     def acts_of(self, drone):
         """The acts that this drone can do now; the likely ones several times."""
-        if drone.is_gone:
-            return [("arrives", self.arrive, drone)]
         acts = [("dies", self.die, drone, -9)] if self.choose(4) == 3 else []
         if drone.pid is None:
             return [*acts, *[("starts", self.start, drone)] * 9]
         acts += [("is quiet or not", self.change_quiet, drone)] * (1 + 3 * drone.quiet)
-        if drone.in_transit:
-            acts.append(("arrives", self.arrive, drone))
         if drone.quiet:
             return acts
         if drone.inbox:
@@ -656,19 +653,16 @@ class Interleaving:
             acts += [("ends", self.end, drone, task)] * 3
             if task.is_slice and task.done < len(task.keys) - 1:
                 acts.append(("calls", drone.next_call, task))
-                if not task.was_cut and not drone.in_transit:
+                if not task.was_cut:
                     acts.append(("cuts", drone.cut, task))
         if drone.requested:
             acts += [("packs", drone.pack_requested)] * 3
         if drone.outcomes:
-            acts += [("sends", self.flush, drone)] * 3
+            acts += [("sends", drone.flush)] * 3
         return acts
 
     def change_quiet(self, drone):
         drone.quiet = not drone.quiet
-
-    def flush(self, drone):
-        drone.flush(self.choose(4) == 3)
 
     def end(self, drone, task):
         error = None
@@ -691,12 +685,7 @@ class Interleaving:
 
     def die(self, drone, exitcode):
         drone.is_gone = True
-        while drone.in_transit and self.choose(2):  # what its ZeroMQ had not written
-            drone.in_transit.pop()
         self.reactor.post(lambda: self.dispatcher.supervisor.on_died(drone, exitcode))
-
-    def arrive(self, drone):
-        drone.unread.append(drone.in_transit.popleft())
 
     def receive(self, drone):
         """The controller reads the next message of a drone."""
@@ -724,7 +713,7 @@ class Interleaving:
         if what < 3:
             self.submit()
         elif what < 8:
-            drones = [each for each in self.drones if not each.is_gone or each.in_transit]
+            drones = [each for each in self.drones if not each.is_gone]
             if drones:
                 drone = drones[choose(len(drones))]
                 acts = self.acts_of(drone)
@@ -863,8 +852,6 @@ class Interleaving:
 
     def act(self, drone):
         if drone.is_gone:
-            drone.unread.extend(drone.in_transit)
-            drone.in_transit.clear()
             return
         drone.quiet = False
         if drone.doomed:
@@ -872,7 +859,7 @@ class Interleaving:
             return
         if drone.pid is None:
             self.start(drone)
-        while drone.inbox or drone.todo or drone.running:
+        while not drone.is_gone and (drone.inbox or drone.todo or drone.running):
             if drone.can_begin():
                 drone.begin()
             elif drone.inbox:
@@ -892,12 +879,12 @@ class Interleaving:
                     while task.is_slice and task.done < len(task.keys) - 1:
                         drone.next_call(task)
                 drone.end(task, error)
+        if drone.is_gone:
+            return
         while drone.requested:
             drone.pack_requested()
         if drone.outcomes:
             drone.flush()
-        drone.unread.extend(drone.in_transit)
-        drone.in_transit.clear()
         if drone.stops:
             self.die(drone, 0)
 

@@ -45,7 +45,7 @@ from operator import le
 
 import census
 import numpy as np
-from faults import bind_zeromq, exit_hard, wait_for
+from faults import exit_hard, wait_for
 
 import polycephaly as poly
 
@@ -75,7 +75,6 @@ class Sample:
         if census.shared_memory_is_counted():
             shm = os.statvfs("/dev/shm")
             used = (shm.f_blocks - shm.f_bfree) * shm.f_frsize / MIB
-        bind_zeromq()
         return cls(
             done,
             _field("/proc/self/status", "VmRSS"),
@@ -304,7 +303,6 @@ def soak_clients(
         poly.Pool(2, output="discard") as pool,
         poly.serve(pool, file=f"{home}/card.json"),
     ):
-        bind_zeromq()
         for done, few in _steps(count, at_least):
             for _ in range(few):
                 with poly.connect(f"{home}/card.json") as client:
@@ -321,7 +319,6 @@ def soak_results(
 ) -> Iterator[tuple[int, poly.Pool | None]]:
     before: tuple[int, ...] = ()
     with poly.Pool(1, output="discard") as lasting:
-        bind_zeromq()
         for done in range(count):
             with poly.Pool(1, output="discard") as pool:
                 _keep_result(pool.promise(bytearray, RESULT_BYTES))

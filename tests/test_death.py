@@ -27,7 +27,6 @@ from faults import (
 )  # fmt: skip
 from scripts import run_script
 
-from polycephaly.runtime.tuning import tuning
 from polycephaly.wire import messages
 
 pytestmark = on_each_engine
@@ -389,44 +388,6 @@ def test_calls_whose_message_a_drone_has_no_memory_to_unpack_run_in_another():
         calls = [pool.promise(pow, i, 2) for i in range(200)]
         assert [call.result(60) for call in calls] == [i**2 for i in range(200)]
         assert pool.doit(os.getpid) != pid
-
-
-def lose_large_messages():
-    """They go by ZeroMQ, and are lost with this drone where a SIGKILL comes before ZeroMQ's thread
-    has written them."""
-    from polycephaly.engines.local import drone as main
-
-    sent = main.LocalDrone._send
-    main.LocalDrone._send = lambda drone, frames: (
-        sum(map(len, frames)) < 10_000 and sent(drone, frames)
-    )
-    # So that results wait for company.
-    tuning.bulk_delivery_seconds = tuning.flush_seconds = 60.0
-
-
-@local_only
-def test_results_outlive_their_drone_though_they_went_by_zeromq_with_one_that_could_not_be_kept(
-    monkeypatch,
-):
-    # So that they go together, also if one seems long because the machine stood still.
-    monkeypatch.setattr(tuning, "batch_seconds", 60.0)
-
-    def number(i):
-        if i == 2:
-            # So that this one goes, by the fast transport, while the others are in ZeroMQ's hands.
-            tuning.flush_seconds = 0.0
-        elif i == 3:
-            os._exit(3)
-        return " " * 20_000 if i == 1 else i
-
-    with poly.Pool(1, output="discard") as pool:
-        list(pool.map(number, [0] * 1000))  # known as short, so many go together
-        pool.promise(lose_large_messages).result(60)
-        *done, large, small, last = [pool.promise(number, i) for i in [0] * 300 + [1, 2, 3]]
-        assert {p.exception(60) for p in done} == {None} and small.result(60) == 2
-        assert isinstance(large.exception(60), poly.DroneDied) and isinstance(
-            last.exception(60), poly.DroneDied
-        )
 
 
 @local_only

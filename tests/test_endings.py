@@ -203,7 +203,7 @@ def test_the_end_of_a_zygote_whose_reports_were_not_read_leaves_the_others_their
 
     with poly.Pool(1) as pool:
         pool.doit(abs, -1)
-        directory = pool._dispatcher.supervisor.engine._bulk.directory
+        directory = pool._dispatcher.supervisor.engine._directory.path
         monkeypatch.setattr(Launcher, "close", close_with_unread_reports)
         with pytest.raises(TypeError, match="initargs"):  # its zygote has ended by then
             poly.Pool(1, initializer=print, initargs=(poly.Promise(),))

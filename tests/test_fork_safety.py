@@ -782,7 +782,7 @@ def test_handlers_of_any_signal_stay_in_the_controller():
 
 def test_the_directory_of_an_open_pool_is_locked_as_systemd_tmpfiles_respects_it():
     with poly.Pool(1) as pool:
-        directory = pool._dispatcher.supervisor.engine._bulk.directory
+        directory = pool._dispatcher.supervisor.engine._directory.path
         fd = os.open(directory, os.O_RDONLY)
         try:
             with pytest.raises(BlockingIOError):

@@ -9,8 +9,6 @@ import pickle
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,15 +17,14 @@ from functools import partial
 
 import fuzz
 import pytest
-from faults import append, bind_zeromq, hold_until, lines, wait_for
+from faults import append, hold_until, lines, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import polycephaly as poly
 from polycephaly.pool.interfaces import State
-from polycephaly.runtime.tuning import tuning
-from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.functions import RemoteFunction
+from polycephaly.wire.message_socket import MessageSocket
 from polycephaly.wire.messages import (
     CALL,
     CALLS,
@@ -82,7 +79,7 @@ def test_originals_are_well_formed(decoders):
     for each in decoders.originals:
         decoders.decode(each, dice)
     heads = {each[0][:1] for each in decoders.originals}
-    assert heads == {bytes([each]) for each in b"HWRCBYOSFP"}
+    assert heads == {bytes([each]) for each in b"HWRCBYSFP"}
 
 
 # -- decoders
@@ -118,17 +115,17 @@ def test_decoders_return_or_raise_malformed_after_any_change_of_one_byte(decoder
 
 
 def test_an_empty_packet_is_malformed_and_is_not_the_end_of_the_transport():
-    mine, its = FastTransport.pair()
-    fast_transport = FastTransport(its)
-    with contextlib.closing(mine), contextlib.closing(fast_transport):
+    mine, its = MessageSocket.pair()
+    end = MessageSocket(its)
+    with contextlib.closing(mine), contextlib.closing(end):
         mine.send(b"")
         with pytest.raises(Malformed):
-            fast_transport.receive()
-        assert fast_transport.receive() is None
+            end.receive()
+        assert end.receive() is None
         mine.send(fuzz.well_formed([b"H"]))
-        assert fast_transport.receive() == [b"H"]
+        assert end.receive() == [b"H"]
         mine.shutdown(socket.SHUT_RDWR)
-        assert fast_transport.receive() == []
+        assert end.receive() == []
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0])
@@ -139,53 +136,16 @@ def test_a_time_that_is_none_is_not_believed(seconds):
     assert definition.seconds == 0.25
 
 
-# -- live: strangers
-
-
-def test_strangers_get_nothing_unpickled_and_disturb_nobody():
-    fuzz.fuzz_strangers(SEED, 0, 4000, lambda number: None)
-
-
-FLOOD = """
-import sys, zmq
-stranger = zmq.Context().socket(zmq.DEALER)
-stranger.connect(sys.argv[1])
-while True:
-    stranger.send(b"x")
-"""
-
-
-@pytest.mark.slow
-def test_a_stranger_who_never_stops_does_not_keep_others_waiting():
-    with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
-        pool.doit(abs, -1)
-        bind_zeromq()
-        (home,) = fuzz.homes()
-        stranger = subprocess.Popen([sys.executable, "-c", FLOOD, f"ipc://{home}/zmq"])
-        try:
-            assert heard.wait_for(lambda: heard.strangers > 1000)
-            for i in range(100):
-                assert pool.promise(abs, -i).result(SOON) == i
-            assert pool.promise(os.getpid).result(SOON) == pool.drones[0].pid
-            os.kill(pool.drones[0].pid, signal.SIGKILL)
-            assert pool.promise(abs, -7).result(SOON) == 7  # its death was heard of, too
-        finally:
-            stranger.kill()
-            stranger.wait()
-
-
 # -- live: drones that talk nonsense
 
 
-def say(frames, by="fast"):
+def say(frames):
     drone = fuzz.this_drone()
     with drone.socket_lock:
-        if by == "bulk":
-            drone._send_by_bulk(frames)
-        elif isinstance(frames, bytes):
-            drone._fast_transport._socket.send(frames)
+        if isinstance(frames, bytes):
+            drone._socket._socket.send(frames)
         else:
-            assert drone._fast_transport.send(frames)
+            drone._send(frames)
 
 
 def answer_myself(status, started=0.0, finished=0.0):
@@ -247,21 +207,16 @@ def test_an_empty_packet_makes_the_reactor_deaf_to_nobody():
         assert pool.promise(os.getpid).result(SOON) == pid and heard.dropped == 1
 
 
-@pytest.mark.parametrize("by", ["fast", "bulk"])
-def test_a_drone_whose_answer_was_no_message_is_not_waited_for_for_ever(by):
+def test_a_drone_whose_answer_was_no_message_is_not_waited_for_for_ever():
     with fuzz.Heard() as heard, poly.Pool(2, output=heard.line) as pool:
-        promise = pool.promise(answer_with_nonsense, by)
+        promise = pool.promise(answer_with_nonsense)
         with pytest.raises(poly.DroneDied, match="a malformed message"):
             promise.result(SOON)
         fuzz.answers(pool, heard)
 
 
-def answer_with_nonsense(by):
-    say([RESULTS, b"nonsense"], by)
-    if by == "bulk":  # so that the page does not keep the answer
-        drone = fuzz.this_drone()
-        wait_for(drone._bulk.has_router)
-        drone._has_router, tuning.bulk_delivery_seconds = True, 0.0
+def answer_with_nonsense():
+    say([RESULTS, b"nonsense"])
     say_no_more()
 
 
@@ -335,11 +290,11 @@ def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_control_t
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         (handle,) = pool._dispatcher.handles
-        fuzz.send_all(handle.fast_transport._socket, packet)
+        fuzz.send_all(handle.socket._socket, packet)
         assert heard.wait_for(lambda: heard.refused == 1)
         held = pool.promise(hold_until, str(go), str(tmp_path / "started"))
         wait_for(lambda: lines(tmp_path / "started"))
-        fuzz.send_all(handle.fast_transport._socket, packet)
+        fuzz.send_all(handle.socket._socket, packet)
         assert heard.wait_for(lambda: heard.refused == 2), (
             heard.lines
         )  # it is still busy: this was its control thread
@@ -350,7 +305,7 @@ def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_control_t
         fuzz.answers(pool, heard)
 
 
-def test_what_is_malformed_by_bulk_is_dropped_by_a_drone_too():
+def test_malformed_messages_are_dropped_by_a_drone_too():
     with (
         fuzz.Heard() as heard,
         poly.Pool(1, output=heard.line) as pool,
@@ -360,7 +315,7 @@ def test_what_is_malformed_by_bulk_is_dropped_by_a_drone_too():
         to_drones = fuzz.ToDrones(pool, heard, folders.enter_context(tempfile.TemporaryDirectory()))
         wrong = [*NOT_FOR_DRONES.values(), *map(calls, CALLS_WRONG.values())]
         for busy in (False, True):
-            assert to_drones.say("bulk", wrong, busy=busy)
+            assert to_drones.say("messages", wrong, busy=busy)
         assert heard.wait_for(lambda: heard.refused == 2 * len(wrong))
         assert pool.promise(os.getpid).result(SOON) == pid
         fuzz.answers(pool, heard)
@@ -373,7 +328,7 @@ def test_a_call_of_what_a_drone_does_not_know_is_answered_to_nobodys_harm():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         (handle,) = pool._dispatcher.handles
-        fuzz.send_all(handle.fast_transport._socket, fuzz.well_formed(batch.frames()))
+        fuzz.send_all(handle.socket._socket, fuzz.well_formed(batch.frames()))
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) == pid and heard.dropped == 0
 
@@ -382,7 +337,7 @@ def test_a_drone_that_stops_though_nobody_asked_is_replaced():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         (handle,) = pool._dispatcher.handles
-        fuzz.send_all(handle.fast_transport._socket, fuzz.well_formed(pack_numbers(STOP)))
+        fuzz.send_all(handle.socket._socket, fuzz.well_formed(pack_numbers(STOP)))
         wait_for(lambda: handle.state is State.DEAD)
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) != pid
@@ -392,8 +347,8 @@ def test_a_drone_that_stops_though_nobody_asked_is_replaced():
 
 
 def speak_badly(kind):
-    fast_transport = fuzz.this_drone()._fast_transport
-    fast_transport.send = fuzz.Noise(kind, fast_transport.send, _count)
+    end = fuzz.this_drone()._socket
+    end.send = fuzz.Noise(kind, end.send, _count)
 
 
 _count = memoryview(b"")
@@ -417,9 +372,7 @@ def bad_line(pool_size, kind, side):
                     each.result(SOON)
             else:
                 for handle in pool._dispatcher.handles:
-                    handle.fast_transport.send = fuzz.Noise(
-                        kind, handle.fast_transport.send, _count
-                    )
+                    handle.socket.send = fuzz.Noise(kind, handle.socket.send, _count)
             yield pool, heard, _count
         _count = memoryview(b"")
 
@@ -486,8 +439,8 @@ def test_a_call_whose_answer_was_dropped_can_be_cancelled_and_times_out():
 
 def say_no_more():
     """On a drone: from here on nothing that it says goes out."""
-    fast_transport = fuzz.this_drone()._fast_transport
-    fast_transport.send = lambda frames: True
+    end = fuzz.this_drone()._socket
+    end.send = lambda frames: True
 
 
 def test_what_a_dying_drone_left_in_its_page_may_be_anything():

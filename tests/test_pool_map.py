@@ -898,7 +898,7 @@ def test_an_error_keeps_no_results_alive(ordered):
 @local_only
 @pytest.mark.filterwarnings("ignore:no shared memory for a large value")
 def test_an_answer_in_two_parts_arrives_in_order_by_either_transport(monkeypatch):
-    # Large answers go by ZeroMQ if shared memory is full, small ones by the socket.
+    # Large answers go through the socket in pieces if shared memory is full.
     monkeypatch.setattr("polycephaly.engines.local.engine.shared_memory_ceiling", lambda: 4096)
     hold_interpreter = ctypes.PyDLL(None).usleep
 

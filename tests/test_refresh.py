@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from census import children
 from engines import NO_FORK, local_only, on_each_engine, poly, rounds
-from faults import act_without_room, append, bind_zeromq, hold_until, lines, wait_for
+from faults import act_without_room, append, hold_until, lines, wait_for
 from scripts import output_of, run_script
 
 pytestmark = on_each_engine
@@ -131,7 +131,6 @@ def test_old_snapshots_leave_no_process_and_no_descriptor():
     with poly.Pool(1) as pool:
         pool.refresh()
         assert pool.doit(abs, -1) == 1
-        bind_zeromq()
         before = len(children()), len(os.listdir("/proc/self/fd"))
         for _ in rounds(10):
             pool.refresh()

@@ -22,7 +22,7 @@ import warnings
 
 import numpy as np
 import pytest
-from faults import append, bind_zeromq, hold_until, kill_myself, lines, open_bulk, wait_for
+from faults import append, hold_until, kill_myself, lines, wait_for
 from scripts import Script, output_of, run_script
 from work import arguments, echo
 
@@ -1437,8 +1437,6 @@ def test_thousands_of_arrays_at_once_hold_no_descriptors():
     with poly.Pool(1) as pool:
         assert is_full(pool.doit(full, 1), 1)
         pid = pool.drones[0].pid
-        bind_zeromq()
-        pool.doit(open_bulk)
         before, its = descriptors_of("self"), descriptors_of(pid)
         held = [pool.doit(full, i, MARK) for i in range(1200)]
         held += pool.map(full, range(1200, 2000), [MARK] * 800)
@@ -1454,9 +1452,8 @@ def test_thousands_of_arrays_at_once_hold_no_descriptors():
 def test_thousands_of_arrays_in_one_argument_and_one_result():
     sent = [
         np.full(MARK // 8, float(i)) for i in range(3000)
-    ]  # a header that is too large for the fast transport
+    ]  # a header that is too large for a packet
     with poly.Pool(1) as pool:
-        bind_zeromq()
         before = descriptors_of("self")
         assert pool.doit(keep_all, sent) == 2999 * 1500
         got = pool.doit(kept, "all")

@@ -128,10 +128,6 @@ def a_load_below_nothing(dispatcher):
     dispatcher.handles[0].load = -1.0
 
 
-def a_message_by_zeromq_that_was_not_sent(dispatcher):
-    dispatcher.handles[0].bulk_unanswered += 1
-
-
 def out_of_order(dispatcher):
     handle = dispatcher.handles[0]
     [task] = handle.in_flight.values()
@@ -163,7 +159,6 @@ FAULTS = [
     an_unknown_time_too_many,
     an_overlap_too_many,
     a_load_below_nothing,
-    a_message_by_zeromq_that_was_not_sent,
     out_of_order,
 ]
 

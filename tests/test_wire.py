@@ -1,6 +1,7 @@
 """The wire: what is well formed survives the way, what is not is dropped; a stranger gets nothing
 run."""
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -9,33 +10,30 @@ import pickle
 import random
 import socket
 import stat
+import struct
 import threading
-import time
-from concurrent.futures.process import BrokenProcessPool
+from collections import deque
+from queue import SimpleQueue
 from unittest import mock
 
 import pytest
-import zmq
 from census import homes
-from engines import local_only
-from faults import Bomb, bind_zeromq, lines, wait_for
+from faults import wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scripts import output_of
 
 import polycephaly as poly
 from polycephaly.engines.local import drone as image_main
 from polycephaly.engines.local.drone import LocalDrone
 from polycephaly.engines.local.launcher import Launcher
-from polycephaly.runtime.tuning import tuning
 from polycephaly.wire import messages, private_directory
-from polycephaly.wire.fast_transport import FastTransport
 from polycephaly.wire.main_names import MainSnapshot
+from polycephaly.wire.message_socket import MessageSocket
 from polycephaly.wire.messages import (
     HELLO,
     MIN_LARGE_BYTES,
-    PROTOCOL,
     RESULTS,
-    VALUE,
     Malformed,
     TaskBatch,
     message_type,
@@ -49,7 +47,6 @@ from polycephaly.wire.messages import (
     unpack_work,
 )  # fmt: skip
 from polycephaly.wire.pickling import capture
-from polycephaly.wire.status_page import StatusPage, make_status_file, map_page
 
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
@@ -168,63 +165,148 @@ def test_every_message_type_has_a_byte_of_its_own():
     assert len(set(kinds)) == len(kinds)
 
 
-def test_the_fast_transport_gives_back_what_was_sent_or_refuses_it():
-    one, other = map(FastTransport, FastTransport.pair())
-    for message in ([b"H" * 9], [b"W", b""], [b"W" * 30, b"x" * 40_000]):
-        assert one.send(message)
-        assert [bytes(f) for f in other.receive()] == message
-    assert other.receive() is None
-    assert not one.send([b"W", b"x" * 200_000]) and not one.send([b"W", b"", b"large"])
-    sent = 0
-    while one.send([b"W", b"x" * 10_000]):
-        sent += 1
-    assert sent and all(other.receive() for _ in range(sent)) and other.receive() is None
-    one.close()
-    assert other.receive() == []
-    other.close()
+@contextlib.contextmanager
+def socket_pair():
+    mine, its = map(MessageSocket, MessageSocket.pair())
+    with contextlib.closing(mine), contextlib.closing(its):
+        yield mine, its
 
 
-def fill(transport):
+def received(end):
+    """All whole messages that have come."""
+    return [*iter(end.receive, None)]
+
+
+def test_messages_of_every_size_come_whole_and_in_their_order():
+    sizes = [1, 40_000, 48 * 1024, 48 * 1024 + 1, 200_000, 1_000_000]
+    messages = [[b"H" * 9], [b"W", b""], [b"W", b"", b"large"], [b""] * 9]
+    messages += [[b"W" * 30, bytes(size)] for size in sizes]
+    with socket_pair() as (one, other):
+        found = []
+        for message in messages:
+            is_sent = one.send(message)
+            while not is_sent:
+                found += received(other)
+                is_sent = one.send_rest()
+        found += received(other)
+        assert found == messages
+        one.close()
+        assert other.receive() == []
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_messages_come_whole_however_reads_and_writes_alternate(data):
+    sizes = st.lists(
+        st.sampled_from([0, 1, 100, 48 * 1024, 60_000, 300_000]), min_size=1, max_size=3
+    )
+    messages = [[bytes([i]) * size for size in data.draw(sizes)] for i in range(5)]
+    with socket_pair() as (one, other):
+        found, left = [], deque(messages)
+        while left or not one.send_rest() or len(found) < len(messages):
+            if left and data.draw(st.booleans()):
+                one.send(left.popleft())
+            else:
+                found += received(other)
+        assert found == messages
+
+
+def test_a_message_waits_for_room_and_no_later_one_overtakes_it():
+    with socket_pair() as (one, other):
+        sent = fill(one)
+        assert not one.send([b"small"]) and not one.send_rest()
+        assert len(received(other)) == sent
+        assert one.send_rest()
+        assert received(other) == [[b"full"], [b"small"]]
+
+
+def fill(end):
+    """Have `end` send until there is no room, with one message that is not sent. Return the number
+    of the others."""
     sent = 0
-    while transport.send([b"W"]):
+    while end.send([b"full"]):
         sent += 1
     return sent
 
 
-def test_a_message_may_wait_for_room_in_the_fast_transport(monkeypatch):
-    monkeypatch.setattr(tuning, "room_wait_seconds", 60.0)
-    one, other = map(FastTransport, FastTransport.pair())
-    assert not one.send_soon([b"W", b"x" * 200_000])  # there will never be room for that
-    fill(one)
-    sender = threading.Thread(target=lambda: sent.append(one.send_soon([b"last"])))
-    sent, received = [], []
-    sender.start()
-    while received[-1:] != [[b"last"]]:
-        received.append(other.receive())
-    sender.join()
-    assert sent == [True]
+def test_a_drone_waits_for_room_and_shows_meanwhile_that_it_lives():
+    with socket_pair() as (one, other):
+        sent, beats = fill(one), SimpleQueue()
+        sender = threading.Thread(target=one.send_all, args=([b"last"], lambda: beats.put(None)))
+        sender.start()
+        beats.get(timeout=60)
+        found = []
+        while found[-1:] != [[b"last"]]:
+            found += received(other)
+        sender.join()
+        assert len(found) == sent + 2
 
 
-def test_results_that_the_page_no_longer_keeps_wait_for_room_before_they_go_to_zeromq(monkeypatch):
-    monkeypatch.setattr(tuning, "room_wait_seconds", 60.0)
-    mine, its = map(FastTransport, FastTransport.pair())
-    drone, by_bulk = LocalDrone.__new__(LocalDrone), []
-    drone._fast_transport, drone._send_by_bulk = its, by_bulk.append
-    fd = make_status_file()
-    drone._status_page = page = StatusPage(map_page(fd))
-    os.close(fd)
-    fill(its)
-    assert not drone._send([b"kept, too"]) and by_bulk == [[b"kept, too"]]
-    while page.keep(b"x" * 1000):
-        pass
-    reader = threading.Thread(target=lambda: [*iter(mine.receive, [b"last"])])
-    reader.start()
-    assert drone._send([b"last"]) and len(by_bulk) == 1
-    reader.join()
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM])
+def test_a_message_for_which_the_kernel_has_no_memory_is_sent_later(number):
+    with socket_pair() as (one, other):
+        one._socket, real = mock.Mock(), one._socket
+        one._socket.send.side_effect = OSError(number, "no memory")
+        assert not one.send([b"a"]) and one.lacks_memory
+        one._socket.send.side_effect, one._socket.send.return_value = None, 0
+        assert not one.send_rest() and one.lacks_memory
+        one._socket = real
+        assert one.send_rest() and not one.lacks_memory and received(other) == [[b"a"]]
+
+
+def packet(kind, head, size=None):
+    return struct.pack("<IB", len(head) if size is None else size, kind) + head
+
+
+BEGIN, MORE = 3, 4
+
+
+@pytest.mark.parametrize(
+    "packets",
+    [
+        [b"123"],
+        [packet(5, b"kind")],
+        [packet(1, b"too short", size=100)],
+        [packet(1, b"too long", size=3)],
+        [packet(MORE, b"a piece of no message")],
+        [packet(BEGIN, b"1234")],
+        [packet(BEGIN, struct.pack("<Q", 3)), packet(MORE, b"123")],
+        [packet(BEGIN, struct.pack("<Q", 4)), packet(MORE, b"12345")],
+        [packet(BEGIN, struct.pack("<Q", 4)), packet(MORE, struct.pack("<I", 0))],
+        [packet(BEGIN, struct.pack("<Q", 4)), packet(MORE, struct.pack("<I", 9))],
+        [packet(BEGIN, struct.pack("<Q", 12)), packet(MORE, struct.pack("<IQ", 1, 9))],
+        [packet(BEGIN, struct.pack("<Q", 1 << 40)), packet(1, b"")],
+    ],
+)
+def test_malformed_packets_are_refused_and_the_next_message_comes(packets):
+    with socket_pair() as (one, other):
+        for each in packets:
+            one._socket.send(each)
+        with pytest.raises(Malformed):
+            other.receive()
+        received(other)
+        one.send([b"next"])
+        assert received(other) == [[b"next"]]
+
+
+def test_a_message_in_the_middle_of_another_is_no_part_of_that():
+    with socket_pair() as (one, other):
+        one._socket.send(packet(BEGIN, struct.pack("<Q", 1 << 40)))
+        assert other.receive() is None
+        one.send([b"whole"])
+        with pytest.raises(Malformed, match="pieces are missing"):
+            other.receive()
+        assert other.holds_message() and other.has_input()
+        assert other.receive() == [b"whole"] and not other.has_input()
+        one._socket.send(packet(BEGIN, struct.pack("<Q", 1 << 40)))
+        one.send([bytes(30_000), bytes(30_000)])
+        with pytest.raises(Malformed, match="begins in the middle"):
+            other.receive()
+        assert received(other) == [[bytes(30_000), bytes(30_000)]]
 
 
 def test_what_an_end_has_sent_is_received_though_it_closed_with_messages_unread():
-    mine, its = map(FastTransport, FastTransport.pair())
+    mine, its = map(MessageSocket, MessageSocket.pair())
     for each in (b"one", b"two"):
         assert its.send([each])
     assert mine.send([b"unread"])
@@ -277,133 +359,55 @@ def test_the_directory_of_the_socket_is_for_its_owner_alone():
 
 
 @pytest.mark.guarantee("wire-2")
-def test_a_stranger_on_the_socket_gets_nothing_run_and_disturbs_nobody(tmp_path):
-    path = str(tmp_path / "exploded")
-    bomb = pickle.dumps(Bomb(path))
-    dice = random.Random(4)
-    with poly.Pool(2) as pool:
-        assert pool.doit(abs, -1) == 1
-        bind_zeromq()
+def test_the_sockets_of_drones_have_no_name_that_another_process_could_use():
+    with poly.Pool(2, output="discard") as pool:
+        pool.doit(fill_both_ways, [str(i) * 20 for i in range(100_000)])
         (home,) = homes()
-        pending = [pool.promise(pow, 2, i) for i in range(500)]
-        context = zmq.Context()
-        for identity in (None, b"\x01" + bytes(16), b"drone"):
-            stranger = context.socket(zmq.DEALER)
-            stranger.linger = 1000
-            if identity:
-                stranger.setsockopt(zmq.IDENTITY, identity)
-            stranger.connect(f"ipc://{home}/zmq")
-            stranger.send_multipart(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
-            for number in range(2000):
-                stranger.send_multipart(
-                    pack_outcomes([pack_outcome(number, VALUE, 0.0, 0.0, bomb, b"")])
-                )
-            for _ in range(200):
-                stranger.send_multipart(
-                    [dice.randbytes(dice.randrange(60)) for _ in range(dice.randrange(1, 5))]
-                )
-            assert pool.doit(abs, -2) == 2
-            assert not stranger.poll(50), "the stranger was answered"
-            stranger.close()
-        context.term()
-        assert [p.value for p in pending] == [2**i for i in range(500)]
-        assert [p.value for p in pool.everywhere(abs, -3)] == [3, 3]
-    assert not lines(path)
+        assert not [
+            each for each in os.listdir(home) if stat.S_ISSOCK(os.lstat(f"{home}/{each}").st_mode)
+        ]
 
 
-def send_by_bulk(path, fill_first):
-    """On a drone, when the file `path` is there: a message that the fast transport cannot take,
-    because it is too large, or because the socket is full.
+def fill_both_ways(value):
+    return value
+
+
+def test_a_local_pool_needs_no_zeromq_however_large_its_messages_are():
+    code = """
+        import sys
+        import polycephaly as poly
+
+        def loaded(value):
+            return "zmq" in sys.modules, value
+
+        with poly.Pool(2) as pool:
+            texts = [str(i) for i in range(200_000)]
+            values = [pool.promise(loaded, texts) for _ in range(4)]
+            print(all(each.value == (False, texts) for each in values), "zmq" in sys.modules)
     """
-    wait_for(lambda: os.path.exists(path))
-    drone = next(each for each in gc.get_objects() if isinstance(each, image_main.LocalDrone))
-    with drone.socket_lock:
-        if fill_first:
-            fill(drone._fast_transport)
-        drone._send([b"?"] if fill_first else [b"?" * 100_000])
-    return "sent"
-
-
-@local_only
-@pytest.mark.parametrize("fill_first", [False, True])
-def test_zeromq_is_used_once_a_drones_message_needs_it(tmp_path, fill_first):
-    path = tmp_path / "go"
-    with poly.Pool(1, output="discard") as pool:
-        assert pool.doit(len, bytes(1_000_000)) == 1_000_000
-        assert list(pool.map(abs, range(-9, 0))) == [*range(9, 0, -1)]
-        bulk, (handle,) = pool._dispatcher.supervisor.engine._bulk, pool._dispatcher.handles
-        sent = pool.promise(send_by_bulk, str(path), fill_first)
-        wait_for(lambda: handle.in_flight)
-        with pool._dispatcher.reactor._lock:  # so that the controller reads nothing meanwhile
-            path.touch()
-            wait_for(lambda: handle.status_page.bulk)
-            assert bulk._router is None
-        assert sent.result(30) == "sent"
-        wait_for(lambda: handle.bulk_open)
-
-
-def send_by_bulk_and_stay(path):
-    send_by_bulk(path, False)
-    time.sleep(60)  # its value does not come before the pool has broken
-
-
-@local_only
-def test_a_pool_whose_directory_was_removed_says_so_when_it_needs_zeromq(tmp_path):
-    path = tmp_path / "go"
-    with poly.Pool(1, output="discard") as pool:
-        sent = pool.promise(send_by_bulk_and_stay, str(path))
-        (home,) = homes()
-        os.rename(home, f"{tmp_path}/away")
-        path.touch()
-        error = sent.exception(30)
-        os.rename(f"{tmp_path}/away", home)
-    assert isinstance(error, BrokenProcessPool) and "messages need ZeroMQ" in str(error)
-
-
-def test_results_count_as_delivered_some_time_after_the_router_was_bound(monkeypatch):
-    monkeypatch.setattr(tuning, "bulk_delivery_seconds", 5.0)
-    monkeypatch.setattr(image_main, "monotonic", lambda: drone._last_flush)
-    drone = LocalDrone.__new__(LocalDrone)
-    drone._bulk, drone._has_router = mock.Mock(**{"has_router.return_value": False}), False
-
-    def is_delivered(now, sent):
-        drone._last_flush = now
-        return drone._is_bulk_delivered(sent)
-
-    assert not is_delivered(110.0, sent=100.0)  # it is still in the drone
-    drone._bulk.has_router.return_value = True
-    assert not is_delivered(111.0, sent=100.0) and drone._last_bulk_send == 111.0
-    assert not is_delivered(115.0, sent=111.0) and is_delivered(116.0, sent=111.0)
+    assert output_of(code) == "True False\n"
 
 
 def say_nonsense(by):
-    """On a drone: through its own sockets, messages that are none."""
+    """On a drone: through its own socket, messages that are none."""
     drone = next(each for each in gc.get_objects() if isinstance(each, image_main.LocalDrone))
-    bulk = drone.open_bulk()
     dice = random.Random(7)
     with drone.socket_lock:
         for _ in range(200):
-            if by == "bulk":
-                bulk.socket.send_multipart(
-                    [dice.randbytes(dice.randrange(50)) for _ in range(dice.randrange(1, 4))]
-                )
-            elif by == "fast":
+            if by == "packets":
                 try:
-                    drone._fast_transport._socket.send(dice.randbytes(dice.randrange(1, 50)))
+                    drone._socket._socket.send(dice.randbytes(dice.randrange(1, 50)))
                 except BlockingIOError:
                     break
             else:
-                bulk.socket.send_multipart(
-                    [
-                        RESULTS + dice.randbytes(29 * dice.randrange(4)),
-                        dice.randbytes(dice.randrange(9)),
-                    ]
-                )
+                head = RESULTS + dice.randbytes(29 * dice.randrange(4))
+                large = [bytes(60_000)] if by == "large results" else []
+                drone._send([head, dice.randbytes(dice.randrange(9)), *large])
     return by
 
 
 @pytest.mark.guarantee("wire-1")
-@pytest.mark.parametrize("by", ["bulk", "fast", "results"])
+@pytest.mark.parametrize("by", ["packets", "results", "large results"])
 def test_malformed_messages_of_a_drone_are_dropped_and_the_pool_works_on(by, caplog):
     caplog.set_level("INFO", logger="polycephaly")
     with poly.Pool(2, output="discard") as pool:
@@ -412,7 +416,7 @@ def test_malformed_messages_of_a_drone_are_dropped_and_the_pool_works_on(by, cap
         assert [p.result(30) for p in work] == list(range(500))
         assert [p.result(30) for p in pool.everywhere(abs, -5)] == [5, 5]
         assert list(pool.map(abs, range(-100, 0))) == list(range(100, 0, -1))
-        wait_for(lambda: "dropped" in caplog.text)  # by bulk they may come after the results
+        assert "dropped" in caplog.text
     assert "a bug in polycephaly" not in caplog.text
 
 

@@ -117,10 +117,8 @@ class DroneExecutor:
         self._calls: Calls | None = None  # being run
         self._overlap = Overlap(self._wake_main_thread)
         self._slice: SliceRun | None = None
-        self._split_by_bulk = False
         self._last_done = 0
         self._last_flush = 0.0
-        self._last_bulk_send: float | None = None  # time when results last went by bulk
         self._stopping = False
         self._current = self._interrupt_target = 0
         self._pending_interrupts: set[int] = set()
@@ -150,14 +148,8 @@ class DroneExecutor:
 
     # -- implemented by the drone of each engine ---------------------------------------------------
 
-    def _send(self, frames: list[bytes]) -> bool:
-        """Send a message, holding `socket_lock`. Return True if no later one can overtake."""
-        raise NotImplementedError
-
-    def _send_by_bulk(self, frames: list[bytes]) -> None:
-        """Send a message as `_send` does, behind all bulk messages before. Needed only if `_send`
-        may return False.
-        """
+    def _send(self, frames: list[bytes]) -> None:
+        """Send a message, holding `socket_lock`."""
         raise NotImplementedError
 
     def _receive(self, wait: bool) -> None:
@@ -306,9 +298,7 @@ class DroneExecutor:
         head = b""
         if self._slice is not None:
             status, head, payload = self._end_slice(self._slice)
-        # The last part of a slice must not outlive this drone if the part before may not.
-        may_save = not self._split_by_bulk
-        kept = outcomes.add(number, status, started, finished, payload, head, may_save=may_save)
+        kept = outcomes.add(number, status, started, finished, payload, head)
         self._last_done = number
         flush_due = finished - self._last_flush > (
             tuning.flush_seconds if task.kind != CALL_SLICE else SLICE_FLUSH_SECONDS
@@ -339,21 +329,11 @@ class DroneExecutor:
         done = len(run.done) - run.answers_sent + (error is not None)
         return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
 
-    def _send_outcomes(self) -> bool:
-        """Send the collected outcomes. Return True if they went by the fast transport.
-
-        Called by either thread, holding `socket_lock`. If a part of a slice went by bulk, these go
-        by bulk too, because the last part, which must not overtake it, may be among them.
-        """
+    def _send_outcomes(self) -> None:
+        """Send the collected outcomes. Called by either thread, holding `socket_lock`."""
         frames = self._outcomes.take_message()
-        if not frames:
-            return False
-        if self._split_by_bulk:
-            self._send_by_bulk(frames)
-        elif self._send(frames):
-            return True
-        self._last_bulk_send = monotonic()
-        return False
+        if frames:
+            self._send(frames)
 
     def _cut_slice(self) -> None:
         """Cut a slice that takes too long. See slices.py.
@@ -374,7 +354,7 @@ class DroneExecutor:
             entry, large = self._outcomes.entry(
                 run.number, SPLIT, run.started, monotonic(), answers, head
             )
-            self._split_by_bulk = not self._send(pack_outcomes([*kept_values, entry], large))
+            self._send(pack_outcomes([*kept_values, entry], large))
 
     def _start_overlapped(self, task: ReceivedTask) -> None:
         """Start a task that runs beside others."""
@@ -420,19 +400,10 @@ class DroneExecutor:
 
     def _flush(self) -> None:
         with self.socket_lock:
-            by_fast_transport = self._send_outcomes()
+            self._send_outcomes()
             self._last_flush = monotonic()
-            self._split_by_bulk = False
-            sent = self._last_bulk_send
-            delivered = by_fast_transport and (sent is None or self._is_bulk_delivered(sent))
             # With overlapped tasks, `_last_done` is the last task before them.
-            self._status_page.mark_all_answered(self._last_done, delivered)
-
-    def _is_bulk_delivered(self, sent: float) -> bool:
-        """Return whether the results that went by bulk, the last ones at `sent`, reach the
-        controller if this process dies now.
-        """
-        return self._last_flush - sent >= tuning.bulk_delivery_seconds
+            self._status_page.mark_all_answered(self._last_done)
 
     def send_requested_values(self) -> None:
         """Send the kept values that other processes have requested.
@@ -455,9 +426,6 @@ class DroneExecutor:
             entry, large = outcomes.entry(number, status, 0.0, 0.0, payload)
             with self.socket_lock:
                 self._send(pack_outcomes([entry], large))
-            # A bulk send may have consumed the report of new messages, for which the main thread
-            # waits.
-            self._wake_main_thread()
 
     # -- either thread, holding `socket_lock` ------------------------------------------------------
 

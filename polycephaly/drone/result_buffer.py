@@ -163,11 +163,10 @@ class ResultBuffer:
         payload: bytes | Serialized,
         head: bytes = b"",
         ends_lines: bool = True,
-        may_save: bool = True,
     ) -> bool:
         """Add an outcome; return True if it outlives this drone from now on.
 
-        Otherwise it must be sent at once: it may not be saved, the status page is full, or has no
+        Otherwise it must be sent at once: the status page is full, or has no
         place for the payload beside the entry or for new handles of kept values.
         """
         new_handles = self.kept_value_entries(number)
@@ -175,7 +174,7 @@ class ResultBuffer:
         output = self._tail.take(ends_lines)
         entry, large = self.entry(number, status, started, finished, payload, head, output)
         self._entries.append((entry, large))
-        return self._save(entry, may_save and not (large or new_handles))
+        return self._save(entry, not (large or new_handles))
 
     def _save(self, entry: bytes, may_save: bool) -> bool:
         return may_save and self._status_page.keep(entry)

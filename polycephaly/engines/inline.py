@@ -216,11 +216,10 @@ class InlineDrone(DroneExecutor):
     def _receive(self, wait: bool) -> None:
         """Do nothing: messages have turns."""
 
-    def _send(self, frames: list[bytes]) -> bool:
+    def _send(self, frames: list[bytes]) -> None:
         if not self.ended:
             give_back()  # before the caller goes on
             self._handle.dispatcher.post(self._on_answer, frames)
-        return True
 
     def _on_answer(self, frames: list[bytes]) -> None:
         handle_message(self._handle.dispatcher, self._handle, frames)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from ..runtime.tuning import tuning
@@ -34,7 +34,7 @@ class Observer(Protocol):
 
 
 class Fates(NamedTuple):
-    """The tasks of a dead drone that it will not answer, in the order in which they were sent."""
+    """The tasks of a drone that has died, in the order in which they were sent."""
 
     begun: list[Task]
     """They run again if their `retries` allow that, and are rejected otherwise."""
@@ -65,7 +65,6 @@ class DroneRecord:
         self.load = 0.0  # estimated seconds of the tasks in flight
         self.unknown = 0  # tasks in flight without an estimate
         self.overlapping = 0  # tasks in flight that overlap; if any do, all do
-        self.bulk_unanswered = 0  # tasks in flight that were sent by ZeroMQ (local drones only)
         # Cancelled or timed-out overlapped tasks that ignored their interrupt. While any remain, no
         # new tasks are sent, so that the drone can be killed without losing live ones.
         self.hung: set[int] = set()
@@ -156,13 +155,13 @@ class DroneRecord:
             self.unknown += 1
         part.number, part.position = task.number, task.position
         part.state, task.state = SENT, ENDING
-        part.sending = Sending(self.reference, self.name, sending.at, -1.0, sending.by_bulk)
+        part.sending = Sending(self.reference, self.name, sending.at, -1.0)
         self.in_flight[part.number] = part
         self.changed()
 
     def remove_many_in_flight(self, numbers: list[int]) -> list[Task | None]:
         """Remove many tasks from flight, as `remove_in_flight` does."""
-        if self.bulk_unanswered or self.overlapping or self._observer.has_resources:
+        if self.overlapping or self._observer.has_resources:
             return [self.remove_in_flight(number) for number in numbers]
         in_flight = self.in_flight
         tasks = [in_flight.pop(number, None) for number in numbers]
@@ -180,28 +179,22 @@ class DroneRecord:
         self.changed()
         return tasks
 
-    def take_unanswered(self, answered: int, begun: int) -> Fates:
-        """Take out of flight what this drone, which has died, will not answer. `answered` is the
-        number of the last task whose answer was sent, and may still arrive; `begun` that of the
-        last task begun.
+    def take_fates(self, begun: Iterable[int]) -> Fates:
+        """Take all tasks out of flight, because this drone has died. `begun` are numbers of tasks
+        that it is known to have begun: so it has begun all that were sent before these.
         """
         in_flight = self.in_flight
-        last_answered, last_begun = (
-            max(self.highest_answered, in_flight[number].position if number in in_flight else 0)
-            for number in (answered, begun)
-        )
-        fates = Fates([], [], None)
-        for task in [*in_flight.values()]:
-            # Overlapped tasks are answered in any order, but begun in the order of sending.
-            if task.position <= last_answered and not task.definition.overlaps:
-                continue
-            self.remove_in_flight(task.number)
+        known = [in_flight[number].position for number in begun if number in in_flight]
+        last_begun = max(self.highest_answered, *known, 0)
+        running: Task | None = None
+        fates: tuple[list[Task], list[Task]] = [], []
+        for task in self.take_in_flight():
             if task.position <= last_begun:
-                fates = fates._replace(running=task)
+                running = task
             # A malformed message may have been the answer of any task sent before.
             has_begun = task.position <= max(last_begun, self.suspect_position)
-            (fates.begun if has_begun else fates.not_begun).append(task)
-        return fates
+            fates[not has_begun].append(task)
+        return Fates(*fates, running)
 
     def take_in_flight(self) -> list[Task]:
         """Remove all tasks from flight and return them."""
@@ -214,8 +207,6 @@ class DroneRecord:
             task.state = ENDING
             sending = task.sending
             assert sending is not None
-            if sending.by_bulk:
-                self.bulk_unanswered -= 1
             if task.timeout is not None:
                 self.deadlines.pop(number, None)
             if task.definition.overlaps:
@@ -245,5 +236,3 @@ class DroneRecord:
         assert self.load > -1e-6, f"{self.name} has a load of {self.load}"
         positions = [task.position for task in sent]
         assert positions == sorted(positions), f"{self.name}: {positions}"
-        by_bulk = sum(task.sending is not None and task.sending.by_bulk for task in sent)
-        assert self.bulk_unanswered == by_bulk, f"{self.name}: {self.bulk_unanswered} by ZeroMQ"

@@ -28,7 +28,6 @@ from ..wire.messages import (
     KEPT_VALUES,
     MIN_LARGE_BYTES,
     NOT_PACKED,
-    OPEN,
     PACKED,
     PROCESSOR_TIME,
     PROFILE,
@@ -83,7 +82,7 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         dispatcher.requeue_returned(handle, unpack_numbers(frames))
     elif kind in (FRAMES, PROFILE):
         dispatcher.stack_requests.on_answer(*unpack_frames(frames))
-    elif kind != OPEN:  # its handle has seen to that
+    else:
         raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")
 
 

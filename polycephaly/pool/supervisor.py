@@ -41,7 +41,6 @@ from .task import Task
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 5.0  # seconds for a drone's exit handlers
-LATE_RESULTS_SECONDS = 0.25  # seconds to wait for results that a drone had sent before its death
 MAX_FAILED_STARTS = 3
 MAX_KILLED_STARTS = 100  # in a row, if the drones were killed from outside this package
 START_RETRY_SECONDS = 1.0  # seconds after a failed start of a pool that was complete
@@ -107,7 +106,7 @@ class Supervisor:
         handle = self.engine.start(next(self._numbers), self._config.drone_name(index), index)
         if handle is None:
             return False
-        self._dispatcher.handles.append(handle)
+        self._dispatcher.assignment.add(handle)
         self._dispatcher.record.drones[handle.name] = None
         self._dispatcher.schedule_health_check()
         if self._config.on_death == "end":
@@ -284,7 +283,7 @@ class Supervisor:
         handle.cancel_timer()
         handle.print_output()
         handle.collect_last_results()
-        fates = handle.take_unanswered(handle.last_answered(), handle.last_started())
+        fates = handle.take_fates((handle.last_answered(), handle.last_started()))
         dedicated = [
             *(task for task in fates.not_begun if task.target),
             *self._dispatcher.assignment.take_dedicated(handle),
@@ -302,12 +301,7 @@ class Supervisor:
         self._dispatcher.record.add_lost(handle.name, fates.begun)
         self._dispatcher.reject_or_retry(fates.begun, error, may_retry=True)
         self._dispatcher.reject_or_retry(dedicated, error, may_retry=False)
-        if handle.in_flight:
-            self._dispatcher.call_later(
-                LATE_RESULTS_SECONDS, self._give_up_late_results, handle, error
-            )
-        else:
-            self.remove(handle)
+        self.remove(handle)
         if before <= State.RETIRING:
             handle.death = error
             self._on_unexpected_death(handle, error, before)
@@ -350,11 +344,6 @@ class Supervisor:
         if self._terminated >= MAX_KILLED_STARTS:
             text = f"drones of {self._config.name} get SIGTERM before their first call"
             self._dispatcher.break_pool(pool_error(text, error))
-
-    def _give_up_late_results(self, handle: DroneHandle, error: DroneDied) -> None:
-        """Give up the results that the dead drone had sent but that did not arrive in time."""
-        self._dispatcher.reject_or_retry(handle.take_in_flight(), error, may_retry=True)
-        self.remove(handle)
 
     def remove(self, handle: DroneHandle) -> None:
         """Forget a drone that has ended."""

@@ -680,16 +680,13 @@ class Recipe:
 class Sending:
     """The data that tasks sent in one message have in common."""
 
-    __slots__ = ("at", "by_bulk", "drone", "estimate", "handle")
+    __slots__ = ("at", "drone", "estimate", "handle")
 
-    def __init__(
-        self, handle: ref[Any], drone: str, at: float, estimate: float, by_bulk: bool = False
-    ) -> None:
+    def __init__(self, handle: ref[Any], drone: str, at: float, estimate: float) -> None:
         self.handle = handle
         self.drone = drone  # its name
         self.at = at
         self.estimate = estimate  # seconds of each task in the drone's load; negative: unknown
-        self.by_bulk = by_bulk
 
 
 class Answer(NamedTuple):

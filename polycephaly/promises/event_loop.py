@@ -125,6 +125,7 @@ class EventLoop:
         self._inbox: deque[Callable[[], object]] = deque()
         self._sources: list[Source] = []
         self._watched: dict[int, Callable[[], object]] = {}
+        self._waiting_for_room: dict[int, Callable[[], object]] = {}
         self._jobs_outside_lock: deque[Callable[[], object]] = deque()
         self._deliveries: deque[Callable[[], object] | Output] = deque()
         self.deliver: Callable[[Callable[[], object] | Output], None] = self._deliveries.append
@@ -172,6 +173,7 @@ class EventLoop:
         self.timers.clear()
         self._sources = []
         self._watched.clear()
+        self._waiting_for_room.clear()
         self._stopping = True
         self.wake()
 
@@ -216,8 +218,21 @@ class EventLoop:
         if self._is_output_paused:
             self._epoll.unregister(fd)
 
+    def wait_for_room(self, fd: int, callback: Callable[[], object]) -> None:
+        """Have `callback` called once, when `fd`, which is watched, can be written to."""
+        if fd in self._watched:
+            self._waiting_for_room[fd] = callback
+            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+
+    def _tell_of_room(self, fd: int) -> None:
+        callback = self._waiting_for_room.pop(fd, None)
+        if callback is not None:
+            self._epoll.modify(fd, select.EPOLLIN)
+            self._call_guarded(callback)
+
     def unwatch(self, fd: int) -> None:
         self._output_files.discard(fd)
+        self._waiting_for_room.pop(fd, None)
         if self._watched.pop(fd, None) is not None:
             with suppress(OSError):  # it may be paused, too
                 self._epoll.unregister(fd)
@@ -285,7 +300,11 @@ class EventLoop:
         self.release_resources()
 
     def _run_once(self, events: Iterable[tuple[int, int]] = ()) -> None:
-        for fd, _ in events:
+        for fd, mask in events:
+            if mask & select.EPOLLOUT:
+                self._tell_of_room(fd)
+                if mask == select.EPOLLOUT:
+                    continue
             callback = self._watched.get(fd)
             if callback is not None:
                 self._call_guarded(callback)

@@ -42,12 +42,8 @@ class Tuning:
     """
 
     # Messages of drones
-    room_wait_seconds: float = 1.0
-    """Time that a drone waits for the controller to read, before its message goes by ZeroMQ."""
     flush_seconds: float = 0.001
     """Time that an outcome may wait in its drone for others to be sent with."""
-    bulk_delivery_seconds: float = 0.25
-    """Time that ZeroMQ's thread may take to write a message."""
     next_holder_seconds: float = 0.1
     """Time for the next holder of a channel's end to report, after the last one has died."""
 

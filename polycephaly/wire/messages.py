@@ -12,7 +12,6 @@
     CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
     RECALL    -> drone   give back the tasks that have not started
     RETURNED  drone ->   numbers: tasks that have not started and will not start here
-    OPEN      both ways  make the own end of ZeroMQ: a message waits that needs it
     FRAMES    both ways  numbers (request,); reply: the request, JSON: where threads and tasks are
     PROFILE   both ways  numbers (request, hertz): sample so often; 0: end, and reply as for FRAMES
     STOP      -> drone   finish the tasks received, then end
@@ -36,7 +35,7 @@ from ..errors import Malformed
 PROTOCOL = 1
 
 HELLO, WORK, RESULTS, CANCEL, RECALL = b"H", b"W", b"R", b"C", b"B"
-RETURNED, OPEN, FRAMES, PROFILE, STOP = b"Y", b"O", b"F", b"P", b"S"
+RETURNED, FRAMES, PROFILE, STOP = b"Y", b"F", b"P", b"S"
 
 # Kinds of WORK items.
 DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)

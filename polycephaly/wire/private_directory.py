@@ -2,7 +2,6 @@
 
     <temporary directory>/polycephaly-XXXXXXXXXXXXXXXX/   mode 0700; locked, too (shared)
         lock      locked (flock) by the owner
-        zmq       the ipc:// socket of the reactor's ROUTER, once there is one
         1234.c    socket for the channels (green/distributed/) of process 1234, a drone or the owner
         1234.e    dangling link: its target is the exit code of drone 1234, which had such a socket
         1234/     the same layout for the reactor of drone 1234, which starts drones of its own
@@ -25,7 +24,7 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 
-from ..runtime import parent_death
+from ..runtime import fork_guard, parent_death
 from ..runtime.system_limits import lock_file
 from . import addresses
 
@@ -37,17 +36,26 @@ _MIN_ABANDONED_SECONDS = 60.0  # the owner of a younger directory may not have l
 
 
 class PrivateDirectory:
-    """The path is chosen in `__init__`, and the directory is made by `make`, after a zygote was
+    """The path is chosen in `__init__`, and the directory is made by `open`, after a zygote was
     started, which removes the directory if its owner is killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object = None) -> None:
+        self._is_open = False
         self.path = _choose_directory()
         self._user = os.geteuid()
         self._resources = ExitStack()  # undoes whatever `make` has done
 
-    def make(self) -> None:
-        """Make the directory. Raises `OSError` if this fails; then nothing is left behind."""
+    def open(self) -> None:
+        """Make the directory, if this object has not done so. Raises `OSError` if this fails; then
+        nothing is left behind.
+        """
+        with fork_guard.guard:
+            if not self._is_open:
+                self._make()
+                self._is_open = True
+
+    def _make(self) -> None:
         with ExitStack() as undo:
             os.mkdir(self.path, 0o700)
             undo.callback(_remove_own, self.path)
@@ -74,14 +82,15 @@ class PrivateDirectory:
                 "os.setuid, or shut down first those that were opened before"
             )
 
-    def remove(self) -> None:
+    def close(self) -> None:
+        """Remove the directory."""
         addresses.on_directory_removed(self.path)
         with suppress(OSError):  # other code has closed a descriptor
             self._resources.close()
 
 
 def _choose_directory() -> str:
-    max_length = _MAX_SOCKET_PATH_BYTES - len("/zmq")
+    max_length = _MAX_SOCKET_PATH_BYTES
     if addresses.parent_directory is not None:
         inside = os.path.join(addresses.parent_directory, str(os.getpid()))
         if len(os.fsencode(inside)) <= max_length and os.path.isdir(addresses.parent_directory):

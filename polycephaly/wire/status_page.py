@@ -6,8 +6,7 @@ had begun:
 
     started   number of the task begun last
     answered  number of the last task whose result went to the socket
-    kept      bytes of results that are done and might be lost with the drone: they wait to be sent
-              with others, or were lately given to ZeroMQ, whose own thread writes them
+    kept      bytes of results that are done and wait to be sent with others
     beats     heartbeat: a counter that changes while a task runs (of two threads that count at
               once, one count may get lost)
     control   the kernel's number of the control thread, whose running is no sign of progress
@@ -15,7 +14,6 @@ had begun:
               of times that green threads have gone on; else 0
     debugged  1 while the drone is at a `breakpoint()`; else 0
     call      of a slice: how many of its calls have begun; 0 if that is not told
-    bulk      1 once the drone has a message that needs ZeroMQ; else 0
     holder    number of the overlapped task that lets no other run, because it does not await
 
 Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn, and the count of
@@ -32,8 +30,8 @@ from typing import Any
 from ..memory.arena import make_memory, map_range
 
 PAGE_BYTES = 16 * 1024  # most of them for kept results
-_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL, _STEPS, _DEBUGGED, _CALL, _BULK, _HOLDER = range(10)
-HEADER_BYTES = 10 * 8
+_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL, _STEPS, _DEBUGGED, _CALL, _HOLDER = range(9)
+HEADER_BYTES = 9 * 8
 
 
 def make_status_file() -> int:
@@ -65,14 +63,12 @@ class StatusPage:
     steps: int = _cell(_STEPS)
     debugged: int = _cell(_DEBUGGED)
     call: int = _cell(_CALL)
-    bulk: int = _cell(_BULK)
     holder: int = _cell(_HOLDER)
 
     def __init__(self, memory: memoryview) -> None:
         self.cells = memory[:HEADER_BYTES].cast("Q")
         self._buffer = memory[HEADER_BYTES:]
         self._kept = 0
-        self.is_full = False  # the last result had no room beside the kept ones
 
     def kept(self) -> bytes:
         """Return the results that were done and are not yet known to be sent."""
@@ -90,7 +86,6 @@ class StatusPage:
         """Keep a result until `mark_all_answered`; return False if there is no room for it."""
         end = self._kept + len(result)
         if end > len(self._buffer):
-            self.is_full = len(result) <= len(self._buffer)
             return False
         self._buffer[self._kept : end] = result
         self._kept = self.cells[_KEPT] = end
@@ -102,16 +97,12 @@ class StatusPage:
         for each in results:
             StatusPage.keep(self, each)
 
-    def mark_all_answered(self, number: int, delivered: bool) -> None:
-        """Note that all results up to that of task `number` have gone to the socket.
-
-        With `delivered`, they reach the controller even if this drone dies. If the page is full,
-        the kept results are forgotten in any case, to make room for the next ones.
+    def mark_all_answered(self, number: int) -> None:
+        """Note that all results up to that of task `number` have gone to the socket: they reach the
+        controller even if this drone dies.
         """
         self.cells[_ANSWERED] = number
-        if delivered or self.is_full:
-            self._kept = self.cells[_KEPT] = 0
-            self.is_full = False
+        self._kept = self.cells[_KEPT] = 0
 
 
 NO_PAGE = StatusPage(memoryview(bytes(PAGE_BYTES)))

@@ -1,11 +1,11 @@
 """The main function of a local drone, and its connection to the controller.
 
-    reactor ──WORK──> sockets ─> _todo ──main thread: _run──> _outcomes ──RESULTS──> reactor
+    reactor ──WORK──> socket ──> _todo ──main thread: _run──> _outcomes ──RESULTS──> reactor
                          └──> control thread: receives while the main thread is busy
 
-The main thread reads the sockets (the fast transport's, and ZeroMQ's) itself while it is idle or
-between tasks, so a short task crosses no thread. Only if one task has run for `TAKEOVER_SECONDS`
-does the control thread begin to receive. A thread that uses the sockets holds `socket_lock`.
+The main thread reads the socket itself while it is idle or between tasks, so a short task crosses
+no thread. Only if one task has run for `TAKEOVER_SECONDS` does the control thread begin to receive.
+A thread that uses the socket holds `socket_lock`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ from ...runtime.system_limits import watch
 from ...runtime.tuning import tuning
 from ...wire import addresses, placeholders
 from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
-from ...wire.fast_transport import FastTransport, fits
 from ...wire.main_names import MainSnapshot, shared_snapshots
-from ...wire.messages import HELLO, OPEN, PROTOCOL, pack_numbers  # fmt: skip
+from ...wire.message_socket import MessageSocket
+from ...wire.messages import HELLO, PROTOCOL, pack_numbers
 from ...wire.status_page import StatusPage
 from .zygote import Order, Zygote
 
 if TYPE_CHECKING:
     from ...drone.debugger import Debugger
-    from ...wire.endpoint import Dealer
 
 TAKEOVER_SECONDS = 0.005
 """Time that a task runs before the control thread begins to receive."""
@@ -54,9 +53,7 @@ HEARTBEAT_SECONDS = 0.1
 """Time between checks if the same task still runs and no message arrives."""
 
 
-def drone_main(
-    order: Order, zygote: Zygote, fast_transport: socket.socket, status_page: StatusPage
-) -> None:
+def drone_main(order: Order, zygote: Zygote, end: socket.socket, status_page: StatusPage) -> None:
     """Run a drone until it is told to stop."""
     spec, snapshot = zygote.spec, zygote.snapshot
     addresses.parent_directory, addresses.own_name = spec.directory, order.name
@@ -69,7 +66,7 @@ def drone_main(
     shared_snapshots[:] = [lambda: snapshot]
     if spec.imports_main():
         _report_start(order, snapshot, zygote.control)
-    drone = LocalDrone(order, zygote, fast_transport, status_page, snapshot)
+    drone = LocalDrone(order, zygote, end, status_page, snapshot)
     try:
         drone.serve()
     finally:
@@ -94,7 +91,7 @@ class LocalDrone(DroneExecutor):
         self,
         order: Order,
         zygote: Zygote,
-        fast_transport: socket.socket,
+        end: socket.socket,
         status_page: StatusPage,
         snapshot: MainSnapshot,
     ) -> None:
@@ -111,11 +108,9 @@ class LocalDrone(DroneExecutor):
         self._debugger_patience = spec.debugger_patience
         self._debugger_lock = threading.Lock()  # one thread at a time waits for a terminal
         self._kept_frames: dict[int, str] = {}  # addresses, by the process that keeps the frames
-        self._directory, self._identity = spec.directory, bytes.fromhex(order.identity.value)
-        self._fast_transport = parent_death.close_in_child(FastTransport(fast_transport))
-        self._bulk: Dealer | None = None
-        self._has_router = False
-        self._bulk_may_have_messages = self._waiting = self._woken = False
+        self._directory = spec.directory
+        self._socket = parent_death.close_in_child(MessageSocket(end))
+        self._waiting = self._woken = False
         self._memory_checked_at = monotonic()
         self._last_freed_end = placeholders.last_arrived_end
         # The overlapped calls that were running when ends of channels arrived.
@@ -123,17 +118,16 @@ class LocalDrone(DroneExecutor):
         self.busy = False
         """True if the main thread has a task to run, or is about to look for one."""
         self.epoll = parent_death.close_in_child(select.epoll())
-        watch(self.epoll, self._fast_transport.fileno(), select.EPOLLIN)
+        watch(self.epoll, self._socket.fileno(), select.EPOLLIN)
         self._wakeup = parent_death.close_in_child(
             parent_death.Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         )
         watch(self.epoll, self._wakeup.fd, select.EPOLLIN)
         sigterm.wake = self._wake_in_any_case
-        self._hello = pack_numbers(HELLO, (PROTOCOL, os.getpid()))
         # Before the HELLO: a drone that cannot start a thread never reports that it is up.
         self._control_thread = ControlThread(self)
         status_page.control = self._control_thread.thread.native_id or 0
-        self._send(self._hello)
+        self._send(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
 
     # -- the main thread ---------------------------------------------------------------------------
 
@@ -237,9 +231,6 @@ class LocalDrone(DroneExecutor):
             with self.socket_lock:
                 if self._may_begin() or self._drone_store.requested or self._can_end():
                     return
-                if self._bulk_may_have_messages:
-                    self.receive_all()
-                    return
                 self._pending_interrupts.clear()  # no call is between queue and start now
                 self._waiting = True
             # Checked after `_waiting` was set: see `_wake_main_thread`.
@@ -251,7 +242,7 @@ class LocalDrone(DroneExecutor):
 
     def _wait(self) -> bool:
         """Wait for an event, and meanwhile give back memory that was idle for a while. Return
-        whether a message has come by the fast transport.
+        whether a message has come.
 
         Overlapped tasks run on meanwhile, and the heartbeat shows that the drone is alive.
         """
@@ -269,42 +260,28 @@ class LocalDrone(DroneExecutor):
         for fd, _ in events or self.epoll.poll():
             if fd == self._wakeup.fd:
                 os.eventfd_read(fd)
-            elif fd == self._fast_transport.fileno():
+            elif fd == self._socket.fileno():
                 is_ready = True
         return is_ready
 
     def close(self) -> None:
-        """Run the exit handlers registered here, and deliver the messages in the socket."""
+        """Run the exit handlers registered here."""
         generation = forked.generation
         with suppress(BaseException):
             _compat.run_exit_handlers()
         forked.exit_if_forked(generation)
         fork_guard.flush_standard_streams()
         with self.socket_lock:
-            self._waiting = True  # from now on the control thread leaves the sockets alone
-            if self._bulk is not None:
-                self._bulk.close()
+            self._waiting = True  # from now on the control thread leaves the socket alone
 
     # -- either thread, holding `socket_lock` ------------------------------------------------------
 
     def receive_all(self, is_ready: bool = False) -> None:
-        """Handle all messages that have arrived. `is_ready`: one has, by the fast transport.
-
-        The fast transport comes first, and again before each bulk message: see
-        wire/fast_transport.py.
-        """
-        self._receive_fast(is_ready)
-        bulk = self._bulk
-        self._bulk_may_have_messages = False
-        while bulk is not None and (frames := bulk.receive()):
-            self._receive_fast()
-            self._handle_message(frames)
-
-    def _receive_fast(self, is_ready: bool = False) -> None:
-        while is_ready or self._fast_transport.has_input():
+        """Handle all messages that have arrived. `is_ready`: one has."""
+        while is_ready or self._socket.has_input():
             is_ready = False
             try:
-                frames = self._fast_transport.receive()
+                frames = self._socket.receive()
             except Malformed as error:
                 log_malformed(error)
                 continue
@@ -314,47 +291,9 @@ class LocalDrone(DroneExecutor):
                 os._exit(0)
             self._handle_message(frames)
 
-    def _send(self, frames: list[bytes]) -> bool:
-        """Send a message; return True if it went by the fast transport."""
-        if self._fast_transport.send(frames):
-            return True
-        # A full page keeps nothing any more, and ZeroMQ's thread may lose these results if the
-        # process dies soon; for long, if the controller has yet to bind its end.
-        while self._status_page.is_full and fits(frames):
-            if self._fast_transport.send_soon(frames):
-                return True
-            if self.open_bulk().has_router():
-                break
-        self._send_by_bulk(frames)
-        return False
-
-    def _send_by_bulk(self, frames: list[bytes]) -> None:
-        self.open_bulk().socket.send_multipart(frames)
-        # The descriptor reports new messages only, and this call may have consumed the report. So
-        # the socket must be checked before the next wait.
-        self._bulk_may_have_messages = True
-
-    def open_bulk(self) -> Dealer:
-        if self._bulk is None:
-            from ...wire.endpoint import Dealer
-
-            self._status_page.bulk = 1
-            self._fast_transport.send(pack_numbers(OPEN))  # no matter if there is no room
-            self._bulk = Dealer(self._directory, self._identity)
-            self._bulk.socket.send_multipart(self._hello)
-            self._last_bulk_send = monotonic()
-            self._bulk_may_have_messages = True
-            watch(self.epoll, self._bulk.socket.fileno(), select.EPOLLIN)
-        return self._bulk
-
-    def _is_bulk_delivered(self, sent: float) -> bool:
-        if not self._has_router:
-            self._has_router = self._bulk is not None and self._bulk.has_router()
-            self._last_bulk_send = monotonic()
-            return False  # until now, ZeroMQ had everything in this process
-        return super()._is_bulk_delivered(sent)
-
-    HANDLERS = {**DroneExecutor.HANDLERS, OPEN: lambda drone, _: drone.open_bulk()}  # noqa: RUF012
+    def _send(self, frames: list[bytes]) -> None:
+        with suppress(OSError):  # the controller has gone, and this process ends, too
+            self._socket.send_all(frames, self.beat)
 
     # -- used by the control thread ----------------------------------------------------------------
 
@@ -418,7 +357,7 @@ class ControlThread:
                     self._parked = False
                     sleep(TAKEOVER_SECONDS)
             elif current == seen:
-                # The descriptor reports new messages only; earlier ones must be looked for.
+                # Messages may have come before: those must be looked for.
                 try:
                     self._drone.beat()
                     self._drone.receive_if_free()

@@ -39,11 +39,11 @@ from ...runtime.tuning import tuning
 from ...store.shared import Shared, share
 from ...wire.addresses import channel_address, record_exit
 from ...wire.debugging import can_be_asked, frames_address
-from ...wire.fast_transport import FastTransport
 from ...wire.functions import FunctionRegistry
+from ...wire.message_socket import MessageSocket
 from ...wire.output import OutputSource
+from ...wire.private_directory import PrivateDirectory
 from ...wire.status_page import StatusPage, make_status_file, map_page
-from .bulk import BulkSocket
 from .drone import drone_main
 from .handle import LocalHandle
 from .launcher import Launcher, shared_variables
@@ -85,7 +85,7 @@ class LocalEngine(Engine):
         self._dispatcher = dispatcher
         self._config = self._dispatcher.config
         self._reactor = self._dispatcher.reactor
-        self._bulk = self._reactor.source(BulkSocket)
+        self._directory = self._reactor.source(PrivateDirectory)
         self._threads_to_share = threads_to_share()
         self.make_room(self._config.size)
         self._launchers: list[Launcher] = []  # in use, until they are reaped
@@ -104,7 +104,7 @@ class LocalEngine(Engine):
             del initargs  # a drone inherits this frame
             self._launcher = self.snapshot()
             undo.callback(self._launcher.end)
-            self._bulk.open()
+            self._directory.open()
             self._create_registry(self._launcher)
             undo.pop_all()
 
@@ -132,7 +132,7 @@ class LocalEngine(Engine):
         return share(obj, self._dispatcher.registry.snapshot, self._store)
 
     def frames_address(self, task: int) -> str | None:
-        return frames_address(self._bulk.directory, task) if self._config.post_mortem else None
+        return frames_address(self._directory.path, task) if self._config.post_mortem else None
 
     def shared_memory(self) -> tuple[int | None, int | None]:
         used = 0
@@ -203,22 +203,21 @@ class LocalEngine(Engine):
         return sum(handle.alive for handle in self._dispatcher.handles)
 
     def start(self, number: int, name: str, index: int) -> LocalHandle | None:
-        handle = LocalHandle(self._dispatcher, number, name, self._launcher, self._bulk)
+        handle = LocalHandle(self._dispatcher, number, name, self._launcher)
         ends: list[int] = []
         try:
             for stream in ("stdout", "stderr"):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer)
                 handle.add_stream(OutputSource(reader, name, stream))
-            mine, theirs = FastTransport.pair()
+            mine, theirs = MessageSocket.pair()
             ends.append(theirs.detach())
-            handle.fast_transport = parent_death.close_in_child(FastTransport(mine))
+            handle.socket = parent_death.close_in_child(MessageSocket(mine))
             ends.append(make_status_file())
             handle.status_page = StatusPage(map_page(ends[-1]))
             env = self._dispatcher.environments[index]
             env, limit = self._limited(env, self._launcher.set_by_user)
-            identity = Hidden(handle.identity.hex())
-            order = Order(handle.number, identity, name, env, self._config.cwd, limit)
+            order = Order(handle.number, name, env, self._config.cwd, limit)
             for each in handle.streams:
                 read = partial(self._dispatcher.run_guarded, self._read_stream, handle, each)
                 self._reactor.watch_output(each.fileno(), read)
@@ -300,10 +299,10 @@ class LocalEngine(Engine):
     # -- snapshots ---------------------------------------------------------------------------------
 
     def snapshot(self) -> Launcher:
-        self._bulk.check_user()
+        self._directory.check_user()
         spec = DroneSpec(
             drone_main,
-            self._bulk.directory,
+            self._directory.path,
             parent_death.new_family(),
             self._config.name,
             self._inherited_args,
@@ -363,7 +362,7 @@ class LocalEngine(Engine):
         for handle in orphaned:
             # The kernel has killed the drone, but not the programs that the drone had started.
             if handle.pid is not None:
-                address = channel_address(self._bulk.directory, handle.pid)
+                address = channel_address(self._directory.path, handle.pid)
                 record_exit(address, -signal.SIGKILL)
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(handle.pid, signal.SIGKILL)

@@ -1,18 +1,18 @@
-"""The controller's handle of a local drone: fast transport, output and status page."""
+"""The controller's handle of a local drone: socket, output and status page."""
 
 from __future__ import annotations
 
 import logging
-import os
 import select
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...errors import Malformed
 from ...memory.references import RefTable
-from ...pool.dispatcher_base import pool_error
 from ...pool.drone_handle import DroneHandle, Times
 from ...pool.handlers import handle_message, handle_unsent_results
 from ...pool.task import Task
@@ -27,11 +27,9 @@ from ...runtime.procfs import (
     threads_of,
 )
 from ...runtime.tuning import tuning
-from ...wire.fast_transport import FastTransport
-from ...wire.messages import OPEN, pack_numbers
+from ...wire.message_socket import MessageSocket
 from ...wire.output import OutputItems, OutputMerger, OutputSource
 from ...wire.status_page import NO_PAGE
-from .bulk import BulkSocket
 from .launcher import Launcher
 
 if TYPE_CHECKING:
@@ -39,9 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Messages read from ZeroMQ after a drone's death. Those behind them count as in transit.
-MAX_DRAINED_MESSAGES = 1000
-RETRY_INTERVAL_SECONDS = 0.002  # until a full fast transport is tried again
+RETRY_INTERVAL_SECONDS = 0.002  # after the kernel had no memory for a message
+MAX_PACKETS = 64  # of a message, read at one time: others wait meanwhile
+GONE_SECONDS = 1.0  # in which the end of a drone is reported whose socket is closed
 
 _STALL_REASONS = {
     "T": "the process is stopped by a signal",
@@ -55,60 +53,42 @@ _GIL_REASON = "the process holds its interpreter (the GIL) in C code"
 class LocalHandle(DroneHandle):
     dispatcher: Dispatcher
 
-    def __init__(
-        self, dispatcher: Dispatcher, number: int, name: str, launcher: Launcher, bulk: BulkSocket
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, number: int, name: str, launcher: Launcher) -> None:
         super().__init__(dispatcher, number, name)
         self.launcher = self.spawner = launcher
-        self._bulk = bulk
-        self.identity = b"\x01" + os.urandom(16)
         self.streams: list[OutputSource] = []
         self._output = select.poll()  # of the streams
         self._merge = OutputMerger()
-        self.fast_transport: FastTransport | None = None
-        self.bulk_open = False
-        self._bulk_waiting: list[list[bytes]] = []
-        self._open_requested = False
+        self.socket: MessageSocket | None = None
         self.ref_table = RefTable(launcher.arena, number, self._schedule_release_report)
 
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
-        """Send by the fast transport if that overtakes no message sent by ZeroMQ; see
-        wire/fast_transport.py.
-        """
-        if (
-            not self.bulk_unanswered
-            and not self._bulk_waiting
-            and self.fast_transport is not None
-            and self.fast_transport.send(frames)
-        ):
+        self._send(lambda socket: socket.send(frames))
+
+    def _send_rest(self) -> None:
+        self._send(MessageSocket.send_rest)
+
+    def _send(self, send: Callable[[MessageSocket], bool]) -> None:
+        """Send, and go on when there is room for what is not sent yet."""
+        socket = self.socket
+        if socket is None:
             return
-        for task in tasks:
-            if task.sending is not None:
-                task.sending.by_bulk = True
-        self.bulk_unanswered += len(tasks)
-        if self.bulk_open:
-            self._bulk.send(self.identity, frames)
-        else:
-            self._bulk_waiting.append(frames)
-            self._request_open()
-
-    def _request_open(self) -> None:
-        """Ask the drone to open ZeroMQ, because messages wait for that."""
-        if self._bulk_waiting and not self._open_requested and self.fast_transport is not None:
-            self._bind_bulk()
-            self._open_requested = self.fast_transport.send(pack_numbers(OPEN))
-            # If full, the drone is busy, and reads the fast transport later.
-            if not self._open_requested:
-                self.dispatcher.call_later(RETRY_INTERVAL_SECONDS, self._request_open)
-
-    def _bind_bulk(self) -> None:
         try:
-            self._bulk.bind()
-        except Exception as error:  # of the system, or ZeroMQ's own: the directory may be gone
-            broken = pool_error("messages need ZeroMQ", error)
-            self.dispatcher.post(self.dispatcher.break_pool, broken)
+            if send(socket):
+                return
+        except OSError as error:
+            self._end_if_left(f"its socket cannot be written to: {error}")
+            return
+        if socket.lacks_memory:  # the descriptor tells of room
+            self.dispatcher.call_later(RETRY_INTERVAL_SECONDS, self._send_rest)
+        else:
+            self.dispatcher.reactor.wait_for_room(socket.fileno(), self._send_rest)
+
+    def _end_if_left(self, reason: str) -> None:
+        """Kill the drone, to which no message comes any more, unless its zygote reports its end."""
+        self.dispatcher.call_later(GONE_SECONDS, self.kill, reason)
 
     def _kill(self) -> None:
         self.launcher.kill(self.number)
@@ -195,49 +175,29 @@ class LocalHandle(DroneHandle):
 
     def open(self) -> None:
         """Receive from now on."""
-        assert self.fast_transport is not None
-        self._bulk.receivers[self.identity] = self._receive_bulk
-        self.dispatcher.reactor.watch(self.fast_transport.fileno(), self.receive)
+        assert self.socket is not None
+        receive = partial(self.receive, MAX_PACKETS)
+        self.dispatcher.reactor.watch(self.socket.fileno(), receive)
 
-    def receive(self) -> bool:
-        """Handle one message of the fast transport, whose descriptor will report the next. Return
-        False if there is none.
+    def receive(self, most: int = sys.maxsize) -> bool:
+        """Handle one message, or the parts of it that have come, in at most so many packets. The
+        descriptor will report the next. Return False if there is none.
         """
-        if self.fast_transport is None:
+        socket = self.socket
+        if socket is None:
             return False
         try:
-            frames = self.fast_transport.receive()
+            frames = socket.receive(most)
             if frames is None:
                 return False
-            # The other end is closed; the zygote will report how the drone ended.
             if not frames:
-                self.dispatcher.reactor.unwatch(self.fast_transport.fileno())
+                self.dispatcher.reactor.unwatch(socket.fileno())
+                self._end_if_left("its socket was closed")
                 return False
             handle_message(self.dispatcher, self, frames)
         except Exception as error:
             self._on_error(error)
-        # The drone sets this before its OPEN. If the socket had no room for an OPEN, it has other
-        # packets, well-formed or not, that are read after that.
-        if not self.bulk_open and self.status_page.bulk:
-            self._bind_bulk()
-        return True
-
-    def _receive_bulk(self, frames: list[bytes]) -> None:
-        """Handle a message of the bulk transport, after those that were sent before it.
-
-        The first is the HELLO of the drone's DEALER. Only now does the ROUTER have a route to the
-        drone, for the messages that wait.
-        """
-        if not self.bulk_open:
-            self.bulk_open = True
-            for each in self._bulk_waiting:
-                self._bulk.send(self.identity, each)
-            self._bulk_waiting.clear()
-        self.catch_up()
-        try:
-            handle_message(self.dispatcher, self, frames)
-        except Exception as error:
-            self._on_error(error)
+        return not socket.holds_message() or self.receive()
 
     def _on_error(self, error: Exception) -> None:
         if isinstance(error, Malformed):
@@ -254,21 +214,19 @@ class LocalHandle(DroneHandle):
         self.launcher.arena.warn(MemoryError(f"drone {self.name} found no room for a result"))
 
     def collect_last_results(self) -> None:
-        self.catch_up()  # messages that had already reached this process count
-        self._bulk.receive(MAX_DRAINED_MESSAGES)
+        self.catch_up()
         handle_unsent_results(self.dispatcher, self, self.status_page.kept())
 
     def close(self) -> None:
         reactor = self.dispatcher.reactor
-        self._bulk.receivers.pop(self.identity, None)
-        ends: list[OutputSource | FastTransport] = [*self.streams]
-        if self.fast_transport is not None:
-            ends.append(self.fast_transport)
+        ends: list[OutputSource | MessageSocket] = [*self.streams]
+        if self.socket is not None:
+            ends.append(self.socket)
         for end in ends:
             with suppress(ValueError, OSError):
                 reactor.unwatch(end.fileno())
             parent_death.close(end)
         self.streams.clear()
-        self.fast_transport = None
+        self.socket = None
         self.status_page = NO_PAGE
         self.ref_table.close()

@@ -74,22 +74,19 @@ class Order(NamedTuple):
     """An order to the zygote to start one drone."""
 
     number: int  # of the drone in its pool, and of the drone's region in the arena
-    # Hex. A process that knows the identity can send to the reactor, so it is in no file and on no
-    # command line.
-    identity: Hidden[str]
     name: str
     env: Hidden[dict[str, str]]
     cwd: str | None
     limit: ThreadLimit = NO_LIMIT  # of its native libraries
 
     def pack(self) -> bytes:
-        number, identity, name, env, cwd, limit = self
-        return json.dumps({"start": (number, identity.value, name, env.value, cwd, limit)}).encode()
+        number, name, env, cwd, limit = self
+        return json.dumps({"start": (number, name, env.value, cwd, limit)}).encode()
 
     @classmethod
     def unpack(cls, message: dict[str, Any]) -> Order:
-        number, identity, name, env, cwd, limit = message["start"]
-        return cls(number, Hidden(identity), name, Hidden(env), cwd, ThreadLimit(*limit))
+        number, name, env, cwd, limit = message["start"]
+        return cls(number, name, Hidden(env), cwd, ThreadLimit(*limit))
 
 
 Variables = Hidden[dict[str, str]]
@@ -100,7 +97,7 @@ class DroneSpec(NamedTuple):
     """The start parameters that all drones of one zygote share."""
 
     drone_main: Callable[[Order, Zygote, socket.socket, StatusPage], None]
-    directory: str  # the owner's private directory, with its socket
+    directory: str  # the owner's private directory, with its sockets
     family: str  # see runtime/parent_death.py
     pool: str  # its name, or a single drone's
     # Objects that a process can get only at its start; see drone/child.py. Pickled for a bare
@@ -302,7 +299,7 @@ class Zygote:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sigterm.install()
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            stdout, stderr, fast_transport, status_file = stream_fds
+            stdout, stderr, messages, status_file = stream_fds
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             status_page = StatusPage(map_page(status_file))
@@ -321,8 +318,8 @@ class Zygote:
             if self._collector_enabled:
                 gc.enable()
             self.arena.adopt()
-            fast_socket = socket.socket(fileno=fast_transport)
-            self.spec.drone_main(order, self, fast_socket, status_page)
+            end = socket.socket(fileno=messages)
+            self.spec.drone_main(order, self, end, status_page)
             status = 0
         except BaseException:
             os.write(2, traceback.format_exc().encode())

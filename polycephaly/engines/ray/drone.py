@@ -226,9 +226,8 @@ class RayDrone(DroneExecutor):
         """
         self._send(pack_numbers(RETURNED, unknown))
 
-    def _send(self, frames: list[bytes]) -> bool:
+    def _send(self, frames: list[bytes]) -> None:
         self._outbox.append(frames)
-        return True
 
     def _make_report(self, entries: int, all_output: bool = False) -> ReportWithBuffers:
         """Make a report, with or before which `entries` of the exit record have gone.

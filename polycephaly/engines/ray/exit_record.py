@@ -76,7 +76,7 @@ class ExitRecord(StatusPage):
         """Note that the result of the task begun last will be sent and is not in the page."""
         self.answered = self.started
 
-    def mark_all_answered(self, number: int, delivered: bool) -> None:
+    def mark_all_answered(self, number: int) -> None:
         """Do nothing: results are kept until they are acknowledged."""
 
     def count_entries(self) -> int:

@@ -1,0 +1,238 @@
+"""Messages between controller and drone, in both directions, over a Unix socket pair.
+
+    whole   <bytes of the head, 1 or 2>   one or two frames that fit in a packet
+    begin   <8, BEGIN> bytes in all       a longer message: its frames come in pieces
+    more    <bytes, MORE> piece
+
+All that one end sends arrives at the other in that order, or, after the end of its process, up to
+where it came. What was cut off there is no message.
+
+The controller never blocks: `send` keeps what the socket does not take, and `send_rest` goes on
+when there is room. A drone waits for room, with `send_all`.
+
+See docs/decisions/0002-one-socket-pair.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from struct import Struct
+
+from ..errors import Malformed
+
+# Of a packet's frames; the kernel's default buffer holds four such packets.
+MAX_PACKET_BYTES = 48 * 1024
+ROOM_CHECK_SECONDS = 0.1  # between two looks for room, of a drone that shows that it is alive
+_HEADER = Struct("<IB")  # bytes of the head, of the total or of the piece; kind
+_TOTAL = Struct("<Q")
+_COUNT = Struct("<I")
+_BEGIN, _MORE = 3, 4  # kinds; 1 and 2 are whole messages of so many frames
+# The kernel has no memory for a packet, whatever the descriptor tells.
+_NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+
+
+class MessageSocket:
+    """One end of the pair. One thread at a time sends, and one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self.fileno = end.fileno
+        self._input = select.poll()
+        self._input.register(end, select.POLLIN)
+        self._unsent: deque[bytes] = deque()  # packets
+        self.lacks_memory = False  # the kernel does, for the first of `_unsent`
+        self._begun: bytearray | None = None  # a message of which not all pieces have come
+        self._total = 0
+        self._held: list[bytes] | None = None  # came in the middle of that one
+
+    @staticmethod
+    def pair() -> tuple[socket.socket, socket.socket]:
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send a message, behind those that are not sent yet. Return False if not all of it was:
+        call `send_rest` when there is room. Raises `OSError` if the other end is gone.
+        """
+        if fits(frames) and not self._unsent:
+            packet = b"".join((_HEADER.pack(len(frames[0]), len(frames)), *frames))
+            if self._send_packet(packet):
+                return True
+            self._unsent.append(packet)
+            return False
+        self._unsent.extend(_packets(frames))
+        return self.send_rest()
+
+    def send_rest(self) -> bool:
+        """Send what is not sent yet, as far as there is room. Return whether that was all. Raises
+        `OSError` if the other end is gone.
+        """
+        unsent = self._unsent
+        while unsent:
+            if not self._send_packet(unsent[0]):
+                return False
+            unsent.popleft()
+        return True
+
+    def send_all(self, frames: Sequence[bytes], while_waiting: Callable[[], object]) -> None:
+        """Send a message, and wait for room meanwhile: `while_waiting` is called now and then.
+        Raises `OSError` if the other end is gone.
+        """
+        if self.send(frames):
+            return
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        while not self.send_rest():
+            # Without memory there may be room, and no wait.
+            events = [] if self.lacks_memory else room.poll(ROOM_CHECK_SECONDS * 1000)
+            if not events:
+                while_waiting()
+
+    def _send_packet(self, packet: bytes) -> bool:
+        try:
+            sent = self._socket.send(packet)
+        except BlockingIOError:
+            self.lacks_memory = False
+            return False
+        except OSError as error:
+            if error.errno not in _NO_MEMORY:
+                self._unsent.clear()
+                raise
+            self.lacks_memory = True
+            return False
+        self.lacks_memory = sent != len(packet)  # a packet is sent as a whole, or not at all
+        return not self.lacks_memory
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def has_input(self) -> bool:
+        """Return whether `receive` has something to do, for a message or the end. A `receive` that
+        has nothing takes five times as long, because the socket raises an error.
+        """
+        return self.holds_message() or bool(self._input.poll(0))
+
+    def holds_message(self) -> bool:
+        """Return whether a message is here, of which the descriptor tells nothing."""
+        return self._held is not None
+
+    def receive(self, most: int = sys.maxsize) -> list[bytes] | None:
+        """Return the frames of the next message, for which at most so many packets are read.
+
+        Returns None if no message is there, or not all of it, and an empty list if the other end is
+        closed. Raises `Malformed` if a packet is not valid there.
+        """
+        held, self._held = self._held, None
+        if held is not None:
+            return held
+        for _ in range(most):
+            try:
+                packet = self._socket.recv(MAX_PACKET_BYTES + _HEADER.size)
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                # Linux tells once that the other end was closed with messages unread. The messages
+                # that it had sent come next.
+                continue
+            except OSError as error:
+                if error.errno in _NO_MEMORY:
+                    return None
+                return []
+            if not packet:
+                if self._is_open():
+                    raise Malformed("an empty packet")
+                return []
+            frames = self._take(packet)
+            if frames is not None:
+                return frames
+        return None
+
+    def _take(self, packet: bytes) -> list[bytes] | None:
+        """Return the frames of the message that is complete with `packet`, if one is."""
+        if len(packet) < _HEADER.size:
+            raise Malformed(f"a packet of {len(packet)} bytes")
+        size, kind = _HEADER.unpack_from(packet)
+        body = _HEADER.size + size
+        if body > len(packet) or not 1 <= kind <= _MORE or (kind != 2 and body < len(packet)):
+            raise Malformed(
+                f"a packet of {len(packet)} bytes whose header announces kind {kind} and {size} "
+                "bytes"
+            )
+        head = packet[_HEADER.size : body]
+        if kind <= 2:
+            frames = [head] if kind == 1 else [head, packet[body:]]
+            if self._begun is None:
+                return frames
+            self._begun, self._held = None, frames
+            raise Malformed("a message in the middle of another, of which pieces are missing")
+        if kind == _BEGIN:
+            was_begun, self._begun = self._begun is not None, None
+            if size != _TOTAL.size:
+                raise Malformed(f"{size} bytes in place of the length of a message")
+            self._begun, self._total = bytearray(), _TOTAL.unpack(head)[0]
+            if was_begun:
+                raise Malformed("a message begins in the middle of another")
+            return None
+        if self._begun is None:
+            raise Malformed("a piece of no message")
+        self._begun += head
+        if len(self._begun) < self._total:
+            return None
+        whole, self._begun = bytes(self._begun), None
+        return _frames(whole, self._total)
+
+    def _is_open(self) -> bool:
+        """Return whether the other end is still open.
+
+        Needed because an empty packet looks like the end of the stream.
+        """
+        poller = select.poll()
+        poller.register(self._socket, select.POLLRDHUP)
+        return not poller.poll(0)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.close()
+
+
+def fits(frames: Sequence[bytes]) -> bool:
+    """Return whether the message goes in one packet."""
+    return len(frames) <= 2 and sum(map(len, frames)) <= MAX_PACKET_BYTES
+
+
+def _packets(frames: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield the packets of a message."""
+    if fits(frames):
+        yield b"".join((_HEADER.pack(len(frames[0]), len(frames)), *frames))
+        return
+    sizes = [_COUNT.pack(len(frames)), *(_TOTAL.pack(len(each)) for each in frames)]
+    whole = memoryview(b"".join([*sizes, *frames]))
+    yield _HEADER.pack(_TOTAL.size, _BEGIN) + _TOTAL.pack(len(whole))
+    for start in range(0, len(whole), MAX_PACKET_BYTES):
+        piece = whole[start : start + MAX_PACKET_BYTES]
+        yield b"".join((_HEADER.pack(len(piece), _MORE), piece))
+
+
+def _frames(whole: bytes, total: int) -> list[bytes]:
+    """Return the frames of a message that came in pieces."""
+    if len(whole) != total or total < _COUNT.size:
+        raise Malformed(f"a message of {len(whole)} bytes that should have {total}")
+    [count] = _COUNT.unpack_from(whole)
+    at = _COUNT.size + count * _TOTAL.size
+    if at > total:
+        raise Malformed(f"a message of {total} bytes that announces {count} frames")
+    sizes = [size for (size,) in _TOTAL.iter_unpack(whole[_COUNT.size : at])]
+    if not sizes or sum(sizes) != total - at:
+        raise Malformed(f"a message of {total} bytes whose frames have {sum(sizes)}")
+    frames = []
+    for size in sizes:
+        frames.append(whole[at : at + size])
+        at += size
+    return frames
