@@ -233,7 +233,7 @@ class FakeHandle(DroneHandle):
         else:
             self.sent_to_it.append((message_type(frames), unpack_numbers(frames)))
 
-    def catch_up(self):
+    def receive_all(self):
         self.looks.append(self.dispatcher.reactor.passed)
         while self.unread:
             handle_message(self.dispatcher, self, self.unread.popleft())
@@ -279,7 +279,7 @@ class FakeHandle(DroneHandle):
         return []
 
     def collect_last_results(self):
-        self.catch_up()
+        self.receive_all()
 
     def close(self):
         pass

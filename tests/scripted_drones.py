@@ -155,7 +155,7 @@ class ScriptedDrone(FakeHandle):
     def _kill(self):
         self.doomed = True
 
-    def catch_up(self):
+    def receive_all(self):
         while self.unread:
             self.world.receive(self)
 
@@ -166,7 +166,7 @@ class ScriptedDrone(FakeHandle):
         return self.sent
 
     def collect_last_results(self):
-        self.catch_up()
+        self.receive_all()
         if self.kept:
             handle_unsent_results(self.dispatcher, self, b"".join(self.kept))
 

@@ -1,5 +1,4 @@
-"""Nonsense from every side: nothing breaks or hangs, a stranger gets nothing unpickled. The short
-form of fuzz.py."""
+"""Nonsense from every side: nothing breaks or hangs. The short form of fuzz.py."""
 
 import contextlib
 import math

@@ -87,7 +87,7 @@ def test_errors_time_limits_and_deaths_are_failures_and_cancelled_tasks_are_not(
     def fail(number):
         outcome = pack_outcome(number, ERROR, reactor.now, reactor.now, b"no pickle", b"")
         drone.unread.append(pack_outcomes([outcome]))
-        drone.catch_up()
+        drone.receive_all()
         reactor.turn()
 
     fail(give(dispatcher, task).number)

@@ -1,5 +1,4 @@
-"""The wire: what is well formed survives the way, what is not is dropped; a stranger gets nothing
-run."""
+"""The wire: what is well formed survives the way, what is not is dropped."""
 
 import contextlib
 import errno

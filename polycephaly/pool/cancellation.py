@@ -72,7 +72,7 @@ class Cancellation:
         handle.timer, handle.timer_at = None, inf
         now = self._dispatcher.reactor.timers.now()
         if any(deadline <= now for deadline, _ in handle.deadlines.values()):
-            handle.catch_up()
+            handle.receive_all()
         for number, (deadline, request) in list(handle.deadlines.items()):
             task = handle.in_flight.get(number)
             if task is None or task.promise.done():
@@ -114,7 +114,7 @@ class Cancellation:
         self._dispatcher.call_later(seconds, self._kill_if_running, handle, number, steps_left - 1)
 
     def _kill_if_running(self, handle: DroneHandle, number: int, steps_left: int) -> None:
-        handle.catch_up()
+        handle.receive_all()
         if number not in handle.in_flight or not handle.alive:
             return
         if steps_left > 0:

@@ -122,7 +122,7 @@ class DroneHandle(DroneRecord):
         """Return whether the drone can receive messages."""
         return self.alive
 
-    def catch_up(self) -> None:
+    def receive_all(self) -> None:
         """Handle the messages that have arrived in this process but were not read yet. Called while
         holding the reactor's lock.
         """

@@ -203,7 +203,7 @@ class HealthMonitor:
                 self._mark_responsive(handle)
                 log.info("drone %s (pid %s) responds again", handle.name, handle.pid)
             return
-        handle.catch_up()  # a busy process may not have read yet what an idle drone has sent
+        handle.receive_all()  # a busy process may not have read yet what an idle drone has sent
         if not _should_be_active(handle):
             return
         if handle.unresponsive is None:

@@ -292,8 +292,10 @@ class LocalDrone(DroneExecutor):
             self._handle_message(frames)
 
     def _send(self, frames: list[bytes]) -> None:
-        with suppress(OSError):  # the controller has gone, and this process ends, too
+        try:
             self._socket.send_all(frames, self.beat)
+        except OSError:  # the controller has gone, or would wait for this message for ever
+            os._exit(1)
 
     # -- used by the control thread ----------------------------------------------------------------
 

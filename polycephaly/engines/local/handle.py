@@ -206,7 +206,7 @@ class LocalHandle(DroneHandle):
         else:
             self.dispatcher.fail(error)
 
-    def catch_up(self) -> None:
+    def receive_all(self) -> None:
         while self.receive():
             pass
 
@@ -214,7 +214,7 @@ class LocalHandle(DroneHandle):
         self.launcher.arena.warn(MemoryError(f"drone {self.name} found no room for a result"))
 
     def collect_last_results(self) -> None:
-        self.catch_up()
+        self.receive_all()
         handle_unsent_results(self.dispatcher, self, self.status_page.kept())
 
     def close(self) -> None:

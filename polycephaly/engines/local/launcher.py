@@ -240,7 +240,7 @@ class Launcher:
         return self._control.fileno()
 
     def start(self, order: Order, ends: list[int]) -> None:
-        """Order a drone, with its `ends` of stdout, stderr, fast transport and status page.
+        """Order a drone, with its `ends` of stdout, stderr, socket pair and status page.
 
         Raises `OSError` if the zygote is gone, and `ValueError` if the order is too large.
         """
@@ -265,6 +265,10 @@ class Launcher:
             # continue it, because the caller holds the reactor's lock.
             self.signal_zygote(signal.SIGCONT)
             self._control.sendmsg([message], rights)
+        except (BrokenPipeError, ConnectionResetError):
+            # It has ended, or no order reaches it any more: then its end is reported, too.
+            self.signal_zygote(signal.SIGKILL)
+            raise
 
     def signal_zygote(self, number: int) -> None:
         """Send a signal to the zygote. After SIGKILL, the kernel ends its drones."""

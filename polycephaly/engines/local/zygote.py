@@ -53,7 +53,7 @@ from .start_stack import ASK_FOR_STACK
 if TYPE_CHECKING:
     from .main_maker import MainMaker
 
-# To wait for the owner's end after its end of the parent-death pipe has closed.
+# To wait for the owner's end after its end of the parent-death pipe has closed, or seems to have.
 OWNER_END_TIMEOUT_SECONDS = 2.0
 SWEEP_INTERVAL_SECONDS = 0.02  # between searches for orphans
 SWEEP_DURATION_SECONDS = 0.5  # of these searches after a drone's death
@@ -190,6 +190,7 @@ class Zygote:
         self._owner_pidfd = parent_death.open_pidfd(self._owner)
         self._owner_gone = os.getppid() != self._owner
         self._said_goodbye = False
+        self._unheard_since: float | None = None  # no report reaches the owner since then
         self._sweep_until = 0.0
         self._reports: deque[bytes] = deque()
         # The collector would write to, and so copy, each page that the drones share, and run
@@ -210,7 +211,12 @@ class Zygote:
             if sweeping:
                 self._kill_orphans()
             poll.modify(self.control, select.POLLIN | (select.POLLOUT if self._reports else 0))
-            for fd, events in poll.poll(SWEEP_INTERVAL_SECONDS * 1000 if sweeping else None):
+            patience = SWEEP_INTERVAL_SECONDS if sweeping else None
+            if self._unheard_since is not None:
+                patience = OWNER_END_TIMEOUT_SECONDS
+                if monotonic() - self._unheard_since > OWNER_END_TIMEOUT_SECONDS:
+                    return  # it lives, and is told by this end that its drones are lost
+            for fd, events in poll.poll(None if patience is None else patience * 1000):
                 if fd == self.control.fileno():
                     if events & select.POLLOUT:
                         self._send_reports()
@@ -383,7 +389,7 @@ class Zygote:
                     if spared and spared >= parent_death.children():
                         break
                     time.sleep(SWEEP_INTERVAL_SECONDS)
-        if not self._said_goodbye:
+        if self._owner_gone and not self._said_goodbye:
             # The owner may still make files: the kernel closes the descriptors of an ending process
             # first, so the end of the parent-death pipe is not yet the end of the owner.
             if self._owner_pidfd is not None:
@@ -407,6 +413,9 @@ class Zygote:
         except BlockingIOError:
             pass
         except (BrokenPipeError, ConnectionResetError):
-            self._reports.clear()  # the owner is gone: `serve` learns that from the death pipe
+            # The owner is gone, which `serve` learns from the death pipe, or else the system has
+            # refused this for another reason.
+            self._reports.clear()
+            self._unheard_since = self._unheard_since or monotonic()
         except OSError:  # the kernel has no memory for it now: `serve` tries again, at once
             time.sleep(RETRY_SECONDS)
