@@ -406,7 +406,7 @@ def well_formed(frames: Sequence[bytes]) -> bytes:
 
 
 def packet(frames: Sequence[bytes], dice: random.Random) -> bytes:
-    """Packets through a fast transport, well formed or not."""
+    """Packets through a socket pair, well formed or not."""
     whole = well_formed(frames)
     if dice.random() < 0.2:
         (whole,) = mutated([whole], dice)[:1]
@@ -885,7 +885,7 @@ class Noise:
         self._messages = 0
         self._kept_back: Sequence[bytes] | None = None
 
-    def __call__(self, frames: Sequence[bytes]) -> bool:
+    def __call__(self, frames: Sequence[bytes], most: int = sys.maxsize) -> bool:
         self._messages += 1
         if self._messages % 3:
             went = self._send(frames)

@@ -477,7 +477,7 @@ def test_a_drone_that_does_not_read_for_a_while_gets_all_when_it_does():
         os.kill(drone.pid, signal.SIGSTOP)
         sizes = [random.randrange(70_000) for _ in range(500)]
         promises = [drone.promise(length_of, b"x" * size) for size in sizes]
-        time.sleep(0.2)  # it is sent as much as its fast transport takes, and more
+        time.sleep(0.2)  # it is sent as much as its socket takes, and more
         os.kill(drone.pid, signal.SIGCONT)
         assert [p.result(SOON) for p in promises] == sizes
 

@@ -27,6 +27,7 @@ from faults import (
 )  # fmt: skip
 from scripts import run_script
 
+from polycephaly.runtime.tuning import tuning
 from polycephaly.wire import messages
 
 pytestmark = on_each_engine
@@ -388,6 +389,22 @@ def test_calls_whose_message_a_drone_has_no_memory_to_unpack_run_in_another():
         calls = [pool.promise(pow, i, 2) for i in range(200)]
         assert [call.result(60) for call in calls] == [i**2 for i in range(200)]
         assert pool.doit(os.getpid) != pid
+
+
+@local_only
+def test_a_call_that_closes_its_drones_socket_is_lost_and_no_other(monkeypatch):
+    monkeypatch.setattr(tuning, "batch_seconds", 60.0)  # so that they go together
+
+    def number(i):
+        if i == 5:
+            os.closerange(3, 4096)
+        return i
+
+    with poly.Pool(1, output="discard") as pool:
+        list(pool.map(number, [0] * 1000))  # known as short
+        calls = [pool.promise(number, i) for i in range(8)]
+        assert isinstance(calls.pop(5).exception(60), poly.DroneDied)
+        assert [each.result(60) for each in calls] == [0, 1, 2, 3, 4, 6, 7]
 
 
 @local_only

@@ -50,7 +50,7 @@ def noted_text(path, i):
 
 def fail(path, i):
     append(path, str(i))
-    raise ValueError(i, "more than goes by a fast transport" * 50_000)
+    raise ValueError(i, "more than goes in a packet" * 50_000)
 
 
 def of_all_kinds(pool, path):

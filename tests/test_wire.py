@@ -210,6 +210,19 @@ def test_messages_come_whole_however_reads_and_writes_alternate(data):
         assert found == messages
 
 
+def test_a_socket_with_a_small_buffer_takes_smaller_pieces():
+    ends = MessageSocket.pair()
+    for each in ends:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    one, other = map(MessageSocket, ends)
+    with contextlib.closing(one), contextlib.closing(other):
+        found, is_sent = [], one.send([b"W", bytes(100_000)])
+        while not is_sent:
+            found += received(other)
+            is_sent = one.send_rest(2)
+        assert found + received(other) == [[b"W", bytes(100_000)]]
+
+
 def test_a_message_waits_for_room_and_no_later_one_overtakes_it():
     with socket_pair() as (one, other):
         sent = fill(one)

@@ -166,8 +166,8 @@ class ResultBuffer:
     ) -> bool:
         """Add an outcome; return True if it outlives this drone from now on.
 
-        Otherwise it must be sent at once: the status page is full, or has no
-        place for the payload beside the entry or for new handles of kept values.
+        Otherwise it must be sent at once: the status page is full, or has no place for the payload
+        beside the entry or for new handles of kept values.
         """
         new_handles = self.kept_value_entries(number)
         self._entries += [(entry, []) for entry in new_handles]

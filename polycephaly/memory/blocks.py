@@ -37,7 +37,7 @@ Buffer = bytes | bytearray | memoryview
 
 ALIGNMENT_BYTES = 64
 MIN_SHARED_PICKLE_BYTES = 32 * 1024
-"""Minimum size in bytes of a pickle in shared memory; smaller ones fit into the fast transport."""
+"""Minimum size in bytes of a pickle in shared memory; smaller ones fit into a packet."""
 MIN_MAPPED_BYTES = 1 << 20
 """Minimum size in bytes of a reused block that its writer maps; below, `write` is as fast."""
 COPY_CHUNK_BYTES = 4 << 20

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # Seconds that a task counts at least, so that the number of short tasks in flight has a bound.
 MIN_TASK_SECONDS = 2e-6
-# A batch of this size is full, so that the fast transport can carry it.
+# A batch of this size is full, so that it mostly goes in one packet.
 MAX_BATCH_BYTES = 32 * 1024
 _MAX_BATCH_TASKS = 2048
 _number = attrgetter("number")

@@ -151,7 +151,7 @@ class DroneHandle(DroneRecord):
         return self.status_page.started
 
     def last_answered(self) -> int:
-        """Return the number of the last task whose answer was sent and may still arrive, or 0."""
+        """Return the number of the last task whose answer was sent, as far as known, or 0."""
         return self.status_page.answered
 
     def beat(self) -> object:

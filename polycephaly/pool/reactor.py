@@ -1,9 +1,8 @@
 """The event loop of a controller process, in a thread of its own.
 
-    callers ──append──> its inbox ───────┐           ┌──WORK──> fast transport, or ROUTER ──> drones
+    callers ──append──> its inbox ───────┐           ┌──WORK──> socket pairs ──> drones
     callers ──post────> inbox ───────────┤──lock─────┤
-    drones ──RESULTS──> fast transports ─┤           └──> deliveries ── after release ──> promises
-                        ROUTER ──────────┤
+    drones ──RESULTS──> socket pairs ────┤           └──> deliveries ── after release ──> promises
     zygotes ──> parent-death pipes ──────┤
     drones' output ────> pipes ──────────┘
 

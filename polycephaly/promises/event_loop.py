@@ -395,7 +395,7 @@ class EventLoop:
     def _sleep(self) -> list[tuple[int, int]]:
         """Wait for something to do, if there is nothing, and return the events of descriptors."""
         self._gate.is_waited_for = bool(self._deliveries) or self._is_output_paused
-        # Descriptors are polled in any case: a drone that sends by bulk without end must not starve
+        # Descriptors are polled in any case: a source that sends without end must not starve
         # them.
         seconds = self._seconds_to_wait() if self._asleep else 0.0
         self._wake_waiters()

@@ -30,7 +30,7 @@ MAX_LIVES_LOGGED = 256
 MIN_EVENT_SECONDS = 50e-6
 MAX_NOTE_CHARACTERS = 40
 MAX_EVENTS_SENT = 750
-"""Events that are sent at once: with these, a message mostly fits the fast transport."""
+"""Events that are sent at once: with these, a message mostly fits in a packet."""
 
 
 class EventLog:

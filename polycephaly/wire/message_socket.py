@@ -8,7 +8,8 @@ All that one end sends arrives at the other in that order, or, after the end of 
 where it came. What was cut off there is no message.
 
 The controller never blocks: `send` keeps what the socket does not take, and `send_rest` goes on
-when there is room. A drone waits for room, with `send_all`.
+when there is room. A drone waits for room, with `send_all`. An error of `send` that is no lack of
+room or memory is final: what was not sent never is.
 
 See docs/decisions/0002-one-socket-pair.md.
 """
@@ -23,16 +24,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
+from time import sleep
 
 from ..errors import Malformed
 
-# Of a packet's frames; the kernel's default buffer holds four such packets.
-MAX_PACKET_BYTES = 48 * 1024
+MAX_PACKET_BYTES = 48 * 1024  # of a packet's frames; fewer where the socket's buffer is small
+BUFFER_BYTES = 1 << 20  # that are asked for; the system's limit may be less (`net.core.wmem_max`)
+MEMORY_RETRY_SECONDS = 0.002  # after the kernel had no memory for a packet
 ROOM_CHECK_SECONDS = 0.1  # between two looks for room, of a drone that shows that it is alive
 _HEADER = Struct("<IB")  # bytes of the head, of the total or of the piece; kind
 _TOTAL = Struct("<Q")
 _COUNT = Struct("<I")
 _BEGIN, _MORE = 3, 4  # kinds; 1 and 2 are whole messages of so many frames
+_BUFFER = socket.SOL_SOCKET, socket.SO_SNDBUF
 # The kernel has no memory for a packet, whatever the descriptor tells.
 _NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
 
@@ -46,7 +50,9 @@ class MessageSocket:
         self.fileno = end.fileno
         self._input = select.poll()
         self._input.register(end, select.POLLIN)
-        self._unsent: deque[bytes] = deque()  # packets
+        self._max_bytes = min(MAX_PACKET_BYTES, end.getsockopt(*_BUFFER) // 2)
+        self._packet: bytes | None = None  # the next one, if it could not be sent at once
+        self._unsent: deque[Iterator[bytes]] = deque()  # the packets behind it
         self.lacks_memory = False  # the kernel does, for the first of `_unsent`
         self._begun: bytearray | None = None  # a message of which not all pieces have come
         self._total = 0
@@ -54,46 +60,65 @@ class MessageSocket:
 
     @staticmethod
     def pair() -> tuple[socket.socket, socket.socket]:
-        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for each in ends:
+            each.setsockopt(*_BUFFER, BUFFER_BYTES)
+        return ends
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def send(self, frames: Sequence[bytes]) -> bool:
-        """Send a message, behind those that are not sent yet. Return False if not all of it was:
-        call `send_rest` when there is room. Raises `OSError` if the other end is gone.
+    def send(self, frames: Sequence[bytes], most: int = sys.maxsize) -> bool:
+        """Send a message, behind those that are not sent yet, in at most so many packets. Return
+        False if not all of it was: call `send_rest` when there is room. Raises `OSError`, after
+        which the end is of no use.
         """
-        if fits(frames) and not self._unsent:
-            packet = b"".join((_HEADER.pack(len(frames[0]), len(frames)), *frames))
+        if self._packet is None and not self._unsent and self._fits(frames):
+            packet = _whole(frames)
             if self._send_packet(packet):
                 return True
-            self._unsent.append(packet)
+            self._packet = packet
             return False
-        self._unsent.extend(_packets(frames))
-        return self.send_rest()
+        packets = iter([_whole(frames)]) if self._fits(frames) else _pieces(frames, self._max_bytes)
+        self._unsent.append(packets)
+        return self.send_rest(most)
 
-    def send_rest(self) -> bool:
-        """Send what is not sent yet, as far as there is room. Return whether that was all. Raises
-        `OSError` if the other end is gone.
+    def send_rest(self, most: int = sys.maxsize) -> bool:
+        """Send what is not sent yet, as far as there is room, in at most so many packets. Return
+        whether that was all. Raises `OSError` as `send`.
         """
-        unsent = self._unsent
-        while unsent:
-            if not self._send_packet(unsent[0]):
+        for _ in range(most):
+            if self._packet is None:
+                self._packet = self._next_packet()
+                if self._packet is None:
+                    return True
+            if not self._send_packet(self._packet):
                 return False
-            unsent.popleft()
-        return True
+            self._packet = None
+        return False
+
+    def _next_packet(self) -> bytes | None:
+        while self._unsent:
+            packet = next(self._unsent[0], None)
+            if packet is not None:
+                return packet
+            self._unsent.popleft()
+        return None
+
+    def _fits(self, frames: Sequence[bytes]) -> bool:
+        return len(frames) <= 2 and sum(map(len, frames)) <= self._max_bytes
 
     def send_all(self, frames: Sequence[bytes], while_waiting: Callable[[], object]) -> None:
         """Send a message, and wait for room meanwhile: `while_waiting` is called now and then.
-        Raises `OSError` if the other end is gone.
+        Raises `OSError` as `send`.
         """
         if self.send(frames):
             return
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
         while not self.send_rest():
-            # Without memory there may be room, and no wait.
-            events = [] if self.lacks_memory else room.poll(ROOM_CHECK_SECONDS * 1000)
-            if not events:
+            if self.lacks_memory:
+                sleep(MEMORY_RETRY_SECONDS)
+            if self.lacks_memory or not room.poll(ROOM_CHECK_SECONDS * 1000):
                 while_waiting()
 
     def _send_packet(self, packet: bytes) -> bool:
@@ -104,6 +129,7 @@ class MessageSocket:
             return False
         except OSError as error:
             if error.errno not in _NO_MEMORY:
+                self._packet = None
                 self._unsent.clear()
                 raise
             self.lacks_memory = True
@@ -185,7 +211,7 @@ class MessageSocket:
         self._begun += head
         if len(self._begun) < self._total:
             return None
-        whole, self._begun = bytes(self._begun), None
+        whole, self._begun = self._begun, None
         return _frames(whole, self._total)
 
     def _is_open(self) -> bool:
@@ -202,25 +228,22 @@ class MessageSocket:
             self._socket.close()
 
 
-def fits(frames: Sequence[bytes]) -> bool:
-    """Return whether the message goes in one packet."""
-    return len(frames) <= 2 and sum(map(len, frames)) <= MAX_PACKET_BYTES
+def _whole(frames: Sequence[bytes]) -> bytes:
+    """Return the packet of a message that fits in one."""
+    return b"".join((_HEADER.pack(len(frames[0]), len(frames)), *frames))
 
 
-def _packets(frames: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the packets of a message."""
-    if fits(frames):
-        yield b"".join((_HEADER.pack(len(frames[0]), len(frames)), *frames))
-        return
+def _pieces(frames: Sequence[bytes], size: int) -> Iterator[bytes]:
+    """Yield the packets of a longer message."""
     sizes = [_COUNT.pack(len(frames)), *(_TOTAL.pack(len(each)) for each in frames)]
     whole = memoryview(b"".join([*sizes, *frames]))
     yield _HEADER.pack(_TOTAL.size, _BEGIN) + _TOTAL.pack(len(whole))
-    for start in range(0, len(whole), MAX_PACKET_BYTES):
-        piece = whole[start : start + MAX_PACKET_BYTES]
+    for start in range(0, len(whole), size):
+        piece = whole[start : start + size]
         yield b"".join((_HEADER.pack(len(piece), _MORE), piece))
 
 
-def _frames(whole: bytes, total: int) -> list[bytes]:
+def _frames(whole: bytearray, total: int) -> list[bytes]:
     """Return the frames of a message that came in pieces."""
     if len(whole) != total or total < _COUNT.size:
         raise Malformed(f"a message of {len(whole)} bytes that should have {total}")
@@ -228,11 +251,12 @@ def _frames(whole: bytes, total: int) -> list[bytes]:
     at = _COUNT.size + count * _TOTAL.size
     if at > total:
         raise Malformed(f"a message of {total} bytes that announces {count} frames")
-    sizes = [size for (size,) in _TOTAL.iter_unpack(whole[_COUNT.size : at])]
+    view = memoryview(whole)
+    sizes = [size for (size,) in _TOTAL.iter_unpack(view[_COUNT.size : at])]
     if not sizes or sum(sizes) != total - at:
         raise Malformed(f"a message of {total} bytes whose frames have {sum(sizes)}")
     frames = []
     for size in sizes:
-        frames.append(whole[at : at + size])
+        frames.append(bytes(view[at : at + size]))
         at += size
     return frames

@@ -1,22 +1,20 @@
 """Messages between reactor and drone, and their binary format.
 
-    frame        WORK                              RESULTS                          others
-    0  HEAD      type byte, an entry per item      type byte                        type, numbers
-    1  BODY      the items' payloads, end to end   entry, payload, output of each
-    2+ LARGE     one payload each, of the items whose entry has the LARGE bit
+frame        WORK                              RESULTS                          others
+0  HEAD      type byte, an entry per item      type byte                        type, numbers
+1  BODY      the items' payloads, end to end   entry, payload, output of each
+2+ LARGE     one payload each, of the items whose entry has the LARGE bit
 
-    type      direction  meaning
-    HELLO     drone ->   the drone is up; numbers: (PROTOCOL, pid)
-    WORK      -> drone   a batch: definitions to keep or forget, and calls of them, in order
-    RESULTS   drone ->   a batch of outcomes
-    CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
-    RECALL    -> drone   give back the tasks that have not started
-    RETURNED  drone ->   numbers: tasks that have not started and will not start here
-    FRAMES    both ways  numbers (request,); reply: the request, JSON: where threads and tasks are
-    PROFILE   both ways  numbers (request, hertz): sample so often; 0: end, and reply as for FRAMES
-    STOP      -> drone   finish the tasks received, then end
-
-A ROUTER adds the sender's identity in front of the frames.
+type      direction  meaning
+HELLO     drone ->   the drone is up; numbers: (PROTOCOL, pid)
+WORK      -> drone   a batch: definitions to keep or forget, and calls of them, in order
+RESULTS   drone ->   a batch of outcomes
+CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
+RECALL    -> drone   give back the tasks that have not started
+RETURNED  drone ->   numbers: tasks that have not started and will not start here
+FRAMES    both ways  numbers (request,); reply: the request, JSON: where threads and tasks are
+PROFILE   both ways  numbers (request, hertz): sample so often; 0: end, and reply as for FRAMES
+STOP      -> drone   finish the tasks received, then end
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from . import addresses
 _PREFIX = "polycephaly-"
 _NAME = re.compile(f"{_PREFIX}[0-9a-f]{{16}}")
 # The kernel's limit for the path of a Unix socket is 107. The rest is for the names of channels.
-_MAX_SOCKET_PATH_BYTES = 100
+_MAX_PATH_BYTES = 96
 _MIN_ABANDONED_SECONDS = 60.0  # the owner of a younger directory may not have locked it yet
 
 
@@ -41,10 +41,11 @@ class PrivateDirectory:
     """
 
     def __init__(self, owner: object = None) -> None:
+        """Choose the path. `owner`: the reactor, of which this is a source."""
         self._is_open = False
         self.path = _choose_directory()
         self._user = os.geteuid()
-        self._resources = ExitStack()  # undoes whatever `make` has done
+        self._resources = ExitStack()  # undoes whatever `_make` has done
 
     def open(self) -> None:
         """Make the directory, if this object has not done so. Raises `OSError` if this fails; then
@@ -90,7 +91,7 @@ class PrivateDirectory:
 
 
 def _choose_directory() -> str:
-    max_length = _MAX_SOCKET_PATH_BYTES
+    max_length = _MAX_PATH_BYTES
     if addresses.parent_directory is not None:
         inside = os.path.join(addresses.parent_directory, str(os.getpid()))
         if len(os.fsencode(inside)) <= max_length and os.path.isdir(addresses.parent_directory):

@@ -15,6 +15,7 @@ from ...errors import Malformed
 from ...memory.references import RefTable
 from ...pool.drone_handle import DroneHandle, Times
 from ...pool.handlers import handle_message, handle_unsent_results
+from ...pool.interfaces import State
 from ...pool.task import Task
 from ...runtime import parent_death
 from ...runtime.procfs import (
@@ -27,7 +28,7 @@ from ...runtime.procfs import (
     threads_of,
 )
 from ...runtime.tuning import tuning
-from ...wire.message_socket import MessageSocket
+from ...wire.message_socket import MEMORY_RETRY_SECONDS, MessageSocket
 from ...wire.output import OutputItems, OutputMerger, OutputSource
 from ...wire.status_page import NO_PAGE
 from .launcher import Launcher
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RETRY_INTERVAL_SECONDS = 0.002  # after the kernel had no memory for a message
-MAX_PACKETS = 64  # of a message, read at one time: others wait meanwhile
+MAX_PACKETS = 64  # that are sent or read at one time: other drones wait meanwhile
 GONE_SECONDS = 1.0  # in which the end of a drone is reported whose socket is closed
 
 _STALL_REASONS = {
@@ -60,15 +60,17 @@ class LocalHandle(DroneHandle):
         self._output = select.poll()  # of the streams
         self._merge = OutputMerger()
         self.socket: MessageSocket | None = None
+        self._waits_for_room = False  # for what the socket has not taken
         self.ref_table = RefTable(launcher.arena, number, self._schedule_release_report)
 
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
-        self._send(lambda socket: socket.send(frames))
+        self._send(lambda socket: socket.send(frames, MAX_PACKETS))
 
     def _send_rest(self) -> None:
-        self._send(MessageSocket.send_rest)
+        self._waits_for_room = False
+        self._send(lambda socket: socket.send_rest(MAX_PACKETS))
 
     def _send(self, send: Callable[[MessageSocket], bool]) -> None:
         """Send, and go on when there is room for what is not sent yet."""
@@ -81,14 +83,18 @@ class LocalHandle(DroneHandle):
         except OSError as error:
             self._end_if_left(f"its socket cannot be written to: {error}")
             return
+        if self._waits_for_room:
+            return
+        self._waits_for_room = True
         if socket.lacks_memory:  # the descriptor tells of room
-            self.dispatcher.call_later(RETRY_INTERVAL_SECONDS, self._send_rest)
+            self.dispatcher.call_later(MEMORY_RETRY_SECONDS, self._send_rest)
         else:
             self.dispatcher.reactor.wait_for_room(socket.fileno(), self._send_rest)
 
     def _end_if_left(self, reason: str) -> None:
         """Kill the drone, to which no message comes any more, unless its zygote reports its end."""
-        self.dispatcher.call_later(GONE_SECONDS, self.kill, reason)
+        if self.state < State.STOPPING:  # else it has time for its exit handlers
+            self.dispatcher.call_later(GONE_SECONDS, self.kill, reason)
 
     def _kill(self) -> None:
         self.launcher.kill(self.number)

@@ -1,6 +1,6 @@
 """The zygote: a copy of the controller process, or a bare interpreter, that forks the drones.
 
-    reactor ──Order, with stdout, stderr, fast transport, status page──> zygote ──fork──> drone
+    reactor ──Order, with stdout, stderr, socket pair, status page──> zygote ──fork──> drone
     reactor ──kill (a number, a signal), goodbye──> zygote ──signal──> drone
     reactor <──ready, started, failed, exited── zygote <──SIGCHLD── drone
     reactor <──started, if the drone imports the main module── drone
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 OWNER_END_TIMEOUT_SECONDS = 2.0
 SWEEP_INTERVAL_SECONDS = 0.02  # between searches for orphans
 SWEEP_DURATION_SECONDS = 0.5  # of these searches after a drone's death
+MAX_TRIES = 3  # to ask for children that have ended, where the system says that there is no child
 RETRY_SECONDS = 0.01  # until a report is sent again that the kernel refused
 MAX_ORDER_BYTES = 1 << 17  # a mapping of environment variables may be large
 
@@ -336,11 +337,17 @@ class Zygote:
 
     def _reap(self) -> None:
         """Reap the children that have ended, and kill the processes that a dead drone left."""
+        tries = 0
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
-                return
+                if not self._drones:
+                    return
+                tries += 1
+                if tries == MAX_TRIES:  # the owner is told by the end of this process
+                    raise
+                continue
             if ended is None:
                 return
             pid = ended.si_pid
