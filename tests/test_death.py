@@ -403,7 +403,8 @@ def test_a_call_that_closes_its_drones_socket_is_lost_and_no_other(monkeypatch):
     with poly.Pool(1, output="discard") as pool:
         list(pool.map(number, [0] * 1000))  # known as short
         calls = [pool.promise(number, i) for i in range(8)]
-        assert isinstance(calls.pop(5).exception(60), poly.DroneDied)
+        error = calls.pop(5).exception(60)  # none if it had ended before its drone noticed that
+        assert error is None or isinstance(error, poly.DroneDied)
         assert [each.result(60) for each in calls] == [0, 1, 2, 3, 4, 6, 7]
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_PACKETS = 64  # that are sent or read at one time: other drones wait meanwhile
+KILL_AGAIN_SECONDS = 1.0
 GONE_SECONDS = 1.0  # in which the end of a drone is reported whose socket is closed
 
 _STALL_REASONS = {
@@ -97,7 +98,10 @@ class LocalHandle(DroneHandle):
             self.dispatcher.call_later(GONE_SECONDS, self.kill, reason)
 
     def _kill(self) -> None:
-        self.launcher.kill(self.number)
+        if self.alive:
+            self.launcher.kill(self.number)
+            # Again until it is dead: the system may have refused the signal.
+            self.dispatcher.call_later(KILL_AGAIN_SECONDS, self._kill)
 
     def abort(self, reason: str) -> None:
         if self.pid is not None and state_of(self.pid) not in ("T", "t"):  # a stopped one cannot
