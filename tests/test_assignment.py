@@ -240,9 +240,8 @@ class Walk:
 
     def assign(self):
         self.assignment.update()
-        if self.assignment.has_anything_to_assign():
-            for drone, runs in self.assignment.assign(self.now):
-                self.check(drone, [task for run in runs for task in run])
+        for drone, runs in self.assignment.assign(self.now):
+            self.check(drone, [task for run in runs for task in run])
         for drone in self.assignment.drones:
             drone.validate()
         self.assignment.validate()

@@ -200,31 +200,28 @@ class Assignment:
             in_flight, preferred = drone.in_flight, drone.preferred
             takes = drone.can_take() and (max_tasks is None or drone.tasks_left(max_tasks) > 0)
             place = None if not takes else self.partly_busy if in_flight else self.idle
-            if place is not drone.listed_in:
-                self._move(drone, place)
+            before = drone.listed_in
+            if place is not before:
+                if before is not None:
+                    del before[bisect_left(before, drone.number, key=_number)]
+                if place is not None:
+                    insort(place, drone, key=_number)
+                drone.listed_in = place
+            # What each drone belongs to: plain tests, because each task and its answer come here.
             if in_flight:
                 self.busy.add(drone)
             else:
                 self.busy.discard(drone)
             if len(in_flight) > 1 and is_crowded(drone):
                 self.crowded.add(drone)
-            else:
+            elif self.crowded:
                 self.crowded.discard(drone)
             if preferred:
                 self.preferring.add(drone)
-            else:
+            elif self.preferring:
                 self.preferring.discard(drone)
             if (preferred and takes) or (drone.dedicated and drone.can_take(dedicated=True)):
                 self.with_own.add(drone)
-
-    def _move(self, drone: DroneRecord, place: list[DroneRecord] | None) -> None:
-        """Put `drone` into the list of those that take as much as it does, if it takes anything."""
-        before = drone.listed_in
-        if before is not None:
-            del before[bisect_left(before, drone.number, key=_number)]
-        if place is not None:
-            insort(place, drone, key=_number)
-        drone.listed_in = place
 
     def is_any_idle(self) -> bool:
         return bool(self.idle) and not self._is_blocked()
@@ -253,9 +250,6 @@ class Assignment:
 
     # -- which drone gets what ---------------------------------------------------------------------
 
-    def has_anything_to_assign(self) -> bool:
-        return bool(self.queue or self.with_own or self.resources.queues)
-
     def _is_blocked(self) -> bool:
         return self.runs_one_at_a_time and bool(self.busy)
 
@@ -263,35 +257,32 @@ class Assignment:
         """Yield what is to be sent, drone by drone, so that the first can begin while the tasks of
         the next are chosen.
         """
-        is_first = True
-        # Again if a task that takes kept values has got another drone meanwhile: see `prepare`.
-        while is_first or (self.with_own and not self._is_blocked()):
-            is_first = False
+        queue, resources = self.queue, self.resources
+        while True:
             if self.with_own:
                 yield from self._assign_own(now)
-            if self.resources.queues:
+            if resources.queues:
                 yield from self._assign_with_resources(now)
-            if self.queue:
-                yield from self._assign_queue(now)
-            if self.resources.queues:  # the tasks that came behind those of the queue
+            while queue:
+                takers = self._takers(len(queue))
+                share = -(-len(queue) // max(1, len(takers)))
+                is_any_sent = False
+                for drone in takers:
+                    send = self.choose(drone, queue, self._limit(drone, share), now)
+                    if send is not None:
+                        is_any_sent = True
+                        yield send
+                    elif drone.in_flight and queue and not queue[0].definition.overlaps:
+                        break  # the others have more to do, and would not take it either
+                if not is_any_sent:
+                    break
+            if resources.queues:  # the tasks that came behind those of the queue
                 yield from self._assign_with_resources(now)
-            self.update()
-
-    def _assign_queue(self, now: float) -> Iterator[Send]:
-        queue = self.queue
-        while queue:
-            takers = self._takers(len(queue))
-            share = -(-len(queue) // max(1, len(takers)))
-            is_any_sent = False
-            for drone in takers:
-                send = self.choose(drone, queue, self._limit(drone, share), now)
-                if send is not None:
-                    is_any_sent = True
-                    yield send
-                elif drone.in_flight and queue and not queue[0].definition.overlaps:
-                    break  # the others have more to do, and would not take it either
-            if not is_any_sent:
-                break
+            if self.changed:
+                self.update()
+            # Again if a task that takes kept values has got another drone meanwhile: see `prepare`.
+            if not self.with_own or self._is_blocked():
+                return
 
     def _assign_own(self, now: float) -> Iterator[Send]:
         for drone in sorted(self.with_own, key=_number):

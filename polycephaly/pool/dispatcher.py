@@ -510,7 +510,7 @@ class Dispatcher(DispatcherBase):
             self.queue_inbound()  # after that: a caller appends, and then sets the flag
         if assignment.changed:
             assignment.update()
-        if assignment.has_anything_to_assign():
+        if assignment.queue or assignment.with_own or assignment.resources.queues:
             for each in assignment.assign(now):
                 self.send(each, now)
         if VALIDATES:
@@ -532,7 +532,7 @@ class Dispatcher(DispatcherBase):
 
     def send(self, send: Send, now: float) -> None:
         handle, runs = send
-        batch = [*chain.from_iterable(runs)]
+        batch = runs[0] if len(runs) == 1 else [*chain.from_iterable(runs)]
         handle.send(handle.pack(runs), batch)
         self.schedule_health_check()
         if handle.overlapping or batch[0].timeout is not None:

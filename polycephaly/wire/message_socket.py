@@ -56,7 +56,8 @@ class MessageSocket:
         self.lacks_memory = False  # the kernel does, for the first of `_unsent`
         self._begun: bytearray | None = None  # a message of which not all pieces have come
         self._total = 0
-        self._held: list[bytes] | None = None  # came in the middle of that one
+        self.held: list[bytes] | None = None
+        """A message that came in the middle of that one: the descriptor tells nothing of it."""
 
     @staticmethod
     def pair() -> tuple[socket.socket, socket.socket]:
@@ -72,14 +73,16 @@ class MessageSocket:
         False if not all of it was: call `send_rest` when there is room. Raises `OSError`, after
         which the end is of no use.
         """
-        if self._packet is None and not self._unsent and self._fits(frames):
-            packet = _whole(frames)
-            if self._send_packet(packet):
-                return True
-            self._packet = packet
-            return False
-        packets = iter([_whole(frames)]) if self._fits(frames) else _pieces(frames, self._max_bytes)
-        self._unsent.append(packets)
+        if len(frames) <= 2 and sum(map(len, frames)) <= self._max_bytes:
+            packet = b"".join((_HEADER.pack(len(frames[0]), len(frames)), *frames))
+            if self._packet is None and not self._unsent:
+                if self._send_packet(packet):
+                    return True
+                self._packet = packet
+                return False
+            self._unsent.append(iter([packet]))
+        else:
+            self._unsent.append(_pieces(frames, self._max_bytes))
         return self.send_rest(most)
 
     def send_rest(self, most: int = sys.maxsize) -> bool:
@@ -103,9 +106,6 @@ class MessageSocket:
                 return packet
             self._unsent.popleft()
         return None
-
-    def _fits(self, frames: Sequence[bytes]) -> bool:
-        return len(frames) <= 2 and sum(map(len, frames)) <= self._max_bytes
 
     def send_all(self, frames: Sequence[bytes], while_waiting: Callable[[], object]) -> None:
         """Send a message, and wait for room meanwhile: `while_waiting` is called now and then.
@@ -143,11 +143,7 @@ class MessageSocket:
         """Return whether `receive` has something to do, for a message or the end. A `receive` that
         has nothing takes five times as long, because the socket raises an error.
         """
-        return self.holds_message() or bool(self._input.poll(0))
-
-    def holds_message(self) -> bool:
-        """Return whether a message is here, of which the descriptor tells nothing."""
-        return self._held is not None
+        return self.held is not None or bool(self._input.poll(0))
 
     def receive(self, most: int = sys.maxsize) -> list[bytes] | None:
         """Return the frames of the next message, for which at most so many packets are read.
@@ -155,8 +151,8 @@ class MessageSocket:
         Returns None if no message is there, or not all of it, and an empty list if the other end is
         closed. Raises `Malformed` if a packet is not valid there.
         """
-        held, self._held = self._held, None
-        if held is not None:
+        if self.held is not None:
+            held, self.held = self.held, None
             return held
         for _ in range(most):
             try:
@@ -196,7 +192,7 @@ class MessageSocket:
             frames = [head] if kind == 1 else [head, packet[body:]]
             if self._begun is None:
                 return frames
-            self._begun, self._held = None, frames
+            self._begun, self.held = None, frames
             raise Malformed("a message in the middle of another, of which pieces are missing")
         if kind == _BEGIN:
             was_begun, self._begun = self._begun is not None, None
@@ -226,11 +222,6 @@ class MessageSocket:
     def close(self) -> None:
         with suppress(OSError):
             self._socket.close()
-
-
-def _whole(frames: Sequence[bytes]) -> bytes:
-    """Return the packet of a message that fits in one."""
-    return b"".join((_HEADER.pack(len(frames[0]), len(frames)), *frames))
 
 
 def _pieces(frames: Sequence[bytes], size: int) -> Iterator[bytes]:

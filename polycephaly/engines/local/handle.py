@@ -6,7 +6,7 @@ import logging
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -67,23 +67,24 @@ class LocalHandle(DroneHandle):
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
-        self._send(lambda socket: socket.send(frames, MAX_PACKETS))
+        if self.socket is not None:
+            try:
+                if not self.socket.send(frames, MAX_PACKETS):
+                    self._wait_for_room(self.socket)
+            except OSError as error:
+                self._on_send_failed(error)
 
     def _send_rest(self) -> None:
         self._waits_for_room = False
-        self._send(lambda socket: socket.send_rest(MAX_PACKETS))
+        if self.socket is not None:
+            try:
+                if not self.socket.send_rest(MAX_PACKETS):
+                    self._wait_for_room(self.socket)
+            except OSError as error:
+                self._on_send_failed(error)
 
-    def _send(self, send: Callable[[MessageSocket], bool]) -> None:
-        """Send, and go on when there is room for what is not sent yet."""
-        socket = self.socket
-        if socket is None:
-            return
-        try:
-            if send(socket):
-                return
-        except OSError as error:
-            self._end_if_left(f"its socket cannot be written to: {error}")
-            return
+    def _wait_for_room(self, socket: MessageSocket) -> None:
+        """Go on sending when there is room for what is not sent yet."""
         if self._waits_for_room:
             return
         self._waits_for_room = True
@@ -91,6 +92,9 @@ class LocalHandle(DroneHandle):
             self.dispatcher.call_later(MEMORY_RETRY_SECONDS, self._send_rest)
         else:
             self.dispatcher.reactor.wait_for_room(socket.fileno(), self._send_rest)
+
+    def _on_send_failed(self, error: OSError) -> None:
+        self._end_if_left(f"its socket cannot be written to: {error}")
 
     def _end_if_left(self, reason: str) -> None:
         """Kill the drone, to which no message comes any more, unless its zygote reports its end."""
@@ -207,7 +211,7 @@ class LocalHandle(DroneHandle):
             handle_message(self.dispatcher, self, frames)
         except Exception as error:
             self._on_error(error)
-        return not socket.holds_message() or self.receive()
+        return socket.held is None or self.receive()
 
     def _on_error(self, error: Exception) -> None:
         if isinstance(error, Malformed):
