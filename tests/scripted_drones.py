@@ -802,7 +802,7 @@ class Interleaving:
                     task.promise.done() for task in handle.dedicated
                 )  # if it is unresponsive
         for key, fetched in self.fetched:
-            if failed(fetched):
+            if fetched.cancelled() or fetched.exception() is not None:
                 assert isinstance(fetched.exception(), Lost | Failed)
             else:
                 assert loads(fetched.result()) == value_of(key)
