@@ -272,7 +272,7 @@ class Assignment:
                     if send is not None:
                         is_any_sent = True
                         yield send
-                    elif drone.in_flight and queue and not queue[0].definition.overlaps:
+                    elif drone.load and queue and not queue[0].definition.overlaps:
                         break  # the others have more to do, and would not take it either
                 if not is_any_sent:
                     break

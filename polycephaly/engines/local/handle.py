@@ -62,6 +62,7 @@ class LocalHandle(DroneHandle):
         self._merge = OutputMerger()
         self.socket: MessageSocket | None = None
         self._waits_for_room = False  # for what the socket has not taken
+        self._is_left = False  # no message comes to it any more, or from it
         self.ref_table = RefTable(launcher.arena, number, self._schedule_release_report)
 
     # -- sending -----------------------------------------------------------------------------------
@@ -98,7 +99,9 @@ class LocalHandle(DroneHandle):
 
     def _end_if_left(self, reason: str) -> None:
         """Kill the drone, to which no message comes any more, unless its zygote reports its end."""
-        if self.state < State.STOPPING:  # else it has time for its exit handlers
+        # One that is stopping has time for its exit handlers.
+        if self.state < State.STOPPING and not self._is_left:
+            self._is_left = True
             self.dispatcher.call_later(GONE_SECONDS, self.kill, reason)
 
     def _kill(self) -> None:
