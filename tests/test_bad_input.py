@@ -398,7 +398,8 @@ def test_a_process_limit_that_has_no_room_for_zeromq_is_named():
         output_of("""
         import ctypes, os, resource, tempfile
         import polycephaly as poly
-        import polycephaly.server.server  # loads what the other user may not read
+        # What the other user may not read.
+        import polycephaly.pool.pool, polycephaly.engines.local.engine, polycephaly.server.server
         tempfile.tempdir = tempfile.mkdtemp(dir="/tmp")  # which the other user may enter
         user = 100_000 + os.getpid()  # who has no other processes
         os.chown(tempfile.tempdir, user, user)

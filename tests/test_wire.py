@@ -375,9 +375,12 @@ def test_the_sockets_of_drones_have_no_name_that_another_process_could_use():
     with poly.Pool(2, output="discard") as pool:
         pool.doit(fill_both_ways, [str(i) * 20 for i in range(100_000)])
         (home,) = homes()
-        assert not [
-            each for each in os.listdir(home) if stat.S_ISSOCK(os.lstat(f"{home}/{each}").st_mode)
-        ]
+        sockets = [each for each in os.listdir(home) if _is_socket(f"{home}/{each}")]
+        assert [each for each in sockets if not each.endswith(".c")] == []  # but those of channels
+
+
+def _is_socket(path):
+    return stat.S_ISSOCK(os.lstat(path).st_mode)
 
 
 def fill_both_ways(value):

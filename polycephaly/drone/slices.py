@@ -125,7 +125,7 @@ class SliceRun:
             kind = type(value)
             if kind in small:
                 add_small(value)
-            elif (  # as `_add_text` does, in a third of the time
+            elif (  # as `add_text` does, in a third of the time
                 kind is str and len(value) < MIN_SEPARATE_LENGTH and self._bytes < MAX_ANSWER_BYTES
             ):
                 self._bytes += len(value)
@@ -184,11 +184,11 @@ class SliceRun:
         """Add a value; return True if the slice must end because its answers are so large."""
         return self._ways.get(type(value), SliceRun._add_other)(self, value)
 
-    def _add_small(self, value: Any) -> bool:
+    def add_small(self, value: Any) -> bool:
         self.done.append(value)
         return False
 
-    def _add_text(self, value: str | bytes) -> bool:
+    def add_text(self, value: str | bytes) -> bool:
         size = self._bytes + len(value)
         if size >= MAX_ANSWER_BYTES:
             return self._add_packed(value)
@@ -196,7 +196,7 @@ class SliceRun:
         self.done.append(value)
         return False
 
-    def _add_tuple(self, value: Collection[Any]) -> bool:
+    def add_tuple(self, value: Collection[Any]) -> bool:
         size = size_of(value)
         if not 0 <= size < MAX_ANSWER_BYTES - self._bytes:
             return self._add_packed(value)
@@ -212,12 +212,12 @@ class SliceRun:
             return self._add_answer(run(value))
         kind = type(value)
         is_fit = check_of(kind)
-        way: Way = SliceRun._add_copy if is_fit is None else partial(_add_if, is_fit)
+        way: Way = SliceRun.add_copy if is_fit is None else partial(_add_if, is_fit)
         self._ways[kind] = way
         return way(self, value)
 
-    def _add_container(self, value: Any) -> bool:
-        """Add a copy of a dict, list or set. As `_add_copy` does, in two thirds of the time."""
+    def add_container(self, value: Any) -> bool:
+        """Add a copy of a dict, list or set. As `add_copy` does, in two thirds of the time."""
         room = MAX_ANSWER_BYTES - self._bytes
         if ITEM_BYTES * len(value) < room:
             copy = value.copy()
@@ -226,10 +226,10 @@ class SliceRun:
                 self._bytes += size
                 self.done.append(copy)
                 return False
-        self._ways[type(value)] = SliceRun._add_copy  # which gives up after some
-        return self._add_copy(value)
+        self._ways[type(value)] = SliceRun.add_copy  # which gives up after some
+        return self.add_copy(value)
 
-    def _add_copy(self, value: Any) -> bool:
+    def add_copy(self, value: Any) -> bool:
         """Add a copy of a value that can change, or its pickle."""
         detached = self._detacher.one(value, MAX_ANSWER_BYTES - self._bytes)
         if detached is None:
@@ -290,7 +290,7 @@ class SliceRun:
 def _add_if(is_fit: Callable[[Any], bool], run: SliceRun, value: Any) -> bool:
     """Add a value as it is if it `is_fit` to share a pickle."""
     if not is_fit(value):
-        return run._add_copy(value)
+        return run.add_copy(value)
     run.done.append(value)
     return False
 
@@ -298,10 +298,10 @@ def _add_if(is_fit: Callable[[Any], bool], run: SliceRun, value: Any) -> bool:
 Way = Callable[[SliceRun, Any], bool]
 """Adds a value; returns True if the slice must end because its answers are so large."""
 _WAYS: dict[type, Way] = {
-    **dict.fromkeys(SMALL_TYPES, SliceRun._add_small),
-    **dict.fromkeys((str, bytes), SliceRun._add_text),
-    **dict.fromkeys((tuple, frozenset), SliceRun._add_tuple),
-    **dict.fromkeys(CONTAINER_TYPES, SliceRun._add_container),
+    **dict.fromkeys(SMALL_TYPES, SliceRun.add_small),
+    **dict.fromkeys((str, bytes), SliceRun.add_text),
+    **dict.fromkeys((tuple, frozenset), SliceRun.add_tuple),
+    **dict.fromkeys(CONTAINER_TYPES, SliceRun.add_container),
 }
 
 

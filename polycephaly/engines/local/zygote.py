@@ -140,6 +140,8 @@ def reset_inherited_state() -> None:
 
 
 class Zygote:
+    _unheard_since: float | None = None  # no report reaches the owner since then
+
     def __init__(
         self,
         control: socket.socket,
@@ -191,7 +193,6 @@ class Zygote:
         self._owner_pidfd = parent_death.open_pidfd(self._owner)
         self._owner_gone = os.getppid() != self._owner
         self._said_goodbye = False
-        self._unheard_since: float | None = None  # no report reaches the owner since then
         self._sweep_until = 0.0
         self._reports: deque[bytes] = deque()
         # The collector would write to, and so copy, each page that the drones share, and run
