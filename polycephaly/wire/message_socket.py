@@ -53,7 +53,7 @@ class MessageSocket:
         self._max_bytes = min(MAX_PACKET_BYTES, end.getsockopt(*_BUFFER) // 2)
         self._packet: bytes | None = None  # the next one, if it could not be sent at once
         self._unsent: deque[Iterator[bytes]] = deque()  # the packets behind it
-        self.lacks_memory = False  # the kernel does, for the first of `_unsent`
+        self.lacks_memory = False  # the kernel does, for `_packet`
         self._begun: bytearray | None = None  # a message of which not all pieces have come
         self._total = 0
         self.held: list[bytes] | None = None

@@ -68,34 +68,31 @@ class LocalHandle(DroneHandle):
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
-        if self.socket is not None:
-            try:
-                if not self.socket.send(frames, MAX_PACKETS):
-                    self._wait_for_room(self.socket)
-            except OSError as error:
-                self._on_send_failed(error)
+        self._send(frames)
 
     def _send_rest(self) -> None:
         self._waits_for_room = False
-        if self.socket is not None:
-            try:
-                if not self.socket.send_rest(MAX_PACKETS):
-                    self._wait_for_room(self.socket)
-            except OSError as error:
-                self._on_send_failed(error)
+        self._send()
 
-    def _wait_for_room(self, socket: MessageSocket) -> None:
-        """Go on sending when there is room for what is not sent yet."""
-        if self._waits_for_room:
+    def _send(self, frames: list[bytes] | None = None) -> None:
+        """Send a message, or what is not sent yet. Go on when there is room for what is left."""
+        socket = self.socket
+        if socket is None:
             return
-        self._waits_for_room = True
-        if socket.lacks_memory:  # the descriptor tells of room
-            self.dispatcher.call_later(MEMORY_RETRY_SECONDS, self._send_rest)
-        else:
-            self.dispatcher.reactor.wait_for_room(socket.fileno(), self._send_rest)
-
-    def _on_send_failed(self, error: OSError) -> None:
-        self._end_if_left(f"its socket cannot be written to: {error}")
+        try:
+            if frames is None:
+                is_all_sent = socket.send_rest(MAX_PACKETS)
+            else:
+                is_all_sent = socket.send(frames, MAX_PACKETS)
+        except OSError as error:
+            self._end_if_left(f"its socket cannot be written to: {error}")
+            return
+        if not (is_all_sent or self._waits_for_room):
+            self._waits_for_room = True
+            if socket.lacks_memory:  # then the descriptor may tell of room at once, and in vain
+                self.dispatcher.call_later(MEMORY_RETRY_SECONDS, self._send_rest)
+            else:
+                self.dispatcher.reactor.wait_for_room(socket.fileno(), self._send_rest)
 
     def _end_if_left(self, reason: str) -> None:
         """Kill the drone, to which no message comes any more, unless its zygote reports its end."""
