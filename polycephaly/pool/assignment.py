@@ -138,18 +138,18 @@ class Assignment:
 
     def count_in_queues(self) -> int:
         """Return how many tasks the queues hold, with those that were cancelled there."""
-        return sum(map(len, self._queues()))
+        return sum(map(len, self.queues()))
 
     def drop_settled(self) -> None:
         """Remove the tasks from all queues that were cancelled there."""
-        for queue in self._queues():
+        for queue in self.queues():
             for task in drop_settled(queue):
                 self.leave_queue(task)
         self.changed.update(self.drones)
 
     def drop_all(self) -> None:
         """Remove all tasks from all queues."""
-        for queue in self._queues():
+        for queue in self.queues():
             self._drain(queue)
         self.changed.update(self.drones)
 
@@ -174,7 +174,8 @@ class Assignment:
         drone.preferred.remove(task)
         self.changed.add(drone)
 
-    def _queues(self) -> list[deque[Task]]:
+    def queues(self) -> list[deque[Task]]:
+        """Return all queues, those of the drones last."""
         own = [queue for each in self.drones for queue in (each.dedicated, each.preferred)]
         return [self.queue, *self.resources.queues.values(), *own]
 
@@ -419,12 +420,12 @@ class Assignment:
                     int((tuning.batch_seconds - load) / estimate),
                     (MAX_BATCH_BYTES - size) // task.weight,
                 )
-                more, settled = _take_similar(definition, queue, room, sending, drone.sent_count)
+                more = _take_similar(definition, queue, room, sending, drone.sent_count)
                 drone.sent_count += len(more)
                 numbers = [each.number for each in more]
                 in_flight.update(zip(numbers, more, strict=True))
                 runs[-1] += more
-                left += len(more) + settled
+                left += len(more)
                 load += estimate * len(more)
                 count += len(more)
                 size += task.weight * len(more)
@@ -541,23 +542,18 @@ def _message_bytes(task: Task) -> int:
 
 def _take_similar(
     definition: RemoteFunction, queue: deque[Task], limit: int, sending: Sending, position: int
-) -> tuple[list[Task], int]:
+) -> list[Task]:
     """Take at most `limit` calls of `definition` that can be pickled together from the head of
-    `queue`, and note them as sent, with the positions after `position`. Return them, and how many
-    others were taken that counted as queued, but were settled.
+    `queue`, up to one that is settled, and note them as sent, with the positions after `position`.
     """
     more: list[Task] = []
-    settled = 0
     weight, popleft = Task.weight, queue.popleft
     with suppress(IndexError):
         for _ in range(limit):
             task = popleft()
-            if task.promise._state != PENDING:
-                settled += task.state is QUEUED
-                task.state = ENDING
-                continue
             if (
-                task.definition is definition
+                task.promise._state == PENDING
+                and task.definition is definition
                 and task.args is not None
                 and task.weight == weight
                 and not task.timeout
@@ -569,7 +565,7 @@ def _take_similar(
             else:
                 queue.appendleft(task)
                 break
-    return more, settled
+    return more
 
 
 def _works(drone: DroneRecord) -> bool:

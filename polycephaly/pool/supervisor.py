@@ -307,7 +307,6 @@ class Supervisor:
             self._on_unexpected_death(handle, error, before)
         self._directory.on_drone_died(handle)
         self._dispatcher.stack_requests.on_drone_died(handle)
-        self._dispatcher.release_preferred(handle)
         self.start_missing()
         self._check_complete()  # the drone may have been the last that had not started
 

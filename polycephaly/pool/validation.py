@@ -31,12 +31,9 @@ def validate(dispatcher: DispatcherBase) -> None:
 def _places(dispatcher: DispatcherBase) -> dict[Task, list[str]]:
     """Return the names of the places where tasks are."""
     found: dict[Task, list[str]] = {}
-    named = [("inbox", [*dispatcher.inbound]), ("queue", dispatcher.assignment.queue)]
-    named += [("queue", queue) for queue in dispatcher.assignment.resources.queues.values()]
-    for handle in dispatcher.handles:
-        named += [("queue", handle.dedicated), ("queue", handle.preferred)]
-        named.append(("drone", [*handle.in_flight.values()]))
-    named.append(("delayed", [*dispatcher.delayed]))
+    named = [("inbox", [*dispatcher.inbound]), ("delayed", [*dispatcher.delayed])]
+    named += [("queue", [*queue]) for queue in dispatcher.assignment.queues()]
+    named += [("drone", [*handle.in_flight.values()]) for handle in dispatcher.handles]
     for name, tasks in named:
         for task in tasks:
             found.setdefault(task, []).append(name)

@@ -208,8 +208,8 @@ class LocalDrone(DroneExecutor):
         self._waiting = False  # no thread waits in this child
 
     def _wake_main_thread(self) -> None:
-        """Wake the main thread if it waits: a reference was returned, a kept value was sent, or an
-        overlapped task has ended. Otherwise the main thread checks before it waits.
+        """Wake the main thread if it waits: a reference was returned, or an overlapped task has
+        ended. Otherwise the main thread checks before it waits.
         """
         if self._waiting:
             self._wake_in_any_case()

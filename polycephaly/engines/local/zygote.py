@@ -202,7 +202,9 @@ class Zygote:
         gc.freeze()
 
     def serve(self) -> None:
-        """Serve until the owner says goodbye, closes the parent-death pipe, or ends."""
+        """Serve until the owner says goodbye, closes the parent-death pipe, or ends, or for some
+        time after no report reaches it any more.
+        """
         poll = select.poll()
         for fd in (self.control.fileno(), self._wakeup_reader, self._owner_pidfd):
             if fd is not None:
