@@ -86,7 +86,6 @@ POINTS = {
         ("drone", "receives", "wire.message_socket:MessageSocket.receive"),
         ("drone", "hears", "drone.executor:DroneExecutor._handle_message"),
         ("drone", "takes the next", "drone.executor:DroneExecutor._run_next"),
-        ("drone", "runs", "drone.executor:DroneExecutor._run"),
         ("drone", "does calls", "drone.executor:DroneExecutor._run_calls"),
         ("drone", "does one", "drone.executor:DroneExecutor._run_task"),
         ("drone", "says what it starts", "wire.status_page:StatusPage.mark_started"),

@@ -40,6 +40,9 @@ from ..timeline.event_log import EventLog, event_log
 from ..wire import attempts, placeholders
 from ..wire.main_names import MainSnapshot
 from ..wire.messages import (
+    CALL,
+    CALL_FILLED,
+    CALL_KEYWORDS,
     CALL_SLICE,
     CALLS,
     CANCEL,
@@ -50,6 +53,7 @@ from ..wire.messages import (
     FORGET,
     FRAMES,
     FRESH,
+    KEEP,
     NOT_PACKED,
     PACKED,
     PROFILE,
@@ -88,6 +92,7 @@ from .store import DroneStore
 
 log = logging.getLogger(__name__)
 
+_CALLS = {CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS}
 BRIEF_TASK_SECONDS = 0.001
 """For a shorter task, measuring the processor time is not worth while."""
 SLICE_FLUSH_SECONDS = 0.0002
@@ -186,10 +191,6 @@ class DroneExecutor:
             set_tag("")
         if displaced and not task.definition.is_seeded():
             give_back()
-        self._run(task)
-        return True  # the task's objects are freed before the thread waits for more
-
-    def _run(self, task: ReceivedTask | Calls) -> None:
         if isinstance(task, Calls):
             self._calls = task
             try:
@@ -200,6 +201,7 @@ class DroneExecutor:
             self._start_overlapped(task)
         else:
             self._run_task(task)
+        return True  # the task's objects are freed before the thread waits for more
 
     def _run_calls(self, calls: Calls) -> None:
         """Run many tasks as `_run_task` does.
@@ -445,12 +447,17 @@ class DroneExecutor:
             if kind & SHARED:
                 kind &= ~SHARED
                 payload = self._ref_table.receive(payload)
-            if kind & ~FRESH in DEFINES:
+            # First, because the other kinds are rarer.
+            if kind & ~KEEP in _CALLS and definition in definitions:
+                function = definitions[definition]
+                if kind == CALLS:
+                    todo.append(Calls(function, *_unpack_calls(payload)))
+                else:
+                    todo.append(ReceivedTask(number, kind, function, payload))
+            elif kind & ~FRESH in DEFINES:
                 definitions[number] = define(kind, payload)
             elif kind == FORGET:
                 definitions.pop(number, None)
-            elif kind == CALLS and definition in definitions:
-                todo.append(Calls(definitions[definition], *_unpack_calls(payload)))
             elif kind == RELEASE_RANGE:
                 self._ref_table.release(number)
             elif kind == STORE:
@@ -459,8 +466,6 @@ class DroneExecutor:
                 self._drone_store.requested.append(number)
             elif kind == DROP:
                 self._drone_store.drop(number, definition)
-            elif definition in definitions:
-                todo.append(ReceivedTask(number, kind, definitions[definition], payload))
             else:
                 unknown = _unpack_calls(payload)[0] if kind == CALLS else [number]
                 self._on_undefined(definition, unknown)

@@ -169,9 +169,11 @@ class ResultBuffer:
         Otherwise it must be sent at once: the status page is full, or has no place for the payload
         beside the entry or for new handles of kept values.
         """
-        new_handles = self.kept_value_entries(number)
-        self._entries += [(entry, []) for entry in new_handles]
-        output = self._tail.take(ends_lines)
+        new_handles: list[bytes] = []
+        if self._drone_store.unreported or self._has_ends:
+            new_handles = self.kept_value_entries(number)
+            self._entries += [(entry, []) for entry in new_handles]
+        output = self._tail.take(ends_lines) if self._tail.pieces else b""
         entry, large = self.entry(number, status, started, finished, payload, head, output)
         self._entries.append((entry, large))
         return self._save(entry, not (large or new_handles))
@@ -207,18 +209,22 @@ class ResultBuffer:
 
     def take_message(self) -> list[bytes]:
         """Return a message with all outcomes and returned references; empty if there are none."""
-        waiting = self._entries
-        taken = waiting[:]
-        del waiting[: len(taken)]
+        entries: list[bytes] = []
+        large: list[bytes] = []
         events = self._events.pop_packed()
-        entries = [pack_outcome(0, EVENT_LOG, 0.0, 0.0, events, b"")] if events else []
-        entries += [entry for entry, _ in taken]
-        for number in self._ref_table.take_returned():
-            entries.append(pack_outcome(number, RANGE_RELEASED, 0.0, 0.0, b"", b""))
+        if events:
+            entries.append(pack_outcome(0, EVENT_LOG, 0.0, 0.0, events, b""))
+        taken = self._entries[:]
+        if taken:
+            del self._entries[: len(taken)]
+            for entry, beside in taken:
+                entries.append(entry)
+                large += beside
+        if self._ref_table.returned:
+            for number in self._ref_table.take_returned():
+                entries.append(pack_outcome(number, RANGE_RELEASED, 0.0, 0.0, b"", b""))
         values = self._values[:]
         if values:
             del self._values[: len(values)]
             entries.append(pack_values(*map(list, zip(*values, strict=True))))
-        if not entries:
-            return []
-        return pack_outcomes(entries, [each for _, large in taken for each in large])
+        return pack_outcomes(entries, large) if entries else []

@@ -33,6 +33,7 @@ BUFFER_BYTES = 1 << 20  # that are asked for; the system's limit may be less (`n
 MEMORY_RETRY_SECONDS = 0.002  # after the kernel had no memory for a packet
 ROOM_CHECK_SECONDS = 0.1  # between two looks for room, of a drone that shows that it is alive
 _HEADER = Struct("<IB")  # bytes of the head, of the total or of the piece; kind
+_HEADER_BYTES = _HEADER.size
 _TOTAL = Struct("<Q")
 _COUNT = Struct("<I")
 _BEGIN, _MORE = 3, 4  # kinds; 1 and 2 are whole messages of so many frames
@@ -73,8 +74,9 @@ class MessageSocket:
         False if not all of it was: call `send_rest` when there is room. Raises `OSError`, after
         which the end is of no use.
         """
-        if len(frames) <= 2 and sum(map(len, frames)) <= self._max_bytes:
-            packet = b"".join((_HEADER.pack(len(frames[0]), len(frames)), *frames))
+        count = len(frames)
+        if count <= 2 and sum(map(len, frames)) <= self._max_bytes:
+            packet = b"".join((_HEADER.pack(len(frames[0]), count), *frames))
             if self._packet is None and not self._unsent:
                 if self._send_packet(packet):
                     return True
@@ -156,7 +158,7 @@ class MessageSocket:
             return held
         for _ in range(most):
             try:
-                packet = self._socket.recv(MAX_PACKET_BYTES + _HEADER.size)
+                packet = self._socket.recv(MAX_PACKET_BYTES + _HEADER_BYTES)
             except BlockingIOError:
                 return None
             except ConnectionResetError:
@@ -178,22 +180,20 @@ class MessageSocket:
 
     def _take(self, packet: bytes) -> list[bytes] | None:
         """Return the frames of the message that is complete with `packet`, if one is."""
-        if len(packet) < _HEADER.size:
-            raise Malformed(f"a packet of {len(packet)} bytes")
+        length = len(packet)
+        if length < _HEADER_BYTES:
+            raise Malformed(f"a packet of {length} bytes")
         size, kind = _HEADER.unpack_from(packet)
-        body = _HEADER.size + size
-        if body > len(packet) or not 1 <= kind <= _MORE or (kind != 2 and body < len(packet)):
+        body = _HEADER_BYTES + size
+        if kind == 2 and body <= length:
+            return self._take_whole([packet[_HEADER_BYTES:body], packet[body:]])
+        head = packet[_HEADER_BYTES:]
+        if body != length or not 1 <= kind <= _MORE:
             raise Malformed(
-                f"a packet of {len(packet)} bytes whose header announces kind {kind} and {size} "
-                "bytes"
+                f"a packet of {length} bytes whose header announces kind {kind} and {size} bytes"
             )
-        head = packet[_HEADER.size : body]
-        if kind <= 2:
-            frames = [head] if kind == 1 else [head, packet[body:]]
-            if self._begun is None:
-                return frames
-            self._begun, self.held = None, frames
-            raise Malformed("a message in the middle of another, of which pieces are missing")
+        if kind == 1:
+            return self._take_whole([head])
         if kind == _BEGIN:
             was_begun, self._begun = self._begun is not None, None
             if size != _TOTAL.size:
@@ -209,6 +209,13 @@ class MessageSocket:
             return None
         whole, self._begun = self._begun, None
         return _frames(whole, self._total)
+
+    def _take_whole(self, frames: list[bytes]) -> list[bytes]:
+        """Return the frames of a message that has come in one packet."""
+        if self._begun is None:
+            return frames
+        self._begun, self.held = None, frames
+        raise Malformed("a message in the middle of another, of which pieces are missing")
 
     def _is_open(self) -> bool:
         """Return whether the other end is still open.

@@ -65,6 +65,11 @@ KEEP = 0x20
 FRESH = KEEP
 """The same bit of a definition's kind: each call gets a function object of its own."""
 
+_KINDS = frozenset(range(DEFINE_CALLABLE, DROP + 1))
+_STATUSES = frozenset(range(VALUE, PROCESSOR_TIME + 1))
+_WITHOUT_KIND_BITS = ~(SHARED | KEEP)
+_WITHOUT_SHARED = ~SHARED
+
 _ITEM = Struct("<QBQQ")  # number, kind, definition, payload bytes
 _OUTCOME = Struct("<QBddII")  # number, status, started, finished, payload bytes, output bytes
 
@@ -84,7 +89,7 @@ output.
 
 def message_type(frames: Sequence[Any]) -> bytes:
     """Return the type byte of a message, given its frames without the identity."""
-    if not frames or not len(frames[0]):
+    if not frames or not frames[0]:
         raise Malformed("a message without a head")
     return bytes(frames[0][:1])
 
@@ -139,11 +144,8 @@ class TaskBatch:
         self._head.append(_ITEM.pack(number, kind, definition, size))
 
     def add_calls(self, definition: int, numbers: list[int], calls: list[tuple[Any, ...]]) -> None:
-        """Add calls that travel together; a single call is added like any other."""
-        if len(numbers) == 1:
-            self.add(numbers[0], CALL, definition, dumps(calls[0], 5) if calls[0] else b"")
-        else:
-            self.add(0, CALLS, definition, dumps((numbers, calls), 5))
+        """Add calls that travel together."""
+        self.add(0, CALLS, definition, dumps((numbers, calls), 5))
 
     def frames(self) -> list[bytes]:
         return [b"".join(self._head), b"".join(self._body), *self._large]
@@ -168,7 +170,7 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
         else:
             payload = body[at : at + size]
             at += size
-        if not DEFINE_CALLABLE <= kind & ~(SHARED | KEEP) <= DROP:
+        if kind & _WITHOUT_KIND_BITS not in _KINDS:
             raise Malformed(f"item {number}: unknown kind {kind}")
         items.append((number, kind, definition, payload))
     if at != len(body) or next(large, None) is not None:
@@ -250,9 +252,9 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
         raise Malformed(f"a batch of {len(frames)} frames")
     body, large = frames[1], iter(frames[2:])
     outcomes: list[Outcome] = []
-    at, end, entry = 0, len(body), _OUTCOME.size
+    at, end, entry, unpack_entry = 0, len(body), _OUTCOME.size, _OUTCOME.unpack_from
     while at + entry <= end:
-        number, status, started, finished, size, printed = _OUTCOME.unpack_from(body, at)
+        number, status, started, finished, size, printed = unpack_entry(body, at)
         at += entry
         if status & LARGE:
             status &= ~LARGE
@@ -262,7 +264,7 @@ def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
         else:
             payload = body[at : at + size]
             at += size
-        if not VALUE <= status & ~SHARED <= PROCESSOR_TIME:
+        if status & _WITHOUT_SHARED not in _STATUSES:
             raise Malformed(f"outcome {number}: unknown status {status}")
         output = ""
         if printed:

@@ -132,21 +132,23 @@ class LocalDrone(DroneExecutor):
     # -- the main thread ---------------------------------------------------------------------------
 
     def serve(self) -> None:
+        todo, requested = self._todo, self._drone_store.requested
         while True:
             if self._overlap.ended:
                 self._collect_ended()
-            self.send_requested_values()
-            if not self._may_begin():
-                self.busy = False
-                self._flush()
-                self._free_channel_ends()
-                if self._can_end():
-                    return
-                self._receive(wait=not self._may_begin())
+            if requested:
+                self.send_requested_values()
+            if todo and not sigterm.received:
+                self.busy = True  # set before the next line: see `ControlThread`
+                self._control_thread.wake()
+                self._run_next()
                 continue
-            self.busy = True  # set before the next line: see `ControlThread`
-            self._control_thread.wake()
-            self._run_next()
+            self.busy = False
+            self._flush()
+            self._free_channel_ends()
+            if self._can_end():
+                return
+            self._receive(wait=True)
 
     def _free_channel_ends(self) -> None:
         """Free channel ends that came with a call that is over.
@@ -155,9 +157,12 @@ class LocalDrone(DroneExecutor):
         on, the traceback keeps the frames of all callers, and so the ends. An overlapped call that
         goes on has its ends for longer, so there is a collection after it, too.
         """
+        last_arrived = placeholders.last_arrived_end
+        if self._last_freed_end == last_arrived and not self._may_have_ends:
+            return
         running = self._overlap.running.keys()
-        if self._last_freed_end != placeholders.last_arrived_end:
-            self._last_freed_end = placeholders.last_arrived_end
+        if self._last_freed_end != last_arrived:
+            self._last_freed_end = last_arrived
             self._may_have_ends |= running
         elif self._may_have_ends <= running:
             return
@@ -168,8 +173,9 @@ class LocalDrone(DroneExecutor):
         return bool(self._todo) and not sigterm.received
 
     def _can_end(self) -> bool:
-        busy = self._may_begin() or self._drone_store.requested or self._overlap.running
-        return (self._stopping or sigterm.received) and not busy
+        if not (self._stopping or sigterm.received):
+            return False
+        return not (self._may_begin() or self._drone_store.requested or self._overlap.running)
 
     def _open_debugger(self, *args: Any, **kwargs: Any) -> None:
         from ...drone.debugger import open_debugger
