@@ -38,7 +38,6 @@ from ..wire.messages import (
 from ..wire.output import Line, OutputItems, OutputRecord, deliver, deliver_tagged
 from ..wire.placeholders import PayloadWithRefs, sent_bytes
 from ..wire.status_page import NO_PAGE
-from .assignment import shares_pickle
 from .drone_record import DroneRecord
 from .interfaces import State
 from .reactor import ReactorSignal, Tenant
@@ -292,7 +291,7 @@ class DroneHandle(DroneRecord):
             definition = task.definition
             if definition.number not in self._defined:
                 task.definition_bytes = self._define(definition, message)
-            if shares_pickle(task):
+            if len(run) > 1:
                 numbers = [each.number for each in run]
                 calls: list[Any] = [each.args for each in run]
                 message.add_calls(definition.number, numbers, calls)
@@ -304,7 +303,7 @@ class DroneHandle(DroneRecord):
 
     def _add(self, task: Task, message: TaskBatch) -> None:
         """Add a task as an item of its own."""
-        payload, kind = task.payload, task.kind
+        definition, payload, kind = task.definition, task.payload, task.kind
         if task.keeps:
             kind |= KEEP
         if type(payload) is PayloadWithRefs:
@@ -314,10 +313,10 @@ class DroneHandle(DroneRecord):
             payload = dumps(task.args, 5) if task.args else b""
         elif isinstance(payload, Serialized):
             payload, kind = payload.pack_header(self.ref_table), kind | SHARED
-        message.add(task.number, kind, task.definition.number, payload)
-        if task.definition.captures:  # otherwise the drone would keep the captured values
-            self._defined.remove(task.definition.number)
-            message.add(task.definition.number, FORGET, 0, b"")
+        message.add(task.number, kind, definition.number, payload)
+        if definition.captures:  # otherwise the drone would keep the captured values
+            self._defined.remove(definition.number)
+            message.add(definition.number, FORGET, 0, b"")
 
     def _add_kept_values(self, remote_objects: Iterable[Any], message: TaskBatch) -> None:
         """Add the kept values that the drone does not have."""

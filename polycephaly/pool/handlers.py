@@ -48,7 +48,7 @@ from ..wire.messages import (
     unpack_outcomes,
 )
 from ..wire.placeholders import sent_bytes
-from ..wire.slices import RUNNING, Answers, unpack_split
+from ..wire.slices import RUNNING, unpack_split
 from .directory import KeptTask
 from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
@@ -104,29 +104,16 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
     settled: list[Task] = []
     timed: RemoteFunction | None = None
     seconds, calls = 0.0, 0
+    answered = 0  # calls
     parts: dict[int, int] = {}  # of slices, by number: how many calls were answered
+    offset = handle.clock_offset
     try:
         for number, status, started, finished, payload, output in outcomes:
             if status > WITHDRAWN:
                 if status == VALUES:
                     _handle_values(dispatcher, handle, payload, now)
                     continue
-                if status == PROCESSOR_TIME:
-                    dispatcher.record.note_processor_time(number, finished)
-                    continue
-                if status == RANGE_RELEASED:
-                    handle.ref_table.release(number)
-                    continue
-                if status == EVENT_LOG:
-                    _handle_event_log(dispatcher, handle, payload)
-                    continue
-                if status & ~SHARED == PACKED or status == NOT_PACKED:
-                    packed = handle.ref_table.receive(payload) if status & SHARED else payload
-                    dispatcher.directory.on_packed(handle, number, packed, status == NOT_PACKED)
-                    continue
-                if status == KEPT_VALUES:
-                    task = handle.in_flight.get(number)
-                    dispatcher.directory.on_kept_values(handle, task, payload)
+                if _handle_entry(dispatcher, handle, number, status, finished, payload):
                     continue
                 task, status, payload, done = _handle_special_outcome(
                     dispatcher, handle, number, status, payload
@@ -149,8 +136,11 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
             # The rest of a slice that was cut while running is still in flight.
             if task.position > handle.highest_answered and number not in handle.in_flight:
                 handle.highest_answered = task.position
-            started, finished = started - handle.clock_offset, finished - handle.clock_offset
-            sent = sent_bytes(task.payload) + task.definition_bytes
+            if offset:
+                started, finished = started - offset, finished - offset
+            sent = task.definition_bytes
+            if task.args is None:
+                sent += sent_bytes(task.payload)
             task.answer = Answer(started, finished, now, sent, len(payload))
             task.status = status
             if task.retries and isinstance(payload, Received) and payload.is_slow_to_open():
@@ -158,7 +148,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
             if status == ERROR and task.retry is not None:
                 task.recompute_payload = task.payload
                 dispatcher.parked.add(task)  # counts as not done until `on_failed`
-            if status == VALUE and isinstance(task, KeptTask):
+            if task.keeps and status == VALUE and isinstance(task, KeptTask):
                 payload = dispatcher.directory.add(handle, task, payload)
             task.payload = payload
             if output:
@@ -172,12 +162,15 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                 timed, seconds, calls = task.definition, 0.0, 0
             seconds += finished - started
             calls += done
-            handle.count_done(done)
+            answered += done
         if timed is not None:
             timed.record_duration(seconds, calls)
         dispatcher.record.add_answers(handle.name, settled, parts)
     finally:  # tasks that have left flight are settled even if the rest of the message fails
-        dispatcher.reactor.deliver(partial(settle, settled))
+        if answered:
+            handle.count_done(answered)
+        if settled:
+            dispatcher.reactor.deliver(partial(settle, settled))
         dispatcher.after_answer(handle)
 
 
@@ -216,6 +209,32 @@ def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, no
     outcomes = zip(tasks, values, started, finished, strict=True)
     forget = dispatcher.unsettled.pop
     dispatcher.reactor.deliver(partial(_settle_values, outcomes, now, forget))
+
+
+def _handle_entry(
+    dispatcher: Dispatcher,
+    handle: DroneHandle,
+    number: int,
+    status: int,
+    finished: float,
+    payload: Any,
+) -> bool:
+    """Handle an entry that is no outcome of a task. Return False if it is one."""
+    if status == PROCESSOR_TIME:
+        dispatcher.record.note_processor_time(number, finished)
+    elif status == RANGE_RELEASED:
+        handle.ref_table.release(number)
+    elif status == EVENT_LOG:
+        _handle_event_log(dispatcher, handle, payload)
+    elif status & ~SHARED == PACKED or status == NOT_PACKED:
+        packed = handle.ref_table.receive(payload) if status & SHARED else payload
+        dispatcher.directory.on_packed(handle, number, packed, status == NOT_PACKED)
+    elif status == KEPT_VALUES:
+        task = handle.in_flight.get(number)
+        dispatcher.directory.on_kept_values(handle, task, payload)
+    else:
+        return False
+    return True
 
 
 def _handle_event_log(dispatcher: Dispatcher, handle: DroneHandle, payload: Any) -> None:
@@ -296,12 +315,22 @@ def _settle_in_opener(task: Task, owner: TaskRunner) -> None:
 
 
 def _open_and_settle(task: Task) -> None:
+    value: Any = None
+    error: BaseException | None = None
     try:
-        value, error = _open(task)
+        payload, task.payload = task.payload, b""
+        if task.status != VALUE:
+            error = unpack_exception(bytes(payload))
+            task.dispatcher.explain(error)
+        elif payload:  # an empty one stands for None
+            value = task.unpack(payload)
+        elif task.item_payload:
+            task.item_payload = b""
     except BaseException as raised:
         value, error = None, raised.with_traceback(skip_own_frames(raised.__traceback__))
         with suppress(BaseException):
             error.add_note(f"while unpickling the result of {task.definition.label}")
+    task.answer_objects = None  # held until the handles in the answer were unpickled
     if error is not None and task.retry is not None and task.status == ERROR:
         task.dispatcher.post(task.dispatcher.on_failed, task, task.overrun or error)
     else:
@@ -311,27 +340,6 @@ def _open_and_settle(task: Task) -> None:
         finally:  # also if there is no memory for that
             settle_promise(task.promise, value, error)
     del task  # as above
-
-
-def _open(task: Task) -> tuple[Any, BaseException | None]:
-    """Return the value and the error of the answer."""
-    payload, task.payload = task.payload, b""
-    try:
-        if task.status == VALUE:
-            value = task.unpack(payload) if payload else None  # an empty payload stands for None
-            failed = False
-            if isinstance(value, Answers):  # which are unpickled one by one, later
-                value.remote_objects = task.answer_objects
-                failed = value.error is not None
-            if task.item_payload and not failed:
-                task.item_payload = b""  # a call that has not failed needs no name
-            return value, None
-        error = unpack_exception(bytes(payload))
-        task.dispatcher.explain(error)
-        return None, error
-    finally:
-        task.answer_objects = None  # held until the handles in the answer were unpickled
-        del task  # as above
 
 
 def _settle_values(

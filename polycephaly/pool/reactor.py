@@ -238,9 +238,10 @@ class Reactor(EventLoop):
     # -- the reactor's thread ----------------------------------------------------------------------
 
     def _run_tenants(self) -> None:
+        now = self.timers.now()
         for tenant in self.tenants[:]:
             try:
-                tenant.take_turn(self.timers.now())
+                tenant.take_turn(now)
             except Exception as error:
                 tenant.fail(error)
 
@@ -254,11 +255,12 @@ class Reactor(EventLoop):
         for tenant in self.tenants:
             if (tenant.wants_tasks and tenant.inbound) or tenant.needs_dispatch:
                 return True
-        return super()._has_anything_to_do()
+        return bool(self._inbox) or self._turn_requested
 
     def _end_if_over(self) -> bool:
-        if not self.users or self.last_callbacks:
-            self._wake_waiters()  # the end may take long
+        if self.users and not self.last_callbacks:
+            return False
+        self._wake_waiters()  # the end may take long
         ended = self.users == 0 and self._end()
         if ended or self.users:
             while self.last_callbacks:

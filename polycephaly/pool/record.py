@@ -92,10 +92,12 @@ class TraceBuffer:
             started, finished, calls = started[:1], finished[-1:], count
         else:
             links = [(task.call_number, task.input_numbers, task.first_item) for task in tasks]
-        self._add(
-            drone, first, tasks[-1], DONE, calls, started, finished, running, received,
-            first.weight * count + first.definition_bytes, size, None, links,
+        bytes_sent = first.weight * count + first.definition_bytes
+        entry = Entry(
+            drone, short_name(first.definition.label), DONE, calls, *_times(first, tasks[-1]),
+            started, finished, running, received, bytes_sent, size, None, links,
         )  # fmt: skip
+        self._add(entry)
 
     def add_answers(self, drone: str, tasks: list[Task], parts: Mapping[int, int]) -> None:
         """Record tasks that were answered one by one, in one message.
@@ -103,8 +105,11 @@ class TraceBuffer:
         `parts` has the number of calls of a task, if that is not one. Short calls of one function
         in a row share one span.
         """
-        for _, group in itertools.groupby(tasks, _definition):
-            run: list[Any] = list(group)
+        if len(tasks) > 1:
+            runs = [list(group) for _, group in itertools.groupby(tasks, _definition)]
+        else:
+            runs = [tasks]
+        for run in runs:
             if (
                 len(run) > 1
                 and set(map(_status, run)) == {VALUE}
@@ -115,32 +120,38 @@ class TraceBuffer:
                     sum, zip(*answers, strict=True)
                 )
                 if finished - started < MIN_OWN_SPAN_SECONDS * len(run):
-                    self._add(
-                        drone, run[0], run[-1], DONE, len(run), (answers[0].started,),
-                        (answers[-1].finished,), finished - started, answers[-1].received,
-                        bytes_sent, bytes_received,
+                    entry = Entry(
+                        drone, short_name(run[0].definition.label), DONE, len(run),
+                        *_times(run[0], run[-1]), (answers[0].started,), (answers[-1].finished,),
+                        finished - started, answers[-1].received, bytes_sent, bytes_received,
                     )  # fmt: skip
+                    self._add(entry)
                     continue
             for task in run:
-                calls = parts.get(task.number, 1)
+                calls = parts.get(task.number, 1) if parts else 1
                 if calls:  # else a slice was cut in its first call, or just after its last one
-                    self._add_one(drone, task, task.answer, calls)
+                    self._add_one(drone, task, _answer(task), calls)
 
     def _add_one(
         self, drone: str, task: Task, answer: Answer, calls: int, status: str = ""
     ) -> None:
         sent: float = task.sending.at  # type: ignore[union-attr]  # it was in flight
-        started, finished = max(answer.started, sent), answer.finished
+        started, finished, received, bytes_sent, bytes_received = answer
+        if sent > started:
+            started = sent
         if task.kind == CALL_SLICE:  # each part of a slice that was cut reports the same start
             started = max(started, self._slice_ends.get(drone, 0.0))
             self._slice_ends[drone] = finished
         status = status or (DONE if task.status != FAILED else _failure_status(task))
         cpu = self._cpu.pop(task.number, None) if self._cpu else None
-        self._add(
-            drone, task, task, status, calls, (started,), (finished,), max(0.0, finished - started),
-            answer.received, answer.bytes_sent, answer.bytes_received, cpu,
-            ((task.call_number, task.input_numbers, task.first_item),),
+        queued, running = task.queued, finished - started
+        entry = Entry(
+            drone, short_name(task.definition.label), status, calls, (queued, queued), (sent, sent),
+            (started,), (finished,), running if running > 0 else 0.0, received, bytes_sent,
+            bytes_received, cpu,
+            ((task.first_number or task.number, task.input_numbers, task.first_item),),
         )  # fmt: skip
+        self._add(entry)
 
     def add_lost(self, drone: str, tasks: Iterable[Task]) -> None:
         """Record the tasks that a drone was running when it died.
@@ -155,18 +166,13 @@ class TraceBuffer:
             started = 0.0 if task.definition.overlaps else before
             self._add_one(drone, task, Answer(started, now, now), task.count, status)
 
-    def _add(
-        self, drone: str, first: Any, last: Any, status: str, calls: int,
-        started: Sequence[float], finished: Sequence[float], *measured: Any,
-    ) -> None:  # fmt: skip
-        queued, sent = (first.queued, last.queued), (first.sending.at, last.sending.at)
-        name = short_name(first.definition.label)
-        entry = Entry(drone, name, status, calls, queued, sent, started, finished, *measured)
+    def _add(self, entry: Entry) -> None:
         self.entries.append((next(self._entry_numbers), entry))
-        self.last_finished[drone] = finished[-1]
-        self._size += len(started)
-        if status not in (DONE, CANCELLED):
-            self.failed += calls * len(started)
+        self.last_finished[entry.drone] = entry.finished[-1]
+        spans = len(entry.started)
+        self._size += spans
+        if entry.status not in (DONE, CANCELLED):
+            self.failed += entry.calls * spans
         while self._size > tuning.trace_spans:
             _, oldest = self.entries.popleft()
             lost = len(oldest.started)
@@ -208,6 +214,11 @@ class TraceBuffer:
         entries, last_entry = _after(cursor[0], list(self.entries))
         threads, last_thread = _after(cursor[1], list(self.threads))
         return entries, threads, (last_entry, last_thread)
+
+
+def _times(first: Any, last: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return when the first and the last of some tasks were queued, and when they were sent."""
+    return (first.queued, last.queued), (first.sending.at, last.sending.at)
 
 
 def _after(last: int, numbered: list[tuple[int, T]]) -> tuple[list[T], int]:

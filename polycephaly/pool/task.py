@@ -416,7 +416,10 @@ class Task:
 
     def unpack(self, payload: Any) -> Any:
         """Return the value of an answer. Raises the errors of unpickling."""
-        return self.unpickle(payload)
+        value = self.unpickle(payload)
+        if self.item_payload:
+            self.item_payload = b""  # a call that has not failed needs no name
+        return value
 
     def recompute_inputs(self, lost: Lost) -> None:
         """Compute the lost inputs of this task again, which was not begun because of the loss.
@@ -545,12 +548,12 @@ class Task:
 
     def facts(self) -> tuple[Any, ...]:
         """Return what the promise keeps, as the fields of `Facts`."""
-        sending = self.sending
+        sending, answer = self.sending, self.answer
         sent, drone = (None, None) if sending is None else (sending.at, sending.drone)
         started = finished = received = args = None
         bytes_sent = bytes_received = 0
-        if self.answer is not None:
-            started, finished, received, bytes_sent, bytes_received = self.answer
+        if answer is not None:
+            started, finished, received, bytes_sent, bytes_received = answer
             args = self.args  # else there may be promises among them
             if args is not None:
                 bytes_sent = self.definition_bytes
@@ -726,7 +729,11 @@ class Slice(Task):
 
     def unpack(self, payload: Any) -> Answers:
         """Return the answers at once, wherever they are stored: the reader takes one by one."""
-        return Answers(payload)
+        answers = Answers(payload)
+        answers.remote_objects = self.answer_objects
+        if self.item_payload and answers.error is None:
+            self.item_payload = b""
+        return answers
 
     def split(self, done: int, rest: int) -> tuple[Slice, Slice]:
         """Return the running call, if any, and the `rest`, of a slice whose first `done` calls are

@@ -21,6 +21,7 @@ from weakref import ref
 from ..promises.opener_thread import settling_threads
 from ..promises.promise import (
     DICT_AT_CREATION,
+    HAS_OUTCOME,
     PENDING,
     Promise,
     settling_owners,
@@ -163,10 +164,10 @@ class TaskPromise(Promise[T]):
     ) -> bool:
         is_ours = True  # also if a hook raises
         try:
-            is_ours = super()._settle(state, result, exception, unless_running)
+            is_ours = Promise._settle(self, state, result, exception, unless_running)
             return is_ours
         finally:
-            if is_ours and self.done() and not self.cancelled():  # else `_withdraw` comes
+            if is_ours and self._state in HAS_OUTCOME:  # else `_withdraw` comes
                 self._leave_task()
 
     def _leave_task(self) -> None:
@@ -186,11 +187,11 @@ class TaskPromise(Promise[T]):
     def _call_hooks(self) -> None:
         me, task = get_ident(), self._task
         if task is None or me not in settling_threads:
-            super()._call_hooks()
+            Promise._call_hooks(self)
             return
         outer, settling_owners[me] = settling_owners.get(me), task.dispatcher
         try:
-            super()._call_hooks()
+            Promise._call_hooks(self)
         finally:
             if outer is None:
                 settling_owners.pop(me, None)

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
+from select import EPOLLOUT
 from typing import Any, Protocol
 
 from ..runtime import fork_guard, forked, parent_death
@@ -222,7 +223,7 @@ class EventLoop:
         """Have `callback` called once, when `fd`, which is watched, can be written to."""
         if fd in self._watched:
             self._waiting_for_room[fd] = callback
-            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+            self._epoll.modify(fd, select.EPOLLIN | EPOLLOUT)
 
     def _tell_of_room(self, fd: int) -> None:
         callback = self._waiting_for_room.pop(fd, None)
@@ -301,9 +302,9 @@ class EventLoop:
 
     def _run_once(self, events: Iterable[tuple[int, int]] = ()) -> None:
         for fd, mask in events:
-            if mask & select.EPOLLOUT:
+            if mask & EPOLLOUT:
                 self._tell_of_room(fd)
-                if mask == select.EPOLLOUT:
+                if mask == EPOLLOUT:
                     continue
             callback = self._watched.get(fd)
             if callback is not None:
@@ -316,8 +317,7 @@ class EventLoop:
             self._call_guarded(inbox.popleft())
         for source in self._sources:
             self._call_guarded(source.receive)
-        if self.timers.heap:
-            self.timers.fire_due()
+        self.timers.fire_due()
         if self._after_turn is not None:
             self._call_guarded(self._after_turn)
 
@@ -398,7 +398,8 @@ class EventLoop:
         # Descriptors are polled in any case: a source that sends without end must not starve
         # them.
         seconds = self._seconds_to_wait() if self._asleep else 0.0
-        self._wake_waiters()
+        if self._to_wake:
+            self._wake_waiters()
         events = self._poll(seconds)
         self._asleep = False
         return events
@@ -413,8 +414,9 @@ class EventLoop:
         for source in self._sources:
             if source.has_input():
                 return 0.0
-        remaining = self.timers.seconds_left()
-        seconds = MAX_SLEEP_SECONDS if remaining is None else min(remaining, MAX_SLEEP_SECONDS)
+        seconds = self.timers.seconds_left()
+        if seconds is None or seconds > MAX_SLEEP_SECONDS:
+            seconds = MAX_SLEEP_SECONDS
         if self._deliveries:
             now = monotonic()
             if not self._gate.holds(now):

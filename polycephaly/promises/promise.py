@@ -66,6 +66,8 @@ FINISHED = "FINISHED"
 _UNTOLD = {CANCELLED: "CANCELLED", FINISHED: "FINISHED_AND_NOT_NOTIFIED"}
 """Until the standard library's waiters are told of these, they must not see them."""
 _DONE = frozenset({*_UNTOLD, *_UNTOLD.values()})
+HAS_OUTCOME = frozenset({FINISHED, _UNTOLD[FINISHED]})
+"""The states with a value or an error."""
 
 # On CPython 3.11 a `__dict__` that is made later can be freed twice: see decision record 0005.
 DICT_AT_CREATION = sys.version_info < (3, 12)

@@ -90,7 +90,10 @@ class Timers:
 
     def fire_due(self) -> None:
         """Call all alarms that are due."""
-        heap, now = self.heap, self.now()
+        heap = self.heap
+        if not heap:
+            return
+        now = self.now()
         while heap and heap[0][0] <= now:
             alarm = heappop(heap)[2]
             if alarm.is_over:
@@ -111,8 +114,10 @@ class Timers:
             self._cancelled -= 1
         if not heap:
             return None
-        remaining = max(0.0, heap[0][0] - self.now())
-        if remaining and self.jump is not None:
+        remaining = heap[0][0] - self.now()
+        if remaining <= 0:
+            return 0.0
+        if self.jump is not None:
             return 0.0 if self.jump(heap[0][0]) else None
         return remaining
 
