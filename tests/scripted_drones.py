@@ -935,7 +935,7 @@ class Interleaving:
 
     def check_attempts(self, call, error):
         """A failed call was repeated as often as its `Retry` says."""
-        retry, is_over = call["retry"], self.cancels_all or self.dispatcher.broken is not None
+        retry, is_over = call["retry"], self.cancels_all or self.dispatcher.state.broken is not None
         if retry is None or is_over or (call["target"] is not None and call["target"].is_gone):
             return
         assert (

@@ -50,7 +50,7 @@ class ProcessPoolExecutor(poly.Pool):
 
     @property
     def _broken(self) -> bool:
-        return self._dispatcher.broken is not None
+        return self._dispatcher.state.broken is not None
 
 
 class Process:

@@ -556,7 +556,7 @@ def test_looking_who_waits_for_what_visits_each_node_once(monkeypatch):
         seen = set()
         assert all(
             stall_detection.unsettled_root(each, seen) is None
-            for each in [*pool._dispatcher.awaiting_inputs]
+            for each in [*pool._dispatcher.state.awaiting_inputs]
         )
         assert len(visited) == len(seen) == 301
         first.cancel()

@@ -12,8 +12,8 @@ from scripted_drones import brief, lasting
 
 import polycephaly as poly
 from polycephaly.errors import DroneDied
-from polycephaly.pool.dispatcher import MAX_UNSWEPT_TASKS
 from polycephaly.pool.interfaces import TaskOptions
+from polycephaly.pool.pool_state import MAX_UNSWEPT_TASKS
 from polycephaly.pool.retry import Retry
 from polycephaly.pool.task import Recipe, Task
 from polycephaly.promises.promise import Promise
@@ -478,7 +478,7 @@ def test_an_error_while_a_task_is_queued_rejects_it(reactor, monkeypatch):
     dispatcher = dispatcher_of(reactor, 1)
     task = Task(dispatcher)
     task.definition, task.args = dispatcher.registry.define(brief), (1,)
-    monkeypatch.setattr(dispatcher, "_place", Mock(side_effect=MemoryError))
+    monkeypatch.setattr(dispatcher.state, "_place", Mock(side_effect=MemoryError))
     task.priority = 1
     dispatcher.unsettled[task] = None
     dispatcher._enqueue(task)

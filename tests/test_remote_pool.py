@@ -20,7 +20,7 @@ from work import fail_with, loaded_functions
 
 import polycephaly as poly
 from polycephaly.engines.remote import connection
-from polycephaly.pool.dispatcher import MAX_UNSWEPT_TASKS
+from polycephaly.pool.pool_state import MAX_UNSWEPT_TASKS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.server.server import _process_name
 

@@ -350,7 +350,7 @@ def test_a_drone_that_the_zygote_could_not_fork_is_tried_again():
     failed = pool.handles[-1]
     pool.supervisor.on_not_started(failed, OSError(errno.EAGAIN, "no more processes"))
     reactor.turn()
-    assert not pool.broken and len(pool.handles) == 1
+    assert not pool.state.broken and len(pool.handles) == 1
     reactor.pass_(1.0)
     assert len(pool.handles) == 2
 
@@ -384,7 +384,7 @@ def test_a_task_that_was_lost_after_the_others_were_cancelled_is_not_run_again(r
     reactor = FakeReactor()
     pool = dispatcher_of(reactor, 1)
     lost = give(pool, abs, -1, retries=retries)
-    pool.has_cancelled = True
+    pool.state.has_cancelled = True
     pool.handles[0].dies()
     assert isinstance(lost.promise.exception(), poly.DroneDied)
 

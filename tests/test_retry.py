@@ -152,7 +152,7 @@ def is_idle(dispatcher):
     """No task is left, nor a timer that would resume one."""
     alarms = [alarm for _, _, alarm in dispatcher.reactor.timers.heap if not alarm.is_over]
     resuming = [alarm for alarm in alarms if alarm.fire.args[:1] == (dispatcher.resume,)]
-    return not (dispatcher.pending() or dispatcher.delayed or resuming)
+    return not (dispatcher.pending() or dispatcher.state.delayed or resuming)
 
 
 def test_a_failed_task_is_sent_again_after_its_delays(reactor, dispatcher, handle):
@@ -265,7 +265,7 @@ def test_a_pool_that_ends_at_once_settles_delayed_tasks(reactor, dispatcher, han
     reactor.turn()
     with pytest.raises(RuntimeError if how == "breaking" else CancelledError):
         task.promise.result(0)
-    assert not dispatcher.delayed and not dispatcher.parked
+    assert not dispatcher.state.delayed and not dispatcher.state.parked
     handle.dies()
     assert dispatcher.has_ended
 
@@ -341,7 +341,7 @@ def test_a_task_that_is_delayed_when_its_only_drone_dies_is_rejected_at_once(rea
     fail(handle, task)
     handle.dies()
     assert isinstance(task.promise.exception(0), DroneDied)
-    assert not dispatcher.parked and not dispatcher.delayed
+    assert not dispatcher.state.parked and not dispatcher.state.delayed
     assert dispatcher.has_ended == (on_death == "end")
 
 
@@ -651,7 +651,7 @@ def test_waiting_repetitions_are_cancelled_with_the_queue(tmp_path, served):
         wait_for(lambda: log.exists())
         pool.shutdown(wait=False, cancel_futures=True)
         end = pool._dispatcher  # or the connection
-        wait_for(lambda: end._recall_sent if served else end.has_cancelled)
+        wait_for(lambda: end._recall_sent if served else end.state.has_cancelled)
         (tmp_path / "go").touch()
         assert isinstance(failing.exception(30), KeyError)
         assert log.read_text().count("run") == 1

@@ -68,15 +68,15 @@ def dropped_from_the_queue_of_a_resource(dispatcher):
 
 
 def a_delay_without_a_timer(dispatcher):
-    dispatcher.delayed.clear()
+    dispatcher.state.delayed.clear()
 
 
 def a_delay_that_is_not_parked(dispatcher):
-    dispatcher.parked.clear()
+    dispatcher.state.parked.clear()
 
 
 def inputs_that_nothing_waits_for(dispatcher):
-    dispatcher.awaiting_inputs.clear()
+    dispatcher.state.awaiting_inputs.clear()
 
 
 def an_end_in_the_queue(dispatcher):

@@ -317,14 +317,14 @@ class ObjectDirectory:
             if best is not None and best is not handle:
                 task.preferred_drone = best
                 self.dispatcher.assignment.leave_queue(task)
-                self.dispatcher.insert(task)
+                self.dispatcher.state.insert(task, self.dispatcher.reactor.timers.now())
                 return False
         lost = next((each for each in missing if not self._request_value(each)), None)
         if lost is not None:
-            self.dispatcher.reject_later(task, partial(self.loss_error, lost))
+            self.dispatcher.state.refused(task, partial(self.loss_error, lost))
         else:
             self.dispatcher.assignment.leave_queue(task, PARKED)
-            self.dispatcher.parked.add(task)
+            self.dispatcher.state.parked.add(task)
             missing[0].change_callbacks.append(partial(self.dispatcher.resume, task))
         return False
 
@@ -422,7 +422,7 @@ class ObjectDirectory:
         if pickling_error is not None and remote_object.holders:
             return pickling_error
         reason = f"the value of {remote_object.label} was lost"
-        if self.dispatcher.has_ended or (self.dispatcher.closing and cause is None):
+        if self.dispatcher.has_ended or (self.dispatcher.state.closing and cause is None):
             reason += f" when {self.name} ended: read `value` before the end"
         elif cause is None:
             reason += " with its drone, which was replaced"

@@ -5,8 +5,8 @@
                                    └───────────────────┘ it began
 
 Callers append to the inbox (`inbound`), from which each turn of the loop puts tasks into the
-queues. Which drone gets which task is decided in assignment.py; what that decides is packed and
-sent here.
+queues. What becomes of a task after each event is decided in pool_state.py, and which drone gets
+which task in assignment.py. What they decide is carried out here: messages, timers, promises.
 
 The supervisor (supervisor.py) decides which drones exist, and starts and ends them. The supervisor
 and the other parts of the dispatcher share the state in dispatcher_base.py.
@@ -24,7 +24,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
@@ -71,8 +71,6 @@ log = logging.getLogger(__name__)
 # Interval of the checks whether a malformed message has replaced an answer.
 LOST_ANSWER_CHECK_SECONDS = 0.25
 END_AFTER_BUG_SECONDS = 5.0
-MAX_UNSWEPT_TASKS = 1000
-"""Cancelled tasks that may stay in queues that are shorter than that."""
 
 
 class Dispatcher(DispatcherBase):
@@ -105,7 +103,6 @@ class Dispatcher(DispatcherBase):
         self.resource_sizes = self.assignment.resources.sizes
         # Those of the `Pool` that may not have been read in full, by `id`.
         self.maps: Mapping[int, weakref.ref[Any]] = {}
-        self._cancelled_since_sweep = 0
         # An entry for each task that is in the inbox, or about to come, and has a priority, drone,
         # resource or kept value. If there is none, all just go to the end of `queue`.
         self._special: deque[None] = deque()
@@ -118,11 +115,13 @@ class Dispatcher(DispatcherBase):
         self.owner_callback: object = None
         self.directory: ObjectDirectory = ObjectDirectory(self)
         self.assignment.prepare = self.directory.prepare_to_send
+        self.state.find_holder = self.directory.best_holder
         self.locality = Locality(self, self.directory)
         self.stall_detector = StallDetector(self)
         limit = config.max_queued
         self.backpressure = None if limit is None else BackPressure(self, limit)
         self.cancellation = Cancellation(self)
+        self.interrupt_task = self.cancellation.interrupt
         self.supervisor = Supervisor(self, self.directory)
         self.stop_if_retired = self.supervisor.stop_if_retired
         self.health_monitor = HealthMonitor(self, self.supervisor)
@@ -197,7 +196,7 @@ class Dispatcher(DispatcherBase):
                 task.target = target
             if inputs:
                 task.state = WAITING
-                self.awaiting_inputs.add(task)
+                self.state.awaiting_inputs.add(task)
             self.unsettled[task] = None
             if inputs:
                 task.wait_for(inputs)
@@ -275,7 +274,7 @@ class Dispatcher(DispatcherBase):
             waiting = len(self.inbound) if target is None else 0
         if target is not None:
             return waiting + target.queued
-        return waiting + self.assignment.queued + len(self.delayed)
+        return waiting + self.assignment.queued + len(self.state.delayed)
 
     def has_queued(self) -> bool:
         """Return whether tasks that any drone may run are queued. Any thread may call this."""
@@ -304,8 +303,8 @@ class Dispatcher(DispatcherBase):
         """Queue `task`, whose inputs are all there, unless the task is settled."""
         if not task.promise.done():
             self._enqueue(task)
-        self.awaiting_inputs.discard(task)
-        if self.closing or (task.target is not None and task.target.state is State.RETIRING):
+        self.state.awaiting_inputs.discard(task)
+        if self.state.closing or (task.target is not None and task.target.state is State.RETIRING):
             self.post(self.stop_if_retired, task.target)
 
     def close(self, *, cancel: bool = False, running: bool = False) -> None:
@@ -516,7 +515,7 @@ class Dispatcher(DispatcherBase):
         if VALIDATES:
             validate(self)
             assignment.validate_idle()
-        if self.closing and not self.has_ended:
+        if self.state.closing and not self.has_ended:
             self._end_if_done()
         if self.backpressure:
             self.backpressure.wake_waiters()
@@ -602,11 +601,12 @@ class Dispatcher(DispatcherBase):
         count = len(inbound)
         if not count:
             return
-        if (self.abandoned or self.broken is not None) and not self.has_ended:
-            refusal = self.broken or self.refusal
+        state = self.state
+        if (state.abandoned or state.broken is not None) and not self.has_ended:
+            refusal = state.broken or self.refusal
             assert refusal is not None
             for _ in range(count):
-                self.reject_later(self._take_inbound(), partial(copy_error, refusal))
+                state.refused(self._take_inbound(), partial(copy_error, refusal))
             return
         # `_special` is looked at after the count: see `_enqueue`.
         is_last = not queue or queue[-1].priority >= 0
@@ -621,8 +621,9 @@ class Dispatcher(DispatcherBase):
                     task.state = QUEUED
                     queue.append(task)
             return
+        now = self.reactor.timers.now()
         for _ in range(0 if self.has_ended else count):
-            self._queue_in_order(self._take_inbound())
+            state.queued(self._take_inbound(), now)
 
     def _take_inbound(self) -> Task:
         """Take a task from the inbox, and count it as queued, unless it was cancelled before."""
@@ -633,59 +634,6 @@ class Dispatcher(DispatcherBase):
         if task.state is not ENDING:
             self.assignment.enter_queue(task)
         return task
-
-    def _queue_in_order(self, task: Task) -> None:
-        """Queue `task`, which comes from the inbox, or was parked or delayed."""
-        # Read once: if the task is cancelled, another thread may clear the payload.
-        payload = task.payload
-        if type(payload) is PayloadWithRefs:
-            task.preferred_drone, task.bytes_to_move = self.directory.best_holder(
-                payload.remote_objects.values()
-            )
-        if task.promise.done():
-            self.assignment.leave_queue(task)
-            self.stop_if_retired(task.target)
-        else:
-            self._place(task, first=False)
-
-    def requeue(self, tasks: list[Task]) -> None:
-        """Put `tasks` back into their queues, in the same order, before other tasks of their
-        priorities.
-        """
-        if self.abandoned:  # no drone will take them
-            for task in tasks:
-                self.reactor.deliver(task.promise.cancel)
-            return
-        for task in reversed(tasks):
-            # Its time limit expired before it began.
-            if task.overrun is not None and not task.promise.done():
-                self.on_failed(task, task.overrun)
-                continue
-            task.sending = None
-            if task.promise.done():  # by a thread that may have taken the task for begun
-                task.payload = b""
-                self.stop_if_retired(task.target)
-                continue
-            self.insert(task, first=True)
-
-    def insert(self, task: Task, *, first: bool = False) -> None:
-        """Queue `task` behind the tasks of its priority; if `first`, before them. Reject or cancel
-        it if its drone or the pool has ended.
-        """
-        self.assignment.enter_queue(task)
-        self._place(task, first)
-
-    def _place(self, task: Task, first: bool) -> None:
-        """Put `task`, which counts as queued, into its queue."""
-        if self.broken is not None:
-            self.reject_later(task, partial(copy_error, self.broken))
-        elif self.abandoned:
-            self.assignment.leave_queue(task)
-            self.reactor.deliver(task.promise.cancel)
-        elif task.target is not None and task.target.state is State.DEAD:
-            self.reject_later(task, task.target.closed_error)
-        else:
-            self.assignment.place(task, self.reactor.timers.now(), first=first)
 
     def after_answer(self, handle: DroneHandle) -> None:
         """Update `handle` after an answer to one of its tasks in flight."""
@@ -698,12 +646,6 @@ class Dispatcher(DispatcherBase):
             self.supervisor.retire(handle)
 
     # -- holding the reactor's lock: tasks that take kept values -----------------------------------
-
-    def resume(self, task: Task) -> None:
-        self.parked.discard(task)
-        self.delayed.pop(task, None)
-        self.assignment.enter_queue(task)
-        self._queue_in_order(task)
 
     def recompute_inputs(self, tasks: list[Task], lost: Lost) -> None:
         """Handle the loss of a value that one of `tasks`, sent but not begun, depends on.
@@ -721,46 +663,23 @@ class Dispatcher(DispatcherBase):
         for task in recomputed:
             if not task.promise.done():
                 task.state = WAITING
-                self.awaiting_inputs.add(task)
+                self.state.awaiting_inputs.add(task)
                 try:
                     task.recompute_inputs(lost)
                 except BaseException as error:
-                    self.awaiting_inputs.discard(task)
+                    self.state.awaiting_inputs.discard(task)
                     self.reactor.deliver(partial(reject, task.promise, copy_error(error)))
 
     # -- holding the reactor's lock: stopping running tasks ----------------------------------------
 
     def withdraw(self, task: Task) -> None:
-        """Stop `task`, whose promise was cancelled. A queued task is skipped; for a task in flight,
-        the drone receives CANCEL.
-        """
-        self.awaiting_inputs.discard(task)
-        self.parked.discard(task)
-        self._cancel_delay(task)
+        """Stop `task`, whose promise was cancelled."""
         if self.inbound:  # a Ctrl-C in `_enqueue` may have left it there without this flag
             self.needs_dispatch = True
         if not task.is_withdrawn:
             task.is_withdrawn = True
             self.tasks_cancelled += task.count
-        handle, target = task.handle, task.target
-        if handle is not None and task.number in handle.in_flight and handle.alive:
-            self.cancellation.interrupt(handle, task)
-        else:
-            self.assignment.leave_queue(task)
-            task.payload = b""
-            self.stop_if_retired(target)
-            self._cancelled_since_sweep += 1
-            if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS and not self.has_ended:
-                self._sweep_queues()
-
-    def _sweep_queues(self) -> None:
-        """Remove the cancelled tasks, which would pile up while all drones are busy, if they may be
-        a third of all.
-        """
-        queued = self.assignment.count_in_queues()
-        if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS + queued // 2:
-            self._cancelled_since_sweep = 0
-            self.assignment.drop_settled()
+        self.state.cancelled(task)
 
     def interrupt(self, handle: DroneHandle) -> None:
         """Interrupt the task that `handle` runs."""
@@ -852,31 +771,21 @@ class Dispatcher(DispatcherBase):
 
     def break_pool(self, error: BaseException) -> None:
         """Reject all tasks, refuse new ones and end the drones, because none can run any more."""
-        if self.broken is not None:
+        if self.state.broken is not None:
             return
-        self.broken = error
         self.refusal = error
         if not self.begun.done():
             self.reactor.deliver(partial(reject, self.begun, copy_error(error)))
-        tasks: list[Task] = []
-        for handle in self.handles:
-            # Answers that still arrive are ignored: these tasks no longer have their payloads.
-            tasks += handle.take_in_flight()
-        self.assignment.drop_all()
-        tasks += self._unanswered_but(tasks)
-        self.reject_or_retry(tasks, error, may_retry=False)
-        for task in tasks:
-            self.assignment.leave_queue(task)
-            self.reactor.deliver(task.release_inputs)
+        self.state.broke(error, [*self.unsettled], self.reactor.timers.now())
         self.reactor.deliver(partial(self.settle_lost, error))
         self.abandon()
 
     def settle_lost(self, error: BaseException) -> None:
         for task in [*self.unsettled]:
             # In a broken pool none is left, but those that an error has met on their way.
-            is_lost = task.state is ENDING or self.broken is not None
+            is_lost = task.state is ENDING or self.state.broken is not None
             if is_lost and task not in self.openings_left:
-                fail(task, copy_error(self.broken or error))
+                fail(task, copy_error(self.state.broken or error))
 
     def give_up_starting(self, error: BaseException) -> None:
         """Break the pool because drones cannot start. If the pool has not begun, its constructor
@@ -902,7 +811,8 @@ class Dispatcher(DispatcherBase):
 
     def target_size(self) -> int:
         """Return how many drones there should be now."""
-        return 0 if self.abandoned or (self.closing and not self._needs_drones()) else self.size
+        state = self.state
+        return 0 if state.abandoned or (state.closing and not self._needs_drones()) else self.size
 
     def _adopt(self, snapshot: Any, adopted: Signal[None]) -> None:
         if self.supervisor.replace_all(snapshot):
@@ -910,34 +820,13 @@ class Dispatcher(DispatcherBase):
 
     def _close(self, cancel: bool, running: bool) -> None:
         # A Ctrl-C in `_enqueue` may have left an inbound task without this flag.
-        self.closing = self.needs_dispatch = True
-        if cancel:
-            self.has_cancelled = True
-            sent = [task for each in self.handles for task in each.in_flight.values()]
-            for task in self._unanswered_but(sent):
-                self.reactor.deliver(task.promise.cancel)
-            for handle in self.handles:
-                # Backwards: if the running task was first, the drone would begin the next one.
-                for task in reversed(handle.in_flight.values()):
-                    if running or not handle.is_running(task.number):
-                        self.reactor.deliver(task.promise.cancel)
-
-    def _unanswered_but(self, tasks: Iterable[Task]) -> list[Task]:
-        """Return all other tasks, without those that are about to be settled by their answers."""
-        others = {*tasks}
-        return [
-            task
-            for task in [*self.unsettled]
-            if task not in others and (task.answer is None or task in self.parked)
-        ]
+        self.needs_dispatch = True
+        begun = {n for each in self.handles for n in each.in_flight if each.is_running(n)}
+        self.state.close([*self.unsettled], begun, cancel=cancel, cancel_running=running)
 
     def cancel_dedicated(self, handle: DroneHandle) -> None:
         """Cancel the tasks that only `handle` may run."""
-        in_flight = reversed(handle.in_flight.values())
-        queued = self.assignment.tasks_of(handle)
-        for task in [*queued, *self.unqueued_tasks(), *in_flight]:
-            if task.target is handle:
-                self.reactor.deliver(task.promise.cancel)
+        self.state.drone_closed(handle, self.unqueued_tasks())
 
     def _has_unsettled(self) -> bool:
         """Return whether a task is not settled. If their number is what it was, each is looked at:
@@ -956,11 +845,12 @@ class Dispatcher(DispatcherBase):
         assignment.update()
         if assignment.queued or self.inbound or assignment.busy:
             return True
-        return any(task.state is not ENDING or task in self.parked for task in [*self.unsettled])
+        parked = self.state.parked
+        return any(task.state is not ENDING or task in parked for task in [*self.unsettled])
 
     def _unfinished(self) -> bool:
         # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
-        if self.abandoned:
+        if self.state.abandoned:
             return False
         self.assignment.update()
         return self._has_unsettled() or bool(self.assignment.busy)
@@ -973,7 +863,7 @@ class Dispatcher(DispatcherBase):
             ):
                 # Deliveries settle the last tasks, and after these no turn would be due.
                 self.reactor.deliver(self.reactor.request_turn)
-            if self.awaiting_inputs:
+            if self.state.awaiting_inputs:
                 self.stall_detector.schedule_check()
             # A kept value was requested after the last drone had ended, and is computed again.
             if not self.handles:
@@ -1018,16 +908,7 @@ class Dispatcher(DispatcherBase):
     def abandon(self, reason: str = "") -> None:
         """Kill every drone now; their tasks are lost, with errors that give `reason`."""
         self.queue_inbound()  # those for one drone are lost with it
-        self.closing = self.abandoned = True
-        with_drones = [[*each.in_flight.values(), *each.dedicated] for each in self.handles]
-        for task in self._unanswered_but(chain.from_iterable(with_drones)):
-            self.reactor.deliver(task.promise.cancel)
-            if task.state is not QUEUED:  # else it stays in its queue until it is dropped there
-                task.state = ENDING
-        self.awaiting_inputs.clear()
-        self.parked.clear()
-        for task in list(self.delayed):
-            self._cancel_delay(task)
+        self.state.abandon([*self.unsettled])
         self.supervisor.kill_all(reason)
 
     def _end(self) -> None:

@@ -26,11 +26,22 @@ from .assignment import Assignment, Send
 from .config import PoolConfig
 from .drone_handle import DroneHandle
 from .interfaces import End, State, TaskRunner
+from .pool_state import (
+    Action,
+    Cancel,
+    Fail,
+    Freed,
+    Interrupt,
+    PoolState,
+    Refuse,
+    Restarted,
+    SetTimer,
+)
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .stack_requests import StackRequests
 from .task import Task, fail
-from .task_state import DELAYED, ENDING
+from .task_promise import address_of_frames, release_kept_frames
 
 MAX_FAILED_TASKS = 1000
 
@@ -38,9 +49,9 @@ MAX_FAILED_TASKS = 1000
 class DispatcherBase(TaskRunner, Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
 
-    Changed only while holding the reactor's lock, except `unsettled`, `inbound`, `awaiting_inputs`,
-    `refusal`, `output_listeners` and `needs_dispatch`, which any thread may change by one atomic
-    step.
+    Changed only while holding the reactor's lock, except `unsettled`, `inbound`, `refusal`,
+    `output_listeners`, `needs_dispatch` and the state's `awaiting_inputs`, which any thread may
+    change by one atomic step.
     """
 
     reactor: Reactor
@@ -48,12 +59,10 @@ class DispatcherBase(TaskRunner, Tenant):
 
     # Methods of `Dispatcher`.
     send: Callable[[Send, float], None]
-    requeue: Callable[[list[Task]], None]
-    insert: Callable[..., None]
     queue_inbound: Callable[[], None]
     backlog: Callable[[DroneHandle | None], int]
-    resume: Callable[[Task], None]
     stop_if_retired: Callable[[DroneHandle | None], None]
+    interrupt_task: Callable[[DroneHandle, Task], None]
     schedule_health_check: Callable[[], None]
     target_size: Callable[[], int]
     break_pool: Callable[[BaseException], None]
@@ -72,19 +81,12 @@ class DispatcherBase(TaskRunner, Tenant):
         # The inbox, to which callers append: the loop puts the tasks into the queues.
         self.inbound: deque[Task] = deque()
         self.assignment = Assignment(config.width, config.max_tasks, config.resources)
-        # Tasks that wait for promises among their arguments.
-        self.awaiting_inputs: set[Task] = set()
-        # Tasks that wait for kept values or another attempt, or are leased to another process. They
-        # may be in `awaiting_inputs` too, until `on_inputs_ready` returns.
-        self.parked: set[Task] = set()
-        self.delayed: dict[Task, Timer] = {}  # those of `parked` that run again after a delay
+        self.state = PoolState(self.assignment, self._carry_out)
+        self._delay_timer: Timer | None = None  # of `state`
         self.handles: list[DroneHandle] = self.assignment.drones
         # The first: a drone is idle, so a thread that adds a task wakes the reactor.
         self.wants_tasks = self.needs_dispatch = False
         self.has_ended = False
-        self.closing = False
-        self.has_cancelled = False  # tasks that no drone has begun were cancelled at the end
-        self.abandoned = False  # all drones are being killed
         self.profile_lock = threading.Lock()  # held during a profile: one at a time
         self.profile_hertz = 0  # 0: no profile is being taken
         self.profiled: list[DroneHandle] = []  # the drones that were told to sample
@@ -99,7 +101,6 @@ class DispatcherBase(TaskRunner, Tenant):
         # With post_mortem=True: the last tasks that raised errors, whose frames may be kept.
         self.failed_tasks: deque[tuple[str, int]] = deque(maxlen=MAX_FAILED_TASKS)
         self.refusal: BaseException | None = None  # the error for new tasks
-        self.broken: BaseException | None = None  # why no drone can run any task
 
     # -- any thread --------------------------------------------------------------------------------
 
@@ -140,80 +141,51 @@ class DispatcherBase(TaskRunner, Tenant):
 
     def unqueued_tasks(self) -> list[Task]:
         # In this order, because any thread may move a task from the first to the second.
-        return [*self.awaiting_inputs, *self.inbound, *self.parked]
+        return [*self.state.awaiting_inputs, *self.inbound, *self.state.parked]
 
-    def reject_later(self, task: Task, make_error: Callable[[], BaseException]) -> None:
-        """Reject `task` after the lock is released, where `make_error` may run code of users."""
-        self.assignment.leave_queue(task)
-        task.payload = b""
-        self.reactor.deliver(lambda: reject(task.promise, make_error()))
-        self.post(self.stop_if_retired, task.target)
+    # The events of tasks, with their time.
 
-    def release_preferred(self, handle: DroneHandle) -> None:
-        """Requeue the tasks that prefer `handle`, which takes no more. The drone ends if these were
-        all that it had.
-        """
-        for task in self.assignment.take_preferring(handle):
-            task.preferred_drone = None
-            self.resume(task)
-        self.stop_if_retired(handle)
+    def resume(self, task: Task) -> None:
+        self.state.resumed(task, self.reactor.timers.now())
 
-    def reject_or_retry(self, tasks: list[Task], error: BaseException, *, may_retry: bool) -> None:
-        """Queue the tasks again that may be retried; reject the others with copies of `error`.
-
-        A task may be retried if `may_retry` is true, the task has `retries` left and no target
-        drone, and the pool's tasks were not cancelled. A task with a `Retry` is queued after a
-        delay.
-        """
-        retried = []
-        for task in tasks:
-            if task.promise.done():
-                task.payload = b""
-            elif may_retry and task.retry is not None:
-                self.on_failed(task, copy_error(task.overrun or error))
-            elif (
-                may_retry
-                and task.retries > 0
-                and task.target is None
-                and not (self.abandoned or self.has_cancelled)
-            ):
-                task.retries -= 1
-                task.sending = task.lost_call = None
-                retried.append(task)
-            else:
-                task.payload = b""
-                self.reactor.deliver(partial(fail, task, copy_error(error)))
-        self.requeue(retried)
+    def requeue(self, tasks: list[Task]) -> None:
+        self.state.returned(tasks, self.reactor.timers.now())
 
     def on_failed(self, task: Task, error: BaseException) -> None:
-        """Run a task that has a `Retry` again after a delay, or reject the task with `error`."""
-        target_died = task.target is not None and task.target.state is State.DEAD
-        is_over = task.promise.done() or self.abandoned or self.has_cancelled or target_died
-        delay = None if is_over else task.next_delay(error)
-        if delay is None:
-            task.payload, task.recompute_payload = b"", None
-            self.parked.discard(task)
-            self.reactor.deliver(partial(fail, task, task.with_attempts(error)))
-            self.stop_if_retired(task.target)
-        else:
-            task.start_over()
-            task.state = DELAYED
-            self.parked.add(task)
-            self.delayed[task] = self.call_later(delay, self.resume, task)
+        self.state.failed(task, error, self.reactor.timers.now())
 
-    def _cancel_delay(self, task: Task) -> None:
-        timer = self.delayed.pop(task, None)
-        if timer is not None:
-            self.reactor.timers.cancel(timer)
+    def reject_or_retry(self, tasks: list[Task], error: BaseException, *, may_retry: bool) -> None:
+        self.state.lost(tasks, error, self.reactor.timers.now(), may_retry=may_retry)
 
-    def take_delayed(self, handle: DroneHandle) -> list[Task]:
-        """Take the tasks that wait for another attempt on `handle`, which has died."""
-        taken = [task for task in self.delayed if task.target is handle]
-        for task in taken:
-            self._cancel_delay(task)
-            task.state = ENDING
-        self.parked.difference_update(taken)
-        return taken
+    def _on_due(self) -> None:
+        self.state.due(self.reactor.timers.now())
+
+    def _carry_out(self, action: Action) -> None:
+        """Do what an event leads to. Promises are settled after the lock is released."""
+        deliver = self.reactor.deliver
+        match action:
+            case Fail(task, error):
+                deliver(partial(_fail, task, error))
+            case Refuse(task, make_error):
+                deliver(lambda: reject(task.promise, make_error()))
+                # Later: this may be in the middle of choosing tasks for that drone.
+                self.post(self.stop_if_retired, task.target)
+            case Cancel(task):
+                deliver(task.promise.cancel)
+            case Interrupt(drone, task):
+                self.interrupt_task(drone, task)
+            case Restarted(number=number):
+                address = address_of_frames(self, number)
+                if address is not None:
+                    deliver(partial(release_kept_frames, address))
+            case Freed(drone):
+                self.stop_if_retired(drone)
+            case SetTimer(when):
+                timers = self.reactor.timers
+                if self._delay_timer is not None:
+                    timers.cancel(self._delay_timer)
+                self._delay_timer = timers.set(when, partial(self.run_guarded, self._on_due))
+                self._delay_timer.owner = self
 
     def profile(self, handle: DroneHandle) -> None:
         """Have a drone that is up sample its tasks, if a profile is being taken."""
@@ -224,6 +196,11 @@ class DispatcherBase(TaskRunner, Tenant):
     def settle_signal(self, promise: Promise[None]) -> None:
         if not promise.done():
             self.reactor.deliver(partial(fulfill, promise))
+
+
+def _fail(task: Task, error: BaseException) -> None:
+    fail(task, error)
+    task.release_inputs()
 
 
 def pool_error(event: str, cause: BaseException) -> BrokenProcessPool:

@@ -235,8 +235,9 @@ class DroneHandle(DroneRecord):
         """Return the error for tasks that are given to the drone after its end."""
         if self.death is not None:
             return copy_error(self.death)
-        if self.dispatcher.broken is not None:
-            return copy_error(self.dispatcher.broken)
+        broken = self.dispatcher.state.broken
+        if broken is not None:
+            return copy_error(broken)
         reason = f", because {self.kill_reason}" if self.kill_reason else ""
         return RuntimeError(f"drone {self.name} was released (exit code {self.exitcode}){reason}")
 

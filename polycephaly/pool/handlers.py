@@ -147,7 +147,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                 task.recompute_payload = task.payload
             if status == ERROR and task.retry is not None:
                 task.recompute_payload = task.payload
-                dispatcher.parked.add(task)  # counts as not done until `on_failed`
+                dispatcher.state.parked.add(task)  # counts as not done until `on_failed`
             if task.keeps and status == VALUE and isinstance(task, KeptTask):
                 payload = dispatcher.directory.add(handle, task, payload)
             task.payload = payload

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from .dispatcher_base import DispatcherBase
 from .task import Task
-from .task_state import ENDING, LEASED
+from .task_state import ENDING
 
 # Tasks that cannot be leased, after which the search for others behind them is given up.
 _MAX_SKIPPED_TASKS = 1000
@@ -39,15 +39,13 @@ def lease(
             else:
                 (taken if can_lease(task) else skipped).append(task)
     dispatcher.assignment.queue.extendleft(reversed(skipped))
-    for task in taken:
-        dispatcher.assignment.leave_queue(task, LEASED)
-    dispatcher.parked.update(taken)
+    dispatcher.state.leased(taken)
     return taken
 
 
 def requeue_unstarted(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
     """Queue tasks again that the other process had not begun."""
-    _reclaim(dispatcher, tasks)
+    dispatcher.state.lease_ended(tasks)
     if dispatcher.has_ended:
         error = dispatcher.refusal or RuntimeError(f"{dispatcher.config.name} has ended")
         dispatcher.reject_or_retry(tasks, error, may_retry=False)
@@ -57,7 +55,7 @@ def requeue_unstarted(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
 
 def on_lost(dispatcher: DispatcherBase, tasks: list[Task], error: BaseException) -> None:
     """Handle tasks that the other process may have begun before it was lost."""
-    _reclaim(dispatcher, tasks)
+    dispatcher.state.lease_ended(tasks)
     dispatcher.reject_or_retry(tasks, error, may_retry=not dispatcher.has_ended)
 
 
@@ -66,10 +64,4 @@ def on_settled(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
     for task in tasks:
         task.state = ENDING
         dispatcher.unsettled.pop(task, None)
-    dispatcher.parked.difference_update(tasks)
-
-
-def _reclaim(dispatcher: DispatcherBase, tasks: list[Task]) -> None:
-    for task in tasks:
-        task.state, task.runs_elsewhere = ENDING, False
-    dispatcher.parked.difference_update(tasks)
+    dispatcher.state.parked.difference_update(tasks)

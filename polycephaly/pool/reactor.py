@@ -59,7 +59,7 @@ class Tenant:
     assignment: Any  # an `Assignment`
     tasks_done: int
     has_ended: bool
-    broken: BaseException | None
+    state: Any  # a `PoolState`
     output: Callable[[Line], object] | None
     output_listeners: dict[str, Listener]
     unqueued_tasks: Callable[[], list[Any]]

@@ -48,14 +48,15 @@ class StallDetector:
                 for handle in dispatcher.handles
             )
         ):
-            if dispatcher.awaiting_inputs:
+            if dispatcher.state.awaiting_inputs:
                 self.schedule_check()
             return
         seen: set[Promise[Any]] = set()  # each is visited once, however many tasks wait for it
-        for task in [*dispatcher.awaiting_inputs]:  # a copy: other threads add tasks meanwhile
+        # A copy: other threads add tasks meanwhile.
+        for task in [*dispatcher.state.awaiting_inputs]:
             promise = unsettled_root(task, seen)
             if promise is not None:
-                others = len(dispatcher.awaiting_inputs) - 1
+                others = len(dispatcher.state.awaiting_inputs) - 1
                 more = f", and {others} more wait" if others > 0 else ""
                 name = name_of(task.promise)
                 message = (

@@ -28,13 +28,14 @@ def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
     scarce = [*dispatcher.assignment.resources.queues.values()]  # tasks that wait for resources
     for_resources = sum(task.state is QUEUED for queue in scarce for task in [*queue])
     queued = dispatcher.assignment.queued + len(dispatcher.inbound) - for_resources
-    waiting = len(dispatcher.awaiting_inputs) + for_resources
+    state = dispatcher.state
+    waiting = len(state.awaiting_inputs) + for_resources
     in_flight = running = 0
-    for task in list(dispatcher.parked):
+    for task in list(state.parked):
         if task.is_leased:
             in_flight += 1
             running += task.runs_elsewhere
-        elif task not in dispatcher.awaiting_inputs:
+        elif task not in state.awaiting_inputs:
             waiting += 1
     for handle in list(dispatcher.handles):
         queued += handle.queued
@@ -76,7 +77,7 @@ def describe_pool(dispatcher: Dispatcher) -> dict[str, Any]:
 
 
 def _pool_state(dispatcher: Dispatcher) -> str:
-    if dispatcher.broken is not None:
+    if dispatcher.state.broken is not None:
         return "broken"
     if dispatcher.has_ended:
         return "ended"

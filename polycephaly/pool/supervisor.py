@@ -215,7 +215,7 @@ class Supervisor:
             if len(handle.in_flight) > 1:
                 handle.send(pack_numbers(RECALL))
             self._directory.evacuate(handle)
-            self._dispatcher.release_preferred(handle)
+            self._dispatcher.state.preference_ended(handle, self._now())
         elif handle.state < State.READY and handle.has_waiting_tasks():
             handle.retire_when_ready = True  # after it is ready, because it has dedicated tasks
         elif handle.state < State.READY:
@@ -266,6 +266,9 @@ class Supervisor:
         self.start_missing()
         return True
 
+    def _now(self) -> float:
+        return self._dispatcher.reactor.timers.now()
+
     # -- deaths ------------------------------------------------------------------------------------
 
     def on_died(self, handle: DroneHandle, exitcode: int | None) -> None:
@@ -284,11 +287,6 @@ class Supervisor:
         handle.print_output()
         handle.collect_last_results()
         fates = handle.take_fates((handle.last_answered(), handle.last_started()))
-        dedicated = [
-            *(task for task in fates.not_begun if task.target),
-            *self._dispatcher.assignment.take_dedicated(handle),
-            *self._dispatcher.take_delayed(handle),
-        ]
         running = fates.running
         if running is not None:
             calls = handle.status_page.call  # of its slice; 0 if not known
@@ -297,10 +295,8 @@ class Supervisor:
         if error.__cause__ is not handle.cause:
             # Before the rejections. Not while holding the lock: reading source files takes time.
             self._dispatcher.reactor.deliver(partial(_tell_frames, error, handle.task_frames))
-        self._dispatcher.requeue([task for task in fates.not_begun if task.target is None])
         self._dispatcher.record.add_lost(handle.name, fates.begun)
-        self._dispatcher.reject_or_retry(fates.begun, error, may_retry=True)
-        self._dispatcher.reject_or_retry(dedicated, error, may_retry=False)
+        self._dispatcher.state.drone_died(handle, fates, error, self._now())
         self.remove(handle)
         if before <= State.RETIRING:
             handle.death = error
@@ -329,7 +325,7 @@ class Supervisor:
         elif on_death == "end":
             if self._dispatcher.refusal is None:
                 self._dispatcher.refusal = error
-            self._dispatcher.closing = True
+            self._dispatcher.state.closing = True
         else:
             log.info("%s", error)
 
@@ -349,10 +345,7 @@ class Supervisor:
         handle.print_output()
         handle.close()
         handle.become(State.DEAD)
-        tasks = self._dispatcher.assignment.take_dedicated(handle)
-        self._dispatcher.reject_or_retry(tasks, handle.closed_error(), may_retry=False)
-        self._dispatcher.release_preferred(handle)
-        self._dispatcher.assignment.remove(handle)
+        self._dispatcher.state.drone_ended(handle, handle.closed_error(), self._now())
         self._dispatcher.settle_signal(handle.pid_known)
         self._dispatcher.settle_signal(handle.ended)
         self.engine.reclaim(handle)

@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pickle import dumps, loads
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -52,7 +51,7 @@ from ..wire.shareable import SMALL_TYPES
 from ..wire.slices import MIN_SEPARATE_LENGTH, Answers, Calls, args_of_call, slice_calls
 from .inputs import propagate_failure, remove_settled_hooks
 from .interfaces import TaskOptions, TaskRunner
-from .task_promise import TaskPromise, address_of_frames, facts_of, release_kept_frames
+from .task_promise import TaskPromise, facts_of
 from .task_state import INBOUND, LEASED
 
 if TYPE_CHECKING:
@@ -444,9 +443,6 @@ class Task:
 
         The task gets a new number: late messages and the status page name the attempt before.
         """
-        address = address_of_frames(self.dispatcher, self.number)
-        if address is not None:
-            self.dispatcher.reactor.deliver(partial(release_kept_frames, address))
         self.first_number = self.call_number
         self.number = next(_numbers)
         self.retries -= 1

@@ -187,11 +187,11 @@ class TaskPromise(Promise[T]):
     def _call_hooks(self) -> None:
         me, task = get_ident(), self._task
         if task is None or me not in settling_threads:
-            Promise._call_hooks(self)
+            super()._call_hooks()
             return
         outer, settling_owners[me] = settling_owners.get(me), task.dispatcher
         try:
-            Promise._call_hooks(self)
+            super()._call_hooks()
         finally:
             if outer is None:
                 settling_owners.pop(me, None)

@@ -14,7 +14,7 @@ validation.py.
                                                     before it began: QUEUED; an input was lost:
                                                     WAITING
     LEASED    with a joined host (leases.py)        answered: ENDING; returned: QUEUED
-    DELAYED   in `delayed`, with a timer            its time has come: QUEUED
+    DELAYED   in `delayed`, with its time           its time has come: QUEUED
     ENDING    nowhere: its promise is about to be   a `Retry` allows another attempt: DELAYED or
               settled                               QUEUED
 

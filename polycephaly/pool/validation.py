@@ -25,13 +25,14 @@ def validate(dispatcher: DispatcherBase) -> None:
     for handle in dispatcher.handles:
         handle.validate()
     if not dispatcher.has_ended:
+        dispatcher.state.validate()
         dispatcher.assignment.validate()
 
 
 def _places(dispatcher: DispatcherBase) -> dict[Task, list[str]]:
     """Return the names of the places where tasks are."""
     found: dict[Task, list[str]] = {}
-    named = [("inbox", [*dispatcher.inbound]), ("delayed", [*dispatcher.delayed])]
+    named = [("inbox", [*dispatcher.inbound]), ("delayed", [*dispatcher.state.delayed])]
     named += [("queue", [*queue]) for queue in dispatcher.assignment.queues()]
     named += [("drone", [*handle.in_flight.values()]) for handle in dispatcher.handles]
     for name, tasks in named:
@@ -55,9 +56,9 @@ _PLACES = {
 def _check_place(dispatcher: DispatcherBase, task: Task, places: list[str]) -> None:
     state = task.state
     assert places in _PLACES[state], f"{task.promise!r} is {state.name} and in {places}"
-    assert state is not WAITING or task in dispatcher.awaiting_inputs or places, (
+    assert state is not WAITING or task in dispatcher.state.awaiting_inputs or places, (
         f"{task.promise!r} waits for inputs and is not in `awaiting_inputs`"
     )
-    is_parked = task in dispatcher.parked
+    is_parked = task in dispatcher.state.parked
     assert is_parked or state not in (PARKED, LEASED, DELAYED), f"{task.promise!r} is not parked"
     assert task.target is None or state is not SENT or task.handle is task.target

@@ -366,7 +366,7 @@ class JoinedHosts:
         task.first_item = item.map_index
         task.timeout = item.timeout or dispatcher.task_options.timeout
         dispatcher.unsettled[task] = None
-        dispatcher.parked.add(task)
+        dispatcher.state.parked.add(task)
         self._send_calls(host, [task], item.target & (1 << _INDEX_SHIFT) - 1)
         return task
 

@@ -32,9 +32,9 @@ from weakref import WeakSet
 
 from ...drone.forwarded import NO_SHARED_NAMES
 from ...errors import DroneDied, Malformed, copy_error
-from ...pool.dispatcher import MAX_UNSWEPT_TASKS
 from ...pool.handlers import settle
 from ...pool.interfaces import End, TaskOptions, TaskRunner
+from ...pool.pool_state import MAX_UNSWEPT_TASKS
 from ...pool.queues import drain, drop_settled
 from ...pool.reactor import finish_submitted
 from ...pool.task import Task

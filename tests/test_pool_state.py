@@ -1,8 +1,13 @@
-"""Which drone gets which task (pool/assignment.py), in any order of events, without a process, a
-thread, a clock or a promise.
+"""What becomes of the tasks of a pool, and which drone gets which (pool/pool_state.py,
+pool/assignment.py), in any order of events, without a process, a thread, a clock or a promise.
 
-    seed ──> Walk.step ──> submits, cancels, answers, recalls, deaths, starts, pauses, ...
-                 └──> assign, validate, and `Walk.check`: a second, small model of what was sent
+    seed ──> Walk.step ──> submits, cancels, answers, errors, recalls, deaths, leases, closes, ...
+                 ├──> actions, carried out some time later, as the loop's deliveries are
+                 └──> assign, validate, and `Walk.check`: a second, small model
+
+The model knows what was submitted, what has begun and how often, and what must settle: each task
+settles once; nothing that had begun runs again without retries, or before its delay is over;
+nothing that had not begun is lost, unless its drone or the pool has gone; everything ends.
 
 Each fault of `FAULTS` is planted by hand, and found."""
 
@@ -13,18 +18,29 @@ from types import SimpleNamespace
 import pytest
 
 from polycephaly.pool import assignment as assignments
+from polycephaly.pool import leases
 from polycephaly.pool.assignment import Assignment
 from polycephaly.pool.drone_record import DroneRecord
 from polycephaly.pool.interfaces import State
+from polycephaly.pool.pool_state import (
+    Cancel,
+    Fail,
+    Freed,
+    Interrupt,
+    PoolState,
+    Restarted,
+    SetTimer,
+)
 from polycephaly.pool.queues import insert_in_order
 from polycephaly.pool.resources import Resources
-from polycephaly.pool.task_state import ENDING
+from polycephaly.pool.task_state import ENDING, INBOUND, QUEUED
 from polycephaly.promises.promise import FINISHED, PENDING
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.placeholders import PayloadWithRefs
 
 EVENTS = 20
 SIZES = (("db", 2), ("gpu", 1))
+DELAY = 0.5
 
 
 class Settled:
@@ -37,16 +53,33 @@ class Settled:
 
 
 class FakeTask:
-    """What assignment.py knows of a task."""
+    """What pool_state.py and assignment.py know of a task."""
 
     args, payload, keeps, count, weight = (1,), b"", False, 1, assignments.Task.weight
-    target = preferred_drone = sending = timeout = None
-    preferred_since, position, resources, priority = 0.0, 0, (), 0
+    target = preferred_drone = sending = timeout = retry = overrun = answer = lost_call = None
+    preferred_since, position, resources, priority, retries = 0.0, 0, (), 0, 0
+    recompute_payload, runs_elsewhere = None, False
 
     def __init__(self, number, definition, **options):
         self.number = self.call_number = number
-        self.definition, self.promise, self.state = definition, Settled(), ENDING
+        self.definition, self.promise, self.state = definition, Settled(), INBOUND
         vars(self).update(options)
+        self.most_attempts = 1 + self.retries
+
+    @property
+    def handle(self):
+        return None if self.sending is None else self.sending.handle()
+
+    def next_delay(self, error):
+        return DELAY if self.retry and self.retries > 0 else None
+
+    def with_attempts(self, error):
+        return error
+
+    def start_over(self):
+        self.number += 10_000
+        self.retries -= 1
+        self.sending = self.overrun = self.answer = None
 
 
 def function(seconds=None, overlaps=False):
@@ -62,12 +95,23 @@ class Walk:
         self.assignment = Assignment(self.width, self.max_tasks, SIZES)
         self.assignment.runs_one_at_a_time = not self.choose(6)
         self.assignment.prepare = None  # no task takes kept values
+        self.actions = []  # that are not carried out yet
+        self.state = PoolState(self.assignment, self.actions.append)
         self.functions = [function(1e-4), function(tuning.batch_seconds), function()]
         self.functions += [function(1e-5, overlaps=True)] * (self.width > 1)
         self.numbers = iter(range(1, 10_000))
         self.now = 0.0
-        self.queued = {}  # tasks that were submitted and are not with a drone, in that order
+        self.timer = None
+        self.unsettled = {}  # in the order of their calls
+        self.queued = {}  # those that were submitted and are not with a drone, in that order
         self.sent = {}  # the drone of each other task
+        self.leased = []  # those that another process has
+        self.attempts = Counter()  # how often a task has begun, with what another process has run
+        self.earliest = {}  # when a task may begin that has failed
+        self.interrupted = set()
+        self.dead = None  # a drone
+        self.is_cancelled = False  # nothing runs again
+        self.places = {}  # of tasks that were returned: with which others, and where among them
         self.was_returned, self.was_moved = set(), set()
         for _ in range(1 + self.choose(3)):
             self.start()
@@ -76,40 +120,126 @@ class Walk:
         for _ in range(EVENTS):
             self.step()
         for _ in range(200):
-            if not self.sent and not self.queued:
+            if not self.unsettled and not self.sent and not self.actions:
                 return
             self.go_on()
             self.assign()
-        raise AssertionError(f"{[task.number for task in self.queued]} never begin")
+            self.carry_out(len(self.actions))
+        waiting = {task.number: task.state.name for task in self.unsettled}
+        raise AssertionError(f"{waiting} never end")
 
     def go_on(self):
         """Each drone does its part: everything ends."""
+        self.now += DELAY
+        self.look_at_timer()
+        while self.leased:
+            self.end_lease()
         for drone in [*self.assignment.drones]:
             drone.note_response(None)
             retires = drone.state is State.RETIRING and not drone.in_flight
             if drone.is_killed or drone.hung or (retires and not self.assignment.tasks_of(drone)):
                 self.die(drone)
-        if not self.taking():
+        if not (self.taking() or self.state.abandoned):
             self.start()
         self.answer()
 
     def step(self):
         self.now += self.choose(3) / 100
-        acts = [self.submit] * 5 + [self.answer] * 5 + [self.cancel, self.recall, self.die]
-        acts += [self.start, self.pause, self.kill, self.retire, self.hang]
+        self.look_at_timer()
+        acts = [self.submit] * 10 + [self.answer] * 10 + [self.cancel, self.recall, self.die] * 2
+        acts += [self.start, self.pause, self.kill, self.retire, self.hang] * 2
+        acts += [self.expire, self.lease, self.end_lease, self.end] + [self.wait] * 4
         acts[self.choose(len(acts))]()
         self.assign()
+        self.carry_out(self.choose(1 + len(self.actions)))
+
+    # -- what the dispatcher does ------------------------------------------------------------------
+
+    def look_at_timer(self):
+        if self.timer is not None and self.timer <= self.now:
+            self.timer = None
+            self.state.due(self.now)
+            self.note_queued()
+
+    def note_actions(self, since=0):
+        """At once, what a timer or a handle does; the rest, with promises, comes later."""
+        for action in self.actions[since:]:
+            match action:
+                case SetTimer(when):
+                    assert when >= self.now
+                    self.timer = when
+                case Restarted(task, number):
+                    assert number == task.number - 10_000
+                    self.earliest[task] = self.now + DELAY
+                    self.move(task)
+                case Interrupt(drone, task):
+                    assert task in self.sent and self.sent[task] is drone
+                    self.interrupted.add(task)
+        at_once = SetTimer, Restarted, Interrupt, Freed
+        self.actions[since:] = [each for each in self.actions[since:] if type(each) not in at_once]
+
+    def carry_out(self, count):
+        self.note_actions()
+        for action in self.actions[:count]:
+            task = action.task
+            if not task.promise.done():
+                if isinstance(action, Cancel):
+                    self.cancel_one(task)
+                else:
+                    self.check_error(action, task)
+                    self.settle(task)
+        del self.actions[:count]
+        self.note_actions()
+
+    def move(self, *tasks):
+        """The tasks lose their places: no order is expected of them."""
+        self.was_moved.update(tasks)
+
+    def note_returned(self, tasks):
+        for task in tasks:
+            if task.overrun is not None:  # its time limit has struck: that is an attempt, too
+                self.begins(task)
+        batch = object()
+        self.was_returned.update(tasks)
+        self.places.update({task: (batch, at) for at, task in enumerate(tasks)})
+
+    def settle(self, task):
+        assert not task.promise.done() and task in self.unsettled
+        task.promise._state = FINISHED
+        del self.unsettled[task]
+        self.queued.pop(task, None)
+
+    def cancel_one(self, task):
+        self.settle(task)
+        self.state.cancelled(task)
+        self.note_actions()
+        assert task not in self.sent or task in self.interrupted
+
+    def note_queued(self):
+        """Tasks have come into queues, or left them, by an event."""
+        for task in self.unsettled:
+            if task.state is QUEUED:
+                self.queued.setdefault(task)
+            else:
+                self.queued.pop(task, None)
+
+    def begins(self, task):
+        """A drone or another process begins a task, for the first time or once more."""
+        self.attempts[task] += 1
+        assert self.attempts[task] <= task.most_attempts, f"{task.number} runs again"
 
     # -- events ------------------------------------------------------------------------------------
 
     def start(self):
-        number = next(self.numbers)
-        drone = DroneRecord(self.assignment, number, f"pool.{number}")
-        self.assignment.add(drone)
-        drone.become(State.READY)
+        if not self.state.abandoned:
+            number = next(self.numbers)
+            drone = DroneRecord(self.assignment, number, f"pool.{number}")
+            drone.closed_error = lambda: LookupError(drone.name)
+            self.assignment.add(drone)
+            drone.become(State.READY)
 
     def submit(self):
-        for _ in range(1 + self.choose(3) ** 2):
+        for _ in range(0 if self.state.closing else 1 + self.choose(3) ** 2):
             options = {}
             if not self.choose(4):
                 options["priority"] = self.choose(3)
@@ -120,26 +250,27 @@ class Walk:
             alive = self.taking()
             if alive and not self.choose(5):
                 options["target"] = alive[self.choose(len(alive))]
+            elif self.dead and not self.choose(10):
+                options["target"] = self.dead  # it has died since the call
             elif alive and not self.choose(6):
                 options["preferred_drone"] = alive[self.choose(len(alive))]
             if not self.choose(8):
                 options["timeout"] = 1.0
+            if not self.choose(3):
+                options["retries"] = 1 + self.choose(2)
+                options["retry"] = [None, True][self.choose(2)]
             definition = self.functions[self.choose(len(self.functions))]
             task = FakeTask(next(self.numbers), definition, **options)
-            self.queue(task)
-
-    def queue(self, task, first=False):
-        self.queued[task] = None
-        self.assignment.enter_queue(task)
-        self.assignment.place(task, self.now, first=first)
+            self.unsettled[task] = None
+            self.assignment.enter_queue(task)
+            self.state.queued(task, self.now)
+            self.note_queued()
 
     def cancel(self):
-        waiting = [*self.queued]
-        if waiting:
-            task = waiting[self.choose(len(waiting))]
-            task.promise._state = FINISHED
-            self.assignment.leave_queue(task)
-            del self.queued[task]
+        if self.unsettled:
+            waiting = [*self.unsettled]
+            self.cancel_one(waiting[self.choose(len(waiting))])
+            self.note_queued()
 
     def answer(self):
         busy = [drone for drone in self.assignment.drones if drone.in_flight]
@@ -153,13 +284,40 @@ class Walk:
             else:
                 tasks = [drone.remove_in_flight(numbers[at])]
             for task in tasks:
-                drone.tasks_done += 1
-                del self.sent[task]
-                if task.definition.seconds is None and not self.choose(3):
-                    task.definition.seconds = 1e-4
+                self.answer_one(drone, task)
             is_done = drone.state is State.READY and drone.tasks_left(self.max_tasks) <= 0
             if is_done and not drone.in_flight:
                 self.retire(drone)
+
+    def answer_one(self, drone, task):
+        drone.tasks_done += 1
+        drone.highest_answered = max(drone.highest_answered, task.position)
+        del self.sent[task]
+        self.interrupted.discard(task)
+        if task.definition.seconds is None and not self.choose(3):
+            task.definition.seconds = 1e-4
+        self.begins(task)
+        if task.overrun is not None:
+            self.state.failed(task, task.overrun, self.now)
+        elif task.retry and self.choose(2):
+            self.state.failed(task, ValueError("it failed"), self.now)
+            self.check_that_none_runs_again([task])
+        elif not task.promise.done():
+            task.answer = True
+            self.settle(task)
+        self.note_queued()
+
+    def expire(self):
+        """A time limit ends a task, which runs again when its drone has stopped it."""
+        limited = [task for task in self.sent if task.timeout and not task.promise.done()]
+        if limited:
+            task = limited[self.choose(len(limited))]
+            error = TimeoutError("it ran for too long")
+            if task.next_delay(error) is None:
+                self.actions.append(Fail(task, error))
+            else:
+                task.overrun = error
+            self.interrupted.add(task)
 
     def recall(self):
         """The loop takes the crowded drones, and one of them gives back what has not begun."""
@@ -167,39 +325,107 @@ class Walk:
         for drone in self.assignment.take_crowded():
             if self.choose(2):
                 back = [drone.remove_in_flight(number) for number in [*drone.in_flight][1:]]
-                self.requeue(back)
+                for task in back:
+                    del self.sent[task]
+                self.note_returned(back)
+                self.state.returned(back, self.now)
+                self.note_queued()
                 self.assignment.note_recalled(drone)
-
-    def requeue(self, tasks):
-        for task in reversed(tasks):
-            del self.sent[task]
-            task.sending = None
-            self.was_returned.add(task)
-            self.queue(task, first=True)
 
     def die(self, drone=None):
         drones = self.assignment.drones
         if drones:
             drone = drone or drones[self.choose(len(drones))]
+            in_flight = [*drone.in_flight.values()]
             drone.become(State.DEAD)
-            begun, *others = [*drone.take_in_flight(), None]
-            if begun is not None:
-                del self.sent[begun]
-            others = [task for task in others if task is not None]
-            for task in [task for task in others if task.target is drone]:
-                others.remove(task)
+            # It has begun all up to that one. Most had begun one, or none; some had answers ready.
+            count = min(len(in_flight), [1, 1, 1, 0, 2, 9][self.choose(6)])
+            answered = sum(task.position <= drone.highest_answered for task in in_flight)
+            count = max(count, answered)  # of overlapped tasks, a later one may have ended first
+            begun = in_flight[:count]
+            for task in begun:
+                self.begins(task)
+            for task in in_flight:
                 del self.sent[task]
-            self.requeue(others)
-            own = self.assignment.take_dedicated(drone)
-            assert {task for task in self.queued if task.target is drone} == {
-                task for task in own if not task.promise.done()
-            }
-            for task in own:
-                self.queued.pop(task, None)
-            for task in self.assignment.take_preferring(drone):
-                if not task.promise.done():
-                    self.requeue_without_preference(task)
-            self.assignment.remove(drone)
+                self.interrupted.discard(task)
+            fates = drone.take_fates([begun[-1].number] if begun else [])
+            assert fates.begun == begun and fates.not_begun == in_flight[count:]
+            self.note_returned(fates.not_begun)
+            self.was_returned.update(begun)
+            self.places = {task: self.places[task] for task in self.places if task not in begun}
+            self.dead = drone
+            self.move(*drone.preferred)
+            self.state.drone_died(drone, fates, BrokenPipeError(drone.name), self.now)
+            self.state.drone_ended(drone, LookupError(drone.name), self.now)
+            self.note_queued()
+            self.check_that_none_runs_again(begun)
+
+    def lease(self):
+        taken = leases.lease(self.as_dispatcher(), 2, lambda task: task.target is None)
+        for task in taken:
+            assert self.queued.pop(task, self) is None
+        self.leased += taken
+
+    def end_lease(self):
+        if self.leased:
+            task, end = self.leased.pop(), self.choose(3)
+            if end == 0:
+                leases.requeue_unstarted(self.as_dispatcher(), [task])
+                self.move(task)
+            else:
+                self.begins(task)
+                if end == 1:
+                    leases.on_lost(self.as_dispatcher(), [task], BrokenPipeError("the host"))
+                    self.move(task)
+                else:
+                    leases.on_settled(self.as_dispatcher(), [task])
+                    if not task.promise.done():
+                        self.unsettled.setdefault(task)
+                        self.settle(task)
+            self.note_queued()
+
+    def as_dispatcher(self):
+        return SimpleNamespace(
+            state=self.state,
+            assignment=self.assignment,
+            unsettled=dict(self.unsettled),
+            has_ended=False,
+            queue_inbound=lambda: None,
+            requeue=lambda tasks: self.state.returned(tasks, self.now),
+            reject_or_retry=lambda tasks, error, may_retry: self.state.lost(
+                tasks, error, self.now, may_retry=may_retry
+            ),
+        )
+
+    def wait(self):
+        self.now += DELAY * (1 + self.choose(4)) / 4
+        self.look_at_timer()
+
+    def end(self):
+        """The pool closes, and may cancel what has not begun; or it breaks, or is killed."""
+        how = self.choose(8)
+        if how < 4:
+            running = {next(iter(each.in_flight), 0) for each in self.assignment.drones}
+            both = how == 1
+            self.state.close([*self.unsettled], running, cancel=how < 2, cancel_running=both)
+            self.is_cancelled = self.is_cancelled or how < 2
+        elif how == 4:
+            self.is_cancelled = True
+            self.state.abandon([*self.unsettled])
+        elif how == 5 and not (self.state.abandoned or self.actions):
+            # Of what had begun, it is not known how far it was.
+            for task in self.sent:
+                self.begins(task)
+            self.sent.clear()
+            self.is_cancelled = True
+            self.state.broke(OSError("no drone can be started"), [*self.unsettled], self.now)
+            failed = {action.task for action in self.actions if isinstance(action, Fail)}
+            assert failed == {*self.unsettled}
+            self.state.abandon([*self.unsettled])
+        if self.state.abandoned:
+            for drone in [*self.assignment.drones]:
+                drone.note_kill("")
+        self.note_queued()
 
     def taking(self):
         return [drone for drone in self.assignment.drones if drone.state is State.READY]
@@ -219,15 +445,10 @@ class Walk:
     def retire(self, drone=None):
         drone = drone or self.one()
         if drone is not None:
+            self.move(*drone.preferred)
             drone.become(State.RETIRING)
-            for task in self.assignment.take_preferring(drone):
-                if not task.promise.done():
-                    self.requeue_without_preference(task)
-
-    def requeue_without_preference(self, task):
-        task.preferred_drone = None
-        self.was_moved.add(task)
-        self.queue(task)
+            self.state.preference_ended(drone, self.now)
+            self.note_queued()
 
     def hang(self):
         """An overlapped task ignores its interrupt."""
@@ -246,7 +467,25 @@ class Walk:
             drone.validate()
         self.assignment.validate()
         self.assignment.validate_idle()
+        self.state.validate()
         self.check_that_none_waits_in_vain()
+
+    def check_that_none_runs_again(self, tasks):
+        for task in tasks:
+            is_over = self.is_cancelled or task.promise.done()
+            assert not is_over or task.state is ENDING, f"{task.number} is to run again"
+
+    def check_error(self, action, task):
+        """A task that is rejected had begun, or nothing is left that could begin it."""
+        if isinstance(action, Fail) and isinstance(action.error, TimeoutError):
+            return
+        has_gone = self.state.broken is not None or self.state.abandoned
+        has_gone = has_gone or (task.target is not None and task.target.state is State.DEAD)
+        assert self.attempts[task] or has_gone, f"{task.number} is lost"
+        spent = self.attempts[task] >= task.most_attempts
+        ends = has_gone or self.state.has_cancelled
+        own = task.target is not None and not task.retry
+        assert spent or ends or own, f"{task.number} does not run again"
 
     def check(self, drone, tasks):
         before = [*drone.in_flight.values()][: len(drone.in_flight) - len(tasks)]
@@ -256,6 +495,7 @@ class Walk:
                 f"{task.number} was sent, and was not queued"
             )
             self.sent[task] = drone
+            assert self.now >= self.earliest.get(task, 0.0), f"{task.number} runs too early"
             assert task.target in (None, drone)
             self.check_order(task)
         assert not (drone.unresponsive or drone.is_killed)
@@ -281,9 +521,19 @@ class Walk:
 
     def check_order(self, task):
         """Of tasks of one kind, those go first that a drone has returned, then the first call."""
-        if task in self.was_returned or task in self.was_moved:
+        if task in self.was_moved:
             return
         kind = task.target, task.resources, task.preferred_drone
+        if task in self.was_returned:
+            batch, at = self.places.get(task, (None, 0))
+            for other in self.queued:
+                other_batch, place = self.places.get(other, (self, 0))
+                alike = (other.target, other.resources, other.preferred_drone) == kind
+                if other_batch is batch and alike and other.priority == task.priority:
+                    assert at < place or other in self.was_moved, (
+                        f"{task.number} overtakes {other.number}, which was returned with it"
+                    )
+            return
         for other in self.queued:
             if (other.target, other.resources, other.preferred_drone) == kind:
                 is_before = (-other.priority, other.number) < (-task.priority, task.number)
@@ -499,7 +749,130 @@ def what_is_recalled_may_be_recalled_again(plant):
     plant(Assignment, "take_crowded", take)
 
 
+def what_had_begun_runs_again(plant):
+    def lose(self, tasks, error, now, *, may_retry):
+        self.returned([task for task in tasks if not task.promise.done()], now)
+
+    plant(PoolState, "lost", lose)
+
+
+def what_had_not_begun_is_lost(plant):
+    def die(self, drone, fates, error, now):
+        self.lost(fates.not_begun, error, now, may_retry=False)
+        died(self, drone, fates._replace(not_begun=[]), error, now)
+
+    died = PoolState.drone_died
+    plant(PoolState, "drone_died", die)
+
+
+def retries_are_not_counted(plant):
+    def lose(self, tasks, error, now, *, may_retry):
+        before = {task: task.retries for task in tasks}
+        lost(self, tasks, error, now, may_retry=may_retry)
+        for task, retries in before.items():
+            task.retries = retries
+
+    lost = PoolState.lost
+    plant(PoolState, "lost", lose)
+
+
+def no_task_is_retried(plant):
+    def lose(self, tasks, error, now, *, may_retry):
+        lost(self, tasks, error, now, may_retry=False)
+
+    lost = PoolState.lost
+    plant(PoolState, "lost", lose)
+
+
+def delayed_tasks_are_forgotten(plant):
+    plant(PoolState, "due", lambda self, now: None)
+
+
+def only_the_first_delay_has_a_timer(plant):
+    def due(self, now):
+        do, self._do = self._do, lambda action: type(action) is SetTimer or do(action)
+        right(self, now)
+        self._do = do
+
+    right = PoolState.due
+    plant(PoolState, "due", due)
+
+
+def delays_are_too_short(plant):
+    def delay(self, task, when):
+        right(self, task, when - DELAY / 2)
+
+    right = PoolState._delay
+    plant(PoolState, "_delay", delay)
+
+
+def a_task_waits_for_a_drone_that_is_dead(plant):
+    def put(self, task, now, first=False):
+        self.assignment.place(task, now, first=first)
+
+    plant(PoolState, "_place", put)
+
+
+def what_was_returned_is_turned_round(plant):
+    def back(self, tasks, now):
+        right(self, tasks[::-1], now)
+
+    right = PoolState.returned
+    plant(PoolState, "returned", back)
+
+
+def a_running_task_is_not_interrupted(plant):
+    def cancel(self, task):
+        if task.handle is None or task.number not in task.handle.in_flight:
+            right(self, task)
+
+    right = PoolState.cancelled
+    plant(PoolState, "cancelled", cancel)
+
+
+def a_pool_that_is_cancelled_tries_again(plant):
+    never = property(lambda self: False, lambda self, value: None)
+    plant(PoolState, "has_cancelled", never, raising=False)
+
+
+def a_broken_pool_forgets_what_was_sent(plant):
+    def broke(self, error, unsettled, now):
+        for drone in self.assignment.drones:
+            drone.take_in_flight()
+        self.broken = error
+
+    plant(PoolState, "broke", broke)
+
+
+def an_abandoned_pool_leaves_its_queue(plant):
+    def abandon(self, unsettled):
+        self.closing = self.abandoned = True
+
+    plant(PoolState, "abandon", abandon)
+
+
+def a_lease_that_ends_is_forgotten(plant):
+    def forget(dispatcher, tasks):
+        dispatcher.state.lease_ended(tasks)
+
+    plant(leases, "requeue_unstarted", forget)
+
+
 FAULTS = [
+    what_had_begun_runs_again,
+    what_had_not_begun_is_lost,
+    retries_are_not_counted,
+    no_task_is_retried,
+    delayed_tasks_are_forgotten,
+    only_the_first_delay_has_a_timer,
+    delays_are_too_short,
+    a_task_waits_for_a_drone_that_is_dead,
+    what_was_returned_is_turned_round,
+    a_running_task_is_not_interrupted,
+    a_pool_that_is_cancelled_tries_again,
+    a_broken_pool_forgets_what_was_sent,
+    an_abandoned_pool_leaves_its_queue,
+    a_lease_that_ends_is_forgotten,
     changes_are_not_told,
     resources_are_never_free_again,
     resources_are_free_twice,
@@ -531,7 +904,7 @@ FAULTS = [
 def test_a_planted_fault_is_found(monkeypatch, fault):
     fault(monkeypatch.setattr)
     with pytest.raises(AssertionError):
-        walk(range(600))
+        walk(range(2000))
 
 
 # -- found in other ways ---------------------------------------------------------------------------

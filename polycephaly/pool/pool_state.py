@@ -1,0 +1,400 @@
+"""What becomes of the tasks of one pool: after each event, where each task is, and what is to be
+done about it.
+
+    queued, returned, due ──> a queue ──assignment.py──> SENT ──> answered
+    failed, lost ──> a queue again, at once or when it is `due`, or `Fail`
+    cancelled ──> `Interrupt`, or dropped        closed, abandoned, broken ──> `Cancel`, `Fail`
+
+To be read in this order: task_state.py, with the states of a task and what changes them; this
+file; assignment.py, for which drone gets which of the queued tasks; drone_record.py, for what a
+drone takes, and what a dead one had begun.
+
+Nothing here sends, waits, settles a promise or looks at a clock. Each method is an event; it
+changes the state and gives `do` the actions that follow, in order: the dispatcher carries them out,
+and a test lists them. Only the loop's thread calls the methods. Any thread may read, and may add to
+`awaiting_inputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any, NamedTuple
+
+from ..errors import copy_error
+from ..wire.placeholders import PayloadWithRefs
+from .assignment import Assignment
+from .drone_record import DroneRecord, Fates
+from .interfaces import State
+from .task import Task
+from .task_state import DELAYED, ENDING, LEASED, QUEUED
+
+MAX_UNSWEPT_TASKS = 1000
+"""Cancelled tasks that may stay in queues that are shorter than that."""
+_MAX_UNSWEPT_DELAYS = 64
+
+
+class Fail(NamedTuple):
+    """Reject a task that was run, or could not be."""
+
+    task: Task
+    error: BaseException
+
+
+class Refuse(NamedTuple):
+    """Reject a task that was not begun. To make the error may run code of users."""
+
+    task: Task
+    make_error: Callable[[], BaseException]
+
+
+class Cancel(NamedTuple):
+    """Cancel a task."""
+
+    task: Task
+
+
+class Interrupt(NamedTuple):
+    """Have a drone stop a task that is cancelled."""
+
+    drone: Any  # a `DroneHandle`
+    task: Task
+
+
+class Restarted(NamedTuple):
+    """A task has a new number. What is kept of the attempt with the old one is of no use."""
+
+    task: Task
+    number: int
+
+
+class Freed(NamedTuple):
+    """A task has gone that only this drone may run. If the drone retires, it may stop."""
+
+    drone: Any
+
+
+class SetTimer(NamedTuple):
+    """Have `due` called at this time."""
+
+    when: float
+
+
+Action = Fail | Refuse | Cancel | Interrupt | Restarted | Freed | SetTimer
+
+
+class PoolState:
+    def __init__(self, assignment: Assignment, do: Callable[[Action], object]) -> None:
+        self.assignment = assignment
+        self._do = do
+        # Returns which drone has most of the kept values that a task takes, and the bytes of the
+        # others. Set by the dispatcher.
+        self.find_holder: Callable[[Iterable[Any]], tuple[Any, int]]
+        # Tasks that wait for promises among their arguments.
+        self.awaiting_inputs: set[Task] = set()
+        # Tasks that wait for kept values or another attempt, or are leased to another process. They
+        # may be in `awaiting_inputs` too, until `Dispatcher.on_inputs_ready` returns.
+        self.parked: set[Task] = set()
+        self.delayed: dict[Task, float] = {}  # those of `parked` that run again, and when
+        self._delays: list[tuple[float, int, Task]] = []  # a heap, with some that are over
+        self._order = count()
+        self._cancelled_since_sweep = 0
+        self.closing = False  # no more tasks come
+        self.has_cancelled = False  # tasks that no drone has begun were cancelled at the end
+        self.abandoned = False  # all drones are being killed
+        self.broken: BaseException | None = None  # why no drone can run any task
+
+    # -- tasks come, and come back -----------------------------------------------------------------
+
+    def queued(self, task: Task, now: float) -> None:
+        """Queue `task`, which counts as queued: it comes from the inbox, or was parked."""
+        # Read once: if the task is cancelled, another thread may clear the payload.
+        payload = task.payload
+        if type(payload) is PayloadWithRefs:
+            task.preferred_drone, task.bytes_to_move = self.find_holder(
+                payload.remote_objects.values()
+            )
+        if task.promise.done():
+            self.assignment.leave_queue(task)
+            self._freed(task)
+        else:
+            self._place(task, now)
+
+    def resumed(self, task: Task, now: float) -> None:
+        """Queue a task again that was parked or delayed, or one that was never in the inbox."""
+        self.parked.discard(task)
+        self.delayed.pop(task, None)
+        self.assignment.enter_queue(task)
+        self.queued(task, now)
+
+    def returned(self, tasks: list[Task], now: float) -> None:
+        """Put tasks that were not begun back into their queues, in the same order, before other
+        tasks of their priorities.
+        """
+        if self.abandoned:  # no drone will take them
+            for task in tasks:
+                self._do(Cancel(task))
+            return
+        for task in reversed(tasks):
+            # Its time limit expired before it began.
+            if task.overrun is not None and not task.promise.done():
+                self.failed(task, task.overrun, now)
+                continue
+            task.sending = None
+            if task.promise.done():  # by a thread that may have taken the task for begun
+                task.payload = b""
+                self._freed(task)
+                continue
+            self.insert(task, now, first=True)
+
+    def insert(self, task: Task, now: float, *, first: bool = False) -> None:
+        """Queue `task` behind the tasks of its priority; if `first`, before them. Reject or cancel
+        it if its drone or the pool has ended.
+        """
+        self.assignment.enter_queue(task)
+        self._place(task, now, first)
+
+    def _place(self, task: Task, now: float, first: bool = False) -> None:
+        """Put `task`, which counts as queued, into its queue."""
+        if self.broken is not None:
+            self.refused(task, partial(copy_error, self.broken))
+        elif self.abandoned:
+            self.assignment.leave_queue(task)
+            self._do(Cancel(task))
+        elif task.target is not None and task.target.state is State.DEAD:
+            self.refused(task, task.target.closed_error)
+        else:
+            self.assignment.place(task, now, first=first)
+
+    def refused(self, task: Task, make_error: Callable[[], BaseException]) -> None:
+        """Drop a task that can never begin."""
+        self.assignment.leave_queue(task)
+        task.payload = b""
+        self._do(Refuse(task, make_error))
+        self._freed(task)
+
+    def _freed(self, task: Task) -> None:
+        if task.target is not None:
+            self._do(Freed(task.target))
+
+    # -- another attempt ---------------------------------------------------------------------------
+
+    def failed(self, task: Task, error: BaseException, now: float) -> None:
+        """Run a task that has a `Retry` again after a delay, or reject the task with `error`."""
+        target_died = task.target is not None and task.target.state is State.DEAD
+        is_over = task.promise.done() or self.abandoned or self.has_cancelled or target_died
+        delay = None if is_over else task.next_delay(error)
+        if delay is None:
+            task.payload, task.recompute_payload = b"", None
+            self.parked.discard(task)
+            self._do(Fail(task, task.with_attempts(error)))
+            self._freed(task)
+        else:
+            self._do(Restarted(task, task.number))
+            task.start_over()
+            task.state = DELAYED
+            self.parked.add(task)
+            self._delay(task, now + delay)
+
+    def lost(self, tasks: list[Task], error: BaseException, now: float, *, may_retry: bool) -> None:
+        """Queue the tasks again that may be retried; reject the others with copies of `error`.
+
+        A task may be retried if `may_retry` is true, the task has `retries` left and no target
+        drone, and the pool's tasks were not cancelled. A task with a `Retry` is queued after a
+        delay.
+        """
+        again = []
+        for task in tasks:
+            if task.promise.done():
+                task.payload = b""
+            elif may_retry and task.retry is not None:
+                self.failed(task, copy_error(task.overrun or error), now)
+            elif (
+                may_retry
+                and task.retries > 0
+                and task.target is None
+                and not (self.abandoned or self.has_cancelled)
+            ):
+                task.retries -= 1
+                task.sending = task.lost_call = None
+                again.append(task)
+            else:
+                task.payload = b""
+                self._do(Fail(task, copy_error(error)))
+        self.returned(again, now)
+
+    def _delay(self, task: Task, when: float) -> None:
+        self.delayed[task] = when
+        heappush(self._delays, (when, next(self._order), task))
+        if self._delays[0][2] is task:
+            self._do(SetTimer(when))
+
+    def _end_delay(self, task: Task) -> None:
+        if self.delayed.pop(task, None) is None:
+            return
+        if len(self._delays) > _MAX_UNSWEPT_DELAYS + 2 * len(self.delayed):
+            self._delays = [each for each in self._delays if self.delayed.get(each[2]) == each[0]]
+            heapify(self._delays)
+
+    def due(self, now: float) -> None:
+        """Queue the tasks again whose delays are over."""
+        delays = self._delays
+        while delays and delays[0][0] <= now:
+            when, _, task = heappop(delays)
+            if self.delayed.get(task) == when:
+                self.resumed(task, now)
+        if delays:
+            self._do(SetTimer(delays[0][0]))
+
+    # -- drones end --------------------------------------------------------------------------------
+
+    def drone_died(
+        self, drone: DroneRecord, fates: Fates, error: BaseException, now: float
+    ) -> None:
+        """Handle the death of a drone: what it had begun is lost with `error`, unless it may run
+        again. The rest runs elsewhere, except tasks for this drone only.
+        """
+        own = [task for task in fates.not_begun if task.target is not None]
+        own += self.assignment.take_dedicated(drone)
+        for task in [task for task in self.delayed if task.target is drone]:
+            self._end_delay(task)
+            self.parked.discard(task)
+            task.state = ENDING
+            own.append(task)
+        self.returned([task for task in fates.not_begun if task.target is None], now)
+        self.lost(fates.begun, error, now, may_retry=True)
+        self.lost(own, error, now, may_retry=False)
+
+    def drone_ended(self, drone: DroneRecord, error: BaseException, now: float) -> None:
+        """Forget a drone. Tasks that only this drone may run are rejected with `error`."""
+        self.lost(self.assignment.take_dedicated(drone), error, now, may_retry=False)
+        self.preference_ended(drone, now)
+        self.assignment.remove(drone)
+
+    def preference_ended(self, drone: DroneRecord, now: float) -> None:
+        """Queue the tasks elsewhere that prefer `drone`, which takes no more."""
+        for task in self.assignment.take_preferring(drone):
+            task.preferred_drone = None
+            self.resumed(task, now)
+        self._do(Freed(drone))
+
+    # -- tasks are cancelled -----------------------------------------------------------------------
+
+    def cancelled(self, task: Task) -> None:
+        """Drop `task`, whose promise is cancelled, or have its drone stop it."""
+        self.awaiting_inputs.discard(task)
+        self.parked.discard(task)
+        self._end_delay(task)
+        drone = task.handle
+        if drone is not None and task.number in drone.in_flight and drone.alive:
+            self._do(Interrupt(drone, task))
+            return
+        self.assignment.leave_queue(task)
+        task.payload = b""
+        self._freed(task)
+        self._cancelled_since_sweep += 1
+        if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS:
+            self._sweep_queues()
+
+    def _sweep_queues(self) -> None:
+        """Remove the cancelled tasks, which would pile up while all drones are busy, if they may be
+        a third of all.
+        """
+        queued = self.assignment.count_in_queues()
+        if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS + queued // 2:
+            self._cancelled_since_sweep = 0
+            self.assignment.drop_settled()
+
+    def drone_closed(self, drone: DroneRecord, others: Iterable[Task]) -> None:
+        """Cancel the tasks that only `drone` may run, some of which are among `others`, which are
+        in no queue.
+        """
+        in_flight = reversed(drone.in_flight.values())
+        for task in [*self.assignment.tasks_of(drone), *others, *in_flight]:
+            if task.target is drone:
+                self._do(Cancel(task))
+
+    # -- the pool ends -----------------------------------------------------------------------------
+
+    def close(
+        self, unsettled: Iterable[Task], running: set[int], *, cancel: bool, cancel_running: bool
+    ) -> None:
+        """Expect no more tasks. If this is to `cancel`, cancel those that are `unsettled`, but
+        those with the numbers `running` only if `cancel_running`.
+        """
+        self.closing = True
+        if cancel:
+            self.has_cancelled = True
+            sent = [task for each in self.assignment.drones for task in each.in_flight.values()]
+            for task in self.unanswered(unsettled, sent):
+                self._do(Cancel(task))
+            for drone in self.assignment.drones:
+                # Backwards: if the running task was first, the drone would begin the next one.
+                for task in reversed(drone.in_flight.values()):
+                    if cancel_running or task.number not in running:
+                        self._do(Cancel(task))
+
+    def abandon(self, unsettled: Iterable[Task]) -> None:
+        """Cancel all tasks that no drone has. Those with drones are lost, for which the caller
+        kills the drones.
+        """
+        self.closing = self.abandoned = True
+        with_drones: list[Task] = []
+        for drone in self.assignment.drones:
+            with_drones += [*drone.in_flight.values(), *drone.dedicated]
+        for task in self.unanswered(unsettled, with_drones):
+            self._do(Cancel(task))
+            if task.state is not QUEUED:  # else it stays in its queue until it is dropped there
+                task.state = ENDING
+        self.awaiting_inputs.clear()
+        self.parked.clear()
+        self.delayed.clear()
+        self._delays.clear()
+
+    def broke(self, error: BaseException, unsettled: Iterable[Task], now: float) -> None:
+        """Reject all tasks with `error`, because no drone can run any."""
+        self.broken = error
+        tasks: list[Task] = []
+        for drone in self.assignment.drones:
+            # Answers that still arrive are ignored: these tasks no longer have their payloads.
+            tasks += drone.take_in_flight()
+        self.assignment.drop_all()
+        tasks += self.unanswered(unsettled, tasks)
+        self.lost(tasks, error, now, may_retry=False)
+        for task in tasks:
+            self.assignment.leave_queue(task)
+
+    def unanswered(self, unsettled: Iterable[Task], others: Iterable[Task]) -> list[Task]:
+        """Return those that are not among `others`, nor about to be settled by their answers."""
+        but = {*others}
+        return [
+            task
+            for task in unsettled
+            if task not in but and (task.answer is None or task in self.parked)
+        ]
+
+    # -- leases: see leases.py ---------------------------------------------------------------------
+
+    def leased(self, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            self.assignment.leave_queue(task, LEASED)
+            self.parked.add(task)
+
+    def lease_ended(self, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            task.state, task.runs_elsewhere = ENDING, False
+            self.parked.discard(task)
+
+    # -- a check, for tests and `POLYCEPHALY_VALIDATE=1` ------------------------------------------
+
+    def validate(self) -> None:
+        """Raise `AssertionError` if a task that waits here is not in the state for that."""
+        for task, when in self.delayed.items():
+            if not task.promise.done():
+                assert task.state is DELAYED, f"{task.number} is {task.state.name}, and delayed"
+                assert task in self.parked, f"{task.number} is delayed, and not parked"
+                assert any(each[0] == when and each[2] is task for each in self._delays), (
+                    f"{task.number} is delayed, and has no time"
+                )
